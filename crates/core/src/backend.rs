@@ -1,0 +1,124 @@
+use crate::Result;
+use crate::ops::*;
+use std::fmt::Debug;
+
+/// A plain scalar a buffer may hold.
+pub trait Plain: bytemuck::Pod + Debug + PartialEq + Send + Sync + 'static {}
+impl Plain for u8 {}
+impl Plain for i32 {}
+impl Plain for u32 {}
+impl Plain for u64 {}
+impl Plain for f32 {}
+impl Plain for f64 {}
+impl Plain for half::bf16 {}
+
+/// Bytes a backend's allocator holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes in live buffers now.
+    pub live_bytes: usize,
+    /// The most there ever were.
+    pub peak_bytes: usize,
+}
+
+/// Memory and order only; nothing numeric.
+///
+/// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
+/// its own, so that no operation can change a tensor somebody else holds.
+pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
+    /// A typed buffer on the device.
+    type Buf<T: Plain>: Clone + Debug + Send + Sync;
+
+    /// The backend and its device, for people.
+    fn name(&self) -> String;
+    /// A buffer of zeros.
+    fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
+    /// A buffer with these values.
+    fn upload<T: Plain>(&self, values: &[T]) -> Result<Self::Buf<T>>;
+    /// The values of a buffer, waiting for everything that writes it.
+    fn download<T: Plain>(&self, buf: &Self::Buf<T>) -> Result<Vec<T>>;
+    /// Number of values.
+    fn len<T: Plain>(buf: &Self::Buf<T>) -> usize;
+    /// Identity of the underlying allocation: equal exactly when two handles share bytes.
+    fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
+    /// What the allocator holds.
+    fn memory(&self) -> MemoryStats;
+}
+
+/// Formats, conversions, routing, and the expert layer's fused elementwise kernels.
+pub trait Convert: Backend {
+    /// See [`Quantize`].
+    fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>>;
+    /// See [`Dequantize`].
+    fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Transcode`].
+    fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>>;
+    /// See [`Cast`].
+    fn cast(&self, op: Cast<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Route`].
+    fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>>;
+    /// See [`RouteBackward`].
+    fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`PlanPermute`].
+    fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<crate::PermuteMap<Self>>;
+    /// See [`Permute`].
+    fn permute(&self, op: Permute<'_, Self>) -> Result<crate::Operand<Self>>;
+    /// See [`Unpermute`].
+    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`GatherScalars`].
+    fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Self::Buf<f32>>;
+    /// See [`CombineSlots`].
+    fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`PackRows`].
+    fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Self::Buf<u8>>;
+    /// See [`UnpackRows`].
+    fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<crate::Operand<Self>>;
+    /// See [`Swiglu`].
+    fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>>;
+    /// See [`SwigluBackward`].
+    fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>>;
+    /// See [`InitNormal`].
+    fn init_normal(&self, op: InitNormal) -> Result<crate::Tensor<Self>>;
+}
+
+/// Matrix products, D = A·Bᵀ.
+pub trait Products: Backend {
+    /// See [`Gemm`].
+    fn gemm(&self, op: Gemm<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`GroupedGemm`].
+    fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`GroupedWgrad`].
+    fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()>;
+}
+
+/// The rest of a transformer and of a training step.
+pub trait Model: Backend {
+    /// See [`Embed`].
+    fn embed(&self, op: Embed<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`EmbedBackward`].
+    fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()>;
+    /// See [`RmsNorm`].
+    fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>>;
+    /// See [`RmsNormBackward`].
+    fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Rope`].
+    fn rope(&self, op: Rope<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Attention`].
+    fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>>;
+    /// See [`AttentionBackward`].
+    fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
+    /// See [`CrossEntropy`].
+    fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
+    /// See [`Add`].
+    fn add(&self, op: Add<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`SumShards`].
+    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`SumSquares`].
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<f64>;
+    /// See [`AdamW`].
+    fn adamw(&self, op: AdamW<'_, Self>) -> Result<()>;
+}
+
+/// Everything training needs. No default methods anywhere: a missing kernel does not compile.
+pub trait Kernels: Convert + Products + Model {}
+impl<B: Convert + Products + Model> Kernels for B {}

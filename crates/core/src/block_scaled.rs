@@ -1,0 +1,210 @@
+use crate::{Backend, DType, Error, Result, Tensor};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+
+/// The plane of scales of a [`BlockScaled`] tensor.
+#[derive(Debug, Clone)]
+pub enum Scales<B: Backend> {
+    /// One E8M0 byte a block: 2^(byte − 127), 0xFF is NaN.
+    E8m0(B::Buf<u8>),
+    /// One F32 a block.
+    F32(B::Buf<f32>),
+}
+
+/// A quantized matrix: a plane of codes and a plane of scales of a logical row-major X `[rows, cols]`.
+///
+/// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
+/// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction
+///   down the rows is contiguous. `rows` is the row capacity.
+/// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
+///
+/// Two 4-bit codes share a byte, the even element in the low nibble. `stack` equal matrices may lie one under the
+/// other (expert weights): blocks never cross from one to the next, and `Tile` scales are
+/// `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
+#[derive(Debug, Clone)]
+pub struct BlockScaled<B: Backend> {
+    /// The element format and block length.
+    pub format: Format,
+    /// Along what a block runs.
+    pub axis: BlockAxis,
+    /// How the scales were chosen (`Amax`: F32 scales; any other: E8M0 bytes).
+    pub rule: ScaleRule,
+    /// Rows of the logical matrix, all matrices of the stack together.
+    pub rows: usize,
+    /// Columns of the logical matrix.
+    pub cols: usize,
+    /// Matrices stacked; 1 for activations.
+    pub stack: usize,
+    /// The codes.
+    pub codes: B::Buf<u8>,
+    /// The scales.
+    pub scales: Scales<B>,
+    /// The order of the scales.
+    pub scale_layout: ScaleLayout,
+}
+
+impl<B: Backend> BlockScaled<B> {
+    /// Bytes of the code plane for this format, axis and shape.
+    pub fn code_bytes(format: Format, axis: BlockAxis, rows: usize, cols: usize) -> usize {
+        match axis {
+            BlockAxis::Row | BlockAxis::Tile => rows * format.row_code_bytes(cols),
+            BlockAxis::Col => cols * format.row_code_bytes(rows),
+        }
+    }
+
+    /// Number of scales for this format, axis and shape.
+    pub fn num_scales(format: Format, axis: BlockAxis, rows: usize, cols: usize, stack: usize) -> usize {
+        let block = format.spec().block;
+        match axis {
+            BlockAxis::Row => rows * cols.div_ceil(block),
+            BlockAxis::Col => cols * rows.div_ceil(block),
+            BlockAxis::Tile => stack * (rows / stack.max(1)).div_ceil(block) * cols.div_ceil(block),
+        }
+    }
+
+    /// Bytes of codes and scales together.
+    pub fn bytes(&self) -> usize {
+        let scales = match &self.scales {
+            Scales::E8m0(s) => B::len(s),
+            Scales::F32(s) => 4 * B::len(s),
+        };
+        B::len(&self.codes) + scales
+    }
+
+    /// Identity of the code plane's allocation.
+    pub fn buffer_id(&self) -> u64 {
+        B::buffer_id(&self.codes)
+    }
+
+    /// The E8M0 scale bytes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the scales are F32: they have no exponent to shift by.
+    pub fn e8m0_scales(&self, op: &'static str) -> Result<&B::Buf<u8>> {
+        match &self.scales {
+            Scales::E8m0(s) => Ok(s),
+            Scales::F32(_) => Err(Error::unsupported(
+                op,
+                self.format,
+                "its scales are F32, and this conversion shifts exponents: use a power-of-two scale rule",
+            )),
+        }
+    }
+}
+
+/// Something a product or a permutation takes: plain or block-scaled rows. A clone shares the buffers.
+#[derive(Debug, Clone)]
+pub enum Operand<B: Backend> {
+    /// F32 or BF16.
+    Plain(Tensor<B>),
+    /// Quantized.
+    Block(BlockScaled<B>),
+}
+
+impl<B: Backend> Operand<B> {
+    /// Rows of the logical matrix.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::Plain(t) => t.rows,
+            Self::Block(q) => q.rows,
+        }
+    }
+
+    /// Columns of the logical matrix.
+    pub fn cols(&self) -> usize {
+        match self {
+            Self::Plain(t) => t.cols,
+            Self::Block(q) => q.cols,
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Plain(t) => t.bytes(),
+            Self::Block(q) => q.bytes(),
+        }
+    }
+
+    /// Identity of the allocation of elements or codes.
+    pub fn buffer_id(&self) -> u64 {
+        match self {
+            Self::Plain(t) => t.buffer_id(),
+            Self::Block(q) => q.buffer_id(),
+        }
+    }
+
+    /// The format's name.
+    pub fn format(&self) -> Format {
+        match self {
+            Self::Plain(t) => match t.dtype() {
+                DType::F32 => Format::F32,
+                DType::Bf16 => Format::Bf16,
+            },
+            Self::Block(q) => q.format,
+        }
+    }
+
+    /// The plain tensor.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is quantized.
+    pub fn plain(&self, op: &'static str) -> Result<&Tensor<B>> {
+        match self {
+            Self::Plain(t) => Ok(t),
+            Self::Block(q) => Err(Error::unsupported(op, q.format, "it takes F32 or BF16 here")),
+        }
+    }
+
+    /// The quantized tensor.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is plain.
+    pub fn block(&self, op: &'static str) -> Result<&BlockScaled<B>> {
+        match self {
+            Self::Plain(_) => {
+                Err(Error::unsupported(op, self.format(), "it takes a block-scaled operand here"))
+            }
+            Self::Block(q) => Ok(q),
+        }
+    }
+
+    /// How one of its rows lies in a message.
+    pub fn row_kind(&self) -> RowKind {
+        match self {
+            Self::Plain(t) => RowKind { format: self.format(), rule: ScaleRule::Amax, cols: t.cols },
+            Self::Block(q) => RowKind { format: q.format, rule: q.rule, cols: q.cols },
+        }
+    }
+}
+
+/// How one row of a tensor lies in a message: codes, then scales, padded to 16 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowKind {
+    /// Plain or block format; blocks run along the row.
+    pub format: Format,
+    /// Which kind of scale (ignored for plain formats).
+    pub rule: ScaleRule,
+    /// Elements of a row.
+    pub cols: usize,
+}
+
+impl RowKind {
+    /// Bytes of the codes or plain elements.
+    pub fn code_bytes(&self) -> usize {
+        self.format.row_code_bytes(self.cols)
+    }
+
+    /// Bytes of the scales.
+    pub fn scale_bytes(&self) -> usize {
+        if !self.format.is_block() {
+            return 0;
+        }
+        let one = if self.rule == ScaleRule::Amax { 4 } else { 1 };
+        one * self.format.scales_per_row(self.cols)
+    }
+
+    /// Bytes of the whole record, a multiple of 16.
+    pub fn row_bytes(&self) -> usize {
+        (self.code_bytes() + self.scale_bytes()).next_multiple_of(16)
+    }
+}

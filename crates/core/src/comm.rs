@@ -1,0 +1,66 @@
+use crate::{Backend, Result};
+use std::fmt::Debug;
+
+/// Collectives between ranks. Every method is called by all ranks in the same order.
+pub trait Comm<B: Backend>: Debug + Send + Sync {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+    /// Number of ranks.
+    fn world(&self) -> usize;
+    /// Exchanges how many rows go where: `send[p]` rows to rank `p`; returns how many come from each.
+    fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
+    /// Sends rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; returns the `recv_rows[p]` rows
+    /// from each rank, in rank order.
+    fn all_to_all_v(
+        &self,
+        b: &B,
+        send: &B::Buf<u8>,
+        row_bytes: usize,
+        send_rows: &[usize],
+        recv_rows: &[usize],
+    ) -> Result<B::Buf<u8>>;
+    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, the same bits on every rank.
+    fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()>;
+    /// Every rank's values one after the other, in rank order. All ranks send the same number.
+    fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
+    /// Waits for all ranks.
+    fn barrier(&self) -> Result<()>;
+    /// Tells all ranks that this one failed; their pending and later calls return this error.
+    fn abort(&self, why: &str);
+}
+
+/// One rank alone: every collective is the identity.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SoloComm;
+
+impl<B: Backend> Comm<B> for SoloComm {
+    fn rank(&self) -> usize {
+        0
+    }
+    fn world(&self) -> usize {
+        1
+    }
+    fn counts(&self, _: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
+        Ok(send.clone())
+    }
+    fn all_to_all_v(
+        &self,
+        _: &B,
+        send: &B::Buf<u8>,
+        _: usize,
+        _: &[usize],
+        _: &[usize],
+    ) -> Result<B::Buf<u8>> {
+        Ok(send.clone())
+    }
+    fn all_reduce_tree(&self, _: &B, _: &mut B::Buf<f32>) -> Result<()> {
+        Ok(())
+    }
+    fn all_gather(&self, _: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
+        Ok(values.clone())
+    }
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+    fn abort(&self, _: &str) {}
+}

@@ -1,0 +1,123 @@
+use nibble_formats::Format;
+
+/// The result of every fallible function of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can go wrong below the training loop. Every message names the argument, what it was and what was expected.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A shape, length or alignment that the operation cannot take.
+    #[error("{op}: `{argument}` is {got}, expected {expected}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// The argument at fault.
+        argument: &'static str,
+        /// What it was.
+        got: String,
+        /// What the operation takes.
+        expected: String,
+    },
+    /// A combination of format, axis or type for which there is no kernel. Nothing dequantizes and goes on instead.
+    #[error("{op}: {format} is not supported here: {why}")]
+    Unsupported {
+        /// The operation.
+        op: &'static str,
+        /// The format asked for.
+        format: String,
+        /// Why not, and what would be.
+        why: String,
+    },
+    /// More routed rows than the buffers hold.
+    #[error(
+        "{op}: {needed} routed rows do not fit a capacity of {capacity}; raise the capacity or lower the batch"
+    )]
+    Capacity {
+        /// The operation.
+        op: &'static str,
+        /// Rows that arrived, padding included.
+        needed: usize,
+        /// Rows there is room for.
+        capacity: usize,
+    },
+    /// A kernel did not compile.
+    #[error("compiling {kernel} failed:\n{log}")]
+    Jit {
+        /// The kernel instance.
+        kernel: String,
+        /// The compiler's log.
+        log: String,
+    },
+    /// A device call failed.
+    #[error("device call {call} failed: {why}")]
+    Device {
+        /// The call.
+        call: String,
+        /// The device's answer.
+        why: String,
+    },
+    /// A collective failed, or another rank did.
+    #[error("rank {rank}: {call}: {why}")]
+    Comm {
+        /// The collective.
+        call: &'static str,
+        /// The rank that reports.
+        rank: usize,
+        /// What happened.
+        why: String,
+    },
+    /// A NaN or an infinity where training needs a number.
+    #[error("step {step}: {site} is not finite (layer {layer})")]
+    NonFinite {
+        /// The tensor.
+        site: String,
+        /// The layer, or `-`.
+        layer: String,
+        /// The training step.
+        step: u64,
+    },
+    /// A recipe that cannot be read or does not make sense.
+    #[error("recipe {recipe}: {key}: {why}")]
+    Recipe {
+        /// The recipe's name.
+        recipe: String,
+        /// The key at fault.
+        key: String,
+        /// What is wrong with it, with a suggestion where there is one.
+        why: String,
+    },
+    /// A number format's own refusal.
+    #[error(transparent)]
+    Format(#[from] nibble_formats::Error),
+}
+
+impl Error {
+    /// An [`Error::Shape`].
+    pub fn shape(
+        op: &'static str,
+        argument: &'static str,
+        got: impl ToString,
+        expected: impl ToString,
+    ) -> Self {
+        Self::Shape { op, argument, got: got.to_string(), expected: expected.to_string() }
+    }
+
+    /// An [`Error::Unsupported`].
+    pub fn unsupported(op: &'static str, format: Format, why: impl ToString) -> Self {
+        Self::Unsupported { op, format: format.to_string(), why: why.to_string() }
+    }
+}
+
+/// Returns [`Error::Shape`] unless `got == expected`.
+pub(crate) fn expect_eq<T: PartialEq + std::fmt::Debug>(
+    op: &'static str,
+    argument: &'static str,
+    got: T,
+    expected: T,
+) -> Result<()> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::shape(op, argument, format!("{got:?}"), format!("{expected:?}")))
+}

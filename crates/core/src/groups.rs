@@ -1,0 +1,68 @@
+use crate::error::expect_eq;
+use crate::{Backend, Result};
+
+/// `n` rounded up to a multiple of `align`.
+pub fn round_up(n: usize, align: usize) -> usize {
+    n.div_ceil(align) * align
+}
+
+/// Ragged rows: which rows belong to which expert (or shard), kept on the device.
+///
+/// Group `g` owns rows `start[g] .. start[g] + len[g]`; rows up to `start[g+1]` are padding. Every start is a
+/// multiple of `align`.
+#[derive(Debug, Clone)]
+pub struct Groups<B: Backend> {
+    /// First row of each group, and the end of the last one's padding: `num_groups + 1` values.
+    pub start: B::Buf<i32>,
+    /// Rows of each group that count.
+    pub len: B::Buf<i32>,
+    /// For each row, global token · k + slot; −1 for padding. `capacity` values.
+    pub row_id: B::Buf<i32>,
+    /// Number of groups.
+    pub num_groups: usize,
+    /// 128 with any block-scaled product, 1 for plain ones.
+    pub align: usize,
+    /// Rows the buffers hold.
+    pub capacity: usize,
+}
+
+impl<B: Backend> Groups<B> {
+    /// `num_groups` groups of `rows_each` rows, one after the other: the shards of a dense layer's tokens.
+    /// `first_row` is the global index of row 0.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if `rows_each` is not a multiple of `align`.
+    pub fn uniform(
+        b: &B,
+        num_groups: usize,
+        rows_each: usize,
+        align: usize,
+        first_row: usize,
+    ) -> Result<Self> {
+        expect_eq("Groups::uniform", "rows of a shard modulo the block", rows_each % align.max(1), 0)?;
+        let start: Vec<i32> = (0..=num_groups).map(|g| (g * rows_each) as i32).collect();
+        let capacity = num_groups * rows_each;
+        let row_id: Vec<i32> = (0..capacity).map(|r| (first_row + r) as i32).collect();
+        Ok(Self {
+            start: b.upload(&start)?,
+            len: b.upload(&vec![rows_each as i32; num_groups])?,
+            row_id: b.upload(&row_id)?,
+            num_groups,
+            align,
+            capacity,
+        })
+    }
+}
+
+/// The order that brings received rows to their experts, and back.
+#[derive(Debug, Clone)]
+pub struct PermuteMap<B: Backend> {
+    /// The expert-sorted, padded rows: sorted by (expert, global token, slot).
+    pub groups: Groups<B>,
+    /// For each expert-sorted row, the received row it copies; −1 for padding. `capacity` values.
+    pub source_row: B::Buf<i32>,
+    /// For each occupied (received token, slot), in that order, its expert-sorted row. `num_slots` values.
+    pub slot_row: B::Buf<i32>,
+    /// Number of occupied (received token, slot) pairs.
+    pub num_slots: usize,
+}

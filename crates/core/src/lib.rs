@@ -1,0 +1,28 @@
+//! The seams of Nibble: what a tensor is, what a backend must do, which arguments each operation takes and how
+//! they are checked, and the recipe that decides every precision.
+//!
+//! Nothing here computes. A backend implements [`Backend`] (memory and order), [`Convert`] (formats, routing and
+//! the expert layer's conversions), [`Products`] (matrix products) and [`Model`] (the rest of a transformer); a
+//! layer builds an operation's argument struct and calls its `run`, which checks shapes once for all backends.
+//!
+//! Products everywhere are D = A·Bᵀ with A `[m, k]` and B `[n, k]`.
+
+mod agreement;
+mod backend;
+mod block_scaled;
+mod comm;
+mod error;
+mod groups;
+pub mod ops;
+pub mod recipe;
+mod tensor;
+
+pub use agreement::Agreement;
+pub use backend::{Backend, Convert, Kernels, MemoryStats, Model, Plain, Products};
+pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
+pub use comm::{Comm, SoloComm};
+pub use error::{Error, Result};
+pub use groups::{Groups, PermuteMap, round_up};
+pub use nibble_formats as formats;
+pub use recipe::Recipe;
+pub use tensor::{DType, Data, Tensor};

@@ -1,0 +1,128 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Model, Result, Tensor};
+
+/// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
+///
+/// Rows are sequences of `seq_len` tokens, one after the other. Scores and sums in F32, scaled by 1/sqrt(head_dim).
+#[derive(Debug)]
+pub struct Attention<'a, B: Backend> {
+    /// `[t, heads · head_dim]`.
+    pub q: &'a Tensor<B>,
+    /// `[t, kv_heads · head_dim]`.
+    pub k: &'a Tensor<B>,
+    /// `[t, kv_heads · head_dim]`.
+    pub v: &'a Tensor<B>,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+/// The result of [`Attention`].
+#[derive(Debug, Clone)]
+pub struct AttentionOut<B: Backend> {
+    /// `[t, heads · head_dim]`, type of q.
+    pub out: Tensor<B>,
+    /// log Σ exp(score) of each (row, head): `t · heads` values.
+    pub lse: B::Buf<f32>,
+}
+
+impl<B: Backend> Attention<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-5);
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        check_qkv("attention", self.q, self.k, self.v, self.head_dim, self.seq_len)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<AttentionOut<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.attention(self)
+    }
+}
+
+/// The backward pass of [`Attention`]; scores are made again from q, k and lse.
+#[derive(Debug)]
+pub struct AttentionBackward<'a, B: Backend> {
+    /// As in the forward pass.
+    pub q: &'a Tensor<B>,
+    /// As in the forward pass.
+    pub k: &'a Tensor<B>,
+    /// As in the forward pass.
+    pub v: &'a Tensor<B>,
+    /// Its output.
+    pub out: &'a Tensor<B>,
+    /// Its log-sum-exp.
+    pub lse: &'a B::Buf<f32>,
+    /// `[t, heads · head_dim]`.
+    pub dout: &'a Tensor<B>,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+/// The result of [`AttentionBackward`].
+#[derive(Debug, Clone)]
+pub struct AttentionGrads<B: Backend> {
+    /// Shape and type of q.
+    pub dq: Tensor<B>,
+    /// Shape and type of k.
+    pub dk: Tensor<B>,
+    /// Shape and type of v.
+    pub dv: Tensor<B>,
+}
+
+impl<B: Backend> AttentionBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-5);
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "attention_backward";
+        check_qkv(OP, self.q, self.k, self.v, self.head_dim, self.seq_len)?;
+        expect_eq(OP, "shape of out", self.out.shape(), self.q.shape())?;
+        expect_eq(OP, "shape of dout", self.dout.shape(), self.q.shape())?;
+        expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * (self.q.cols / self.head_dim))
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<AttentionGrads<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.attention_backward(self)
+    }
+}
+
+fn check_qkv<B: Backend>(
+    op: &'static str,
+    q: &Tensor<B>,
+    k: &Tensor<B>,
+    v: &Tensor<B>,
+    head_dim: usize,
+    seq_len: usize,
+) -> Result<()> {
+    expect_eq(op, "shape of v", v.shape(), k.shape())?;
+    expect_eq(op, "rows of k", k.rows, q.rows)?;
+    expect_eq(op, "types of k and v", (k.dtype(), v.dtype()), (q.dtype(), q.dtype()))?;
+    if head_dim == 0
+        || !q.cols.is_multiple_of(head_dim)
+        || !k.cols.is_multiple_of(head_dim)
+        || k.cols == 0
+        || !q.cols.is_multiple_of(k.cols)
+    {
+        let got = format!("{} and {} columns with head_dim {head_dim}", q.cols, k.cols);
+        return Err(Error::shape(op, "q and k", got, "whole heads, query heads a multiple of key heads"));
+    }
+    if seq_len == 0 || !q.rows.is_multiple_of(seq_len) {
+        return Err(Error::shape(op, "rows of q", q.rows, format!("a multiple of seq_len = {seq_len}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,134 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Convert, DType, Error, Model, Result, Tensor};
+use nibble_formats::Stream;
+
+/// Plain → plain, rounding to nearest even.
+#[derive(Debug)]
+pub struct Cast<'a, B: Backend> {
+    /// Source.
+    pub x: &'a Tensor<B>,
+    /// Target type.
+    pub dtype: DType,
+}
+
+impl<B: Backend> Cast<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        b.cast(self)
+    }
+}
+
+/// F32 normal numbers of mean 0 and this standard deviation, element i from index `first + i` of the stream.
+#[derive(Debug, Clone, Copy)]
+pub struct InitNormal {
+    /// Seed, purpose and site.
+    pub stream: Stream,
+    /// Index of the first element in the logical tensor.
+    pub first: u64,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Standard deviation.
+    pub std: f32,
+}
+
+impl InitNormal {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Runs.
+    pub fn run<B: Convert>(self, b: &B) -> Result<Tensor<B>> {
+        b.init_normal(self)
+    }
+}
+
+/// a + b, elementwise in F32, rounded once to the type of a.
+#[derive(Debug)]
+pub struct Add<'a, B: Backend> {
+    /// First term.
+    pub a: &'a Tensor<B>,
+    /// Second term, same shape and type.
+    pub b: &'a Tensor<B>,
+}
+
+impl<B: Backend> Add<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        expect_eq("add", "shape of b", self.b.shape(), self.a.shape())?;
+        expect_eq("add", "type of b", self.b.dtype(), self.a.dtype())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.add(self)
+    }
+}
+
+/// Sums `shards` stacked F32 tensors by the balanced tree ((0+1)+(2+3))…: `[shards · rows, cols] → [rows, cols]`.
+#[derive(Debug)]
+pub struct SumShards<'a, B: Backend> {
+    /// The stack.
+    pub x: &'a Tensor<B>,
+    /// How many; a power of two.
+    pub shards: usize,
+}
+
+impl<B: Backend> SumShards<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "sum_shards";
+        expect_eq(OP, "type of x", self.x.dtype(), DType::F32)?;
+        if !self.shards.is_power_of_two() || !self.x.rows.is_multiple_of(self.shards) {
+            let got = format!("{} for {} rows", self.shards, self.x.rows);
+            return Err(Error::shape(OP, "shards", got, "a power of two that divides the rows"));
+        }
+        Ok(())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.sum_shards(self)
+    }
+}
+
+/// Σ x² in F64, over 16 lanes in element order closed by the tree 8, 4, 2, 1.
+#[derive(Debug)]
+pub struct SumSquares<'a, B: Backend> {
+    /// F32.
+    pub x: &'a Tensor<B>,
+}
+
+impl<B: Backend> SumSquares<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the type and runs.
+    pub fn run(self, b: &B) -> Result<f64>
+    where
+        B: Model,
+    {
+        expect_eq("sum_squares", "type of x", self.x.dtype(), DType::F32)?;
+        b.sum_squares(self)
+    }
+}

@@ -1,0 +1,68 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+
+/// Rows of a table: `out[i] = table[ids[i]]`, rounded to `dtype`.
+#[derive(Debug)]
+pub struct Embed<'a, B: Backend> {
+    /// `[vocab, d]`, F32.
+    pub table: &'a Tensor<B>,
+    /// Token of each row.
+    pub ids: &'a B::Buf<i32>,
+    /// Type of the result.
+    pub dtype: DType,
+}
+
+impl<B: Backend> Embed<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks types.
+    pub fn check(&self) -> Result<()> {
+        expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
+    }
+
+    /// Checks and runs. An id outside the table is an error.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.embed(self)
+    }
+}
+
+/// Adds dy to the rows of each shard's gradient table, row by row in order.
+#[derive(Debug)]
+pub struct EmbedBackward<'a, B: Backend> {
+    /// Token of each row.
+    pub ids: &'a B::Buf<i32>,
+    /// `[t, d]`.
+    pub dy: &'a Tensor<B>,
+    /// F32 `[shards · vocab, d]`; rows of dy are divided evenly among the shards. Added to.
+    pub grad: &'a mut Tensor<B>,
+    /// Number of shards.
+    pub shards: usize,
+}
+
+impl<B: Backend> EmbedBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "embed_backward";
+        expect_eq(OP, "columns of grad", self.grad.cols, self.dy.cols)?;
+        expect_eq(OP, "ids.len()", B::len(self.ids), self.dy.rows)?;
+        expect_eq(OP, "rows of grad modulo the shards", self.grad.rows % self.shards.max(1), 0)?;
+        expect_eq(OP, "rows of dy modulo the shards", self.dy.rows % self.shards.max(1), 0)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<()>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.embed_backward(self)
+    }
+}

@@ -1,0 +1,183 @@
+use super::quantize::{check_axis, check_group_align, check_planes};
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Error, Groups, Operand, Products, Result, Tensor};
+use nibble_formats::BlockAxis;
+
+/// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductDims {
+    /// Rows of A and D.
+    pub m: usize,
+    /// Rows of B, columns of D.
+    pub n: usize,
+    /// The contraction.
+    pub k: usize,
+}
+
+/// A dense product D = A·Bᵀ.
+///
+/// Operands are both F32, both BF16, or both block-scaled (A by `Row`, B by `Row` or `Tile`). Block-scaled: within a
+/// block the dot product of codes, then total = fma(dot, scale_a · scale_b, total) in F32.
+#[derive(Debug)]
+pub struct Gemm<'a, B: Backend> {
+    /// `[m, k]`.
+    pub a: &'a Operand<B>,
+    /// `[n, k]`.
+    pub b: &'a Operand<B>,
+    /// Type of D.
+    pub out: DType,
+}
+
+impl<B: Backend> Gemm<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "gemm";
+        check_pair(OP, self.a, self.b)?;
+        check_stack(OP, self.b, 1)?;
+        expect_eq(OP, "k of b", self.b.cols(), self.a.cols())?;
+        Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Products,
+    {
+        self.check()?;
+        b.gemm(self)
+    }
+}
+
+/// Ragged rows times expert weights, all groups at once: rows of group g multiply matrix g. Serves fprop (w as it
+/// stands) and dgrad (w transposed). Rows past a group's length are zero in D.
+#[derive(Debug)]
+pub struct GroupedGemm<'a, B: Backend> {
+    /// `[capacity, k]`.
+    pub x: &'a Operand<B>,
+    /// `num_groups` stacked matrices `[n, k]`.
+    pub w: &'a Operand<B>,
+    /// Which rows belong to which matrix.
+    pub groups: &'a Groups<B>,
+    /// Type of D.
+    pub out: DType,
+}
+
+impl<B: Backend> GroupedGemm<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination. `m` is the capacity.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "grouped_gemm";
+        check_pair(OP, self.x, self.w)?;
+        check_stack(OP, self.w, self.groups.num_groups)?;
+        expect_eq(OP, "k of w", self.w.cols(), self.x.cols())?;
+        expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
+        expect_eq(OP, "rows of w modulo the groups", self.w.rows() % self.groups.num_groups.max(1), 0)?;
+        Ok(ProductDims {
+            m: self.x.rows(),
+            n: self.w.rows() / self.groups.num_groups.max(1),
+            k: self.x.cols(),
+        })
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Products,
+    {
+        self.check()?;
+        b.grouped_gemm(self)
+    }
+}
+
+/// Weight gradients of all groups: for each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in
+/// order.
+///
+/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled ones are `Col`. An empty group's
+/// gradient is zero.
+#[derive(Debug)]
+pub struct GroupedWgrad<'a, B: Backend> {
+    /// `[capacity, n]`.
+    pub dy: &'a Operand<B>,
+    /// `[capacity, k]`.
+    pub x: &'a Operand<B>,
+    /// The rows of each group.
+    pub groups: &'a Groups<B>,
+    /// F32 `[num_groups · n, k]`.
+    pub grad: &'a mut Tensor<B>,
+    /// Add to `grad` (one F32 addition an element) rather than overwrite it.
+    pub accumulate: bool,
+}
+
+impl<B: Backend> GroupedWgrad<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination. `m` = n of the layer, `n` = k of the layer, `k` = the capacity.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "grouped_wgrad";
+        for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {
+            if let Operand::Block(q) = x {
+                check_planes(OP, q)?;
+                check_axis(OP, argument, q, BlockAxis::Col)?;
+                check_group_align(OP, Some(self.groups), q.format)?;
+            }
+        }
+        check_kinds(OP, self.dy, self.x)?;
+        expect_eq(OP, "rows of dy (against groups.capacity)", self.dy.rows(), self.groups.capacity)?;
+        expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
+        let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
+        expect_eq(OP, "shape of grad", self.grad.shape(), (self.groups.num_groups * dims.m, dims.n))?;
+        expect_eq(OP, "type of grad", self.grad.dtype(), DType::F32)?;
+        Ok(dims)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<()>
+    where
+        B: Products,
+    {
+        self.check()?;
+        b.grouped_wgrad(self)
+    }
+}
+
+fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
+    check_kinds(op, a, b)?;
+    if let (Operand::Block(a), Operand::Block(b)) = (a, b) {
+        check_planes(op, a)?;
+        check_planes(op, b)?;
+        check_axis(op, "axis of the first operand", a, BlockAxis::Row)?;
+        if b.axis == BlockAxis::Col {
+            return Err(Error::shape(op, "axis of the second operand", "Col", "Row or Tile"));
+        }
+    }
+    Ok(())
+}
+
+fn check_kinds<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
+    match (a, b) {
+        (Operand::Plain(x), Operand::Plain(y)) => {
+            expect_eq(op, "types of the operands", y.dtype(), x.dtype())
+        }
+        (Operand::Block(x), Operand::Block(y)) if x.format.spec().block == y.format.spec().block => Ok(()),
+        _ => Err(Error::unsupported(
+            op,
+            a.format(),
+            format!("the other operand is {}; both must be plain, or have the same block", b.format()),
+        )),
+    }
+}
+
+fn check_stack<B: Backend>(op: &'static str, w: &Operand<B>, stack: usize) -> Result<()> {
+    match w {
+        Operand::Block(q) if q.axis == BlockAxis::Tile => {
+            expect_eq(op, "stacked matrices of the weight", q.stack, stack)
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,32 @@
+//! The arguments of every operation, their checks and their documentation. Each backend has a file of the same name
+//! with the code.
+//!
+//! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
+
+mod adamw;
+mod attention;
+mod cross_entropy;
+mod elementwise;
+mod embed;
+mod gemm;
+mod permute;
+mod quantize;
+mod rms_norm;
+mod rope;
+mod route;
+mod swiglu;
+mod transcode;
+
+pub use adamw::AdamW;
+pub use attention::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+pub use cross_entropy::{CrossEntropy, CrossEntropyOut};
+pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares};
+pub use embed::{Embed, EmbedBackward};
+pub use gemm::{Gemm, GroupedGemm, GroupedWgrad, ProductDims};
+pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
+pub use quantize::{Counts, Dequantize, Emit, Emitted, Planes, Quantize};
+pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
+pub use rope::Rope;
+pub use route::{Route, RouteBackward, Routing};
+pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
+pub use transcode::{Transcode, Transcoded};

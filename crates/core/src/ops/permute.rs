@@ -1,0 +1,238 @@
+use super::quantize::check_planes;
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Convert, Error, Operand, PermuteMap, Result, RowKind, Tensor};
+
+/// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
+/// a multiple of `align`.
+#[derive(Debug)]
+pub struct PlanPermute<'a, B: Backend> {
+    /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
+    pub expert: &'a B::Buf<i32>,
+    /// Global index of each received token, ascending.
+    pub token_id: &'a B::Buf<i32>,
+    /// Slots a token.
+    pub top_k: usize,
+    /// Local experts.
+    pub num_groups: usize,
+    /// Alignment of each group's start.
+    pub align: usize,
+    /// Rows the permuted buffers hold.
+    pub capacity: usize,
+}
+
+impl<B: Backend> PlanPermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks lengths.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "plan_permute";
+        if self.align == 0 || self.top_k == 0 || self.num_groups == 0 {
+            return Err(Error::shape(
+                OP,
+                "(align, top_k, num_groups)",
+                format!("({}, {}, {})", self.align, self.top_k, self.num_groups),
+                "all at least 1",
+            ));
+        }
+        expect_eq(OP, "capacity modulo align", self.capacity % self.align, 0)?;
+        expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
+    }
+
+    /// Checks and runs.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] if the padded rows exceed the capacity.
+    pub fn run(self, b: &B) -> Result<PermuteMap<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.plan_permute(self)
+    }
+}
+
+/// Copies received rows to their expert-sorted places, codes and scales alike. Padding gets code 0 and scale byte 0
+/// (2⁻¹²⁶ for F32 scales), plain padding zeros.
+#[derive(Debug)]
+pub struct Permute<'a, B: Backend> {
+    /// Received rows: plain, or blocks along the row.
+    pub rows: &'a Operand<B>,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> Permute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks planes.
+    pub fn check(&self) -> Result<()> {
+        if let Operand::Block(q) = self.rows {
+            check_planes("permute", q)?;
+            expect_eq("permute", "rows.axis", q.axis, nibble_formats::BlockAxis::Row)?;
+        }
+        Ok(())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Operand<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.permute(self)
+    }
+}
+
+/// Brings expert-sorted rows back to (received token, slot) order, one row a slot, padding dropped:
+/// `[num_slots, cols]`.
+#[derive(Debug)]
+pub struct Unpermute<'a, B: Backend> {
+    /// Expert-sorted rows `[capacity, cols]`.
+    pub rows: &'a Tensor<B>,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> Unpermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks rows.
+    pub fn check(&self) -> Result<()> {
+        expect_eq("unpermute", "rows", self.rows.rows, self.map.groups.capacity)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.unpermute(self)
+    }
+}
+
+/// `out[i] = values[index[i]]`, 0 where the index is negative. Brings gate weights to expert-sorted rows and their
+/// gradients back.
+#[derive(Debug)]
+pub struct GatherScalars<'a, B: Backend> {
+    /// Source values.
+    pub values: &'a B::Buf<f32>,
+    /// Where each result comes from.
+    pub index: &'a B::Buf<i32>,
+}
+
+impl<B: Backend> GatherScalars<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Runs. Indices are the backend's own (from a [`PermuteMap`]).
+    pub fn run(self, b: &B) -> Result<B::Buf<f32>>
+    where
+        B: Convert,
+    {
+        b.gather_scalars(self)
+    }
+}
+
+/// Sums the `top_k` rows of each token in F32, in slot order, and rounds once to the rows' type: `[t·k, d] → [t, d]`.
+#[derive(Debug)]
+pub struct CombineSlots<'a, B: Backend> {
+    /// One row a (token, slot).
+    pub rows: &'a Tensor<B>,
+    /// Slots a token.
+    pub top_k: usize,
+}
+
+impl<B: Backend> CombineSlots<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks rows.
+    pub fn check(&self) -> Result<()> {
+        if self.top_k == 0 || !self.rows.rows.is_multiple_of(self.top_k) {
+            return Err(Error::shape(
+                "combine_slots",
+                "rows",
+                self.rows.rows,
+                format!("a multiple of top_k = {}", self.top_k),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.combine_slots(self)
+    }
+}
+
+/// Lays chosen rows out as messages: codes ‖ scales ‖ zeros to a multiple of 16 bytes ([`RowKind::row_bytes`]).
+#[derive(Debug)]
+pub struct PackRows<'a, B: Backend> {
+    /// Plain rows, or blocks along the row.
+    pub rows: &'a Operand<B>,
+    /// Which rows, in message order.
+    pub index: &'a B::Buf<i32>,
+}
+
+impl<B: Backend> PackRows<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks planes.
+    pub fn check(&self) -> Result<()> {
+        match self.rows {
+            Operand::Plain(_) => Ok(()),
+            Operand::Block(q) => check_planes("pack_rows", q),
+        }
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<B::Buf<u8>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.pack_rows(self)
+    }
+}
+
+/// The inverse of [`PackRows`]: messages to rows.
+#[derive(Debug)]
+pub struct UnpackRows<'a, B: Backend> {
+    /// The messages, back to back.
+    pub bytes: &'a B::Buf<u8>,
+    /// How each row lies.
+    pub kind: RowKind,
+}
+
+impl<B: Backend> UnpackRows<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the length.
+    pub fn check(&self) -> Result<()> {
+        expect_eq(
+            "unpack_rows",
+            "bytes modulo the record's length",
+            B::len(self.bytes) % self.kind.row_bytes(),
+            0,
+        )
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Operand<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.unpack_rows(self)
+    }
+}

@@ -1,0 +1,257 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
+use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, Stream};
+
+/// Which planes of a matrix to write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Planes {
+    /// Blocks along the rows.
+    Rows,
+    /// Blocks down the columns, stored transposed.
+    Cols,
+    /// Both, from one read.
+    Both,
+    /// Square tiles, both as they stand and transposed: the two planes of a weight.
+    Tiles,
+}
+
+/// Counts a conversion makes as it goes, on the device: `[blocks with a non-zero code, of those inexact, blocks with a
+/// NaN or infinity]`. Padding is not counted.
+#[derive(Debug, Clone)]
+pub struct Counts<B: Backend>(pub B::Buf<u64>);
+
+impl<B: Backend> Counts<B> {
+    /// Index of the number of blocks that hold a non-zero code.
+    pub const NON_ZERO: usize = 0;
+    /// Index of the number of those in which a non-zero code changed value.
+    pub const INEXACT: usize = 1;
+    /// Index of the number of blocks marked NaN.
+    pub const NON_FINITE: usize = 2;
+
+    /// Counts with these values.
+    pub fn new(b: &B, non_zero: u64, inexact: u64, non_finite: u64) -> Result<Self> {
+        Ok(Self(b.upload(&[non_zero, inexact, non_finite])?))
+    }
+}
+
+/// In what form a fused kernel writes its result.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Emit {
+    /// As plain elements.
+    Plain(DType),
+    /// Quantized.
+    Block {
+        /// Format, scale rule and rounding.
+        codec: Codec,
+        /// Which planes.
+        planes: Planes,
+    },
+}
+
+/// What [`Emit`] asked for.
+#[derive(Debug, Clone)]
+pub struct Emitted<B: Backend> {
+    /// The plain result, the row plane, or the tiles as they stand.
+    pub rows: Option<Operand<B>>,
+    /// The column plane, or the tiles transposed (then a `Tile` tensor of the transposed matrices).
+    pub cols: Option<Operand<B>>,
+    /// Counts, if anything was quantized.
+    pub counts: Option<Counts<B>>,
+}
+
+impl<B: Backend> Emitted<B> {
+    /// The row plane or plain result.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it was not asked for.
+    pub fn take_rows(&self, op: &'static str) -> Result<Operand<B>> {
+        self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
+    }
+
+    /// What a contraction down the rows takes: the column plane, or the plain result.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is neither.
+    pub fn take_cols(&self, op: &'static str) -> Result<Operand<B>> {
+        match (&self.cols, &self.rows) {
+            (Some(cols), _) => Ok(cols.clone()),
+            (None, Some(rows @ Operand::Plain(_))) => Ok(rows.clone()),
+            _ => Err(Error::shape(op, "cols", "not written", "a column plane")),
+        }
+    }
+}
+
+/// Quantizes a matrix `[rows, cols]`.
+///
+/// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
+/// length reads as zero, and padding is not counted.
+#[derive(Debug)]
+pub struct Quantize<'a, B: Backend> {
+    /// F32 or BF16.
+    pub x: &'a Tensor<B>,
+    /// Format, scale rule and rounding.
+    pub codec: Codec,
+    /// Which planes.
+    pub planes: Planes,
+    /// Ragged rows.
+    pub groups: Option<&'a Groups<B>>,
+    /// Matrices stacked in `x` (tiles only).
+    pub stack: usize,
+    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col.
+    pub random: Option<Stream>,
+    /// The order in which to write the scales.
+    pub scale_layout: ScaleLayout,
+}
+
+impl<'a, B: Backend> Quantize<'a, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Dense rows, nearest rounding, row-major scales.
+    pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
+        Self { x, codec, planes, groups: None, stack: 1, random: None, scale_layout: ScaleLayout::RowMajor }
+    }
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "quantize";
+        let format = self.codec.format();
+        if !format.is_block() {
+            return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
+        }
+        if self.scale_layout != ScaleLayout::RowMajor {
+            return Err(Error::unsupported(OP, format, "only row-major scales are written here"));
+        }
+        check_stack(OP, self.x.rows, self.stack, self.planes)?;
+        if matches!(self.planes, Planes::Rows | Planes::Both) {
+            check_contraction(OP, format, "columns of x", self.x.cols)?;
+        }
+        if matches!(self.planes, Planes::Cols | Planes::Both) {
+            check_contraction(OP, format, "rows of x", self.x.rows)?;
+            check_group_align(OP, self.groups, format)?;
+        }
+        if self.planes == Planes::Tiles && format.spec().block < 128 {
+            return Err(Error::unsupported(OP, format, "square tiles exist for FP8 only"));
+        }
+        check_group_rows(OP, self.groups, self.x.rows)?;
+        if self.codec.rounding() == Rounding::Stochastic && self.random.is_none() {
+            return Err(Error::shape(OP, "random", "none", "a stream: rounding is stochastic"));
+        }
+        Ok(())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Emitted<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.quantize(self)
+    }
+}
+
+/// Decodes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
+#[derive(Debug)]
+pub struct Dequantize<'a, B: Backend> {
+    /// The quantized tensor.
+    pub x: &'a BlockScaled<B>,
+    /// F32 (the exact product code · scale) or BF16 (that, rounded to nearest even).
+    pub dtype: DType,
+}
+
+impl<B: Backend> Dequantize<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the planes' lengths.
+    pub fn check(&self) -> Result<()> {
+        check_planes("dequantize", self.x)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.dequantize(self)
+    }
+}
+
+/// MX formats take no short block: their contraction must be whole blocks.
+pub(crate) fn check_contraction(
+    op: &'static str,
+    format: Format,
+    argument: &'static str,
+    len: usize,
+) -> Result<()> {
+    let block = format.spec().block;
+    if block < 128 && !len.is_multiple_of(block) {
+        return Err(Error::shape(op, argument, len, format!("a multiple of {format}'s block of {block}")));
+    }
+    Ok(())
+}
+
+/// Column blocks must not cross from one group to the next.
+pub(crate) fn check_group_align<B: Backend>(
+    op: &'static str,
+    groups: Option<&Groups<B>>,
+    format: Format,
+) -> Result<()> {
+    match groups {
+        Some(g) if g.align % format.spec().block != 0 => {
+            let block = format.spec().block;
+            Err(Error::shape(
+                op,
+                "groups.align",
+                g.align,
+                format!("a multiple of {format}'s block of {block}"),
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Ragged operations take exactly the capacity's rows.
+pub(crate) fn check_group_rows<B: Backend>(
+    op: &'static str,
+    groups: Option<&Groups<B>>,
+    rows: usize,
+) -> Result<()> {
+    match groups {
+        Some(g) => expect_eq(op, "rows (against groups.capacity)", rows, g.capacity),
+        None => Ok(()),
+    }
+}
+
+fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
+    if stack == 0 || !rows.is_multiple_of(stack) {
+        return Err(Error::shape(op, "stack", stack, format!("a divisor of the {rows} rows")));
+    }
+    if stack > 1 && planes != Planes::Tiles {
+        return Err(Error::shape(op, "stack", stack, "1, unless tiles are written"));
+    }
+    Ok(())
+}
+
+/// The lengths of codes and scales follow from the shape.
+pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
+    let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
+    expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
+    let scales = BlockScaled::<B>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
+    let got = match &x.scales {
+        crate::Scales::E8m0(s) => B::len(s),
+        crate::Scales::F32(s) => B::len(s),
+    };
+    expect_eq(op, "number of x.scales", got, scales)
+}
+
+/// The axis must be this one.
+pub(crate) fn check_axis<B: Backend>(
+    op: &'static str,
+    argument: &'static str,
+    x: &BlockScaled<B>,
+    axis: BlockAxis,
+) -> Result<()> {
+    expect_eq(op, argument, x.axis, axis)
+}

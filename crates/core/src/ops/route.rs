@@ -1,0 +1,97 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
+
+/// Softmax over the experts, the `top_k` largest (the lower index first among equals), their weights.
+#[derive(Debug)]
+pub struct Route<'a, B: Backend> {
+    /// `[t, e]`, F32.
+    pub logits: &'a Tensor<B>,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Divide the weights by their sum.
+    pub normalize: bool,
+    /// Shards the tokens fall into, evenly: losses are per shard.
+    pub shards: usize,
+}
+
+/// The result of [`Route`].
+#[derive(Debug, Clone)]
+pub struct Routing<B: Backend> {
+    /// Expert of each (token, slot), largest weight first: `t · top_k`.
+    pub expert: B::Buf<i32>,
+    /// Its gate weight.
+    pub weight: B::Buf<f32>,
+    /// Softmax of the logits, F32 `[t, e]`.
+    pub probs: Tensor<B>,
+    /// For each shard, tokens·slots that chose each expert: `shards · e` values.
+    pub load: B::Buf<i32>,
+    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e),
+    /// and the z-loss mean((log Σ exp logits)²).
+    pub losses: B::Buf<f32>,
+}
+
+impl<B: Backend> Route<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "route";
+        expect_eq(OP, "type of logits", self.logits.dtype(), DType::F32)?;
+        if self.top_k == 0 || self.top_k > self.logits.cols {
+            return Err(Error::shape(OP, "top_k", self.top_k, format!("1 to {} experts", self.logits.cols)));
+        }
+        expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards.max(1), 0)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Routing<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.route(self)
+    }
+}
+
+/// The gradient of the logits, from the gate weights' gradients and the two auxiliary losses.
+#[derive(Debug)]
+pub struct RouteBackward<'a, B: Backend> {
+    /// The logits.
+    pub logits: &'a Tensor<B>,
+    /// What [`Route`] returned.
+    pub routing: &'a Routing<B>,
+    /// As given to [`Route`].
+    pub top_k: usize,
+    /// As given to [`Route`].
+    pub normalize: bool,
+    /// As given to [`Route`].
+    pub shards: usize,
+    /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
+    pub dweight: &'a B::Buf<f32>,
+    /// Factor of each shard's load-balancing loss in the total loss.
+    pub aux_scale: f32,
+    /// Factor of each shard's z-loss in the total loss.
+    pub z_scale: f32,
+}
+
+impl<B: Backend> RouteBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "route_backward";
+        expect_eq(OP, "shape of logits", self.logits.shape(), self.routing.probs.shape())?;
+        expect_eq(OP, "dweight.len()", B::len(self.dweight), self.logits.rows * self.top_k)
+    }
+
+    /// Checks and runs. Returns F32 `[t, e]`.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.route_backward(self)
+    }
+}

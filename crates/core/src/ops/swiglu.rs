@@ -1,0 +1,136 @@
+use super::quantize::{Emit, Emitted, Planes, check_group_rows};
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Operand, Result, Tensor};
+use nibble_formats::Codec;
+
+/// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
+///
+/// One read of h writes `a` in the form asked for and, if asked, h quantized along its rows for the backward pass.
+/// Rounded once: silu and both products in F32.
+#[derive(Debug)]
+pub struct Swiglu<'a, B: Backend> {
+    /// `[r, 2f]`, gate half first.
+    pub h: &'a Tensor<B>,
+    /// Gate weight of each row; 1 if absent (dense layers).
+    pub weight: Option<&'a B::Buf<f32>>,
+    /// Ragged rows; `a` is zero on padding.
+    pub groups: Option<&'a Groups<B>>,
+    /// The form of `a`: plain, or its row plane.
+    pub a: Emit,
+    /// Also write h with blocks along its rows.
+    pub save_h: Option<Codec>,
+}
+
+/// The result of [`Swiglu`].
+#[derive(Debug, Clone)]
+pub struct SwigluOut<B: Backend> {
+    /// `[r, f]`.
+    pub a: Emitted<B>,
+    /// h quantized, if asked for.
+    pub h: Option<BlockScaled<B>>,
+}
+
+fn check_h(op: &'static str, cols: usize) -> Result<()> {
+    if !cols.is_multiple_of(2) {
+        return Err(Error::shape(op, "columns of h", cols, "an even number: gate and up halves"));
+    }
+    Ok(())
+}
+
+fn check_emit(op: &'static str, argument: &'static str, emit: &Emit, cols: usize) -> Result<()> {
+    if let Emit::Block { codec, planes } = emit {
+        if *planes == Planes::Tiles {
+            return Err(Error::unsupported(op, codec.format(), format!("{argument} has no tiles")));
+        }
+        super::quantize::check_contraction(op, codec.format(), argument, cols)?;
+    }
+    Ok(())
+}
+
+impl<B: Backend> Swiglu<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "swiglu";
+        check_h(OP, self.h.cols)?;
+        check_emit(OP, "columns of a", &self.a, self.h.cols / 2)?;
+        check_group_rows(OP, self.groups, self.h.rows)?;
+        if let Some(codec) = self.save_h {
+            super::quantize::check_contraction(OP, codec.format(), "columns of h", self.h.cols)?;
+        }
+        match self.weight {
+            Some(w) => expect_eq(OP, "weight.len()", B::len(w), self.h.rows),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<SwigluOut<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.swiglu(self)
+    }
+}
+
+/// The backward pass of [`Swiglu`], with `a` made again from h: one kernel writes dh, `a` and the gate weight's
+/// gradient.
+///
+/// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·s·(1 + g·(1 − s)); du = da·w·silu(g).
+#[derive(Debug)]
+pub struct SwigluBackward<'a, B: Backend> {
+    /// h as it was saved: plain, or MXFP4 with blocks along its rows.
+    pub h: &'a Operand<B>,
+    /// `[r, f]`.
+    pub da: &'a Tensor<B>,
+    /// Gate weight of each row.
+    pub weight: Option<&'a B::Buf<f32>>,
+    /// Ragged rows; dh and `a` are zero on padding.
+    pub groups: Option<&'a Groups<B>>,
+    /// The form of dh.
+    pub dh: Emit,
+    /// The form of `a`, for the second product's wgrad.
+    pub a: Emit,
+}
+
+/// The result of [`SwigluBackward`].
+#[derive(Debug, Clone)]
+pub struct SwigluGrads<B: Backend> {
+    /// `[r, 2f]`.
+    pub dh: Emitted<B>,
+    /// `[r, f]`.
+    pub a: Emitted<B>,
+    /// Gradient of each row's gate weight; 0 on padding. `r` values.
+    pub dweight: B::Buf<f32>,
+}
+
+impl<B: Backend> SwigluBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "swiglu_backward";
+        check_h(OP, self.h.cols())?;
+        expect_eq(OP, "shape of da", self.da.shape(), (self.h.rows(), self.h.cols() / 2))?;
+        check_emit(OP, "columns of dh", &self.dh, self.h.cols())?;
+        check_emit(OP, "columns of a", &self.a, self.h.cols() / 2)?;
+        check_group_rows(OP, self.groups, self.h.rows())?;
+        match self.weight {
+            Some(w) => expect_eq(OP, "weight.len()", B::len(w), self.h.rows()),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<SwigluGrads<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.swiglu_backward(self)
+    }
+}

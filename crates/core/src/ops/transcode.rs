@@ -1,0 +1,74 @@
+use super::Counts;
+use super::quantize::{check_axis, check_contraction, check_group_align, check_group_rows, check_planes};
+use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
+use nibble_formats::{BlockAxis, Format, ScaleRule};
+
+/// Converts one block format to another without passing through a plain tensor.
+///
+/// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
+/// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
+/// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
+///
+/// The counts' denominator is the blocks (of the source format) with a non-zero code; pads are excluded.
+#[derive(Debug)]
+pub struct Transcode<'a, B: Backend> {
+    /// Row-blocked source.
+    pub x: &'a BlockScaled<B>,
+    /// Target format.
+    pub to: Format,
+    /// Target axis: `Row` or `Col`.
+    pub axis: BlockAxis,
+    /// Target scale rule (only E4M3 → MXFP4 chooses new scales; the others keep powers of two).
+    pub rule: ScaleRule,
+    /// Ragged rows. Column output is zero past each group's length.
+    pub groups: Option<&'a Groups<B>>,
+}
+
+/// The result of [`Transcode`].
+#[derive(Debug, Clone)]
+pub struct Transcoded<B: Backend> {
+    /// The converted tensor.
+    pub out: BlockScaled<B>,
+    /// Blocks with a non-zero code, of those inexact, blocks marked NaN.
+    pub counts: Counts<B>,
+}
+
+impl<B: Backend> Transcode<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "transcode";
+        check_planes(OP, self.x)?;
+        check_axis(OP, "x.axis", self.x, BlockAxis::Row)?;
+        check_group_rows(OP, self.groups, self.x.rows)?;
+        use BlockAxis::{Col, Row};
+        use Format::{E4m3, Mxfp4};
+        match (self.x.format, self.to, self.axis) {
+            (Mxfp4, E4m3, Row) => Ok(()),
+            (Mxfp4, E4m3, Col) => check_group_align(OP, self.groups, E4m3),
+            (E4m3, E4m3, Col) => {
+                self.x.e8m0_scales(OP)?;
+                check_group_align(OP, self.groups, E4m3)
+            }
+            (E4m3, Mxfp4, Row) => check_contraction(OP, Mxfp4, "columns of x", self.x.cols),
+            (from, to, axis) => Err(Error::unsupported(
+                OP,
+                from,
+                format!(
+                    "no conversion to {to} by {axis:?}; there are mxfp4 → e4m3 (rows, columns), e4m3 → e4m3 (columns), e4m3 → mxfp4 (rows)"
+                ),
+            )),
+        }
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Transcoded<B>>
+    where
+        B: Convert,
+    {
+        self.check()?;
+        b.transcode(self)
+    }
+}

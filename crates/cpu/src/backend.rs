@@ -1,0 +1,269 @@
+use crate::gemm::Isa;
+use nibble_core::{Backend, Error, MemoryStats, Plain, Result};
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Which code runs an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    /// The scalar specification.
+    Scalar,
+    /// The vectorised twin.
+    Simd,
+}
+
+/// The CPU: a pool of threads and an allocator that counts.
+#[derive(Clone)]
+pub struct Cpu {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pool: rayon::ThreadPool,
+    memory: Arc<Memory>,
+    isa: Isa,
+    path: Path,
+}
+
+impl fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name())
+    }
+}
+
+impl Cpu {
+    /// The best this machine has, on so many threads (0: one a core).
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the threads cannot be started.
+    pub fn new(threads: usize) -> Result<Self> {
+        Self::with(threads, Isa::best(), Path::Simd)
+    }
+
+    /// The scalar specification of every operation.
+    ///
+    /// # Errors
+    /// As [`Cpu::new`].
+    pub fn scalar(threads: usize) -> Result<Self> {
+        Self::with(threads, Isa::Portable, Path::Scalar)
+    }
+
+    /// A chosen instruction set and path.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if this machine lacks the instruction set or the threads cannot be started.
+    pub fn with(threads: usize, isa: Isa, path: Path) -> Result<Self> {
+        if !isa.is_supported() {
+            return Err(Error::Device { call: format!("Cpu::with({isa:?})"), why: "this machine lacks it".into() });
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("nibble-{i}"))
+            .build()
+            .map_err(|e| Error::Device { call: "starting threads".into(), why: e.to_string() })?;
+        Ok(Self { inner: Arc::new(Inner { pool, memory: Arc::default(), isa, path }) })
+    }
+
+    /// The threads.
+    pub fn pool(&self) -> &rayon::ThreadPool {
+        &self.inner.pool
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.inner.isa
+    }
+
+    /// Which code runs an operation.
+    pub fn path(&self) -> Path {
+        self.inner.path
+    }
+
+    /// A buffer that an operation will overwrite entirely. Its contents are unspecified; in debug builds every byte is
+    /// 0xFF (NaN), so that an element left unwritten shows.
+    pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
+        let mut words = self.inner.memory.take(words_for::<T>(len));
+        if cfg!(debug_assertions) {
+            words.fill(u64::MAX);
+        }
+        Buf::new(words, len, &self.inner.memory)
+    }
+}
+
+fn words_for<T>(len: usize) -> usize {
+    (len * size_of::<T>()).div_ceil(8)
+}
+
+/// Counts live bytes and keeps freed allocations for the next tensor of the same size: training asks for the same
+/// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
+#[derive(Default)]
+struct Memory {
+    live: AtomicUsize,
+    peak: AtomicUsize,
+    free: Mutex<HashMap<usize, Vec<Vec<u64>>>>,
+}
+
+/// Freed allocations of one size that are kept.
+const KEPT_PER_SIZE: usize = 32;
+
+impl Memory {
+    /// Words of unspecified contents.
+    fn take(&self, words: usize) -> Vec<u64> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.get_mut(&words).and_then(Vec::pop).unwrap_or_else(|| vec![0; words])
+    }
+
+    fn give(&self, words: Vec<u64>) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = free.entry(words.len()).or_default();
+        if kept.len() < KEPT_PER_SIZE {
+            kept.push(words);
+        }
+    }
+}
+
+/// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies first.
+pub struct Buf<T: Plain> {
+    storage: Arc<Storage<T>>,
+}
+
+struct Storage<T> {
+    words: Vec<u64>,
+    len: usize,
+    memory: Arc<Memory>,
+    element: PhantomData<T>,
+}
+
+impl<T> Storage<T> {
+    fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+}
+
+impl<T> Drop for Storage<T> {
+    fn drop(&mut self) {
+        self.memory.live.fetch_sub(self.bytes(), Ordering::Relaxed);
+        self.memory.give(std::mem::take(&mut self.words));
+    }
+}
+
+impl<T: Plain> Buf<T> {
+    fn new(words: Vec<u64>, len: usize, memory: &Arc<Memory>) -> Self {
+        let storage = Storage { words, len, memory: memory.clone(), element: PhantomData };
+        let live = memory.live.fetch_add(storage.bytes(), Ordering::Relaxed) + storage.bytes();
+        memory.peak.fetch_max(live, Ordering::Relaxed);
+        Self { storage: Arc::new(storage) }
+    }
+
+    /// The values.
+    pub fn as_slice(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.storage.words)[..self.storage.len]
+    }
+
+    /// The values, for writing; copied first if another handle shares them.
+    pub fn as_mut_slice(&mut self) -> &mut [T] {
+        if Arc::get_mut(&mut self.storage).is_none() {
+            let memory = self.storage.memory.clone();
+            let mut words = memory.take(self.storage.words.len());
+            words.copy_from_slice(&self.storage.words);
+            *self = Self::new(words, self.storage.len, &memory);
+        }
+        let len = self.storage.len;
+        match Arc::get_mut(&mut self.storage) {
+            Some(storage) => &mut bytemuck::cast_slice_mut(&mut storage.words)[..len],
+            // Made unique just above, and `&mut self` keeps anyone from cloning it in between.
+            None => unreachable!("a buffer just made unique is shared"),
+        }
+    }
+}
+
+impl<T: Plain> Clone for Buf<T> {
+    fn clone(&self) -> Self {
+        Self { storage: self.storage.clone() }
+    }
+}
+
+impl<T: Plain> fmt::Debug for Buf<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let first = &self.as_slice()[..self.storage.len.min(8)];
+        write!(f, "Buf({} × {}: {first:?}…)", self.storage.len, std::any::type_name::<T>())
+    }
+}
+
+impl Backend for Cpu {
+    type Buf<T: Plain> = Buf<T>;
+
+    fn name(&self) -> String {
+        let threads = self.inner.pool.current_num_threads();
+        match self.inner.path {
+            Path::Scalar => format!("cpu, {threads} threads, scalar specification"),
+            Path::Simd => format!("cpu, {threads} threads, {:?}", self.inner.isa),
+        }
+    }
+
+    fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
+        let mut words = self.inner.memory.take(words_for::<T>(len));
+        words.fill(0);
+        Ok(Buf::new(words, len, &self.inner.memory))
+    }
+
+    fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
+        let mut buf = Buf::new(self.inner.memory.take(words_for::<T>(values.len())), values.len(), &self.inner.memory);
+        buf.as_mut_slice().copy_from_slice(values);
+        Ok(buf)
+    }
+
+    fn download<T: Plain>(&self, buf: &Buf<T>) -> Result<Vec<T>> {
+        Ok(buf.as_slice().to_vec())
+    }
+
+    fn len<T: Plain>(buf: &Buf<T>) -> usize {
+        buf.storage.len
+    }
+
+    fn buffer_id<T: Plain>(buf: &Buf<T>) -> u64 {
+        Arc::as_ptr(&buf.storage) as usize as u64
+    }
+
+    fn memory(&self) -> MemoryStats {
+        let memory = &self.inner.memory;
+        MemoryStats {
+            live_bytes: memory.live.load(Ordering::Relaxed),
+            peak_bytes: memory.peak.load(Ordering::Relaxed),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writing_through_a_shared_handle_leaves_the_other_alone() {
+        let cpu = Cpu::new(1).unwrap();
+        let a = cpu.upload(&[1.0f32, 2.0]).unwrap();
+        let mut b = a.clone();
+        assert_eq!(Cpu::buffer_id(&a), Cpu::buffer_id(&b));
+        b.as_mut_slice()[0] = 5.0;
+        assert_eq!(a.as_slice(), [1.0, 2.0]);
+        assert_eq!(b.as_slice(), [5.0, 2.0]);
+        assert_ne!(Cpu::buffer_id(&a), Cpu::buffer_id(&b));
+    }
+
+    #[test]
+    fn live_bytes_follow_every_buffer() {
+        let cpu = Cpu::new(1).unwrap();
+        let a = cpu.zeros::<u8>(13).unwrap();
+        let b = cpu.zeros::<f32>(3).unwrap();
+        assert_eq!(cpu.memory().live_bytes, 25);
+        drop(a);
+        let c = b.clone();
+        drop(b);
+        assert_eq!(cpu.memory().live_bytes, 12);
+        drop(c);
+        assert_eq!(cpu.memory(), MemoryStats { live_bytes: 0, peak_bytes: 25 });
+    }
+}

@@ -1,0 +1,58 @@
+use super::GemmError;
+
+/// The instruction set a product runs on. Every one gives the same bits; they differ in speed alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Isa {
+    /// Plain Rust, vectorised by the compiler where the target has a fused multiply-add.
+    Portable,
+    /// x86-64 with AVX2 and FMA: 8 lanes; the BF16 dot is emulated with two FMAs a pair.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 lanes; the BF16 dot is emulated with two FMAs a pair.
+    Avx512,
+    /// AVX-512 with `vdpbf16ps`, which defines the BF16 dot.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// All of them, slowest first.
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+
+    /// The fastest one this machine has.
+    pub fn best() -> Self {
+        // `Portable` is supported everywhere, so the search always ends there at the latest.
+        Self::ALL.into_iter().rev().find(|isa| isa.is_supported()).unwrap_or(Isa::Portable)
+    }
+
+    /// Whether this machine can run it.
+    pub fn is_supported(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx512 = || {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+            };
+            match self {
+                Isa::Portable => true,
+                Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+                Isa::Avx512 => avx512(),
+                Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self == Isa::Portable
+        }
+    }
+
+    pub(super) fn checked(self) -> Result<Self, GemmError> {
+        if self.is_supported() {
+            Ok(self)
+        } else {
+            Err(GemmError::new("isa", format!("{self:?}"), format!("one this machine has, at most {:?}", Self::best())))
+        }
+    }
+}

@@ -1,0 +1,297 @@
+use super::GemmError;
+use half::bf16;
+
+/// The elements of an operand.
+#[derive(Debug, Clone, Copy)]
+pub enum Data<'a> {
+    /// F32; multiplies only F32.
+    F32(&'a [f32]),
+    /// BF16; multiplies everything but F32.
+    Bf16(&'a [bf16]),
+    /// FP8 E4M3 codes, one a byte (0x7F and 0xFF are NaN).
+    E4m3(&'a [u8]),
+    /// FP8 E5M2 codes, one a byte.
+    E5m2(&'a [u8]),
+    /// FP4 E2M1 codes, two a byte, the even element in the low nibble.
+    E2m1(&'a [u8]),
+}
+
+impl Data<'_> {
+    fn num_elements(&self) -> usize {
+        match self {
+            Data::F32(x) => x.len(),
+            Data::Bf16(x) => x.len(),
+            Data::E4m3(x) | Data::E5m2(x) => x.len(),
+            Data::E2m1(x) => 2 * x.len(),
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Data::F32(_) => "F32",
+            Data::Bf16(_) => "BF16",
+            Data::E4m3(_) => "E4M3",
+            Data::E5m2(_) => "E5M2",
+            Data::E2m1(_) => "E2M1",
+        }
+    }
+}
+
+/// The numbers of a scale plane.
+#[derive(Debug, Clone, Copy)]
+pub enum ScaleValues<'a> {
+    /// F32 scales.
+    F32(&'a [f32]),
+    /// E8M0 bytes: 2^(byte − 127), 0xFF is NaN.
+    E8m0(&'a [u8]),
+}
+
+/// A plane of scales: the scale of (row, k) is `values[offset + (row / rows_per_scale)·stride + k / block]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Scales<'a> {
+    /// The plane.
+    pub values: ScaleValues<'a>,
+    /// Elements of the contraction under one scale: even, 128 or 32 as a rule.
+    pub block: usize,
+    /// Rows under one scale: 1, or 128 for square blocks.
+    pub rows_per_scale: usize,
+    /// Index of the scale of element (0, 0).
+    pub offset: usize,
+    /// Scales from one row of scales to the next.
+    pub stride: usize,
+}
+
+impl<'a> Scales<'a> {
+    /// One scale for every `block` elements of a row, `stride` scales from row to row.
+    pub fn rows(values: ScaleValues<'a>, block: usize, stride: usize) -> Self {
+        Self { values, block, rows_per_scale: 1, offset: 0, stride }
+    }
+
+    /// One scale for every `block` × `block` elements, `stride` scales from one row of blocks to the next.
+    pub fn tiles(values: ScaleValues<'a>, block: usize, stride: usize) -> Self {
+        Self { values, block, rows_per_scale: block, offset: 0, stride }
+    }
+
+    /// The same plane with element (0, 0) under the scale at `offset`.
+    pub fn at(self, offset: usize) -> Self {
+        Self { offset, ..self }
+    }
+
+    /// The scale of a row and a block of the contraction.
+    pub(super) fn value(&self, row: usize, block_idx: usize) -> f32 {
+        let i = self.offset + row / self.rows_per_scale * self.stride + block_idx;
+        match self.values {
+            ScaleValues::F32(x) => x[i],
+            ScaleValues::E8m0(x) => super::decode::e8m0(x[i]),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self.values {
+            ScaleValues::F32(x) => x.len(),
+            ScaleValues::E8m0(x) => x.len(),
+        }
+    }
+}
+
+/// One operand of D = A·Bᵀ: a strided view of a matrix [rows, K] whose rows are those of A, or of B (the columns
+/// of D). The number of rows and K come with the product.
+#[derive(Debug, Clone, Copy)]
+pub struct Operand<'a> {
+    /// The elements.
+    pub data: Data<'a>,
+    /// Index of element (row 0, k 0), in elements.
+    pub offset: usize,
+    /// Elements from one row to the next, or from one k to the next if `transposed`.
+    pub stride: usize,
+    /// Whether the source lies [K, rows] (F32 and BF16 only).
+    pub transposed: bool,
+    /// The scales of a block-scaled operand.
+    pub scales: Option<Scales<'a>>,
+}
+
+impl<'a> Operand<'a> {
+    /// A source [rows, K] with `stride` elements from row to row: the contraction is contiguous.
+    pub fn rows(data: Data<'a>, stride: usize) -> Self {
+        Self { data, offset: 0, stride, transposed: false, scales: None }
+    }
+
+    /// A source [K, rows] with `stride` elements from one k to the next: the contraction runs down the rows of
+    /// the source. So A·B reads B this way, and Aᵀ·B both.
+    pub fn transposed(data: Data<'a>, stride: usize) -> Self {
+        Self { data, offset: 0, stride, transposed: true, scales: None }
+    }
+
+    /// The same view with element (0, 0) at `offset`.
+    pub fn at(self, offset: usize) -> Self {
+        Self { offset, ..self }
+    }
+
+    /// The same view with scales.
+    pub fn scaled(self, scales: Scales<'a>) -> Self {
+        Self { scales: Some(scales), ..self }
+    }
+
+    /// The view from row `row` on.
+    ///
+    /// # Errors
+    /// If `row` is not a multiple of the rows under one scale.
+    pub(super) fn from_row(mut self, name: &'static str, row: usize) -> Result<Self, GemmError> {
+        self.offset += if self.transposed { row } else { row * self.stride };
+        if let Some(s) = &mut self.scales {
+            if !row.is_multiple_of(s.rows_per_scale) {
+                return Err(GemmError::new(name, format!("cut at row {row}"), format!("a multiple of {}", s.rows_per_scale)));
+            }
+            s.offset += row / s.rows_per_scale * s.stride;
+        }
+        Ok(self)
+    }
+
+    /// The view from element `k` of the contraction on.
+    ///
+    /// # Errors
+    /// If `k` is not a multiple of the block of the scales.
+    pub(super) fn from_contraction(mut self, name: &'static str, k: usize) -> Result<Self, GemmError> {
+        self.offset += if self.transposed { k * self.stride } else { k };
+        if let Some(s) = &mut self.scales {
+            if !k.is_multiple_of(s.block) {
+                let expected = format!("a start that is a multiple of its block of {}", s.block);
+                return Err(GemmError::new(name, format!("cut at {k} of the contraction"), expected));
+            }
+            s.offset += k / s.block;
+        }
+        Ok(self)
+    }
+
+    /// Checks that every element and scale of [rows, k] lies within its slice.
+    pub(super) fn check(&self, name: &'static str, rows: usize, k: usize) -> Result<(), GemmError> {
+        if let Data::E2m1(_) = self.data {
+            if !self.offset.is_multiple_of(2) || (rows > 1 && !self.stride.is_multiple_of(2)) {
+                let got = format!("an E2M1 view at element {} with stride {}", self.offset, self.stride);
+                return Err(GemmError::new(name, got, "both even: two codes share a byte"));
+            }
+        }
+        if self.transposed && !matches!(self.data, Data::F32(_) | Data::Bf16(_)) {
+            let got = format!("{} codes read across the contraction", self.data.name());
+            return Err(GemmError::new(name, got, "codes contiguous along the contraction"));
+        }
+        if rows == 0 || k == 0 {
+            return Ok(());
+        }
+        let (outer, inner) = if self.transposed { (k, rows) } else { (rows, k) };
+        let needed = extent(self.offset, outer, self.stride, inner);
+        if needed.is_none_or(|end| end > self.data.num_elements()) {
+            let got = format!("{} {} elements", self.data.num_elements(), self.data.name());
+            let expected = format!(
+                "at least {} for {rows} rows of {k} (offset {}, stride {}, transposed {})",
+                needed.map_or("more than memory holds".to_string(), |n| n.to_string()),
+                self.offset,
+                self.stride,
+                self.transposed
+            );
+            return Err(GemmError::new(name, got, expected));
+        }
+        self.check_scales(name, rows, k)
+    }
+
+    fn check_scales(&self, name: &'static str, rows: usize, k: usize) -> Result<(), GemmError> {
+        let Some(s) = &self.scales else { return Ok(()) };
+        if matches!(self.data, Data::F32(_)) {
+            return Err(GemmError::new(name, "F32 with scales", "codes or BF16 with scales, or F32 without"));
+        }
+        if s.block == 0 || s.block % 2 != 0 || s.rows_per_scale == 0 {
+            let got = format!("scaled by blocks of {} × {}", s.rows_per_scale, s.block);
+            return Err(GemmError::new(name, got, "at least one row and an even length"));
+        }
+        let needed = extent(s.offset, rows.div_ceil(s.rows_per_scale), s.stride, k.div_ceil(s.block));
+        if needed.is_none_or(|end| end > s.len()) {
+            let expected = format!("scales for {rows} rows of {k} (offset {}, stride {})", s.offset, s.stride);
+            return Err(GemmError::new(name, format!("scaled by {} numbers", s.len()), expected));
+        }
+        Ok(())
+    }
+}
+
+/// One past the last index of `outer` runs of `inner`, `stride` apart.
+pub(super) fn extent(offset: usize, outer: usize, stride: usize, inner: usize) -> Option<usize> {
+    (outer - 1).checked_mul(stride)?.checked_add(inner)?.checked_add(offset)
+}
+
+/// Where a product goes.
+#[derive(Debug)]
+pub enum OutputData<'a> {
+    /// F32.
+    F32(&'a mut [f32]),
+    /// BF16: the F32 result rounded to nearest, ties to even.
+    Bf16(&'a mut [bf16]),
+}
+
+/// A strided matrix to be written.
+#[derive(Debug)]
+pub struct Output<'a> {
+    /// The elements.
+    pub data: OutputData<'a>,
+    /// Index of element (0, 0).
+    pub offset: usize,
+    /// Elements from one row to the next.
+    pub stride: usize,
+    /// Add the product to what is there, with one F32 addition an element (F32 only), instead of overwriting.
+    pub accumulate: bool,
+}
+
+impl<'a> Output<'a> {
+    /// An F32 matrix to overwrite.
+    pub fn f32(data: &'a mut [f32], stride: usize) -> Self {
+        Self { data: OutputData::F32(data), offset: 0, stride, accumulate: false }
+    }
+
+    /// A BF16 matrix to overwrite.
+    pub fn bf16(data: &'a mut [bf16], stride: usize) -> Self {
+        Self { data: OutputData::Bf16(data), offset: 0, stride, accumulate: false }
+    }
+
+    /// The same matrix with element (0, 0) at `offset`.
+    pub fn at(self, offset: usize) -> Self {
+        Self { offset, ..self }
+    }
+
+    /// The same matrix, added to.
+    pub fn accumulate(self) -> Self {
+        Self { accumulate: true, ..self }
+    }
+
+    /// Number of elements behind it.
+    pub(super) fn len(&self) -> usize {
+        match &self.data {
+            OutputData::F32(x) => x.len(),
+            OutputData::Bf16(x) => x.len(),
+        }
+    }
+}
+
+/// Which dot a pair of operands is multiplied with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DotKind {
+    F32,
+    Bf16,
+}
+
+/// The dot for a pair of operands and the block of their scales, if they have any.
+pub(super) fn pair(a: &Operand, b: &Operand) -> Result<(DotKind, Option<usize>), GemmError> {
+    let dot = match (a.data, b.data) {
+        (Data::F32(_), Data::F32(_)) => DotKind::F32,
+        (Data::F32(_), other) => return Err(GemmError::new("b", other.name(), "F32, as a is: nothing is rounded in silence")),
+        (other, Data::F32(_)) => {
+            return Err(GemmError::new("b", "F32", format!("BF16 or codes, as a is {}: nothing is rounded in silence", other.name())));
+        }
+        _ => DotKind::Bf16,
+    };
+    match (&a.scales, &b.scales) {
+        (None, None) => Ok((dot, None)),
+        (Some(x), Some(y)) if x.block == y.block => Ok((dot, Some(x.block))),
+        (x, y) => {
+            let show = |s: &Option<Scales>| s.map_or("none".to_string(), |s| s.block.to_string());
+            Err(GemmError::new("b", format!("scaled by blocks of {}", show(y)), format!("{}, as a is", show(x))))
+        }
+    }
+}

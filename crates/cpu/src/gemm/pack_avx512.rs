@@ -1,0 +1,217 @@
+//! Packing sixteen rows by sixteen units at a time.
+
+use super::super::operand::{Data, Operand};
+use super::{PanelRows, SLACK, decode};
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// A source whose contraction is contiguous, read sixteen units at a time.
+trait RowReader {
+    /// Elements of one unit.
+    const PER_UNIT: usize;
+    /// Units of the next `left` elements (at most 16 units) from element `at`; zero past them.
+    ///
+    /// # Safety
+    /// The machine has AVX-512 F and BW; elements `at .. at + left` exist.
+    unsafe fn read(&self, at: usize, left: usize) -> __m512i;
+}
+
+/// `bits` low bits set, all 32 from 32 on.
+fn low_bits(bits: usize) -> u32 {
+    if bits >= 32 { u32::MAX } else { (1 << bits) - 1 }
+}
+
+struct F32Rows(*const f32);
+struct Bf16Rows(*const u16);
+struct Fp8Rows {
+    codes: *const u8,
+    /// The 128 magnitudes as four registers of 32 words.
+    table: [__m512i; 4],
+}
+struct Fp4Rows {
+    codes: *const u8,
+    table: __m512i,
+}
+
+impl RowReader for F32Rows {
+    const PER_UNIT: usize = 1;
+    #[inline(always)]
+    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: masked lanes are not touched; the others exist.
+        unsafe { _mm512_maskz_loadu_epi32(low_bits(left) as u16, self.0.add(at).cast()) }
+    }
+}
+
+impl RowReader for Bf16Rows {
+    const PER_UNIT: usize = 2;
+    #[inline(always)]
+    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: masked lanes are not touched; the others exist.
+        unsafe { _mm512_maskz_loadu_epi16(low_bits(left), self.0.add(at).cast()) }
+    }
+}
+
+impl RowReader for Fp8Rows {
+    const PER_UNIT: usize = 2;
+    #[inline(always)]
+    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: masked lanes are not touched; the others exist. The permutations index registers.
+        unsafe {
+            let codes = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast()));
+            // Bits 0..6 choose among 64 words; bit 6 between the halves of the table; bit 15 is the sign.
+            let low = _mm512_permutex2var_epi16(self.table[0], codes, self.table[1]);
+            let high = _mm512_permutex2var_epi16(self.table[2], codes, self.table[3]);
+            let upper_half = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+            let magnitude = _mm512_mask_blend_epi16(upper_half, low, high);
+            _mm512_or_si512(magnitude, _mm512_and_si512(codes, _mm512_set1_epi16(i16::MIN)))
+        }
+    }
+}
+
+impl RowReader for Fp4Rows {
+    const PER_UNIT: usize = 2;
+    #[inline(always)]
+    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: `at` is even, so the bytes begin at at / 2; masked lanes are not touched, the others exist.
+        unsafe {
+            let mask = low_bits(left.div_ceil(2)) as u16;
+            let bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, self.codes.add(at / 2).cast()));
+            let nibbles = _mm512_or_si512(bytes, _mm512_slli_epi32::<12>(bytes));
+            let index = _mm512_and_si512(nibbles, _mm512_set1_epi32(0x000F_000F));
+            _mm512_maskz_permutexvar_epi16(low_bits(left), index, self.table)
+        }
+    }
+}
+
+/// See [`super::panel`].
+///
+/// # Safety
+/// The machine has AVX-512 F, BW, DQ and VL; the elements asked for lie within the operand's slice.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+    let per_unit = if let Data::F32(_) = from.data { 1 } else { 2 };
+    assert!(to.len() >= k.len().div_ceil(per_unit) * panel.width + SLACK, "the panel's buffer lacks its slack");
+    // SAFETY: the caller promises the instructions and the elements; the length of `to` was just checked.
+    unsafe {
+        match (from.data, from.transposed) {
+            (Data::F32(x), false) => rows(&F32Rows(x.as_ptr()), from, panel, k, to),
+            (Data::Bf16(x), false) => rows(&Bf16Rows(x.as_ptr().cast()), from, panel, k, to),
+            (Data::E4m3(x), _) => rows(&fp8_rows(x, &decode::E4M3), from, panel, k, to),
+            (Data::E5m2(x), _) => rows(&fp8_rows(x, &decode::E5M2), from, panel, k, to),
+            (Data::E2m1(x), _) => {
+                let table = _mm512_castsi256_si512(_mm256_loadu_si256(decode::E2M1.as_ptr().cast()));
+                rows(&Fp4Rows { codes: x.as_ptr(), table }, from, panel, k, to);
+            }
+            (Data::F32(x), true) => f32_columns(x.as_ptr(), from, panel, k, to),
+            (Data::Bf16(x), true) => bf16_columns(x.as_ptr().cast(), from, panel, k, to),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn fp8_rows(codes: &[u8], table: &[u16; 128]) -> Fp8Rows {
+    let words = table.as_ptr();
+    // SAFETY: 4 × 32 words are the whole table.
+    let table = unsafe { [0, 32, 64, 96].map(|i| _mm512_loadu_si512(words.add(i).cast())) };
+    Fp8Rows { codes: codes.as_ptr(), table }
+}
+
+/// Transposes blocks of 16 rows × 16 units. A panel narrower than 16 is stored in whole vectors, each of which
+/// overwrites the excess of the one before.
+///
+/// # Safety
+/// As [`panel`], and `to` has its slack.
+#[inline(always)]
+unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+    let units = k.len().div_ceil(R::PER_UNIT);
+    for first_lane in (0..panel.width).step_by(16) {
+        let live = panel.rows.saturating_sub(first_lane).min(16);
+        let row0 = view.offset + (panel.first + first_lane) * view.stride;
+        for unit in (0..units).step_by(16) {
+            let k0 = k.start + unit * R::PER_UNIT;
+            // SAFETY: rows below `live` and elements below k.end exist; the stores end at most SLACK past the
+            // panel, as the widest store of lane group `first_lane` begins within the panel.
+            unsafe {
+                let mut block = [_mm512_setzero_si512(); 16];
+                for (i, row) in block.iter_mut().enumerate().take(live) {
+                    *row = from.read(row0 + i * view.stride + k0, k.end - k0);
+                }
+                let block = transpose(block);
+                let lanes = to.as_mut_ptr().add(unit * panel.width + first_lane);
+                for (i, &column) in block.iter().enumerate().take(units - unit) {
+                    _mm512_storeu_si512(lanes.add(i * panel.width).cast(), column);
+                }
+            }
+        }
+    }
+}
+
+/// 16 × 16 words, rows to columns.
+#[inline(always)]
+unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    // SAFETY: register shuffles only; the caller has AVX-512 F.
+    unsafe {
+        let mut s = [_mm512_setzero_si512(); 16];
+        for i in 0..8 {
+            s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        let mut t = s;
+        for i in 0..4 {
+            t[4 * i] = _mm512_unpacklo_epi64(s[4 * i], s[4 * i + 2]);
+            t[4 * i + 1] = _mm512_unpackhi_epi64(s[4 * i], s[4 * i + 2]);
+            t[4 * i + 2] = _mm512_unpacklo_epi64(s[4 * i + 1], s[4 * i + 3]);
+            t[4 * i + 3] = _mm512_unpackhi_epi64(s[4 * i + 1], s[4 * i + 3]);
+        }
+        // t[4i + c] holds, in its quarter q, rows 4i .. 4i+4 of column 4q + c. Gather the quarters.
+        let mut out = s;
+        for c in 0..4 {
+            let (x0, x1) = (_mm512_shuffle_i32x4::<0x88>(t[c], t[4 + c]), _mm512_shuffle_i32x4::<0xDD>(t[c], t[4 + c]));
+            let (y0, y1) =
+                (_mm512_shuffle_i32x4::<0x88>(t[8 + c], t[12 + c]), _mm512_shuffle_i32x4::<0xDD>(t[8 + c], t[12 + c]));
+            out[c] = _mm512_shuffle_i32x4::<0x88>(x0, y0);
+            out[8 + c] = _mm512_shuffle_i32x4::<0xDD>(x0, y0);
+            out[4 + c] = _mm512_shuffle_i32x4::<0x88>(x1, y1);
+            out[12 + c] = _mm512_shuffle_i32x4::<0xDD>(x1, y1);
+        }
+        out
+    }
+}
+
+/// # Safety
+/// As [`rows`].
+#[inline(always)]
+unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+    for (unit, k) in k.enumerate() {
+        for lane in (0..panel.width).step_by(16) {
+            let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+            let at = view.offset + k * view.stride + panel.first + lane;
+            // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.
+            unsafe {
+                let x = _mm512_maskz_loadu_epi32(live, from.wrapping_add(at).cast());
+                _mm512_storeu_si512(to.as_mut_ptr().add(unit * panel.width + lane).cast(), x);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`rows`].
+#[inline(always)]
+unsafe fn bf16_columns(from: *const u16, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+    for (unit, k0) in k.clone().step_by(2).enumerate() {
+        for lane in (0..panel.width).step_by(16) {
+            let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+            let odd_live = if k0 + 1 < k.end { live } else { 0 };
+            let at = view.offset + k0 * view.stride + panel.first + lane;
+            // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.
+            unsafe {
+                let even = _mm256_maskz_loadu_epi16(live, from.wrapping_add(at).cast());
+                let odd = _mm256_maskz_loadu_epi16(odd_live, from.wrapping_add(at + view.stride).cast());
+                let odd = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(odd));
+                let x = _mm512_or_si512(_mm512_cvtepu16_epi32(even), odd);
+                _mm512_storeu_si512(to.as_mut_ptr().add(unit * panel.width + lane).cast(), x);
+            }
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! The three dot products, one output element at a time: what every kernel must equal bit for bit.
+//!
+//! Each is a single chain of operations in ascending order of the contraction, so the bits depend neither on how
+//! a product is cut into tiles nor on the instruction set nor on the number of threads. Where a result is NaN,
+//! only that it is NaN is specified, not its sign or payload.
+
+use half::bf16;
+
+/// The F32 dot: `acc = fma(a[k], b[k], acc)`, k ascending from `acc = 0`. The shorter slice bounds the sum.
+pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).fold(0.0, |acc, (&x, &y)| x.mul_add(y, acc))
+}
+
+/// The BF16 dot, as `vdpbf16ps` does it: for each pair (2j, 2j + 1) an fma of the odd elements, then one of the
+/// even ones, from zero. Subnormal inputs count as zeros of their sign; a result that is tiny after rounding to
+/// 24 bits with an unbounded exponent becomes a zero of its sign. An odd last element is paired with zero.
+pub fn dot_bf16(a: &[bf16], b: &[bf16]) -> f32 {
+    let pair = |x: &[bf16]| (daz(x[0]), x.get(1).map_or(0.0, |&odd| daz(odd)));
+    a.chunks(2).zip(b.chunks(2)).fold(0.0, |acc, (x, y)| {
+        let ((x_even, x_odd), (y_even, y_odd)) = (pair(x), pair(y));
+        fma_ftz(x_even, y_even, fma_ftz(x_odd, y_odd, acc))
+    })
+}
+
+/// The block-scaled dot: for each block of the contraction, `total = fma(dot_bf16(block), sa·sb, total)` from
+/// `total = 0`, with `sa·sb` rounded once to F32. `a` and `b` hold the decoded codes, exact in BF16.
+pub fn dot_block_scaled(a: &[bf16], b: &[bf16], a_scales: &[f32], b_scales: &[f32], block: usize) -> f32 {
+    let blocks = a.chunks(block).zip(b.chunks(block));
+    blocks.zip(a_scales.iter().zip(b_scales)).fold(0.0, |total, ((x, y), (&sa, &sb))| {
+        dot_bf16(x, y).mul_add(sa * sb, total)
+    })
+}
+
+/// A BF16 number as F32, a subnormal as a zero of its sign.
+fn daz(x: bf16) -> f32 {
+    let bits = u32::from(x.to_bits()) << 16;
+    f32::from_bits(if bits & 0x7F80_0000 == 0 { bits & 0x8000_0000 } else { bits })
+}
+
+/// `a·b + c` rounded once; flushed to a signed zero if tiny. Whether it is tiny is decided *after* rounding with
+/// an unbounded exponent, as x86 does: just below 2⁻¹²⁶ that differs from rounding to a subnormal and looking.
+/// The same sum 2⁶⁴ times larger shows it; where that overflows, the sum is a multiple of something far above
+/// 2⁻¹²⁶ and cannot be tiny.
+fn fma_ftz(a: f32, b: f32, c: f32) -> f32 {
+    let rounded = a.mul_add(b, c);
+    let magnified = (a * TWO_POW_64).mul_add(b, c * TWO_POW_64);
+    if magnified.abs() < TWO_POW_NEG_62 { 0f32.copysign(rounded) } else { rounded }
+}
+
+/// 2⁶⁴.
+pub(super) const TWO_POW_64: f32 = f32::from_bits((127 + 64) << 23);
+/// 2⁻⁶² = 2⁻¹²⁶ · 2⁶⁴: the smallest normal number as [`TWO_POW_64`] magnifies it.
+pub(super) const TWO_POW_NEG_62: f32 = f32::from_bits((127 - 62) << 23);

@@ -1,0 +1,267 @@
+//! The register-tile kernels: a few rows of A times a few vectors of B, over one stretch of the contraction.
+//!
+//! A *unit* is 32 bits of the contraction: one F32, or two neighbouring BF16. Packed panels lie `[units][width]`,
+//! so that a kernel reads both operands forward. The accumulators of a tile are independent chains, one an output
+//! element: a tile shape changes no bit.
+
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{F256, F512};
+use super::lanes::{Lanes, Portable};
+use super::{DotKind, Isa};
+
+/// Widest register tile of any kernel, in elements of F32.
+pub(super) const MAX_TILE: usize = 12 * 32;
+
+/// One call of a kernel.
+pub(super) struct Tile {
+    /// Panel of A, `[units][rows]`.
+    pub a: *const u32,
+    /// Panel of B, `[units][vectors · lanes]`.
+    pub b: *const u32,
+    /// Length of the stretch.
+    pub units: usize,
+    /// The tile's results, row-major.
+    pub out: *mut f32,
+    /// Elements from one row of `out` to the next.
+    pub stride: usize,
+    /// Whether the chains begin here; else they go on from what `out` holds.
+    pub first: bool,
+    /// For a block-scaled product, the block's scales of the rows of A and of the columns of B: the stretch is one
+    /// block, whose dots begin at zero and are added, scaled, to `out`.
+    pub scales: Option<(*const f32, *const f32)>,
+}
+
+/// Runs a kernel of `rows` × `vectors`.
+pub(super) type RunTile = unsafe fn(tile: &Tile, rows: usize, vectors: usize);
+
+/// The kernels of one dot on one instruction set.
+#[derive(Clone, Copy)]
+pub(super) struct Kernels {
+    /// F32 lanes of a vector.
+    pub lanes: usize,
+    /// Numbers of rows for which there is a kernel, ascending.
+    pub rows: &'static [usize],
+    /// For any input, except that an emulated BF16 dot needs inputs free of subnormals whose partial sums cannot
+    /// be tiny.
+    pub run: RunTile,
+    /// For emulated BF16 dots whose partial sums may be tiny.
+    pub run_flushing: Option<RunTile>,
+}
+
+impl Kernels {
+    /// The most vectors a kernel holds side by side.
+    pub const MAX_VECTORS: usize = 2;
+
+    pub fn of(isa: Isa, dot: DotKind) -> Self {
+        match (isa, dot) {
+            (Isa::Portable, DotKind::F32) => Self::plain(Portable::N, SHORT, portable_f32),
+            (Isa::Portable, DotKind::Bf16) => {
+                Self::emulated(Portable::N, SHORT, portable_bf16, portable_bf16_flushing)
+            }
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, DotKind::F32) => Self::plain(F256::N, SHORT, avx2_f32),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, DotKind::Bf16) => Self::emulated(F256::N, SHORT, avx2_bf16, avx2_bf16_flushing),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16, DotKind::F32) => Self::plain(F512::N, TALL, avx512_f32),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512, DotKind::Bf16) => Self::emulated(F512::N, TALL, avx512_bf16, avx512_bf16_flushing),
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, DotKind::Bf16) => Self::plain(F512::N, TALL, avx512_bf16_hardware),
+            #[cfg(not(target_arch = "x86_64"))]
+            (_, dot) => Self::of(Isa::Portable, dot),
+        }
+    }
+
+    fn plain(lanes: usize, rows: &'static [usize], run: RunTile) -> Self {
+        Self { lanes, rows, run, run_flushing: None }
+    }
+
+    fn emulated(lanes: usize, rows: &'static [usize], run: RunTile, flushing: RunTile) -> Self {
+        Self { lanes, rows, run, run_flushing: Some(flushing) }
+    }
+
+    /// Rows of the tallest kernel.
+    pub fn max_rows(&self) -> usize {
+        // `rows` is one of the two tables below, neither of them empty.
+        self.rows[self.rows.len() - 1]
+    }
+
+    /// Rows of the kernel for `left` rows: the shortest that holds them, else the tallest there is.
+    pub fn rows_for(&self, left: usize) -> usize {
+        self.rows.iter().copied().find(|&rows| rows >= left).unwrap_or(self.max_rows())
+    }
+
+    /// Vectors of the kernel for `left` columns.
+    pub fn vectors_for(&self, left: usize) -> usize {
+        left.div_ceil(self.lanes).clamp(1, Self::MAX_VECTORS)
+    }
+}
+
+const SHORT: &[usize] = &[1, 2, 4];
+const TALL: &[usize] = &[1, 2, 4, 6, 8, 10, 12];
+
+/// How a tile of accumulators takes one unit of the contraction.
+trait Dot<V: Lanes> {
+    /// # Safety
+    /// The machine has the vector's instructions (and the dot's); `a` points at `ROWS` readable units.
+    unsafe fn step<const ROWS: usize, const VECTORS: usize>(
+        acc: &mut [[V; VECTORS]; ROWS],
+        a: *const f32,
+        b: [V; VECTORS],
+    );
+}
+
+struct F32Dot;
+struct EmulatedDot;
+struct FlushingDot;
+
+impl<V: Lanes> Dot<V> for F32Dot {
+    #[inline(always)]
+    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
+        for (i, row) in acc.iter_mut().enumerate() {
+            // SAFETY: i < R units are readable at `a`; the caller promises the instructions.
+            unsafe {
+                let x = V::splat(*a.add(i));
+                for (sum, y) in row.iter_mut().zip(b) {
+                    *sum = x.fma(y, *sum);
+                }
+            }
+        }
+    }
+}
+
+impl<V: Lanes> Dot<V> for EmulatedDot {
+    #[inline(always)]
+    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
+        for (i, row) in acc.iter_mut().enumerate() {
+            // SAFETY: as in `F32Dot`.
+            unsafe {
+                let x = V::splat(*a.add(i));
+                for (sum, y) in row.iter_mut().zip(b) {
+                    *sum = x.even().fma(y.even(), x.odd().fma(y.odd(), *sum));
+                }
+            }
+        }
+    }
+}
+
+impl<V: Lanes> Dot<V> for FlushingDot {
+    #[inline(always)]
+    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
+        for (i, row) in acc.iter_mut().enumerate() {
+            // SAFETY: as in `F32Dot`.
+            unsafe {
+                let x = V::splat(*a.add(i));
+                for (sum, y) in row.iter_mut().zip(b) {
+                    *sum = x.even().fma_ftz(y.even(), x.odd().fma_ftz(y.odd(), *sum));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+struct HardwareDot;
+
+#[cfg(target_arch = "x86_64")]
+impl Dot<F512> for HardwareDot {
+    #[inline(always)]
+    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[F512; C]; R], a: *const f32, b: [F512; C]) {
+        for (i, row) in acc.iter_mut().enumerate() {
+            // SAFETY: as in `F32Dot`.
+            unsafe {
+                let x = F512::splat(*a.add(i));
+                for (sum, y) in row.iter_mut().zip(b) {
+                    *sum = F512::dot_bf16(*sum, x, y);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// The machine has the instructions; `tile`'s panels and scales are readable and its results writable over
+/// `R` rows and `C` vectors, and initialised unless `tile.first`.
+#[inline(always)]
+unsafe fn run<V: Lanes, D: Dot<V>, const R: usize, const C: usize>(tile: &Tile) {
+    // SAFETY: exactly what the caller promises; the offsets stay within R rows, C vectors and `units` units.
+    unsafe {
+        let mut acc = [[V::zero(); C]; R];
+        if tile.scales.is_none() && !tile.first {
+            for (i, row) in acc.iter_mut().enumerate() {
+                for (j, sum) in row.iter_mut().enumerate() {
+                    *sum = V::load(tile.out.add(i * tile.stride + j * V::N));
+                }
+            }
+        }
+        let (mut a, mut b) = (tile.a.cast::<f32>(), tile.b.cast::<f32>());
+        for _ in 0..tile.units {
+            let mut y = [V::zero(); C];
+            for (j, y) in y.iter_mut().enumerate() {
+                *y = V::load(b.add(j * V::N));
+            }
+            D::step(&mut acc, a, y);
+            a = a.add(R);
+            b = b.add(C * V::N);
+        }
+        for (i, row) in acc.iter().enumerate() {
+            for (j, &sum) in row.iter().enumerate() {
+                let out = tile.out.add(i * tile.stride + j * V::N);
+                let sum = match tile.scales {
+                    None => sum,
+                    Some((sa, sb)) => {
+                        let scale = V::splat(*sa.add(i)).mul(V::load(sb.add(j * V::N)));
+                        sum.fma(scale, if tile.first { V::zero() } else { V::load(out) })
+                    }
+                };
+                sum.store(out);
+            }
+        }
+    }
+}
+
+/// Defines a [`RunTile`]: all tile shapes of one dot on one instruction set.
+macro_rules! kernels {
+    ($name:ident, $lanes:ty, $dot:ty, [$($rows:literal)+] $(, $feature:literal)?) => {
+        /// # Safety
+        /// As [`run`]; `rows` is one of the shapes listed here and `vectors` 1 or 2.
+        $(#[target_feature(enable = $feature)])?
+        pub(super) unsafe fn $name(tile: &Tile, rows: usize, vectors: usize) {
+            // SAFETY: passed on.
+            unsafe {
+                match (rows, vectors) {
+                    $(
+                        ($rows, 1) => run::<$lanes, $dot, $rows, 1>(tile),
+                        ($rows, 2) => run::<$lanes, $dot, $rows, 2>(tile),
+                    )+
+                    _ => unreachable!("no kernel of {rows} rows and {vectors} vectors"),
+                }
+            }
+        }
+    };
+}
+
+kernels!(portable_f32, Portable, F32Dot, [1 2 4]);
+kernels!(portable_bf16, Portable, EmulatedDot, [1 2 4]);
+kernels!(portable_bf16_flushing, Portable, FlushingDot, [1 2 4]);
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::*;
+    kernels!(avx2_f32, F256, F32Dot, [1 2 4], "avx2,fma");
+    kernels!(avx2_bf16, F256, EmulatedDot, [1 2 4], "avx2,fma");
+    kernels!(avx2_bf16_flushing, F256, FlushingDot, [1 2 4], "avx2,fma");
+    kernels!(avx512_f32, F512, F32Dot, [1 2 4 6 8 10 12], "avx512f,avx512bw,avx512dq,avx512vl,fma");
+    kernels!(avx512_bf16, F512, EmulatedDot, [1 2 4 6 8 10 12], "avx512f,avx512bw,avx512dq,avx512vl,fma");
+    kernels!(avx512_bf16_flushing, F512, FlushingDot, [1 2 4 6 8 10 12], "avx512f,avx512bw,avx512dq,avx512vl,fma");
+    kernels!(
+        avx512_bf16_hardware,
+        F512,
+        HardwareDot,
+        [1 2 4 6 8 10 12],
+        "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma"
+    );
+}
+#[cfg(target_arch = "x86_64")]
+use x86::*;

@@ -1,0 +1,14 @@
+//! The CPU backend. It is the specification of every operation, and fast enough to train small models for real.
+//!
+//! Each `ops/x.rs` holds a scalar version that can be read as the definition, and a vectorised, threaded one with the
+//! same bits. Bits depend neither on the number of threads nor on the instruction set: threads divide rows, never a
+//! reduction, and every reduction has a fixed order.
+
+mod backend;
+mod comm;
+pub mod gemm;
+pub mod ops;
+mod simd;
+
+pub use backend::{Buf, Cpu, Path};
+pub use comm::ThreadComm;

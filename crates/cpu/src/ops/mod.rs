@@ -1,0 +1,1 @@
+//! One file an operation, named as in `nibble_core::ops`.

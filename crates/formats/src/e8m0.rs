@@ -1,0 +1,138 @@
+//! Power-of-two scales: one E8M0 byte `b` stands for 2^(b − 127).
+//!
+//! 0x00 is 2⁻¹²⁷ (a subnormal `f32`, not zero), 0xFE is 2¹²⁷, 0xFF is NaN. Everything here works on
+//! exponent bits; a library logarithm is wrong just above a power of two.
+
+use crate::element::Element;
+use crate::error::{Error, Result, find_by_name};
+
+/// The byte that stands for NaN.
+pub const NAN: u8 = 0xFF;
+
+/// The value of a scale byte, 2^(b − 127); NaN for 0xFF.
+///
+/// ```
+/// assert_eq!(nibble_formats::e8m0::decode(128), 2.0);
+/// assert_eq!(nibble_formats::e8m0::inv(128), 0.5);
+/// ```
+#[inline]
+pub const fn decode(b: u8) -> f32 {
+    match b {
+        0 => f32::from_bits(0x0040_0000),
+        NAN => f32::NAN,
+        _ => f32::from_bits((b as u32) << 23),
+    }
+}
+
+/// The reciprocal of a scale byte's value, 2^(127 − b), exactly; NaN for 0xFF.
+#[inline]
+pub const fn inv(b: u8) -> f32 {
+    if b == NAN { f32::NAN } else { decode(254 - b) }
+}
+
+/// What kind of number a block's scale is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleKind {
+    /// One byte, a power of two.
+    E8m0,
+    /// Four bytes, an IEEE single, little-endian.
+    F32,
+}
+
+impl ScaleKind {
+    /// Bytes of one scale.
+    pub const fn bytes(self) -> usize {
+        match self {
+            ScaleKind::E8m0 => 1,
+            ScaleKind::F32 => 4,
+        }
+    }
+}
+
+/// How a block's scale follows from its largest magnitude `amax`.
+///
+/// With E the exponent field of `amax`, M its 23 mantissa bits, `max` and `emax` of the element:
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleRule {
+    /// F32 scale max(amax / max, 2⁻¹²⁶): FP8 blocks only.
+    Amax,
+    /// E8M0, b = E − emax (the OCP rule); elements may saturate.
+    Floor,
+    /// E8M0, the smallest power of two with amax ≤ max · 2^(b − 127): b = E − emax + (M > mantissa
+    /// of max). Nothing saturates ("truncation-free"); the default for training.
+    Rceil,
+    /// E8M0, b = E + (M ≠ 0) − emax; codes above 2^emax stay unused.
+    Ceil,
+    /// E8M0, amax rounded to the element's precision (ties up), then as `Floor`. Rounds amax in the
+    /// last half step below 2¹²⁸ up to it, and then gives NaN.
+    Even,
+}
+
+impl ScaleRule {
+    /// Every rule.
+    pub const ALL: [ScaleRule; 5] =
+        [ScaleRule::Amax, ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
+
+    /// Lower-case name, as recipes spell it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ScaleRule::Amax => "amax",
+            ScaleRule::Floor => "floor",
+            ScaleRule::Rceil => "rceil",
+            ScaleRule::Ceil => "ceil",
+            ScaleRule::Even => "even",
+        }
+    }
+
+    /// The kind of scale the rule makes.
+    pub const fn kind(self) -> ScaleKind {
+        match self {
+            ScaleRule::Amax => ScaleKind::F32,
+            _ => ScaleKind::E8m0,
+        }
+    }
+}
+
+impl std::fmt::Display for ScaleRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for ScaleRule {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        find_by_name("scale rule", &ScaleRule::ALL, s)
+    }
+}
+
+/// The scale byte of a block whose largest magnitude is `amax` (its sign is ignored), clamped to
+/// 0..=254; 0xFF for a NaN or infinite `amax`. Zero gives 0.
+///
+/// [`ScaleRule::Amax`] makes F32 scales; asked for a byte it gives the one of [`ScaleRule::Rceil`],
+/// the power of two that takes its place.
+#[inline]
+pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
+    let bits = amax.to_bits() & 0x7FFF_FFFF;
+    let bits = match rule {
+        ScaleRule::Even => {
+            // Half a step of the element's mantissa; the carry may reach the exponent.
+            let rounded = bits + (1 << (22 - element.mantissa_bits()));
+            if bits < 0x7F80_0000 { rounded } else { bits }
+        }
+        _ => bits,
+    };
+    let (exponent, mantissa) = ((bits >> 23) as i32, bits & 0x7F_FFFF);
+    if exponent == 255 {
+        return NAN;
+    }
+    let up = match rule {
+        ScaleRule::Floor | ScaleRule::Even => false,
+        ScaleRule::Ceil => mantissa != 0,
+        ScaleRule::Rceil | ScaleRule::Amax => mantissa > element.max().to_bits() & 0x7F_FFFF,
+    };
+    // At most 254 + 1 − emax, so only the lower end needs a clamp.
+    let b = exponent + up as i32 - element.emax();
+    if b < 0 { 0 } else { b as u8 }
+}

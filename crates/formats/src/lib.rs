@@ -1,0 +1,29 @@
+//! The numbers of Nibble, bit by bit: small floats, block scales, rounding, the change of scale that
+//! makes four-bit operands exact on eight-bit units, counter-based random numbers, the Hadamard
+//! transform, and elementary functions whose bits do not depend on the machine.
+//!
+//! Nothing here knows of threads, devices or files. Every function is scalar and is the specification
+//! that faster versions elsewhere are compared with, bit for bit.
+
+pub mod block;
+pub mod e8m0;
+pub mod element;
+pub mod error;
+pub mod format;
+pub mod hadamard;
+pub mod layout;
+pub mod lift;
+pub mod math;
+pub mod philox;
+pub mod rounding;
+
+pub use block::{Codec, Scale, amax, pack_nibbles, unpack_nibbles};
+pub use e8m0::{ScaleKind, ScaleRule};
+pub use element::Element;
+pub use error::{Error, Result};
+pub use format::{Format, FormatSpec};
+pub use half::bf16;
+pub use layout::{BlockAxis, ScaleLayout};
+pub use lift::{lift_code, lift_table, lift_target, shift_code, shift_e4m3, shift_target};
+pub use philox::{Purpose, Stream, fnv1a32};
+pub use rounding::Rounding;

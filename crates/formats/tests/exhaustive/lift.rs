@@ -1,0 +1,103 @@
+use crate::oracle::Oracle;
+use nibble_formats::{Element, lift_code, lift_table, lift_target, shift_code, shift_e4m3, shift_target};
+
+fn same_value(code: u8, exact: f64) -> bool {
+    f64::from(Element::E4m3.decode(code)) == exact
+}
+
+#[test]
+fn every_code_under_every_pair_of_scales() {
+    let oracle = Oracle::new(Element::E4m3);
+    for source in 0..=254u8 {
+        for target in 0..=254u8 {
+            let factor = 2f64.powi(i32::from(source) - i32::from(target));
+            let mut mask = 0u16;
+            for code in 0..16u8 {
+                let exact = f64::from(Element::E2m1.decode(code)) * factor;
+                let (got, changed) = lift_code(code, source, target);
+                assert_eq!(got, oracle.nearest_even(exact), "{code} {source} -> {target}");
+                assert_eq!(changed, !same_value(got, exact), "{code} {source} -> {target}");
+                mask |= u16::from(changed) << code;
+            }
+            let table = std::array::from_fn(|c| lift_code(c as u8, source, target).0);
+            assert_eq!(lift_table(source, target), (table, mask));
+        }
+    }
+}
+
+#[test]
+fn lifts_are_exact_while_scales_lie_within_fourteen_octaves() {
+    for top in 0..=254u8 {
+        let target = lift_target([top].into_iter());
+        for octaves in 0..=top {
+            let (table, changed) = lift_table(top - octaves, target);
+            // With the target held at 0, small sources are nearer to it than 6 octaves.
+            let below = i32::from(target) - i32::from(top - octaves) + 6;
+            assert_eq!(changed == 0, below <= 14, "{top} {octaves}");
+            assert_eq!((table[0], table[8]), (0x00, 0x80), "zeros keep their sign at any distance");
+            for code in 0..16 {
+                let sign_in = code & 8 != 0;
+                assert_eq!(table[code] & 0x80 != 0, sign_in, "signs stay");
+                assert!(Element::E4m3.decode(table[code]).abs() <= 384.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn targets_ignore_nan_blocks_and_do_not_wrap() {
+    let target = |bytes: &[u8]| lift_target(bytes.iter().copied());
+    assert_eq!(target(&[120, 127, 0xFF, 94]), 121);
+    assert_eq!(target(&[5, 3, 0, 1]), 0);
+    assert_eq!(target(&[6]), 0);
+    assert_eq!(target(&[7]), 1);
+    assert_eq!(target(&[0xFF, 0xFF]), 0);
+    assert_eq!(target(&[]), 0);
+    assert_eq!(shift_target([120, 0xFF, 127].into_iter()), 127);
+    assert_eq!(shift_target([0xFF].into_iter()), 0);
+}
+
+#[test]
+fn nan_blocks_stay_nan_and_do_not_count_as_changed() {
+    for code in 0..=255u8 {
+        for scale in 0..=255u8 {
+            assert_eq!(lift_code(code, 0xFF, scale), (0x7F, false));
+            assert_eq!(shift_code(code, 0xFF, scale), (0x7F, false));
+            assert_eq!(lift_code(code, scale, 0xFF), (0x7F, false));
+            assert_eq!(shift_code(code, scale, 0xFF), (0x7F, false));
+        }
+    }
+}
+
+#[test]
+fn every_e4m3_code_shifted_by_every_distance() {
+    let oracle = Oracle::new(Element::E4m3);
+    for octaves in 0..=300u32 {
+        for code in 0..=255u8 {
+            let (got, changed) = shift_e4m3(code, octaves);
+            let value = Element::E4m3.decode(code);
+            if value.is_nan() {
+                assert_eq!((got, changed), (code, false), "NaN stays the same NaN");
+                continue;
+            }
+            let exact = f64::from(value) * 2f64.powi(-(octaves as i32));
+            assert_eq!(got, oracle.nearest_even(exact), "{code:#x} by {octaves}");
+            assert_eq!(changed, !same_value(got, exact), "{code:#x} by {octaves}");
+        }
+    }
+    assert_eq!(shift_e4m3(0x88, u32::MAX), (0x80, true));
+}
+
+#[test]
+fn shift_code_agrees_with_the_distance_and_saturates_upwards() {
+    for code in 0..=255u8 {
+        for source in (0..=254u8).step_by(3) {
+            for target in source..=254 {
+                let octaves = u32::from(target - source);
+                assert_eq!(shift_code(code, source, target), shift_e4m3(code, octaves));
+            }
+        }
+    }
+    assert_eq!(shift_code(0x38, 128, 127), (0x40, false)); // 1 -> 2
+    assert_eq!(shift_code(0xFE, 128, 127), (0xFE, true)); // -448 stays there
+}

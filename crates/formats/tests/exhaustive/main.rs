@@ -1,0 +1,7 @@
+//! Every code, every BF16 input and every change of scale against oracles that search tables in
+//! double precision.
+
+mod element;
+mod lift;
+mod oracle;
+mod scale;

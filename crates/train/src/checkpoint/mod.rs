@@ -1,0 +1,306 @@
+//! Checkpoints: whole or not there.
+//!
+//! ```text
+//! RUN/checkpoints/step-00001000/
+//!   model.safetensors   F32 masters under Hugging Face names
+//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
+//!   config.json         the model, as `transformers` reads it
+//!   tokenizer.json
+//!   state.json          step, tokens, seed, cursor, schedule, recipe; length and SHA-256 of the files above, and its own
+//! ```
+//!
+//! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A
+//! kill at any instant leaves the earlier checkpoints as they were, and at worst a `.tmp-…` that the next writer
+//! removes. Tensors are logical, so the number of ranks may change between runs.
+
+mod files;
+mod state;
+
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+
+pub use files::{TensorRef, Tensors};
+pub use state::{FileEntry, Position, State};
+
+use crate::error::{Error, Result};
+use files::{encode, read_checked, sync_dir, write_synced};
+use state::STATE_FILE;
+
+const DIR: &str = "checkpoints";
+const MODEL_FILE: &str = "model.safetensors";
+const OPTIM_FILE: &str = "optim.safetensors";
+const CONFIG_FILE: &str = "config.json";
+const TOKENIZER_FILE: &str = "tokenizer.json";
+const PREFIX: &str = "step-";
+const TMP_PREFIX: &str = ".tmp-";
+/// A checkpoint moved aside while another of the same step takes its place.
+const REPLACED_PREFIX: &str = ".tmp-replaced-";
+const LOCK_FILE: &str = ".lock";
+
+/// All that a checkpoint holds.
+#[derive(Debug)]
+pub struct Contents<'a> {
+    /// F32 master weights.
+    pub model: Vec<TensorRef<'a>>,
+    /// Optimizer moments.
+    pub optim: Vec<TensorRef<'a>>,
+    /// `config.json`.
+    pub config_json: &'a str,
+    /// `tokenizer.json`.
+    pub tokenizer_json: &'a str,
+    /// Where the run stands.
+    pub position: Position,
+}
+
+/// The checkpoints of one run, open for writing by one process at a time.
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    /// Locked as long as this lives; the system unlocks it when the process ends, however it ends.
+    _lock: File,
+}
+
+impl Store {
+    /// Opens (and creates) the checkpoints of the run in `run_dir`, and removes what killed writers left.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
+    pub fn open(run_dir: &Path) -> Result<Self> {
+        let dir = run_dir.join(DIR);
+        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        let lock_path = dir.join(LOCK_FILE);
+        let lock =
+            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::checkpoint(&dir, "another process is writing checkpoints here"));
+            }
+            Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
+        }
+        let store = Self { dir, _lock: lock };
+        store.clean()?;
+        Ok(store)
+    }
+
+    /// Writes a checkpoint and removes all but the newest `keep` (0 = keep all). Returns its directory.
+    ///
+    /// # Errors
+    /// [`Error::Io`] (a full disk, say) and [`Error::Checkpoint`] for tensors that contradict themselves; the earlier
+    /// checkpoints are untouched then.
+    pub fn save(&self, contents: Contents<'_>, keep: usize) -> Result<PathBuf> {
+        let name = format!("{PREFIX}{:08}", contents.position.step);
+        let tmp = self.dir.join(format!("{TMP_PREFIX}{name}"));
+        remove(&tmp)?;
+        let written = write_all(&tmp, contents).and_then(|()| self.publish(&tmp, &name));
+        if written.is_err() {
+            // The first error is the one to tell; what cannot be removed now goes when the store is next opened.
+            let _ = remove(&tmp);
+        }
+        let path = written?;
+        self.prune(keep)?;
+        Ok(path)
+    }
+
+    /// Renames a complete directory to its final name.
+    fn publish(&self, tmp: &Path, name: &str) -> Result<PathBuf> {
+        let path = self.dir.join(name);
+        let replaced = self.dir.join(format!("{REPLACED_PREFIX}{name}"));
+        if path.exists() {
+            remove(&replaced)?;
+            fs::rename(&path, &replaced).map_err(Error::io(&path))?;
+        }
+        fs::rename(tmp, &path).map_err(Error::io(&path))?;
+        sync_dir(&self.dir)?;
+        remove(&replaced)?;
+        Ok(path)
+    }
+
+    /// Removes all but the newest `keep` checkpoints.
+    fn prune(&self, keep: usize) -> Result<()> {
+        let all = list(&self.dir)?;
+        let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
+        for (_, path) in &all[..surplus] {
+            // Under its own name it is whole or gone.
+            let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));
+            remove(&doomed)?;
+            fs::rename(path, &doomed).map_err(Error::io(path))?;
+            remove(&doomed)?;
+        }
+        Ok(())
+    }
+
+    /// Removes what killed writers left behind, and puts back what one had moved aside.
+    fn clean(&self) -> Result<()> {
+        for entry in fs::read_dir(&self.dir).map_err(Error::io(&self.dir))? {
+            let entry = entry.map_err(Error::io(&self.dir))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if let Some(original) = name.strip_prefix(REPLACED_PREFIX) {
+                let original = self.dir.join(original);
+                if !original.exists() {
+                    fs::rename(entry.path(), &original).map_err(Error::io(&original))?;
+                    continue;
+                }
+            }
+            if name.starts_with(TMP_PREFIX) {
+                remove(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes every file of a checkpoint into a new directory, `state.json` last, all synced.
+fn write_all(dir: &Path, contents: Contents<'_>) -> Result<()> {
+    let Contents { model, optim, config_json, tokenizer_json, position } = contents;
+    fs::create_dir_all(dir).map_err(Error::io(dir))?;
+    let mut entries = Vec::new();
+    for (name, tensors) in [(MODEL_FILE, model), (OPTIM_FILE, optim)] {
+        let bytes = encode(&dir.join(name), &tensors)?;
+        entries.push(write_synced(dir, name, &bytes)?);
+    }
+    for (name, text) in [(CONFIG_FILE, config_json), (TOKENIZER_FILE, tokenizer_json)] {
+        entries.push(write_synced(dir, name, text.as_bytes())?);
+    }
+    let state = State::new(position, entries).to_json(&dir.join(STATE_FILE))?;
+    write_synced(dir, STATE_FILE, state.as_bytes())?;
+    sync_dir(dir)
+}
+
+/// Removes a directory or a file, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// The checkpoints' steps and directories, oldest first, whole or not.
+fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(dir)(e)),
+    };
+    let mut all = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(Error::io(dir))?;
+        let name = entry.file_name();
+        let step = name.to_str().and_then(|name| name.strip_prefix(PREFIX)).and_then(|s| s.parse().ok());
+        if let Some(step) = step {
+            all.push((step, entry.path()));
+        }
+    }
+    all.sort();
+    Ok(all)
+}
+
+/// A checkpoint every file of which matched its checksum when it was opened.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    state: State,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in directory `path` and verifies every file.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the first file that is missing, truncated or altered.
+    pub fn open(path: &Path) -> Result<Self> {
+        let state_path = path.join(STATE_FILE);
+        let text = match fs::read(&state_path) {
+            Ok(bytes) => String::from_utf8(bytes)
+                .map_err(|e| Error::checkpoint(&state_path, format!("is altered: {e}")))?,
+            Err(e) => return Err(Error::checkpoint(&state_path, format!("cannot be read: {e}"))),
+        };
+        let state = State::from_json(&text, &state_path)?;
+        for entry in &state.files {
+            read_checked(path, entry)?;
+        }
+        Ok(Self { path: path.to_path_buf(), state })
+    }
+
+    /// The checkpoint's directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the run stood.
+    #[must_use]
+    pub fn position(&self) -> &Position {
+        &self.state.position
+    }
+
+    /// The master weights.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where the file is not, or no longer, what was written.
+    pub fn model(&self) -> Result<Tensors> {
+        Tensors::decode(&self.path.join(MODEL_FILE), &self.file(MODEL_FILE)?)
+    }
+
+    /// The optimizer's moments.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::model`].
+    pub fn optim(&self) -> Result<Tensors> {
+        Tensors::decode(&self.path.join(OPTIM_FILE), &self.file(OPTIM_FILE)?)
+    }
+
+    /// The bytes of a file of the checkpoint, verified as they are read.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::model`].
+    pub fn file(&self, name: &str) -> Result<Vec<u8>> {
+        let Some(entry) = self.state.entry(name) else {
+            return Err(Error::checkpoint(&self.path, format!("has no file `{name}`")));
+        };
+        read_checked(&self.path, entry)
+    }
+}
+
+/// A checkpoint that was passed over.
+#[derive(Debug)]
+pub struct Rejected {
+    /// Its directory.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub why: Error,
+}
+
+/// The newest whole checkpoint of a run, and the newer ones that are not.
+#[derive(Debug)]
+pub struct Latest {
+    /// The checkpoint to resume from; `None` where there is none.
+    pub checkpoint: Option<Checkpoint>,
+    /// Newer ones that are damaged, the newest first: to be reported.
+    pub rejected: Vec<Rejected>,
+}
+
+/// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk.
+///
+/// # Errors
+/// [`Error::Io`] where the directory exists but cannot be listed. Damage is no error: see [`Latest::rejected`].
+pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
+    let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
+    for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev() {
+        let opened = Checkpoint::open(&path).and_then(|checkpoint| {
+            let inside = checkpoint.position().step;
+            if inside == step {
+                return Ok(checkpoint);
+            }
+            Err(Error::checkpoint(&path, format!("is named for step {step} and holds step {inside}")))
+        });
+        match opened {
+            Ok(checkpoint) => {
+                latest.checkpoint = Some(checkpoint);
+                break;
+            }
+            Err(why) => latest.rejected.push(Rejected { path, why }),
+        }
+    }
+    Ok(latest)
+}

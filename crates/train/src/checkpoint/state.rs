@@ -1,0 +1,106 @@
+//! `state.json`: where a run stood, and what the files beside it must be.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::files::sha256_hex;
+use crate::error::{Error, Result};
+use crate::schedule::Schedule;
+
+/// Name of the file, written last: a directory without it is no checkpoint.
+pub(super) const STATE_FILE: &str = "state.json";
+
+/// Version of the layout; a program reads only its own.
+const LAYOUT: u32 = 1;
+
+/// Where a run stood. Random numbers need no state: they are functions of seed, step and element.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Position {
+    /// Optimizer steps done: the next step's number.
+    pub step: u64,
+    /// Tokens trained on so far.
+    pub tokens: u64,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Global sample cursor: the next training sequence, over all ranks and micro-batches.
+    pub cursor: u64,
+    /// The schedule that `step` indexes.
+    pub schedule: Schedule,
+    /// Name of the precision recipe.
+    pub recipe: String,
+    /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
+    pub config: String,
+}
+
+/// One file of a checkpoint, as it was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Name inside the checkpoint's directory.
+    pub name: String,
+    /// Length.
+    pub bytes: u64,
+    /// SHA-256 of the content, hexadecimal.
+    pub sha256: String,
+}
+
+/// The content of `state.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of the layout.
+    layout: u32,
+    /// Where the run stood.
+    pub position: Position,
+    /// Every other file of the checkpoint.
+    pub files: Vec<FileEntry>,
+    /// SHA-256 of this very file with this value as 64 zeros: nothing else vouches for the numbers above.
+    sha256: String,
+}
+
+impl State {
+    pub(super) fn new(position: Position, files: Vec<FileEntry>) -> Self {
+        Self { layout: LAYOUT, position, files, sha256: unsigned() }
+    }
+
+    /// The text of the file, its own checksum filled in.
+    pub(super) fn to_json(&self, path: &Path) -> Result<String> {
+        let blank = Self { sha256: unsigned(), ..self.clone() };
+        let mut text =
+            serde_json::to_string_pretty(&blank).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+        text.push('\n');
+        let signature = sha256_hex(text.as_bytes());
+        // The last one: a name or a configuration above could hold zeros too.
+        let at = text.rfind(&blank.sha256).unwrap_or(0);
+        text.replace_range(at..at + signature.len(), &signature);
+        Ok(text)
+    }
+
+    /// Reads what [`State::to_json`] wrote; any changed byte is an error.
+    pub(super) fn from_json(text: &str, path: &Path) -> Result<Self> {
+        let state: Self = serde_json::from_str(text)
+            .map_err(|e| Error::checkpoint(path, format!("is truncated or altered: {e}")))?;
+        let unsigned_text = text.rfind(&state.sha256).map(|at| {
+            let mut text = text.to_owned();
+            text.replace_range(at..at + state.sha256.len(), &unsigned());
+            text
+        });
+        if unsigned_text.map(|text| sha256_hex(text.as_bytes())).as_ref() != Some(&state.sha256) {
+            return Err(Error::checkpoint(path, "is altered: it does not match its own checksum"));
+        }
+        if state.layout != LAYOUT {
+            let why = format!("has layout {}, and this program reads layout {LAYOUT}", state.layout);
+            return Err(Error::checkpoint(path, why));
+        }
+        Ok(state)
+    }
+
+    /// What a file of the checkpoint must be.
+    pub(super) fn entry(&self, name: &str) -> Option<&FileEntry> {
+        self.files.iter().find(|entry| entry.name == name)
+    }
+}
+
+/// The checksum's place holder.
+fn unsigned() -> String {
+    "0".repeat(64)
+}

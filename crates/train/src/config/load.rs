@@ -1,0 +1,277 @@
+//! From TOML text and overrides to a checked [`Config`], remembering where each value came from.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
+
+use super::preset::{preset, preset_names};
+use super::{Config, SYNTHETIC};
+use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
+use crate::error::{Error, Result};
+
+/// Where a value stands.
+#[derive(Debug, Clone)]
+struct Origin {
+    file: PathBuf,
+    line: usize,
+}
+
+/// Which file and line set which dotted key.
+type Origins = BTreeMap<String, Origin>;
+
+impl Config {
+    /// Loads a configuration: a built-in one by name, or a TOML file by path; then `overrides`, each `key=value` with a
+    /// dotted key and a TOML value (a bare word is a string).
+    ///
+    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for an unknown name, key, type or an impossible value; [`Error::Io`] for an unreadable file.
+    pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
+        let path = Path::new(name_or_path);
+        if let Some(text) = preset(name_or_path) {
+            return Self::from_text(text, &PathBuf::from(format!("configs/{name_or_path}.toml")), overrides);
+        }
+        let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
+        if !looks_like_a_path {
+            return Err(Error::Config {
+                key: String::new(),
+                file: None,
+                line: None,
+                why: format!(
+                    "no built-in configuration is called \"{name_or_path}\" (there are: {})",
+                    preset_names().collect::<Vec<_>>().join(", ")
+                ),
+                suggestion: closest(name_or_path, preset_names()),
+            });
+        }
+        let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+        Self::from_text(&text, path, overrides)
+    }
+
+    /// Like [`Config::load`], from text; `file` is what errors name, and its stem is the run's default name.
+    ///
+    /// # Errors
+    /// [`Error::Config`], as [`Config::load`].
+    pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
+        let known = Value::try_from(Self::default()).map_err(|e| Error::config("", e.to_string()))?;
+        let mut merged = Table::new();
+        let mut origins = Origins::new();
+        let source = Source { text, file, known: &known };
+        source.merge(&mut merged, &mut origins)?;
+        for text in overrides {
+            let (key, value) = parse_override(text, &known)?;
+            origins.remove(&key);
+            insert(&mut merged, &key, value);
+        }
+        let mut config: Self =
+            Value::Table(merged).try_into().map_err(|e: toml::de::Error| Error::config("", e.message()))?;
+        config.resolve(file);
+        config.validate().map_err(|error| with_origin(error, &origins))?;
+        Ok(config)
+    }
+
+    /// Fills in what depends on other keys.
+    fn resolve(&mut self, file: &Path) {
+        if self.model.vocab_size == 0 {
+            self.model.vocab_size = if self.data.source == SYNTHETIC { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
+        }
+        if self.run.dir.is_empty() {
+            let name = file.file_stem().map_or("run".into(), |stem| stem.to_string_lossy().into_owned());
+            self.run.dir = format!("runs/{name}");
+        }
+    }
+
+    /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
+    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out: they change what is reported and how
+    /// fast, never a weight. A resumed run should refuse when this is not empty.
+    #[must_use]
+    pub fn changes_since(&self, earlier: &Self) -> Vec<String> {
+        let leaves = |config: &Self| {
+            let mut flat = BTreeMap::new();
+            if let Ok(value) = Value::try_from(config) {
+                flatten("", &value, &mut flat);
+            }
+            flat
+        };
+        let (now, before) = (leaves(self), leaves(earlier));
+        let reported_only = ["eval.", "checkpoint.", "run."];
+        now.iter()
+            .filter(|(key, _)| !reported_only.iter().any(|table| key.starts_with(table)))
+            .filter_map(|(key, value)| {
+                let old = before.get(key)?;
+                (old != value).then(|| format!("{key}: {old} → {value}"))
+            })
+            .collect()
+    }
+}
+
+/// A TOML text, the file it stands in, and all that may be said in it.
+struct Source<'a> {
+    text: &'a str,
+    file: &'a Path,
+    known: &'a Value,
+}
+
+impl Source<'_> {
+    /// Checks every key and value of the text and puts it into `merged`.
+    fn merge(&self, merged: &mut Table, origins: &mut Origins) -> Result<()> {
+        let syntax = |error: toml::de::Error| Error::Config {
+            key: String::new(),
+            file: Some(self.file.to_path_buf()),
+            line: error.span().map(|span| self.line(span.start)),
+            why: error.message().to_owned(),
+            suggestion: None,
+        };
+        let values: Table = toml::from_str(self.text).map_err(syntax)?;
+        let spans = toml::de::DeTable::parse(self.text).map_err(syntax)?;
+        self.merge_table("", &values, spans.get_ref(), merged, origins)
+    }
+
+    fn merge_table(
+        &self,
+        prefix: &str,
+        values: &Table,
+        spans: &toml::de::DeTable<'_>,
+        merged: &mut Table,
+        origins: &mut Origins,
+    ) -> Result<()> {
+        for (name, span) in spans {
+            let key = join(prefix, name.get_ref());
+            let line = self.line(name.span().start);
+            let origin = Origin { file: self.file.to_path_buf(), line };
+            // Both parsers read the same text: every key of one is a key of the other.
+            let Some(value) = values.get(name.get_ref().as_ref()) else { continue };
+            match (value, span.get_ref().as_table(), lookup(self.known, &key)) {
+                (Value::Table(values), Some(spans), Some(Value::Table(_))) => {
+                    self.merge_table(&key, values, spans, merged, origins)?;
+                }
+                _ => {
+                    origins.insert(key.clone(), origin);
+                    check_leaf(&key, value, self.known).map_err(|error| with_origin(error, origins))?;
+                    insert(merged, &key, value.clone());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The line, from 1, of a byte offset.
+    fn line(&self, offset: usize) -> usize {
+        self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count() + 1
+    }
+}
+
+/// Splits `train.steps=100` and types its value: as TOML where that parses and fits the key, else as a string.
+fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
+    let Some((key, value)) = text.split_once('=') else {
+        return Err(Error::config(text, "an override reads `key=value`, and this has no `=`"));
+    };
+    let (key, value) = (key.trim().to_owned(), value.trim());
+    let bare = Value::String(value.to_owned());
+    let typed = match toml::from_str::<Table>(&format!("value = {value}")) {
+        // More than one key: the text smuggled in a line of its own. It is a string then.
+        Ok(mut table) if table.len() == 1 => table.remove("value").unwrap_or_else(|| bare.clone()),
+        _ => bare.clone(),
+    };
+    match check_leaf(&key, &typed, known) {
+        Ok(()) => Ok((key, typed)),
+        // A path called 2024 is still a path. The first complaint is the better one if neither fits.
+        Err(error) => check_leaf(&key, &bare, known).map_or(Err(error), |()| Ok((key, bare))),
+    }
+}
+
+/// Whether `key` exists and takes a value like this one, asked of the very types that will hold it.
+fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
+    if lookup(known, key).is_none() {
+        let mut keys = BTreeMap::new();
+        flatten("", known, &mut keys);
+        let sections = known.as_table().into_iter().flatten().map(|(name, _)| name.as_str());
+        let suggestion = closest(key, keys.keys().map(String::as_str).chain(sections));
+        return Err(Error::Config {
+            key: key.to_owned(),
+            file: None,
+            line: None,
+            why: "unknown key".into(),
+            suggestion,
+        });
+    }
+    let mut alone = Table::new();
+    insert(&mut alone, key, value.clone());
+    let parsed: Result<Config, toml::de::Error> = Value::Table(alone).try_into();
+    parsed.map(|_| ()).map_err(|error| Error::config(key, error.message().trim().to_owned()))
+}
+
+/// Adds file and line to a configuration error whose key a file has set.
+fn with_origin(error: Error, origins: &Origins) -> Error {
+    match error {
+        Error::Config { key, why, suggestion, .. } => {
+            let origin = origins.get(&key);
+            Error::Config {
+                file: origin.map(|o| o.file.clone()),
+                line: origin.map(|o| o.line),
+                key,
+                why,
+                suggestion,
+            }
+        }
+        other => other,
+    }
+}
+
+fn join(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
+}
+
+/// The value at a dotted key.
+fn lookup<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
+    key.split('.').try_fold(value, |value, name| value.as_table()?.get(name))
+}
+
+/// Puts `value` at a dotted key, making the tables on the way.
+fn insert(table: &mut Table, key: &str, value: Value) {
+    match key.split_once('.') {
+        None => {
+            table.insert(key.to_owned(), value);
+        }
+        Some((head, rest)) => {
+            let child = table.entry(head).or_insert_with(|| Value::Table(Table::new()));
+            if !child.is_table() {
+                *child = Value::Table(Table::new());
+            }
+            if let Value::Table(child) = child {
+                insert(child, rest, value);
+            }
+        }
+    }
+}
+
+/// Every leaf below `value` under its dotted key.
+fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Table(table) => {
+            for (name, value) in table {
+                flatten(&join(prefix, name), value, into);
+            }
+        }
+        leaf => {
+            into.insert(prefix.to_owned(), leaf.to_string());
+        }
+    }
+}
+
+/// The candidate most like `word`, if any is like it at all.
+fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
+    let last = |key: &str| key.rsplit('.').next().unwrap_or(key).to_owned();
+    candidates
+        .map(|candidate| {
+            // A right name under the wrong table (`steps` for `train.steps`) is as good as a typing error.
+            let whole = strsim::jaro_winkler(word, candidate);
+            let tail = strsim::jaro_winkler(&last(word), &last(candidate)) * 0.99;
+            (whole.max(tail), candidate)
+        })
+        .filter(|(score, _)| *score > 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, candidate)| candidate.to_owned())
+}

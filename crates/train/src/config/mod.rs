@@ -1,0 +1,291 @@
+//! A run's configuration: one TOML file, dotted overrides on top, checked as a whole, printed in full.
+//!
+//! ```toml
+//! recipe = "mxfp4-hopper"
+//! [train]
+//! steps = 400
+//! ```
+//!
+//! Every key has a default ([`Config::default`]), every unknown key is an error that names the key, the file and the
+//! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
+//! in which line of which file the 32 stands.
+
+mod load;
+mod preset;
+mod validate;
+
+use serde::{Deserialize, Serialize};
+
+use crate::schedule::{Schedule, ScheduleKind};
+
+pub use preset::{preset, preset_names};
+
+/// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
+/// `run` says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Precision recipe: the name of a built-in one, or the path of a TOML file.
+    pub recipe: String,
+    /// Seed of every random number of the run: initialisation, data order, stochastic rounding.
+    pub seed: u64,
+    /// The model's shape and its losses.
+    pub model: ModelConfig,
+    /// Where the tokens come from.
+    pub data: DataConfig,
+    /// Steps, batch and optimizer.
+    pub train: TrainConfig,
+    /// Held-out loss.
+    pub eval: EvalConfig,
+    /// How often checkpoints are written and how many stay.
+    pub checkpoint: CheckpointConfig,
+    /// Where results go and what the run may use. Nothing here changes a bit of the result.
+    pub run: RunConfig,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            recipe: "mxfp4-hopper".into(),
+            seed: 0,
+            model: ModelConfig::default(),
+            data: DataConfig::default(),
+            train: TrainConfig::default(),
+            eval: EvalConfig::default(),
+            checkpoint: CheckpointConfig::default(),
+            run: RunConfig::default(),
+        }
+    }
+}
+
+/// The shape of a Qwen3-MoE style decoder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Rows of the embedding; 0 = as many as the data has symbols.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of a head; even, because RoPE turns pairs.
+    pub head_dim: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Experts a token is sent to.
+    pub top_k: usize,
+    /// Width inside an expert.
+    pub expert_ffn: usize,
+    /// Width inside the expert that every token passes; 0 = none.
+    pub shared_ffn: usize,
+    /// Whether the weights of a token's chosen experts are scaled to sum to 1.
+    pub norm_topk_prob: bool,
+    /// Base of the RoPE frequencies.
+    pub rope_theta: f64,
+    /// ε of RMSNorm.
+    pub norm_eps: f64,
+    /// Whether the output head is the embedding.
+    pub tie_embeddings: bool,
+    /// Weight of the load-balancing loss.
+    pub aux_loss_coef: f64,
+    /// Weight of the router's z-loss.
+    pub z_loss_coef: f64,
+}
+
+impl Default for ModelConfig {
+    fn default() -> Self {
+        Self {
+            vocab_size: 0,
+            d_model: 64,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            experts: 8,
+            top_k: 2,
+            expert_ffn: 64,
+            shared_ffn: 0,
+            norm_topk_prob: true,
+            rope_theta: 10_000.0,
+            norm_eps: 1e-6,
+            tie_embeddings: true,
+            aux_loss_coef: 0.01,
+            z_loss_coef: 0.001,
+        }
+    }
+}
+
+/// Where the tokens come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataConfig {
+    /// `synthetic` for the built-in language, otherwise the path of a text file, plain or gzip, read as bytes.
+    pub source: String,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Share of the file, at its end, that is held out. The built-in language holds out records of its own.
+    pub valid_fraction: f64,
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self { source: SYNTHETIC.into(), seq_len: 128, valid_fraction: 0.1 }
+    }
+}
+
+/// The value of `data.source` that means the built-in language.
+pub const SYNTHETIC: &str = "synthetic";
+
+/// Steps, batch and optimizer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Optimizer steps of the whole run.
+    pub steps: u64,
+    /// Sequences of a micro-batch, over all ranks.
+    pub batch_size: usize,
+    /// Micro-batches of a step.
+    pub grad_accum: usize,
+    /// Fixed shards of a micro-batch whose partial sums are added as a tree: the result does not depend on the number
+    /// of ranks as long as that divides this.
+    pub shards: usize,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Learning rate of the last step.
+    pub min_lr: f64,
+    /// Steps of linear warm-up.
+    pub warmup_steps: u64,
+    /// `cosine` or `wsd`.
+    pub schedule: ScheduleKind,
+    /// Share of the steps that `wsd` spends decaying.
+    pub decay_fraction: f64,
+    /// AdamW's decoupled weight decay.
+    pub weight_decay: f64,
+    /// AdamW's β₁.
+    pub beta1: f64,
+    /// AdamW's β₂.
+    pub beta2: f64,
+    /// AdamW's ε.
+    pub eps: f64,
+    /// Largest global gradient norm; 0 = no clipping.
+    pub clip_norm: f64,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            steps: 300,
+            batch_size: 16,
+            grad_accum: 1,
+            shards: 4,
+            lr: 3e-3,
+            min_lr: 3e-4,
+            warmup_steps: 20,
+            schedule: ScheduleKind::Cosine,
+            decay_fraction: 0.2,
+            weight_decay: 0.1,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            clip_norm: 1.0,
+        }
+    }
+}
+
+/// Held-out loss.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvalConfig {
+    /// Steps between evaluations; 0 = only at the end.
+    pub every: u64,
+    /// Batches of an evaluation during the run; 0 = all of the held-out data. The last evaluation always takes all.
+    pub batches: usize,
+}
+
+impl Default for EvalConfig {
+    fn default() -> Self {
+        Self { every: 50, batches: 8 }
+    }
+}
+
+/// How often checkpoints are written and how many stay.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// Steps between checkpoints; 0 = only at the end.
+    pub every: u64,
+    /// How many of the newest stay on disk; 0 = all.
+    pub keep: usize,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        Self { every: 100, keep: 2 }
+    }
+}
+
+/// Where results go and what the run may use.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RunConfig {
+    /// Directory of metrics, checkpoints and the picture; empty = `runs/NAME` with the configuration's name.
+    pub dir: String,
+    /// Data- and expert-parallel ranks, run as threads on a CPU; divides `train.shards` and `model.experts`.
+    pub ranks: usize,
+    /// Worker threads over all ranks; 0 = one a core.
+    pub threads: usize,
+    /// Steps between lines on the console; the metrics file always gets every step.
+    pub log_every: u64,
+}
+
+impl Default for RunConfig {
+    fn default() -> Self {
+        Self { dir: String::new(), ranks: 1, threads: 0, log_every: 10 }
+    }
+}
+
+impl Config {
+    /// The learning-rate schedule.
+    #[must_use]
+    pub fn schedule(&self) -> Schedule {
+        let t = &self.train;
+        Schedule {
+            kind: t.schedule,
+            lr: t.lr,
+            min_lr: t.min_lr,
+            warmup_steps: t.warmup_steps,
+            steps: t.steps,
+            decay_fraction: t.decay_fraction,
+        }
+    }
+
+    /// Sequences of one optimizer step: how far the data cursor moves.
+    #[must_use]
+    pub fn sequences_per_step(&self) -> u64 {
+        (self.train.batch_size * self.train.grad_accum) as u64
+    }
+
+    /// Tokens of one optimizer step.
+    #[must_use]
+    pub fn tokens_per_step(&self) -> u64 {
+        self.sequences_per_step() * self.data.seq_len as u64
+    }
+
+    /// Whether the tokens come from the built-in language.
+    #[must_use]
+    pub fn is_synthetic(&self) -> bool {
+        self.data.source == SYNTHETIC
+    }
+
+    /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.
+    /// Loading this text gives the same configuration back.
+    #[must_use]
+    pub fn resolved_toml(&self) -> String {
+        // Scalars, strings and tables of them always have a TOML form; u64 beyond i64 is refused by `validate`.
+        toml::to_string(self).unwrap_or_else(|error| format!("# not representable as TOML: {error}\n"))
+    }
+}

@@ -1,0 +1,18 @@
+//! The configurations that are part of the program.
+
+/// Name and text of every built-in configuration, the default run first.
+const PRESETS: [(&str, &str); 2] = [
+    ("tiny", include_str!("../../../../configs/tiny.toml")),
+    ("shakespeare", include_str!("../../../../configs/shakespeare.toml")),
+];
+
+/// The TOML text of a built-in configuration.
+#[must_use]
+pub fn preset(name: &str) -> Option<&'static str> {
+    PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
+}
+
+/// The names of the built-in configurations, the default run first.
+pub fn preset_names() -> impl Iterator<Item = &'static str> {
+    PRESETS.iter().map(|(name, _)| *name)
+}

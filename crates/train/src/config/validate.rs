@@ -1,0 +1,158 @@
+//! What the numbers of a configuration must satisfy together.
+//!
+//! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
+
+use super::{Config, ScheduleKind};
+use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
+use crate::error::{Error, Result};
+
+impl Config {
+    /// Checks that the values fit each other.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the key and the numbers that do not fit; file and line only through [`Config::load`].
+    pub fn validate(&self) -> Result<()> {
+        if i64::try_from(self.seed).is_err() {
+            return fail("seed", format!("{} is beyond 2^63 - 1, the largest number TOML can hold", self.seed));
+        }
+        if self.recipe.is_empty() {
+            return fail("recipe", "no recipe is named");
+        }
+        self.validate_model()?;
+        self.validate_data()?;
+        self.validate_batch()?;
+        self.validate_optimizer()
+    }
+
+    fn validate_model(&self) -> Result<()> {
+        let m = &self.model;
+        for (key, value) in [
+            ("model.d_model", m.d_model),
+            ("model.layers", m.layers),
+            ("model.heads", m.heads),
+            ("model.kv_heads", m.kv_heads),
+            ("model.head_dim", m.head_dim),
+            ("model.experts", m.experts),
+            ("model.top_k", m.top_k),
+            ("model.expert_ffn", m.expert_ffn),
+        ] {
+            require(value > 0, key, || "is 0, expected at least 1".into())?;
+        }
+        require(m.heads.is_multiple_of(m.kv_heads), "model.kv_heads", || {
+            format!("is {}, which does not divide model.heads = {}", m.kv_heads, m.heads)
+        })?;
+        require(m.head_dim.is_multiple_of(2), "model.head_dim", || {
+            format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
+        })?;
+        require(m.top_k <= m.experts, "model.top_k", || {
+            format!("is {}, more than model.experts = {}", m.top_k, m.experts)
+        })?;
+        let symbols = if self.is_synthetic() { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
+        require(m.vocab_size >= symbols, "model.vocab_size", || {
+            format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
+        })?;
+        positive("model.rope_theta", m.rope_theta)?;
+        positive("model.norm_eps", m.norm_eps)?;
+        not_negative("model.aux_loss_coef", m.aux_loss_coef)?;
+        not_negative("model.z_loss_coef", m.z_loss_coef)
+    }
+
+    fn validate_data(&self) -> Result<()> {
+        let d = &self.data;
+        require(!d.source.is_empty(), "data.source", || {
+            "is empty, expected \"synthetic\" or a path".into()
+        })?;
+        require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
+        require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
+            format!("is {}, not a multiple of {RECORD_TOKENS}, the record of the built-in language", d.seq_len)
+        })?;
+        let share = d.valid_fraction;
+        require((0.0..1.0).contains(&share) && (share > 0.0 || self.is_synthetic()), "data.valid_fraction", || {
+            format!("is {share}, expected more than 0 and less than 1")
+        })
+    }
+
+    fn validate_batch(&self) -> Result<()> {
+        let (t, ranks) = (&self.train, self.run.ranks);
+        for (key, value) in [
+            ("train.steps", t.steps as usize),
+            ("train.batch_size", t.batch_size),
+            ("train.grad_accum", t.grad_accum),
+            ("train.shards", t.shards),
+            ("run.ranks", ranks),
+        ] {
+            require(value > 0, key, || "is 0, expected at least 1".into())?;
+        }
+        require(t.shards.is_power_of_two(), "train.shards", || {
+            format!("is {}, expected a power of two: the shards are summed as a tree", t.shards)
+        })?;
+        require(t.batch_size.is_multiple_of(t.shards), "train.batch_size", || {
+            format!("is {}, not a multiple of train.shards = {}", t.batch_size, t.shards)
+        })?;
+        require(t.shards.is_multiple_of(ranks), "run.ranks", || {
+            format!("is {ranks}, which does not divide train.shards = {}", t.shards)
+        })?;
+        require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
+            format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
+        })?;
+        // Row and element indices of the random numbers and of the ragged groups are 32-bit.
+        let rows = [t.batch_size, self.data.seq_len, self.model.top_k]
+            .iter()
+            .try_fold(1usize, |product, &factor| product.checked_mul(factor))
+            .filter(|&rows| i32::try_from(rows).is_ok());
+        require(rows.is_some(), "train.batch_size", || {
+            format!(
+                "is {}: times data.seq_len = {} and model.top_k = {} that is beyond 2^31 - 1 rows",
+                t.batch_size, self.data.seq_len, self.model.top_k
+            )
+        })
+    }
+
+    fn validate_optimizer(&self) -> Result<()> {
+        let t = &self.train;
+        positive("train.lr", t.lr)?;
+        not_negative("train.min_lr", t.min_lr)?;
+        require(t.min_lr <= t.lr, "train.min_lr", || {
+            format!("is {}, more than train.lr = {}", t.min_lr, t.lr)
+        })?;
+        require(t.warmup_steps <= t.steps, "train.warmup_steps", || {
+            format!("is {}, more than train.steps = {}", t.warmup_steps, t.steps)
+        })?;
+        require((0.0..=1.0).contains(&t.decay_fraction), "train.decay_fraction", || {
+            format!("is {}, expected 0 to 1", t.decay_fraction)
+        })?;
+        let decay_steps = (t.steps as f64 * t.decay_fraction).round() as u64;
+        require(
+            t.schedule != ScheduleKind::Wsd || t.warmup_steps + decay_steps <= t.steps,
+            "train.decay_fraction",
+            || {
+                format!(
+                    "asks for {decay_steps} steps of decay after train.warmup_steps = {}, more than train.steps = {}",
+                    t.warmup_steps, t.steps
+                )
+            },
+        )?;
+        for (key, beta) in [("train.beta1", t.beta1), ("train.beta2", t.beta2)] {
+            require((0.0..1.0).contains(&beta), key, || format!("is {beta}, expected at least 0 and below 1"))?;
+        }
+        positive("train.eps", t.eps)?;
+        not_negative("train.weight_decay", t.weight_decay)?;
+        not_negative("train.clip_norm", t.clip_norm)
+    }
+}
+
+fn fail(key: &str, why: impl Into<String>) -> Result<()> {
+    Err(Error::config(key, why))
+}
+
+fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
+    if holds { Ok(()) } else { fail(key, why()) }
+}
+
+fn positive(key: &str, value: f64) -> Result<()> {
+    require(value.is_finite() && value > 0.0, key, || format!("is {value}, expected a number above 0"))
+}
+
+fn not_negative(key: &str, value: f64) -> Result<()> {
+    require(value.is_finite() && value >= 0.0, key, || format!("is {value}, expected a number of at least 0"))
+}

@@ -1,0 +1,122 @@
+//! Which window of a text a global sample cursor means: every epoch a new permutation of windows, cut at a new phase.
+
+use nibble_formats::philox::{Purpose, Stream, fnv1a32};
+
+/// The order in which an epoch visits the windows of a text.
+///
+/// An epoch cuts the text into windows of `seq_len` tokens from a random phase below `seq_len` and visits each once, in
+/// an order given by a Feistel permutation: no table, no state, the same for every rank and after every resume.
+/// Phases let targets stand at every position of a window over the epochs.
+#[derive(Debug, Clone, Copy)]
+pub struct WindowOrder {
+    windows: u64,
+    seq_len: u64,
+    phases: u64,
+    half_bits: u32,
+    seed: u64,
+}
+
+/// Rounds of the Feistel network: from four on it is a pseudorandom permutation (Luby and Rackoff, 1988).
+const ROUNDS: u64 = 4;
+
+impl WindowOrder {
+    /// The order for a text of `tokens` tokens; a window is `seq_len` inputs and one more token for the last target,
+    /// so `tokens` must be at least `seq_len + 1` for the starts to lie inside the text.
+    #[must_use]
+    pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
+        let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));
+        // As many windows as fit from any phase; at most one window and a half a epoch is left out at the ends.
+        let windows = (tokens.saturating_sub(seq_len) / seq_len).max(1);
+        let phases = tokens.saturating_sub(windows * seq_len).clamp(1, seq_len);
+        // Even width: both halves of the network have the same number of bits.
+        let bits = 64 - (windows - 1).leading_zeros();
+        let half_bits = bits.div_ceil(2).max(1);
+        Self { windows, seq_len, phases, half_bits, seed }
+    }
+
+    /// Windows of an epoch.
+    #[must_use]
+    pub fn windows(&self) -> u64 {
+        self.windows
+    }
+
+    /// The epoch, from 0, that a cursor lies in.
+    #[must_use]
+    pub fn epoch(&self, cursor: u64) -> u64 {
+        cursor / self.windows
+    }
+
+    /// Index of the first token of the cursor's window.
+    #[must_use]
+    pub fn start(&self, cursor: u64) -> usize {
+        // Epochs beyond 2^32 repeat: at one window a nanosecond, after four seconds of a one-window text.
+        let epoch = self.epoch(cursor) as u32;
+        let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.order"), epoch);
+        let phase = u64::from(draw.u32_at(PHASE)) % self.phases;
+        let mut window = cursor % self.windows;
+        loop {
+            // Walk the cycle until it is back inside: a permutation of 0..windows, at most four steps on average.
+            window = self.feistel(&draw, window);
+            if window < self.windows {
+                return (phase + window * self.seq_len) as usize;
+            }
+        }
+    }
+
+    fn feistel(&self, draw: &Stream, value: u64) -> u64 {
+        let mask = (1 << self.half_bits) - 1;
+        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        for round in 0..ROUNDS {
+            let scrambled = u64::from(draw.u32_at(round << 32 | right));
+            (left, right) = (right, left ^ (scrambled & mask));
+        }
+        left << self.half_bits | right
+    }
+}
+
+/// Element of the phase, beyond those of the rounds.
+const PHASE: u64 = ROUNDS << 32;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_epoch_visits_every_window_once_in_an_order_of_its_own() {
+        for (tokens, seq_len) in [(9, 8), (17, 8), (1000, 7), (4097, 16), (100_000, 33)] {
+            let order = WindowOrder::new(tokens, seq_len, 5);
+            let windows = order.windows();
+            let mut orders = Vec::new();
+            for epoch in 0..3 {
+                let mut starts: Vec<usize> =
+                    (0..windows).map(|i| order.start(epoch * windows + i)).collect();
+                orders.push(starts.clone());
+                starts.sort_unstable();
+                assert!(starts.windows(2).all(|pair| pair[1] - pair[0] == seq_len), "gap or overlap");
+                let end = starts[starts.len() - 1] + seq_len;
+                assert!(end < tokens, "the last target of {tokens} tokens would be token {end}");
+                let left_out = tokens - windows as usize * seq_len;
+                assert!(left_out <= 2 * seq_len, "{left_out} tokens of {tokens} left out");
+            }
+            if windows > 20 {
+                assert_ne!(orders[0], orders[1]);
+                assert!(!orders[0].is_sorted(), "not shuffled");
+            }
+        }
+    }
+
+    #[test]
+    fn the_seed_decides() {
+        let starts = |seed| (0..50).map(|c| WindowOrder::new(10_000, 16, seed).start(c)).collect::<Vec<_>>();
+        assert_eq!(starts(1), starts(1));
+        assert_ne!(starts(1), starts(2));
+    }
+
+    #[test]
+    fn phases_differ_between_epochs() {
+        let order = WindowOrder::new(10_000, 64, 3);
+        let phases: std::collections::BTreeSet<usize> =
+            (0..40).map(|epoch| order.start(epoch * order.windows()) % 64).collect();
+        assert!(phases.len() > 20, "only {} phases in 40 epochs", phases.len());
+    }
+}

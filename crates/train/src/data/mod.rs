@@ -1,0 +1,224 @@
+//! Tokens: where they come from, and which of them a step sees.
+//!
+//! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take
+//! their part of the cursor's range, therefore see the very same sequences.
+
+mod cursor;
+mod synthetic;
+mod text;
+
+use std::path::Path;
+
+pub use cursor::WindowOrder;
+pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, render_symbol, symbol_of};
+pub use text::Text;
+
+use crate::config::DataConfig;
+use crate::error::{Error, Result};
+use crate::tokenizer::Tokenizer;
+
+pub use crate::tokenizer::BYTE_VOCAB;
+
+/// Sequences and, for each token, the one that follows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Token ids \[sequences, seq_len\].
+    pub inputs: Vec<i32>,
+    /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`.
+    pub targets: Vec<i32>,
+    /// Number of sequences.
+    pub sequences: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+impl Batch {
+    fn zeroed(sequences: usize, seq_len: usize) -> Self {
+        let tokens = vec![0; sequences * seq_len];
+        Self { inputs: tokens.clone(), targets: tokens, sequences, seq_len }
+    }
+
+    /// Number of targets.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.targets.len()
+    }
+
+    /// The sequences `first .. first + count` alone: a rank's or a shard's part. Clamped to what there is.
+    #[must_use]
+    pub fn part(&self, first: usize, count: usize) -> Self {
+        let first = first.min(self.sequences);
+        let count = count.min(self.sequences - first);
+        let range = first * self.seq_len..(first + count) * self.seq_len;
+        Self {
+            inputs: self.inputs[range.clone()].to_vec(),
+            targets: self.targets[range].to_vec(),
+            sequences: count,
+            seq_len: self.seq_len,
+        }
+    }
+
+    /// Fills sequence `index` from `seq_len + 1` consecutive tokens.
+    fn set(&mut self, index: usize, mut tokens: impl Iterator<Item = i32>) {
+        let range = index * self.seq_len..(index + 1) * self.seq_len;
+        let Some(mut previous) = tokens.next() else { return };
+        let slots = self.inputs[range.clone()].iter_mut().zip(&mut self.targets[range]);
+        for ((input, target), token) in slots.zip(tokens) {
+            *input = previous;
+            *target = token;
+            previous = token;
+        }
+    }
+}
+
+/// The tokens of a run: training sequences by cursor, held-out sequences in order.
+#[derive(Debug, Clone)]
+pub struct Dataset {
+    source: Source,
+    seq_len: usize,
+    seed: u64,
+}
+
+#[derive(Debug, Clone)]
+enum Source {
+    Synthetic(Box<Language>),
+    Text { text: Text, order: WindowOrder },
+}
+
+/// Records of the built-in language that are held out: 131,072 tokens, enough to know a loss to about ±0.005 nats.
+const HELD_OUT_RECORDS: usize = 4096;
+
+/// Seed of the held-out records: the same for every run, so that runs with different seeds are judged alike.
+const HELD_OUT_SEED: u64 = 0;
+
+impl Dataset {
+    /// Opens the data that the configuration names. `seed` decides the order of the training sequences (and the
+    /// training records of the built-in language), never what is held out.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
+    /// sequence; [`Error::Config`] for a `seq_len` that the built-in language cannot have.
+    pub fn open(config: &DataConfig, seed: u64) -> Result<Self> {
+        let seq_len = config.seq_len;
+        if seq_len == 0 {
+            return Err(Error::config("data.seq_len", "is 0, expected at least 1"));
+        }
+        let source = if config.source == crate::config::SYNTHETIC {
+            if !seq_len.is_multiple_of(RECORD_TOKENS) || seq_len > HELD_OUT_RECORDS * RECORD_TOKENS {
+                let most = HELD_OUT_RECORDS * RECORD_TOKENS;
+                let why = format!(
+                    "is {seq_len}, expected a multiple of {RECORD_TOKENS}, the record of the built-in language, \
+                     up to {most}"
+                );
+                return Err(Error::config("data.seq_len", why));
+            }
+            Source::Synthetic(Box::new(Language::new()))
+        } else {
+            let text = Text::open(Path::new(&config.source), config.valid_fraction, seq_len)?;
+            let order = WindowOrder::new(text.train().len(), seq_len, seed);
+            Source::Text { text, order }
+        };
+        Ok(Self { source, seq_len, seed })
+    }
+
+    /// Distinct token ids: ids are below this.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        match &self.source {
+            Source::Synthetic(_) => SYNTHETIC_VOCAB,
+            Source::Text { .. } => BYTE_VOCAB,
+        }
+    }
+
+    /// Tokens of a sequence.
+    #[must_use]
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The tokenizer of these ids.
+    #[must_use]
+    pub fn tokenizer(&self) -> Tokenizer {
+        match &self.source {
+            Source::Synthetic(_) => Tokenizer::Synthetic,
+            Source::Text { .. } => Tokenizer::Bytes,
+        }
+    }
+
+    /// The floor and the trivial loss, where they are known: only of the built-in language.
+    #[must_use]
+    pub fn entropy(&self) -> Option<Entropy> {
+        match &self.source {
+            Source::Synthetic(language) => Some(language.entropy()),
+            Source::Text { .. } => None,
+        }
+    }
+
+    /// The training sequences `cursor .. cursor + sequences`, counted from the start of the run over all ranks,
+    /// micro-batches and epochs.
+    #[must_use]
+    pub fn train_batch(&self, cursor: u64, sequences: usize) -> Batch {
+        let mut batch = Batch::zeroed(sequences, self.seq_len);
+        for index in 0..sequences {
+            let cursor = cursor + index as u64;
+            match &self.source {
+                Source::Synthetic(language) => {
+                    let tokens = language.sequence(self.seed, Split::Train, cursor, self.seq_len);
+                    batch.set(index, tokens.into_iter());
+                }
+                Source::Text { text, order } => {
+                    let start = order.start(cursor);
+                    let window = &text.train()[start..=start + self.seq_len];
+                    batch.set(index, window.iter().map(|&byte| i32::from(byte)));
+                }
+            }
+        }
+        batch
+    }
+
+    /// Number of whole held-out sequences. They follow one another without overlap.
+    #[must_use]
+    pub fn valid_windows(&self) -> usize {
+        match &self.source {
+            Source::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
+            // The last target needs a byte of its own.
+            Source::Text { text, .. } => (text.valid().len() - 1) / self.seq_len,
+        }
+    }
+
+    /// The held-out sequences `first .. first + sequences`, fewer where the held-out data ends.
+    #[must_use]
+    pub fn valid_batch(&self, first: usize, sequences: usize) -> Batch {
+        let sequences = sequences.min(self.valid_windows().saturating_sub(first));
+        let mut batch = Batch::zeroed(sequences, self.seq_len);
+        for index in 0..sequences {
+            let window = first + index;
+            match &self.source {
+                Source::Synthetic(language) => {
+                    let tokens = language.sequence(HELD_OUT_SEED, Split::Valid, window as u64, self.seq_len);
+                    batch.set(index, tokens.into_iter());
+                }
+                Source::Text { text, .. } => {
+                    let start = window * self.seq_len;
+                    let tokens = &text.valid()[start..=start + self.seq_len];
+                    batch.set(index, tokens.iter().map(|&byte| i32::from(byte)));
+                }
+            }
+        }
+        batch
+    }
+
+    /// What is left of the held-out text after the last whole sequence: one shorter sequence, so that
+    /// [`Dataset::valid_batch`] and this together predict every held-out byte but the first. `None` where nothing is
+    /// left.
+    #[must_use]
+    pub fn valid_tail(&self) -> Option<Batch> {
+        let Source::Text { text, .. } = &self.source else { return None };
+        let rest = &text.valid()[self.valid_windows() * self.seq_len..];
+        (rest.len() > 1).then(|| {
+            let mut batch = Batch::zeroed(1, rest.len() - 1);
+            batch.set(0, rest.iter().map(|&byte| i32::from(byte)));
+            batch
+        })
+    }
+}

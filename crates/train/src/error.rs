@@ -1,0 +1,142 @@
+//! The one error type of this crate: what went wrong, where, and whether the user can put it right.
+
+use std::path::{Path, PathBuf};
+
+/// Result of this crate's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why training, or something around it, could not go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A configuration that cannot be used: an unknown key, a value of the wrong type, or numbers that do not
+    /// fit each other.
+    #[error("{}", config_message(key, file.as_deref(), *line, why, suggestion.as_deref()))]
+    Config {
+        /// Dotted key, such as `train.batch_size`; empty when the whole file could not be parsed.
+        key: String,
+        /// The file that set the key; `None` when it came from an override or is a default.
+        file: Option<PathBuf>,
+        /// Line in that file, counted from 1.
+        line: Option<usize>,
+        /// What was wrong: what it was, and what was expected.
+        why: String,
+        /// The key or name that was probably meant.
+        suggestion: Option<String>,
+    },
+    /// Training or held-out data that is missing, empty, too short, or damaged.
+    #[error("data {}: {why}", path.display())]
+    Data {
+        /// The data file.
+        path: PathBuf,
+        /// What was wrong with it.
+        why: String,
+    },
+    /// A checkpoint that is missing, damaged, or does not fit the model that wants it.
+    #[error("checkpoint {}: {why}", path.display())]
+    Checkpoint {
+        /// The checkpoint's directory, or the file inside it.
+        path: PathBuf,
+        /// What was wrong with it.
+        why: String,
+    },
+    /// The operating system refused to read or write a file (missing, no permission, disk full).
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    /// Whether the user's own input (a configuration, a data file, a checkpoint of another model) is at fault, as
+    /// opposed to a run that failed. A command line exits with 2 for the former and with 1 for the latter.
+    #[must_use]
+    pub fn is_user_error(&self) -> bool {
+        match self {
+            Self::Config { .. } | Self::Data { .. } => true,
+            Self::Checkpoint { .. } => false,
+            Self::Io { source, .. } => {
+                use std::io::ErrorKind as K;
+                matches!(source.kind(), K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory)
+            }
+        }
+    }
+
+    /// A configuration error about `key` whose file and line are not known (yet).
+    pub(crate) fn config(key: impl Into<String>, why: impl Into<String>) -> Self {
+        Self::Config { key: key.into(), file: None, line: None, why: why.into(), suggestion: None }
+    }
+
+    /// An error about a data file.
+    pub(crate) fn data(path: &Path, why: impl Into<String>) -> Self {
+        Self::Data { path: path.to_path_buf(), why: why.into() }
+    }
+
+    /// An error about a checkpoint.
+    pub(crate) fn checkpoint(path: &Path, why: impl Into<String>) -> Self {
+        Self::Checkpoint { path: path.to_path_buf(), why: why.into() }
+    }
+
+    /// For `map_err`: attaches the path that the operation was about.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
+        move |source| Self::Io { path: path.to_path_buf(), source }
+    }
+}
+
+/// `tiny.toml:12: train.steps: expected an integer, got "many" (did you mean ...?)`.
+fn config_message(
+    key: &str,
+    file: Option<&Path>,
+    line: Option<usize>,
+    why: &str,
+    suggestion: Option<&str>,
+) -> String {
+    let mut message = String::new();
+    if let Some(file) = file {
+        message += &file.display().to_string();
+        if let Some(line) = line {
+            message += &format!(":{line}");
+        }
+        message += ": ";
+    }
+    if !key.is_empty() {
+        message += &format!("`{key}`: ");
+    }
+    message += why;
+    if let Some(suggestion) = suggestion {
+        message += &format!("; did you mean `{suggestion}`?");
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn config_errors_name_file_line_key_and_suggestion() {
+        let error = Error::Config {
+            key: "train.stpes".into(),
+            file: Some("run.toml".into()),
+            line: Some(7),
+            why: "unknown key".into(),
+            suggestion: Some("train.steps".into()),
+        };
+        assert_eq!(
+            error.to_string(),
+            "run.toml:7: `train.stpes`: unknown key; did you mean `train.steps`?"
+        );
+        assert!(error.is_user_error());
+    }
+
+    #[test]
+    fn a_full_disk_is_a_failed_run_and_a_missing_file_the_users_mistake() {
+        let full = Error::io(Path::new("x"))(std::io::Error::from(std::io::ErrorKind::StorageFull));
+        let missing = Error::io(Path::new("x"))(std::io::Error::from(std::io::ErrorKind::NotFound));
+        assert!(!full.is_user_error());
+        assert!(missing.is_user_error());
+    }
+}
