@@ -55,6 +55,8 @@ pub trait Convert: Backend {
     fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>>;
     /// See [`Cast`].
     fn cast(&self, op: Cast<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Transpose`].
+    fn transpose(&self, op: Transpose<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Route`].
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>>;
     /// See [`RouteBackward`].
@@ -114,7 +116,7 @@ pub trait Model: Backend {
     /// See [`SumShards`].
     fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`SumSquares`].
-    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<f64>;
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<Vec<f64>>;
     /// See [`AdamW`].
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()>;
 }

@@ -61,6 +61,8 @@ pub struct PermuteMap<B: Backend> {
     pub groups: Groups<B>,
     /// For each expert-sorted row, the received row it copies; −1 for padding. `capacity` values.
     pub source_row: B::Buf<i32>,
+    /// For each expert-sorted row, received token · k + slot; −1 for padding. `capacity` values.
+    pub row_slot: B::Buf<i32>,
     /// For each occupied (received token, slot), in that order, its expert-sorted row. `num_slots` values.
     pub slot_row: B::Buf<i32>,
     /// Number of occupied (received token, slot) pairs.

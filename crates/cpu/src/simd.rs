@@ -3,26 +3,31 @@
 //! Elementwise code needs no intrinsics: compiled with the right target features the compiler vectorises it, and since
 //! every lane does the same IEEE operations in the same order the bits are those of the scalar build.
 
+use crate::{Buf, Cpu};
+use half::bf16;
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+
 /// Defines `fn name(isa: Isa, args)`: the `#[inline(always)]` function `body` compiled for each instruction set, picked
 /// at run time.
 ///
 /// ```ignore
-/// per_isa!(fn add_rows = add_rows_body(a: &[f32], b: &[f32], out: &mut [f32]));
+/// per_isa!(fn add_rows = add_rows_body; (a: &[f32], b: &[f32], out: &mut [f32]));
+/// per_isa!(fn scale_rows<T: Real> = scale_rows_body; (x: &[T], by: f32, out: &mut [T]));
 /// ```
 macro_rules! per_isa {
-    ($vis:vis fn $name:ident = $body:path; ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {
+    ($vis:vis fn $name:ident $(<$g:ident: $bound:path>)? = $body:path; ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name(isa: $crate::gemm::Isa, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$g: $bound>)? (isa: $crate::gemm::Isa, $($arg: $ty),*) $(-> $ret)? {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
                 #[allow(clippy::too_many_arguments)]
-                fn avx512($($arg: $ty),*) $(-> $ret)? {
+                fn avx512 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
                     $body($($arg),*)
                 }
                 #[target_feature(enable = "avx2,fma")]
                 #[allow(clippy::too_many_arguments)]
-                fn avx2($($arg: $ty),*) $(-> $ret)? {
+                fn avx2 $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
                     $body($($arg),*)
                 }
                 match isa {
@@ -40,3 +45,131 @@ macro_rules! per_isa {
     };
 }
 pub(crate) use per_isa;
+
+/// A plain element type that arithmetic in F32 reads and writes.
+pub(crate) trait Real: Plain {
+    /// Its name among the tensors' types.
+    const DTYPE: DType;
+    /// The value, exactly.
+    fn widen(self) -> f32;
+    /// Rounds once, to nearest, ties to even; branch-free, so that loops over it vectorise.
+    fn round(x: f32) -> Self;
+    /// The buffer of a tensor of this type, if it is one.
+    fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>>;
+    /// A tensor's elements.
+    fn data(buf: Buf<Self>) -> Data<Cpu>;
+
+    /// The elements of a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming `argument` if they are of another type.
+    fn slice<'a>(op: &'static str, argument: &'static str, t: &'a Tensor<Cpu>) -> Result<&'a [Self]> {
+        match Self::buf(&t.data) {
+            Some(buf) => Ok(buf.as_slice()),
+            None => Err(Error::shape(op, argument, t.dtype(), Self::DTYPE)),
+        }
+    }
+}
+
+impl Real for f32 {
+    const DTYPE: DType = DType::F32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn round(x: f32) -> Self {
+        x
+    }
+    fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>> {
+        match data {
+            Data::F32(buf) => Some(buf),
+            Data::Bf16(_) => None,
+        }
+    }
+    fn data(buf: Buf<Self>) -> Data<Cpu> {
+        Data::F32(buf)
+    }
+}
+
+impl Real for bf16 {
+    const DTYPE: DType = DType::Bf16;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn round(x: f32) -> Self {
+        let bits = x.to_bits();
+        let nearest = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
+        let quiet = bits >> 16 | 0x40;
+        Self::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
+    }
+    fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>> {
+        match data {
+            Data::Bf16(buf) => Some(buf),
+            Data::F32(_) => None,
+        }
+    }
+    fn data(buf: Buf<Self>) -> Data<Cpu> {
+        Data::Bf16(buf)
+    }
+}
+
+/// Lanes of a reduction: element i of a row goes to lane i mod 16.
+pub(crate) const LANES: usize = 16;
+
+/// Closes 16 lanes by the tree 8, 4, 2, 1.
+#[inline(always)]
+pub(crate) fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
+    for width in [8, 4, 2, 1] {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+    }
+    lanes[0]
+}
+
+/// Σ a[i]·b[i] over the 16 lanes, each in order by fma, closed by the tree.
+#[inline(always)]
+pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let mut lanes = [0.0f32; LANES];
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..LANES {
+            lanes[i] = a[i].widen().mul_add(b[i].widen(), lanes[i]);
+        }
+    }
+    for ((lane, a), b) in lanes.iter_mut().zip(a_tail).zip(b_tail) {
+        *lane = a.widen().mul_add(b.widen(), *lane);
+    }
+    tree_sum(lanes)
+}
+
+/// Elements below which waking another thread costs more than it saves.
+const WORTH_A_THREAD: usize = 16_384;
+
+/// Rows of `cols` elements for one task: a few tasks a thread, or all rows if they are few.
+pub(crate) fn rows_per_task(cpu: &Cpu, rows: usize, cols: usize) -> usize {
+    let threads = cpu.pool().current_num_threads();
+    if threads == 1 || rows * cols < WORTH_A_THREAD {
+        return rows.max(1);
+    }
+    rows.div_ceil(4 * threads).max((WORTH_A_THREAD / 4).div_ceil(cols.max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_to_bf16_is_that_of_half() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                assert_eq!(bf16::round(x).to_bits(), bf16::from_f32(x).to_bits(), "{x:e}");
+            }
+            assert_eq!(bf16::from_bits(high).widen().to_bits(), u32::from(high) << 16);
+        }
+    }
+}

@@ -203,11 +203,7 @@ impl Element {
     fn split(self, magnitude: u32) -> Split {
         // magnitude = significand · 2^(exponent − 150), subnormal floats at exponent 1.
         let field = magnitude >> 23;
-        let significand = u64::from(if field == 0 {
-            magnitude
-        } else {
-            (magnitude & 0x7F_FFFF) | 0x80_0000
-        });
+        let significand = u64::from(if field == 0 { magnitude } else { (magnitude & 0x7F_FFFF) | 0x80_0000 });
         let exponent = field.max(1) as i32;
         let min_exponent = 128 - self.bias(); // exponent field of the smallest normal element
         let base = (exponent - min_exponent).max(0);

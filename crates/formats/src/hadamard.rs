@@ -19,11 +19,9 @@ pub fn inv_sqrt_len(n: usize) -> Result<f32> {
         32 => Ok(std::f32::consts::FRAC_1_SQRT_2 * 0.25),
         64 => Ok(0.125),
         128 => Ok(std::f32::consts::FRAC_1_SQRT_2 * 0.125),
-        _ => Err(Error::Shape {
-            argument: "hadamard block",
-            got: n,
-            expected: "16, 32, 64 or 128".to_owned(),
-        }),
+        _ => {
+            Err(Error::Shape { argument: "hadamard block", got: n, expected: "16, 32, 64 or 128".to_owned() })
+        }
     }
 }
 
@@ -113,4 +111,77 @@ fn check_signs(len: usize, signs: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::Shape { argument: "signs", got: signs, expected: format!("{len}, one for each value") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::philox::Purpose;
+
+    fn stream() -> Stream {
+        Stream::new(7, Purpose::Sign, 42, 0)
+    }
+
+    #[test]
+    fn equals_the_matrix_of_popcount_signs_on_integers() {
+        for n in LENGTHS {
+            let x: Vec<f32> = (0..2 * n).map(|i| ((i * 37 + 11) % 31) as f32 - 15.0).collect();
+            let mut y = x.clone();
+            hadamard(&mut y, n).unwrap();
+            for (block, y) in x.chunks(n).zip(y.chunks(n)) {
+                for (j, y) in y.iter().enumerate() {
+                    let sign = |i: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+                    let sum: f32 = block.iter().enumerate().map(|(i, x)| sign(i) * x).sum();
+                    assert_eq!(*y, sum * inv_sqrt_len(n).unwrap());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_factor_is_the_nearest_single() {
+        for n in LENGTHS {
+            assert_eq!(inv_sqrt_len(n).unwrap(), (1.0 / (n as f64).sqrt()) as f32, "{n}");
+        }
+    }
+
+    #[test]
+    fn signed_transform_is_orthogonal_and_undone_exactly_where_the_factor_is_a_power_of_two() {
+        for n in LENGTHS {
+            let x: Vec<f32> = (0..n).map(|i| ((i * 13) % 17) as f32 - 8.0).collect();
+            let mut signs = vec![0.0; n];
+            fill_signs(&stream(), 0, &mut signs);
+            let mut y = x.clone();
+            rht(&mut y, &signs, n).unwrap();
+            assert_ne!(y, x);
+            inverse_rht(&mut y, &signs, n).unwrap();
+            let tolerance = if matches!(n, 16 | 64) { 0.0 } else { 1e-5 };
+            assert!(x.iter().zip(&y).all(|(a, b)| (a - b).abs() <= tolerance), "{n}");
+        }
+    }
+
+    #[test]
+    fn signs_follow_the_stream_and_are_balanced() {
+        let mut signs = vec![0.0; 1000];
+        fill_signs(&stream(), 3, &mut signs);
+        for (i, &s) in signs.iter().enumerate() {
+            assert_eq!(s, sign_at(&stream(), 3 + i as u64));
+            assert_eq!(s < 0.0, stream().u16_at(3 + i as u64) & 0x8000 != 0);
+        }
+        let sum: f32 = signs.iter().sum();
+        assert!(sum.abs() < 4.0 * 1000f32.sqrt(), "{sum}");
+    }
+
+    #[test]
+    fn wrong_lengths_are_errors_and_leave_the_input_alone() {
+        let mut x = vec![1.0; 48];
+        assert_eq!(
+            hadamard(&mut x, 24).unwrap_err().to_string(),
+            "`hadamard block`: got 24, expected 16, 32, 64 or 128"
+        );
+        assert_eq!(hadamard(&mut x, 32).unwrap_err().to_string(), "`x`: got 48, expected a multiple of 32");
+        assert!(rht(&mut x, &[1.0; 47], 16).unwrap_err().to_string().contains("`signs`: got 47"));
+        assert!(rht(&mut x, &[-1.0; 48], 32).is_err());
+        assert_eq!(x, vec![1.0; 48]);
+    }
 }

@@ -62,9 +62,7 @@ impl std::fmt::Display for Rounding {
             Rounding::NearestEven => f.pad("nearest-even"),
             Rounding::NearestAway => f.pad("nearest-away"),
             Rounding::Stochastic => f.pad("stochastic"),
-            Rounding::Dither { delta_q16 } => {
-                f.pad(&format!("dither:{}", f64::from(*delta_q16) / 65536.0))
-            }
+            Rounding::Dither { delta_q16 } => f.pad(&format!("dither:{}", f64::from(*delta_q16) / 65536.0)),
         }
     }
 }

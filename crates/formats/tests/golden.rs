@@ -38,6 +38,10 @@ impl Vectors {
         (view.shape().to_vec(), read(view.dtype(), view.data()))
     }
 
+    fn has(&self, name: &str) -> bool {
+        SafeTensors::deserialize(&self.bytes).unwrap().tensor(name).is_ok()
+    }
+
     fn u8s(&self, name: &str) -> Vec<u8> {
         self.tensor(name, |dtype, data| {
             assert!(matches!(dtype, Dtype::U8 | Dtype::I8), "{name}");
@@ -53,7 +57,9 @@ impl Vectors {
     fn f32s(&self, name: &str) -> Vec<f32> {
         self.tensor(name, |dtype, data| match dtype {
             Dtype::F32 => bytemuck::pod_collect_to_vec(data),
-            Dtype::BF16 => bytemuck::pod_collect_to_vec::<u8, bf16>(data).iter().map(|x| x.to_f32()).collect(),
+            Dtype::BF16 => {
+                bytemuck::pod_collect_to_vec::<u8, bf16>(data).iter().map(|x| x.to_f32()).collect()
+            }
             other => panic!("{name} is {other:?}"),
         })
         .1
@@ -70,7 +76,13 @@ fn assert_same<T: Copy + std::fmt::Debug>(what: &str, got: &[T], want: &[T], sam
     assert_eq!(got.len(), want.len(), "{what}: lengths");
     let wrong: Vec<usize> = (0..got.len()).filter(|&i| !same(got[i], want[i])).collect();
     if let Some(&i) = wrong.first() {
-        panic!("{what}: {} of {} differ, first [{i}]: {:?}, want {:?}", wrong.len(), got.len(), got[i], want[i]);
+        panic!(
+            "{what}: {} of {} differ, first [{i}]: {:?}, want {:?}",
+            wrong.len(),
+            got.len(),
+            got[i],
+            want[i]
+        );
     }
 }
 
@@ -98,7 +110,8 @@ fn check_mxfp4(file: &str, rule: ScaleRule, transposed: bool) {
     let (x, cols) = if transposed { (transpose(&x, [rows, cols]), rows) } else { (x, cols) };
     let codec = Codec::new(Format::Mxfp4, rule, Rounding::NearestEven).unwrap();
     let (codes, scales) = quantize_rows(&codec, &x, cols);
-    let bytes: Vec<u8> = scales.iter().map(|s| if let Scale::E8M0(b) = s { *b } else { unreachable!() }).collect();
+    let bytes: Vec<u8> =
+        scales.iter().map(|s| if let Scale::E8M0(b) = s { *b } else { unreachable!() }).collect();
     assert_same(&format!("{file} scales"), &bytes, &v.u8s("scales"), |a, b| a == b);
 
     let mut want = vec![0; codes.len()];
@@ -112,7 +125,8 @@ fn check_mxfp4(file: &str, rule: ScaleRule, transposed: bool) {
         }
     }
     assert_same(&format!("{file} codes"), &codes, &want, |a, b| a == b);
-    let dequant: Vec<f32> = codes.iter().enumerate().map(|(i, &c)| codec.decode_element(c, scales[i / 32])).collect();
+    let dequant: Vec<f32> =
+        codes.iter().enumerate().map(|(i, &c)| codec.decode_element(c, scales[i / 32])).collect();
     assert_same(&format!("{file} dequant"), &dequant, &v.f32s("dequant"), same);
 }
 
@@ -134,14 +148,21 @@ fn mxfp4_down_the_columns() {
 struct Fp8Block {
     x: Vec<f32>,
     codes: Vec<u8>,
+    dequant: Option<Vec<f32>>,
     scale: f32,
 }
 
-/// Cuts `tile_rows` × 128 blocks, short ones at the edges.
+/// Cuts `tile_rows` × 128 blocks, short ones at the edges. Outputs under a prefix that ends in
+/// `colwise_` are those of the transposed input.
 fn fp8_blocks(v: &Vectors, prefix: &str, tile_rows: usize) -> Vec<Fp8Block> {
-    let [rows, cols] = v.shape("x");
-    let (x, codes) = (v.f32s("x"), v.u8s(&format!("{prefix}.codes")));
-    let scales = v.f32s(&format!("{prefix}.scales"));
+    let [mut rows, mut cols] = v.shape("x");
+    let mut x = v.f32s("x");
+    if prefix.ends_with("colwise_") {
+        x = transpose(&x, [rows, cols]);
+        (rows, cols) = (cols, rows);
+    }
+    let (codes, scales) = (v.u8s(&format!("{prefix}codes")), v.f32s(&format!("{prefix}scales")));
+    let dequant = v.has(&format!("{prefix}dequant")).then(|| v.f32s(&format!("{prefix}dequant")));
     let mut blocks = Vec::new();
     for r in (0..rows).step_by(tile_rows) {
         for c in (0..cols).step_by(128) {
@@ -151,6 +172,7 @@ fn fp8_blocks(v: &Vectors, prefix: &str, tile_rows: usize) -> Vec<Fp8Block> {
             blocks.push(Fp8Block {
                 x: at.iter().map(|&i| x[i]).collect(),
                 codes: at.iter().map(|&i| codes[i]).collect(),
+                dequant: dequant.as_ref().map(|d| at.iter().map(|&i| d[i]).collect()),
                 scale: scales[blocks.len()],
             });
         }
@@ -179,8 +201,16 @@ fn check_fp8(file: &str, prefix: &str, tile_rows: usize, rule: ScaleRule, least:
             continue;
         }
         assert_same(&what, &[scale.decode()], &[block.scale], same);
-        // The sign of zero is ours to keep: compare zeros by value.
-        assert_same(&what, &codes, &block.codes, |a, b| a == b || (a | b) & 0x7F == 0);
+        // Of -0 we keep the sign and the reference need not: there, and only there, compare by value.
+        let unsigned_zero = |codes: &[u8]| -> Vec<u8> {
+            let both = codes.iter().zip(&block.x);
+            both.map(|(&c, x)| if x.to_bits() == 1 << 31 { c & 0x7F } else { c }).collect()
+        };
+        assert_same(&what, &unsigned_zero(&codes), &unsigned_zero(&block.codes), |a, b| a == b);
+        if let Some(want) = &block.dequant {
+            let got: Vec<f32> = codes.iter().map(|&c| codec.decode_element(c, scale)).collect();
+            assert_same(&what, &got, want, |a, b| a == b);
+        }
         checked += 1;
     }
     assert!(checked > 0, "{file} {prefix}");
@@ -189,20 +219,21 @@ fn check_fp8(file: &str, prefix: &str, tile_rows: usize, rule: ScaleRule, least:
 #[test]
 fn fp8_blocks_with_power_of_two_scales() {
     for file in ["fp8_e4m3_1x128_te_bf16", "fp8_e4m3_1x128_te_f32"] {
-        check_fp8(file, "pow2scale", 1, ScaleRule::Rceil, 0.0);
+        check_fp8(file, "pow2scale.", 1, ScaleRule::Rceil, 0.0);
     }
     for file in ["fp8_e4m3_128x128_bf16", "fp8_e4m3_128x128_ragged_bf16"] {
-        check_fp8(file, "te.pow2scale", 128, ScaleRule::Rceil, 0.0);
+        check_fp8(file, "te.pow2scale.", 128, ScaleRule::Rceil, 0.0);
     }
+    check_fp8("fp8_e4m3_1x128_te_bf16", "pow2scale.colwise_", 1, ScaleRule::Rceil, 0.0);
 }
 
 #[test]
 fn fp8_blocks_with_f32_scales() {
     for file in ["fp8_e4m3_1x128_deepgemm_bf16", "fp8_e4m3_1x128_deepgemm_f32"] {
-        check_fp8(file, "fp32scale", 1, ScaleRule::Amax, 1e-4);
+        check_fp8(file, "fp32scale.", 1, ScaleRule::Amax, 1e-4);
     }
     for file in ["fp8_e4m3_128x128_bf16", "fp8_e4m3_128x128_ragged_bf16"] {
-        check_fp8(file, "deepgemm.fp32scale", 128, ScaleRule::Amax, 1e-4);
+        check_fp8(file, "deepgemm.fp32scale.", 128, ScaleRule::Amax, 1e-4);
     }
 }
 

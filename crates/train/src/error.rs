@@ -48,6 +48,9 @@ pub enum Error {
         /// What the system said.
         source: std::io::Error,
     },
+    /// What an operation, a kernel or a collective refused.
+    #[error(transparent)]
+    Core(#[from] nibble_core::Error),
 }
 
 impl Error {
@@ -58,9 +61,13 @@ impl Error {
         match self {
             Self::Config { .. } | Self::Data { .. } => true,
             Self::Checkpoint { .. } => false,
+            Self::Core(error) => matches!(error, nibble_core::Error::Recipe { .. }),
             Self::Io { source, .. } => {
                 use std::io::ErrorKind as K;
-                matches!(source.kind(), K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory)
+                matches!(
+                    source.kind(),
+                    K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory
+                )
             }
         }
     }
@@ -125,10 +132,7 @@ mod tests {
             why: "unknown key".into(),
             suggestion: Some("train.steps".into()),
         };
-        assert_eq!(
-            error.to_string(),
-            "run.toml:7: `train.stpes`: unknown key; did you mean `train.steps`?"
-        );
+        assert_eq!(error.to_string(), "run.toml:7: `train.stpes`: unknown key; did you mean `train.steps`?");
         assert!(error.is_user_error());
     }
 

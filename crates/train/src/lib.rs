@@ -1,7 +1,9 @@
 //! nibble-train
+pub mod checkpoint;
 pub mod config;
 pub mod data;
 mod error;
+pub mod metrics;
 pub mod schedule;
 pub mod tokenizer;
 

@@ -112,11 +112,13 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² in F64, over 16 lanes in element order closed by the tree 8, 4, 2, 1.
+/// Σ x² in F64 of each of `parts` equal runs of rows, over 16 lanes in element order closed by the tree 8, 4, 2, 1.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
     /// F32.
     pub x: &'a Tensor<B>,
+    /// How many parts (experts of a stack); divides the rows.
+    pub parts: usize,
 }
 
 impl<B: Backend> SumSquares<'_, B> {
@@ -124,11 +126,35 @@ impl<B: Backend> SumSquares<'_, B> {
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the type and runs.
-    pub fn run(self, b: &B) -> Result<f64>
+    pub fn run(self, b: &B) -> Result<Vec<f64>>
     where
         B: Model,
     {
         expect_eq("sum_squares", "type of x", self.x.dtype(), DType::F32)?;
+        expect_eq("sum_squares", "rows modulo parts", self.x.rows % self.parts.max(1), 0)?;
         b.sum_squares(self)
+    }
+}
+
+/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`: the second plane of a plain weight.
+#[derive(Debug)]
+pub struct Transpose<'a, B: Backend> {
+    /// `[stack · n, k]`.
+    pub x: &'a Tensor<B>,
+    /// Matrices stacked.
+    pub stack: usize,
+}
+
+impl<B: Backend> Transpose<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks and runs: `[stack · k, n]` of the same type.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Convert,
+    {
+        expect_eq("transpose", "rows modulo stack", self.x.rows % self.stack.max(1), 0)?;
+        b.transpose(self)
     }
 }

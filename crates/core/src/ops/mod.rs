@@ -20,7 +20,7 @@ mod transcode;
 pub use adamw::AdamW;
 pub use attention::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut};
-pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares};
+pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward};
 pub use gemm::{Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};

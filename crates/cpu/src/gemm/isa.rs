@@ -52,7 +52,11 @@ impl Isa {
         if self.is_supported() {
             Ok(self)
         } else {
-            Err(GemmError::new("isa", format!("{self:?}"), format!("one this machine has, at most {:?}", Self::best())))
+            Err(GemmError::new(
+                "isa",
+                format!("{self:?}"),
+                format!("one this machine has, at most {:?}", Self::best()),
+            ))
         }
     }
 }

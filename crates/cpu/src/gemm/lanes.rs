@@ -234,7 +234,10 @@ mod x86 {
             // SAFETY: the caller promises the instruction; __m512 and __m512bh are the same 64 bytes, and every
             // bit pattern is a value of both.
             unsafe {
-                let (a, b) = (std::mem::transmute::<__m512, __m512bh>(a.0), std::mem::transmute::<__m512, __m512bh>(b.0));
+                let (a, b) = (
+                    std::mem::transmute::<__m512, __m512bh>(a.0),
+                    std::mem::transmute::<__m512, __m512bh>(b.0),
+                );
                 Self(_mm512_dpbf16_ps(acc.0, a, b))
             }
         }

@@ -82,7 +82,7 @@ impl<'a> Scales<'a> {
         let i = self.offset + row / self.rows_per_scale * self.stride + block_idx;
         match self.values {
             ScaleValues::F32(x) => x[i],
-            ScaleValues::E8m0(x) => super::decode::e8m0(x[i]),
+            ScaleValues::E8m0(x) => nibble_formats::e8m0::decode(x[i]),
         }
     }
 
@@ -135,14 +135,16 @@ impl<'a> Operand<'a> {
     /// The view from row `row` on.
     ///
     /// # Errors
-    /// If `row` is not a multiple of the rows under one scale.
+    /// If `row` is not a multiple of the rows under one scale, or beyond memory.
     pub(super) fn from_row(mut self, name: &'static str, row: usize) -> Result<Self, GemmError> {
-        self.offset += if self.transposed { row } else { row * self.stride };
+        let step = if self.transposed { 1 } else { self.stride };
+        self.offset = shifted(name, self.offset, row, step)?;
         if let Some(s) = &mut self.scales {
-            if !row.is_multiple_of(s.rows_per_scale) {
-                return Err(GemmError::new(name, format!("cut at row {row}"), format!("a multiple of {}", s.rows_per_scale)));
+            if s.rows_per_scale == 0 || row % s.rows_per_scale != 0 {
+                let expected = format!("a multiple of the {} rows under one scale", s.rows_per_scale);
+                return Err(GemmError::new(name, format!("cut at row {row}"), expected));
             }
-            s.offset += row / s.rows_per_scale * s.stride;
+            s.offset = shifted(name, s.offset, row / s.rows_per_scale, s.stride)?;
         }
         Ok(self)
     }
@@ -150,15 +152,16 @@ impl<'a> Operand<'a> {
     /// The view from element `k` of the contraction on.
     ///
     /// # Errors
-    /// If `k` is not a multiple of the block of the scales.
+    /// If `k` is not a multiple of the block of the scales, or beyond memory.
     pub(super) fn from_contraction(mut self, name: &'static str, k: usize) -> Result<Self, GemmError> {
-        self.offset += if self.transposed { k * self.stride } else { k };
+        let step = if self.transposed { self.stride } else { 1 };
+        self.offset = shifted(name, self.offset, k, step)?;
         if let Some(s) = &mut self.scales {
-            if !k.is_multiple_of(s.block) {
+            if s.block == 0 || k % s.block != 0 {
                 let expected = format!("a start that is a multiple of its block of {}", s.block);
                 return Err(GemmError::new(name, format!("cut at {k} of the contraction"), expected));
             }
-            s.offset += k / s.block;
+            s.offset = shifted(name, s.offset, k / s.block, 1)?;
         }
         Ok(self)
     }
@@ -205,7 +208,8 @@ impl<'a> Operand<'a> {
         }
         let needed = extent(s.offset, rows.div_ceil(s.rows_per_scale), s.stride, k.div_ceil(s.block));
         if needed.is_none_or(|end| end > s.len()) {
-            let expected = format!("scales for {rows} rows of {k} (offset {}, stride {})", s.offset, s.stride);
+            let expected =
+                format!("scales for {rows} rows of {k} (offset {}, stride {})", s.offset, s.stride);
             return Err(GemmError::new(name, format!("scaled by {} numbers", s.len()), expected));
         }
         Ok(())
@@ -215,6 +219,19 @@ impl<'a> Operand<'a> {
 /// One past the last index of `outer` runs of `inner`, `stride` apart.
 pub(super) fn extent(offset: usize, outer: usize, stride: usize, inner: usize) -> Option<usize> {
     (outer - 1).checked_mul(stride)?.checked_add(inner)?.checked_add(offset)
+}
+
+/// The index `steps` strides after `offset`.
+pub(super) fn shifted(
+    name: &'static str,
+    offset: usize,
+    steps: usize,
+    stride: usize,
+) -> Result<usize, GemmError> {
+    let at = steps.checked_mul(stride).and_then(|x| x.checked_add(offset));
+    at.ok_or_else(|| {
+        GemmError::new(name, format!("{steps} strides of {stride} on"), "an index within memory")
+    })
 }
 
 /// Where a product goes.
@@ -280,9 +297,15 @@ pub(super) enum DotKind {
 pub(super) fn pair(a: &Operand, b: &Operand) -> Result<(DotKind, Option<usize>), GemmError> {
     let dot = match (a.data, b.data) {
         (Data::F32(_), Data::F32(_)) => DotKind::F32,
-        (Data::F32(_), other) => return Err(GemmError::new("b", other.name(), "F32, as a is: nothing is rounded in silence")),
+        (Data::F32(_), other) => {
+            return Err(GemmError::new("b", other.name(), "F32, as a is: nothing is rounded in silence"));
+        }
         (other, Data::F32(_)) => {
-            return Err(GemmError::new("b", "F32", format!("BF16 or codes, as a is {}: nothing is rounded in silence", other.name())));
+            return Err(GemmError::new(
+                "b",
+                "F32",
+                format!("BF16 or codes, as a is {}: nothing is rounded in silence", other.name()),
+            ));
         }
         _ => DotKind::Bf16,
     };
@@ -291,7 +314,11 @@ pub(super) fn pair(a: &Operand, b: &Operand) -> Result<(DotKind, Option<usize>),
         (Some(x), Some(y)) if x.block == y.block => Ok((dot, Some(x.block))),
         (x, y) => {
             let show = |s: &Option<Scales>| s.map_or("none".to_string(), |s| s.block.to_string());
-            Err(GemmError::new("b", format!("scaled by blocks of {}", show(y)), format!("{}, as a is", show(x))))
+            Err(GemmError::new(
+                "b",
+                format!("scaled by blocks of {}", show(y)),
+                format!("{}, as a is", show(x)),
+            ))
         }
     }
 }

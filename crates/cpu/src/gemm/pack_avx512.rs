@@ -57,7 +57,8 @@ impl RowReader for Fp8Rows {
     unsafe fn read(&self, at: usize, left: usize) -> __m512i {
         // SAFETY: masked lanes are not touched; the others exist. The permutations index registers.
         unsafe {
-            let codes = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast()));
+            let codes =
+                _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast()));
             // Bits 0..6 choose among 64 words; bit 6 between the halves of the table; bit 15 is the sign.
             let low = _mm512_permutex2var_epi16(self.table[0], codes, self.table[1]);
             let high = _mm512_permutex2var_epi16(self.table[2], codes, self.table[3]);
@@ -90,7 +91,10 @@ impl RowReader for Fp4Rows {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     let per_unit = if let Data::F32(_) = from.data { 1 } else { 2 };
-    assert!(to.len() >= k.len().div_ceil(per_unit) * panel.width + SLACK, "the panel's buffer lacks its slack");
+    assert!(
+        to.len() >= k.len().div_ceil(per_unit) * panel.width + SLACK,
+        "the panel's buffer lacks its slack"
+    );
     // SAFETY: the caller promises the instructions and the elements; the length of `to` was just checked.
     unsafe {
         match (from.data, from.transposed) {
@@ -166,9 +170,12 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         // t[4i + c] holds, in its quarter q, rows 4i .. 4i+4 of column 4q + c. Gather the quarters.
         let mut out = s;
         for c in 0..4 {
-            let (x0, x1) = (_mm512_shuffle_i32x4::<0x88>(t[c], t[4 + c]), _mm512_shuffle_i32x4::<0xDD>(t[c], t[4 + c]));
-            let (y0, y1) =
-                (_mm512_shuffle_i32x4::<0x88>(t[8 + c], t[12 + c]), _mm512_shuffle_i32x4::<0xDD>(t[8 + c], t[12 + c]));
+            let (x0, x1) =
+                (_mm512_shuffle_i32x4::<0x88>(t[c], t[4 + c]), _mm512_shuffle_i32x4::<0xDD>(t[c], t[4 + c]));
+            let (y0, y1) = (
+                _mm512_shuffle_i32x4::<0x88>(t[8 + c], t[12 + c]),
+                _mm512_shuffle_i32x4::<0xDD>(t[8 + c], t[12 + c]),
+            );
             out[c] = _mm512_shuffle_i32x4::<0x88>(x0, y0);
             out[8 + c] = _mm512_shuffle_i32x4::<0xDD>(x0, y0);
             out[4 + c] = _mm512_shuffle_i32x4::<0x88>(x1, y1);

@@ -26,9 +26,9 @@ pub fn dot_bf16(a: &[bf16], b: &[bf16]) -> f32 {
 /// `total = 0`, with `sa·sb` rounded once to F32. `a` and `b` hold the decoded codes, exact in BF16.
 pub fn dot_block_scaled(a: &[bf16], b: &[bf16], a_scales: &[f32], b_scales: &[f32], block: usize) -> f32 {
     let blocks = a.chunks(block).zip(b.chunks(block));
-    blocks.zip(a_scales.iter().zip(b_scales)).fold(0.0, |total, ((x, y), (&sa, &sb))| {
-        dot_bf16(x, y).mul_add(sa * sb, total)
-    })
+    blocks
+        .zip(a_scales.iter().zip(b_scales))
+        .fold(0.0, |total, ((x, y), (&sa, &sb))| dot_bf16(x, y).mul_add(sa * sb, total))
 }
 
 /// A BF16 number as F32, a subnormal as a zero of its sign.

@@ -101,15 +101,24 @@ impl Kernels {
 const SHORT: &[usize] = &[1, 2, 4];
 const TALL: &[usize] = &[1, 2, 4, 6, 8, 10, 12];
 
-/// How a tile of accumulators takes one unit of the contraction.
+/// `body` for `i` = 0, 1, … below the constant `n`, at most 12, written out: indices must be literals for the
+/// accumulators to live in registers. (A loop that the compiler leaves as one keeps the whole array in memory.)
+macro_rules! unrolled {
+    ($i:ident < $n:ident => $body:expr) => { unrolled!(@ $i $n $body, 0 1 2 3 4 5 6 7 8 9 10 11) };
+    ($i:ident < $n:ident of 2 => $body:expr) => { unrolled!(@ $i $n $body, 0 1) };
+    (@ $i:ident $n:ident $body:expr, $($literal:literal)+) => {{
+            $(if $literal < $n {
+                const $i: usize = $literal;
+                $body
+            })+
+    }};
+}
+
+/// How an accumulator takes one unit of the contraction.
 trait Dot<V: Lanes> {
     /// # Safety
-    /// The machine has the vector's instructions (and the dot's); `a` points at `ROWS` readable units.
-    unsafe fn step<const ROWS: usize, const VECTORS: usize>(
-        acc: &mut [[V; VECTORS]; ROWS],
-        a: *const f32,
-        b: [V; VECTORS],
-    );
+    /// The machine has the vector's instructions, and the dot's.
+    unsafe fn step(sum: V, a: V, b: V) -> V;
 }
 
 struct F32Dot;
@@ -118,46 +127,25 @@ struct FlushingDot;
 
 impl<V: Lanes> Dot<V> for F32Dot {
     #[inline(always)]
-    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
-        for (i, row) in acc.iter_mut().enumerate() {
-            // SAFETY: i < R units are readable at `a`; the caller promises the instructions.
-            unsafe {
-                let x = V::splat(*a.add(i));
-                for (sum, y) in row.iter_mut().zip(b) {
-                    *sum = x.fma(y, *sum);
-                }
-            }
-        }
+    unsafe fn step(sum: V, a: V, b: V) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { a.fma(b, sum) }
     }
 }
 
 impl<V: Lanes> Dot<V> for EmulatedDot {
     #[inline(always)]
-    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
-        for (i, row) in acc.iter_mut().enumerate() {
-            // SAFETY: as in `F32Dot`.
-            unsafe {
-                let x = V::splat(*a.add(i));
-                for (sum, y) in row.iter_mut().zip(b) {
-                    *sum = x.even().fma(y.even(), x.odd().fma(y.odd(), *sum));
-                }
-            }
-        }
+    unsafe fn step(sum: V, a: V, b: V) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { a.even().fma(b.even(), a.odd().fma(b.odd(), sum)) }
     }
 }
 
 impl<V: Lanes> Dot<V> for FlushingDot {
     #[inline(always)]
-    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[V; C]; R], a: *const f32, b: [V; C]) {
-        for (i, row) in acc.iter_mut().enumerate() {
-            // SAFETY: as in `F32Dot`.
-            unsafe {
-                let x = V::splat(*a.add(i));
-                for (sum, y) in row.iter_mut().zip(b) {
-                    *sum = x.even().fma_ftz(y.even(), x.odd().fma_ftz(y.odd(), *sum));
-                }
-            }
-        }
+    unsafe fn step(sum: V, a: V, b: V) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { a.even().fma_ftz(b.even(), a.odd().fma_ftz(b.odd(), sum)) }
     }
 }
 
@@ -167,16 +155,9 @@ struct HardwareDot;
 #[cfg(target_arch = "x86_64")]
 impl Dot<F512> for HardwareDot {
     #[inline(always)]
-    unsafe fn step<const R: usize, const C: usize>(acc: &mut [[F512; C]; R], a: *const f32, b: [F512; C]) {
-        for (i, row) in acc.iter_mut().enumerate() {
-            // SAFETY: as in `F32Dot`.
-            unsafe {
-                let x = F512::splat(*a.add(i));
-                for (sum, y) in row.iter_mut().zip(b) {
-                    *sum = F512::dot_bf16(*sum, x, y);
-                }
-            }
-        }
+    unsafe fn step(sum: F512, a: F512, b: F512) -> F512 {
+        // SAFETY: the caller promises the instructions.
+        unsafe { F512::dot_bf16(sum, a, b) }
     }
 }
 
@@ -189,33 +170,32 @@ unsafe fn run<V: Lanes, D: Dot<V>, const R: usize, const C: usize>(tile: &Tile) 
     unsafe {
         let mut acc = [[V::zero(); C]; R];
         if tile.scales.is_none() && !tile.first {
-            for (i, row) in acc.iter_mut().enumerate() {
-                for (j, sum) in row.iter_mut().enumerate() {
-                    *sum = V::load(tile.out.add(i * tile.stride + j * V::N));
-                }
-            }
+            unrolled!(I < R => unrolled!(J < C of 2 => {
+                acc[I][J] = V::load(tile.out.add(I * tile.stride + J * V::N));
+            }));
         }
         let (mut a, mut b) = (tile.a.cast::<f32>(), tile.b.cast::<f32>());
         for _ in 0..tile.units {
             let mut y = [V::zero(); C];
-            for (j, y) in y.iter_mut().enumerate() {
-                *y = V::load(b.add(j * V::N));
-            }
-            D::step(&mut acc, a, y);
+            unrolled!(J < C of 2 => y[J] = V::load(b.add(J * V::N)));
+            unrolled!(I < R => {
+                let x = V::splat(*a.add(I));
+                unrolled!(J < C of 2 => acc[I][J] = D::step(acc[I][J], x, y[J]));
+            });
             a = a.add(R);
             b = b.add(C * V::N);
         }
-        for (i, row) in acc.iter().enumerate() {
-            for (j, &sum) in row.iter().enumerate() {
-                let out = tile.out.add(i * tile.stride + j * V::N);
-                let sum = match tile.scales {
-                    None => sum,
-                    Some((sa, sb)) => {
-                        let scale = V::splat(*sa.add(i)).mul(V::load(sb.add(j * V::N)));
-                        sum.fma(scale, if tile.first { V::zero() } else { V::load(out) })
-                    }
-                };
-                sum.store(out);
+        match tile.scales {
+            None => unrolled!(I < R => unrolled!(J < C of 2 => {
+                acc[I][J].store(tile.out.add(I * tile.stride + J * V::N));
+            })),
+            Some((sa, sb)) => {
+                unrolled!(I < R => unrolled!(J < C of 2 => {
+                    let out = tile.out.add(I * tile.stride + J * V::N);
+                    let total = if tile.first { V::zero() } else { V::load(out) };
+                    let scale = V::splat(*sa.add(I)).mul(V::load(sb.add(J * V::N)));
+                    acc[I][J].fma(scale, total).store(out);
+                }))
             }
         }
     }

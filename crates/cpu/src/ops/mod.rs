@@ -1,1 +1,17 @@
 //! One file an operation, named as in `nibble_core::ops`.
+
+pub mod adamw;
+pub mod attention;
+pub mod cross_entropy;
+pub mod elementwise;
+pub mod embed;
+pub mod gemm;
+pub mod permute;
+pub mod quantize;
+pub mod rms_norm;
+pub mod rope;
+pub mod route;
+pub mod swiglu;
+pub mod transcode;
+pub mod transpose;
+pub mod wire;

@@ -9,7 +9,11 @@ fn decode_gives_the_values_of_the_fields() {
         for (code, &v) in values.iter().enumerate() {
             let code = code as u8;
             assert_eq!(f64::from(element.decode(code)), v, "{element} {code:#x}");
-            assert_eq!(element.decode(code | sign).to_bits(), (-(v as f32)).to_bits(), "{element} -{code:#x}");
+            assert_eq!(
+                element.decode(code | sign).to_bits(),
+                (-(v as f32)).to_bits(),
+                "{element} -{code:#x}"
+            );
         }
         assert_eq!(f64::from(element.max()), values[values.len() - 1]);
         assert_eq!(usize::from(element.max_code()), values.len() - 1);
@@ -97,6 +101,16 @@ fn dither_of_zero_is_nearest_even_and_of_a_half_is_unbiased() {
             assert!((ups as f64 - want).abs() <= 1.0, "{element}: {x}: {ups} of {want}");
         }
     }
+}
+
+/// The largest d of δ = ½ is ½ − 2⁻¹⁷: with a fraction of 2⁻¹⁷ it is a tie, which the last bit of a
+/// single just above that breaks although it lies below the 32 bits that are kept.
+#[test]
+fn dither_breaks_ties_by_what_was_cut_off() {
+    let half = Rounding::dither(0.5).unwrap();
+    let tie = 0.5 * 2f32.powi(-17);
+    assert_eq!(Element::E2m1.encode_rounded(tie, half, u16::MAX), 0);
+    assert_eq!(Element::E2m1.encode_rounded(tie.next_up(), half, u16::MAX), 1);
 }
 
 #[test]

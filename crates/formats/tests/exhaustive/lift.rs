@@ -35,10 +35,9 @@ fn lifts_are_exact_while_scales_lie_within_fourteen_octaves() {
             let below = i32::from(target) - i32::from(top - octaves) + 6;
             assert_eq!(changed == 0, below <= 14, "{top} {octaves}");
             assert_eq!((table[0], table[8]), (0x00, 0x80), "zeros keep their sign at any distance");
-            for code in 0..16 {
-                let sign_in = code & 8 != 0;
-                assert_eq!(table[code] & 0x80 != 0, sign_in, "signs stay");
-                assert!(Element::E4m3.decode(table[code]).abs() <= 384.0);
+            for (code, lifted) in table.into_iter().enumerate() {
+                assert_eq!(lifted & 0x80 != 0, code & 8 != 0, "signs stay");
+                assert!(Element::E4m3.decode(lifted).abs() <= 384.0);
             }
         }
     }

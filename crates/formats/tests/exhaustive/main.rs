@@ -3,5 +3,6 @@
 
 mod element;
 mod lift;
+mod math;
 mod oracle;
 mod scale;

@@ -78,7 +78,13 @@ fn zero_subnormals_and_the_nonfinite() {
             for tiny in [0.0, -0.0, f32::from_bits(1), f32::from_bits(0x007F_FFFF)] {
                 assert_eq!(e8m0::encode(rule, element, tiny), 0, "{element} {rule} {tiny:e}");
             }
-            for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::from_bits(0x7F80_0001)] {
+            for bad in [
+                f32::INFINITY,
+                f32::NEG_INFINITY,
+                f32::NAN,
+                f32::from_bits(0x7F80_0001),
+                f32::from_bits(u32::MAX),
+            ] {
                 assert_eq!(e8m0::encode(rule, element, bad), 0xFF, "{element} {rule} {bad}");
             }
         }

@@ -59,7 +59,8 @@ impl Tensors {
         match self.tensors.keys().next() {
             None => Ok(()),
             Some(name) => {
-                let why = format!("has {} tensors that the model lacks, such as `{name}`", self.tensors.len());
+                let why =
+                    format!("has {} tensors that the model lacks, such as `{name}`", self.tensors.len());
                 Err(Error::checkpoint(&self.path, why))
             }
         }

@@ -13,7 +13,10 @@ impl Config {
     /// [`Error::Config`] with the key and the numbers that do not fit; file and line only through [`Config::load`].
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
-            return fail("seed", format!("{} is beyond 2^63 - 1, the largest number TOML can hold", self.seed));
+            return fail(
+                "seed",
+                format!("{} is beyond 2^63 - 1, the largest number TOML can hold", self.seed),
+            );
         }
         if self.recipe.is_empty() {
             return fail("recipe", "no recipe is named");
@@ -59,17 +62,20 @@ impl Config {
 
     fn validate_data(&self) -> Result<()> {
         let d = &self.data;
-        require(!d.source.is_empty(), "data.source", || {
-            "is empty, expected \"synthetic\" or a path".into()
-        })?;
+        require(!d.source.is_empty(), "data.source", || "is empty, expected \"synthetic\" or a path".into())?;
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
-            format!("is {}, not a multiple of {RECORD_TOKENS}, the record of the built-in language", d.seq_len)
+            format!(
+                "is {}, not a multiple of {RECORD_TOKENS}, the record of the built-in language",
+                d.seq_len
+            )
         })?;
         let share = d.valid_fraction;
-        require((0.0..1.0).contains(&share) && (share > 0.0 || self.is_synthetic()), "data.valid_fraction", || {
-            format!("is {share}, expected more than 0 and less than 1")
-        })
+        require(
+            (0.0..1.0).contains(&share) && (share > 0.0 || self.is_synthetic()),
+            "data.valid_fraction",
+            || format!("is {share}, expected more than 0 and less than 1"),
+        )
     }
 
     fn validate_batch(&self) -> Result<()> {
@@ -133,7 +139,9 @@ impl Config {
             },
         )?;
         for (key, beta) in [("train.beta1", t.beta1), ("train.beta2", t.beta2)] {
-            require((0.0..1.0).contains(&beta), key, || format!("is {beta}, expected at least 0 and below 1"))?;
+            require((0.0..1.0).contains(&beta), key, || {
+                format!("is {beta}, expected at least 0 and below 1")
+            })?;
         }
         positive("train.eps", t.eps)?;
         not_negative("train.weight_decay", t.weight_decay)?;

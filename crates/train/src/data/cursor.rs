@@ -88,8 +88,7 @@ mod tests {
             let windows = order.windows();
             let mut orders = Vec::new();
             for epoch in 0..3 {
-                let mut starts: Vec<usize> =
-                    (0..windows).map(|i| order.start(epoch * windows + i)).collect();
+                let mut starts: Vec<usize> = (0..windows).map(|i| order.start(epoch * windows + i)).collect();
                 orders.push(starts.clone());
                 starts.sort_unstable();
                 assert!(starts.windows(2).all(|pair| pair[1] - pair[0] == seq_len), "gap or overlap");

@@ -112,7 +112,7 @@ impl Dataset {
                 );
                 return Err(Error::config("data.seq_len", why));
             }
-            Source::Synthetic(Box::new(Language::new()))
+            Source::Synthetic(Box::default())
         } else {
             let text = Text::open(Path::new(&config.source), config.valid_fraction, seq_len)?;
             let order = WindowOrder::new(text.train().len(), seq_len, seed);

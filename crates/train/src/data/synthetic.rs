@@ -51,9 +51,8 @@ const ONE: u32 = 1 << 16;
 
 /// Probabilities of a letter's four successors, in 1/65536: about 0.55, 0.25, 0.13, 0.07.
 const SUCCESSOR_WEIGHTS: [u32; SUCCESSORS] = [36_045, 16_384, 8_520, 4_587];
-const _: () = assert!(
-    SUCCESSOR_WEIGHTS[0] + SUCCESSOR_WEIGHTS[1] + SUCCESSOR_WEIGHTS[2] + SUCCESSOR_WEIGHTS[3] == ONE
-);
+const _: () =
+    assert!(SUCCESSOR_WEIGHTS[0] + SUCCESSOR_WEIGHTS[1] + SUCCESSOR_WEIGHTS[2] + SUCCESSOR_WEIGHTS[3] == ONE);
 
 /// The language is the same in every run: this seeds its tables.
 const LANGUAGE_SEED: u64 = 0x6e69_6262_6c65;
@@ -300,7 +299,10 @@ mod tests {
         let language = Language::new();
         for table in &language.successors {
             for row in table {
-                assert!((0..4).all(|i| usize::from(row[i]) < LETTERS && !row[..i].contains(&row[i])), "{row:?}");
+                assert!(
+                    (0..4).all(|i| usize::from(row[i]) < LETTERS && !row[..i].contains(&row[i])),
+                    "{row:?}"
+                );
             }
         }
         let same = (0..LETTERS).filter(|&s| language.successors[0][s] == language.successors[1][s]).count();

@@ -1,0 +1,200 @@
+//! How much of the machine's multiply-add rate the matrix product reaches, shape by shape.
+//!
+//! `cargo run --release -p nibble-cpu --example gemm_peak`
+//!
+//! The peak is measured first and again beside every shape: independent chains of the instruction that the dot is
+//! made of, on as many threads. Of both, the fastest of several runs counts, so that the ratio stands even while the
+//! machine is doing other things. Conversions and packing count as the product's time.
+
+use half::bf16;
+use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, Output, ScaleValues, Scales, Shape};
+use std::time::Instant;
+
+fn main() {
+    let engine = Engine::default();
+    println!("instruction set {:?}; GFLOP/s (share of the peak of the same threads)", engine.isa());
+    for threads in [1, std::thread::available_parallelism().map_or(1, usize::from)] {
+        // Building a pool fails only where the system gives no threads; then there is nothing to measure.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool of threads");
+        let (f32_peak, bf16_peak) = (peak(&pool, threads, Dot::F32), peak(&pool, threads, Dot::Bf16));
+        println!("\n{threads} thread(s): peak F32 {f32_peak:.0}, BF16 {bf16_peak:.0}");
+        for (m, n, k) in [(2048, 384, 128), (2048, 128, 384), (2048, 512, 512), (4096, 1024, 1024), (1, 512, 512)] {
+            pool.install(|| dense(&engine, threads, &pool, m, n, k));
+        }
+        pool.install(|| groups(&engine, threads, &pool));
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Dot {
+    F32,
+    Bf16,
+}
+
+/// Best rates of `work` and of the peak, in turn; GFLOP/s.
+fn report(name: &str, flops: f64, pool: &rayon::ThreadPool, threads: usize, dot: Dot, mut work: impl FnMut()) {
+    let (mut best, mut top) = (0f64, 0f64);
+    let repeats = (2e8 / flops).clamp(1.0, 2000.0) as usize;
+    for _ in 0..12 {
+        let start = Instant::now();
+        (0..repeats).for_each(|_| work());
+        best = best.max(flops * repeats as f64 / start.elapsed().as_secs_f64() / 1e9);
+        top = top.max(peak(pool, threads, dot));
+    }
+    println!("  {name:<42} {best:7.1}  ({:4.1} %)", 100.0 * best / top);
+}
+
+/// Deterministic values in −1 .. 1.
+fn values(len: usize) -> impl Iterator<Item = f32> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0)
+}
+
+fn dense(engine: &Engine, threads: usize, pool: &rayon::ThreadPool, m: usize, n: usize, k: usize) {
+    let shape = Shape { m, n, k };
+    let flops = 2.0 * (m * n * k) as f64;
+    let (a, b): (Vec<f32>, Vec<f32>) = (values(m * k).collect(), values(n * k).collect());
+    let (ha, hb): (Vec<bf16>, Vec<bf16>) = (narrow(&a), narrow(&b));
+    let mut out = vec![0f32; m * n];
+    let mut out16 = vec![bf16::ZERO; m * n];
+    let title = format!("({m}, {n}, {k})");
+    report(&format!("{title} F32"), flops, pool, threads, Dot::F32, || {
+        let (a, b) = (Operand::rows(Data::F32(&a), k), Operand::rows(Data::F32(&b), k));
+        engine.gemm(shape, &a, &b, Output::f32(&mut out, n)).expect("the shapes agree");
+    });
+    let (rows_a, rows_b) = (Operand::rows(Data::Bf16(&ha), k), Operand::rows(Data::Bf16(&hb), k));
+    report(&format!("{title} BF16 -> F32"), flops, pool, threads, Dot::Bf16, || {
+        engine.gemm(shape, &rows_a, &rows_b, Output::f32(&mut out, n)).expect("the shapes agree");
+    });
+    report(&format!("{title} BF16 -> BF16"), flops, pool, threads, Dot::Bf16, || {
+        engine.gemm(shape, &rows_a, &rows_b, Output::bf16(&mut out16, n)).expect("the shapes agree");
+    });
+    let (columns_a, columns_b) = (Operand::transposed(Data::Bf16(&ha), m), Operand::transposed(Data::Bf16(&hb), n));
+    report(&format!("{title} BF16, both transposed"), flops, pool, threads, Dot::Bf16, || {
+        engine.gemm(shape, &columns_a, &columns_b, Output::f32(&mut out, n)).expect("the shapes agree");
+    });
+    let (codes_a, codes_b) = (codes(m * k), codes(n * k));
+    for block in [128, 32] {
+        let blocks = k.div_ceil(block);
+        let (sa, sb) = (vec![120u8; m * blocks], vec![121u8; n * blocks]);
+        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(Scales::rows(ScaleValues::E8m0(&sa), block, blocks));
+        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(Scales::tiles(ScaleValues::E8m0(&sb), block, blocks));
+        report(&format!("{title} E4M3, blocks of {block}"), flops, pool, threads, Dot::Bf16, || {
+            engine.gemm(shape, &a, &b, Output::bf16(&mut out16, n)).expect("the shapes agree");
+        });
+    }
+}
+
+/// Eight experts of 100 to 300 rows: fprop, and wgrad of the same rows.
+fn groups(engine: &Engine, threads: usize, pool: &rayon::ThreadPool) {
+    let (n, k) = (384, 128);
+    let lens = [100, 300, 180, 256, 128, 220, 150, 290];
+    let mut groups = Vec::new();
+    let mut rows = 0;
+    for len in lens {
+        groups.push(Group { start: rows, len });
+        rows += usize::next_multiple_of(len, 128);
+    }
+    let flops = 2.0 * (lens.iter().sum::<usize>() * n * k) as f64;
+    let x: Vec<bf16> = narrow(&values(rows * k).collect::<Vec<_>>());
+    let dy: Vec<bf16> = narrow(&values(rows * n).collect::<Vec<_>>());
+    let w: Vec<bf16> = narrow(&values(lens.len() * n * k).collect::<Vec<_>>());
+    let mut y = vec![bf16::ZERO; rows * n];
+    let mut dw = vec![0f32; lens.len() * n * k];
+    let weights: Vec<_> = (0..lens.len()).map(|g| Operand::rows(Data::Bf16(&w), k).at(g * n * k)).collect();
+    let a = Operand::rows(Data::Bf16(&x), k);
+    report("groups of 100-300: fprop BF16 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+        engine.grouped(&groups, n, k, &a, &weights, Output::bf16(&mut y, n)).expect("the shapes agree");
+    });
+    let (a, b) = (Operand::transposed(Data::Bf16(&dy), n), Operand::transposed(Data::Bf16(&x), k));
+    report("groups of 100-300: wgrad BF16 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+        engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
+    });
+    let (dy, x, scales) = (codes(rows * n), codes(rows * k), vec![120u8; n * rows / 128]);
+    let scales = Scales::rows(ScaleValues::E8m0(&scales), 128, rows / 128);
+    let a = Operand::rows(Data::E4m3(&dy), rows).scaled(scales);
+    let b = Operand::rows(Data::E4m3(&x), rows).scaled(scales);
+    report("groups of 100-300: wgrad E4M3 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+        engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
+    });
+}
+
+fn narrow(x: &[f32]) -> Vec<bf16> {
+    x.iter().map(|&x| bf16::from_f32(x)).collect()
+}
+
+/// Finite E4M3 codes.
+fn codes(len: usize) -> Vec<u8> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 & 0xBF).collect()
+}
+
+/// GFLOP/s of `threads` threads that do nothing but the dot's instruction, on independent chains.
+fn peak(pool: &rayon::ThreadPool, threads: usize, dot: Dot) -> f64 {
+    const ROUNDS: usize = 100_000;
+    let start = Instant::now();
+    pool.broadcast(|_| chains(ROUNDS, dot));
+    (threads * ROUNDS) as f64 * flops_per_round(dot) / start.elapsed().as_secs_f64() / 1e9
+}
+
+/// Flops of one round of twelve instructions.
+fn flops_per_round(dot: Dot) -> f64 {
+    match (Isa::best(), dot) {
+        (Isa::Avx512Bf16, Dot::Bf16) => 12.0 * 64.0,
+        (Isa::Avx512Bf16 | Isa::Avx512, _) => 12.0 * 32.0,
+        (Isa::Avx2, _) => 12.0 * 16.0,
+        (Isa::Portable, _) => 12.0 * 16.0,
+    }
+}
+
+fn chains(rounds: usize, dot: Dot) {
+    #[cfg(target_arch = "x86_64")]
+    match (Isa::best(), dot) {
+        // SAFETY: the machine has what `Isa::best` says.
+        (Isa::Avx512Bf16, Dot::Bf16) => return unsafe { x86::dots(rounds) },
+        // SAFETY: as above.
+        (Isa::Avx512Bf16 | Isa::Avx512, _) => return unsafe { x86::fmas_512(rounds) },
+        // SAFETY: as above.
+        (Isa::Avx2, _) => return unsafe { x86::fmas_256(rounds) },
+        (Isa::Portable, _) => {}
+    }
+    let _ = dot;
+    let (x, y) = std::hint::black_box((0.5f32, 0.25f32));
+    let mut sums = [[0f32; 8]; 12];
+    for _ in 0..rounds {
+        sums.iter_mut().flatten().for_each(|sum| *sum = x.mul_add(y, *sum));
+    }
+    std::hint::black_box(sums);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::asm;
+
+    /// One instruction on twelve independent accumulators, written out: a compiler would see through intrinsics.
+    macro_rules! chains {
+        ($name:ident, $instruction:literal, $register:literal, [$($i:literal)+]) => {
+            /// # Safety
+            /// The machine has the instruction.
+            pub unsafe fn $name(rounds: usize) {
+                // SAFETY: touches nothing but the registers that it declares.
+                unsafe {
+                    asm!(
+                        "vpxor xmm12, xmm12, xmm12",
+                        "2:",
+                        $(concat!($instruction, " ", $register, $i, ", ", $register, "12, ", $register, "12"),)+
+                        "dec {left}",
+                        "jnz 2b",
+                        left = inout(reg) rounds.max(1) => _,
+                        out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _,
+                        out("xmm6") _, out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
+                        out("xmm12") _,
+                        options(nomem, nostack),
+                    )
+                }
+            }
+        };
+    }
+
+    chains!(dots, "vdpbf16ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+    chains!(fmas_512, "vfmadd231ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+    chains!(fmas_256, "vfmadd231ps", "ymm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+}

@@ -1,0 +1,461 @@
+//! Cuts products into tasks and tasks into tiles.
+//!
+//! A task owns a rectangle of one product's output over its whole contraction: it packs its own panels of B, then
+//! block after block of A's rows, and writes its rectangle. Nothing is shared between tasks, so nothing is waited
+//! for, and no bit depends on who runs which.
+
+use super::operand::{Operand, Output, OutputData};
+use super::pack::{self, PanelRows, SLACK};
+use super::tile::{Kernels, MAX_TILE, Tile};
+use super::{DotKind, Isa};
+use half::bf16;
+use rayon::prelude::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// One product among those of a call: out[i][j] = A[i]·B[j] over `k`.
+pub(super) struct Problem<'a> {
+    pub a: Operand<'a>,
+    pub b: Operand<'a>,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    /// Index of the output's element (0, 0).
+    pub out: usize,
+}
+
+/// All of a call's products. The problems' outputs are disjoint and, like their operands, within their slices; all
+/// pairs of operands have the same dot and block; the machine has `isa`.
+pub(super) struct Job<'a> {
+    pub isa: Isa,
+    pub dot: DotKind,
+    pub block: Option<usize>,
+    pub problems: Vec<Problem<'a>>,
+}
+
+/// Reusable buffers of the engine for products on the caller's thread.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    a: Buffer,
+    b: Buffer,
+    a_scales: Buffer,
+    b_scales: Buffer,
+    /// Tiles whose chains are not finished, or that do not go to the output as they are.
+    tiles: Buffer,
+    a_lowest: Vec<u8>,
+    b_lowest: Vec<u8>,
+}
+
+/// One cache line.
+#[derive(Debug, Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Line([u32; 16]);
+
+/// 32-bit words on cache-line boundaries; grows, never shrinks.
+#[derive(Debug, Default)]
+struct Buffer(Vec<Line>);
+
+impl Buffer {
+    fn words(&mut self, len: usize) -> &mut [u32] {
+        let lines = len.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0; 16]));
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.0)[..len]
+    }
+
+    fn floats(&mut self, len: usize) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.words(len))
+    }
+
+    /// The beginning of all that was asked for so far.
+    fn start<T>(&self) -> *const T {
+        self.0.as_ptr().cast()
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Multiply-adds below which a call is not worth waking other threads for.
+const SERIAL_WORK: usize = 1 << 20;
+/// Multiply-adds below which a task is not cut further.
+const MIN_TASK_WORK: usize = 1 << 20;
+/// Units of the contraction whose panels stay in the caches together.
+const CHUNK_UNITS: usize = 1024;
+/// Words of B that a task packs at most (1 MiB), if they hold one panel.
+const MAX_B_WORDS: usize = 1 << 18;
+/// Words of A that are packed at a time: half of an L2 cache's half.
+const MAX_A_WORDS: usize = 48 << 10;
+/// Rows that a task has at least if there are as many, so that its packing of B pays.
+const MIN_TASK_ROWS: usize = 240;
+/// Columns that a task has at least if there are as many.
+const MIN_TASK_COLUMNS: usize = 64;
+
+/// A rectangle of a problem's output.
+struct Task {
+    problem: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+/// Runs a job on the current rayon pool.
+pub(super) fn parallel(job: &Job, out: Output) {
+    let work = job.work();
+    let threads = if work < SERIAL_WORK { 1 } else { rayon::current_num_threads() };
+    let (tasks, target) = (job.tasks(threads), Target::of(out));
+    let run = |task: &Task| {
+        SCRATCH.with(|cell| match cell.try_borrow_mut() {
+            Ok(mut scratch) => job.run(task, &target, &mut scratch),
+            Err(_) => job.run(task, &target, &mut Scratch::default()),
+        });
+    };
+    if threads == 1 || tasks.len() == 1 {
+        tasks.iter().for_each(run);
+    } else {
+        tasks.par_iter().with_max_len(1).for_each(run);
+    }
+}
+
+/// Runs a job on this thread.
+pub(super) fn serial(job: &Job, out: Output, scratch: &mut Scratch) {
+    let (tasks, target) = (job.tasks(1), Target::of(out));
+    for task in &tasks {
+        job.run(task, &target, scratch);
+    }
+}
+
+/// The output as the tasks write it, each its own rectangle.
+struct Target {
+    base: *mut u8,
+    is_f32: bool,
+    stride: usize,
+    accumulate: bool,
+}
+
+// SAFETY: the pointer comes from an exclusive borrow that outlives the job, and tasks write disjoint rectangles.
+unsafe impl Sync for Target {}
+
+impl Target {
+    fn of(out: Output) -> Self {
+        let (base, is_f32) = match out.data {
+            OutputData::F32(x) => (x.as_mut_ptr().cast(), true),
+            OutputData::Bf16(x) => (x.as_mut_ptr().cast(), false),
+        };
+        Self { base, is_f32, stride: out.stride, accumulate: out.accumulate }
+    }
+
+    /// # Safety
+    /// Rows of `columns` elements from `at` on are this task's alone; `tile` has as many, `tile_stride` apart.
+    #[inline(always)]
+    unsafe fn finish(&self, at: usize, rows: usize, columns: usize, tile: *const f32, tile_stride: usize) {
+        for i in 0..rows {
+            let at = at + i * self.stride;
+            // SAFETY: as the caller promises, and the type is the slice's own.
+            unsafe {
+                let from = std::slice::from_raw_parts(tile.add(i * tile_stride), columns);
+                if !self.is_f32 {
+                    let to = std::slice::from_raw_parts_mut(self.base.cast::<bf16>().add(at), columns);
+                    to.iter_mut().zip(from).for_each(|(y, &x)| *y = pack::round_to_bf16(x));
+                    continue;
+                }
+                let to = std::slice::from_raw_parts_mut(self.base.cast::<f32>().add(at), columns);
+                if self.accumulate {
+                    to.iter_mut().zip(from).for_each(|(y, &x)| *y += x);
+                } else {
+                    to.iter_mut().zip(from).for_each(|(y, &x)| *y = x);
+                }
+            }
+        }
+    }
+
+    /// [`Self::finish`] compiled for AVX-512.
+    ///
+    /// # Safety
+    /// As there; the machine has AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn finish_avx512(
+        &self,
+        at: usize,
+        rows: usize,
+        columns: usize,
+        tile: *const f32,
+        tile_stride: usize,
+    ) {
+        // SAFETY: passed on.
+        unsafe { self.finish(at, rows, columns, tile, tile_stride) }
+    }
+}
+
+/// What a task works with while it runs.
+struct Extent {
+    kernels: Kernels,
+    /// Units of the whole contraction and of one chunk of it.
+    units: usize,
+    chunk_units: usize,
+    /// Units of a block of scales (the whole contraction without scales), and their number.
+    block_units: usize,
+    num_blocks: usize,
+    /// Rows of A packed at a time.
+    block_rows: usize,
+}
+
+impl Job<'_> {
+    /// Multiply-adds of all problems.
+    fn work(&self) -> usize {
+        let work = |p: &Problem| p.m.saturating_mul(p.n).saturating_mul(p.k);
+        self.problems.iter().map(work).fold(0, usize::saturating_add)
+    }
+
+    fn extent(&self, problem: &Problem) -> Extent {
+        let kernels = Kernels::of(self.isa, self.dot);
+        let units = pack::units(self.dot, problem.k);
+        let (block_units, num_blocks) = match self.block {
+            Some(block) => (block / 2, problem.k.div_ceil(block)),
+            None => (units.max(1), 1),
+        };
+        let chunk_units = match self.block {
+            Some(_) if block_units <= CHUNK_UNITS => CHUNK_UNITS / block_units * block_units,
+            Some(_) => block_units,
+            None => CHUNK_UNITS,
+        };
+        let tall = kernels.max_rows();
+        let block_rows = (MAX_A_WORDS / units.clamp(1, chunk_units) / tall).clamp(1, 16) * tall;
+        Extent { kernels, units, chunk_units, block_units, num_blocks, block_rows }
+    }
+
+    /// Cuts the problems into tasks of about equal work for `threads`.
+    fn tasks(&self, threads: usize) -> Vec<Task> {
+        let target = if threads == 1 { usize::MAX } else { (self.work() / (4 * threads)).max(MIN_TASK_WORK) };
+        let mut tasks = Vec::new();
+        for (problem, p) in self.problems.iter().enumerate() {
+            let x = self.extent(p);
+            let (tall, wide) = (x.kernels.max_rows(), Kernels::MAX_VECTORS * x.kernels.lanes);
+            let k = p.k.max(1);
+            let mut columns = p.n.min((MAX_B_WORDS / x.units.max(1) / wide).max(1) * wide).max(1);
+            let mut rows = p.m.max(1);
+            if rows.saturating_mul(columns).saturating_mul(k) > target {
+                rows = (target / (columns * k)).max(MIN_TASK_ROWS).min(rows);
+            }
+            if rows.saturating_mul(columns).saturating_mul(k) / 2 > target {
+                columns = (target / (rows * k)).max(MIN_TASK_COLUMNS).min(columns);
+            }
+            for rows in even_cuts(p.m, rows, tall) {
+                for columns in even_cuts(p.n, columns, wide) {
+                    tasks.push(Task { problem, rows: rows.clone(), columns });
+                }
+            }
+        }
+        tasks
+    }
+
+    fn run(&self, task: &Task, target: &Target, scratch: &mut Scratch) {
+        let p = &self.problems[task.problem];
+        if p.k == 0 && target.accumulate {
+            return;
+        }
+        let x = self.extent(p);
+        let num_chunks = x.units.div_ceil(x.chunk_units).max(1);
+        let padded = task.columns.len().next_multiple_of(x.kernels.lanes);
+        scratch.b.words(padded * x.units + SLACK);
+        scratch.a.words((x.block_rows + x.kernels.max_rows()) * x.chunk_units.min(x.units) + SLACK);
+        self.pack_b(p, &x, task, scratch);
+        for first in task.rows.clone().step_by(x.block_rows) {
+            let rows = first..(first + x.block_rows).min(task.rows.end);
+            scratch.a_lowest.clear();
+            if let Some(scales) = &p.a.scales {
+                let to = scratch.a_scales.floats((rows.len() + x.kernels.max_rows()) * x.num_blocks);
+                for panel in row_panels(&x.kernels, rows.clone()) {
+                    pack::scale_panel(
+                        scales,
+                        &panel,
+                        x.num_blocks,
+                        &mut to[(panel.first - first) * x.num_blocks..],
+                    );
+                }
+            }
+            for chunk_idx in 0..num_chunks {
+                let chunk = Chunk {
+                    rows: rows.clone(),
+                    first_unit: chunk_idx * x.chunk_units,
+                    units: x.chunk_units.min(x.units - chunk_idx * x.chunk_units),
+                    is_first: chunk_idx == 0,
+                    is_last: chunk_idx + 1 == num_chunks,
+                };
+                self.pack_a(p, &chunk, &x.kernels, scratch);
+                self.multiply(p, &x, task, &chunk, target, scratch);
+            }
+        }
+    }
+
+    /// Packs a task's columns of B over the whole contraction.
+    fn pack_b(&self, p: &Problem, x: &Extent, task: &Task, scratch: &mut Scratch) {
+        scratch.b_lowest.clear();
+        for panel in column_panels(&x.kernels, task.columns.clone()) {
+            let lane = panel.first - task.columns.start;
+            let to = &mut scratch.b.words((lane + panel.width) * x.units + SLACK)[lane * x.units..];
+            pack::panel(self.isa, &p.b, &panel, 0..p.k, to);
+            scratch.b_lowest.push(lowest_exponent(&x.kernels, &p.b, &mut to[..panel.width * x.units]));
+            if let Some(scales) = &p.b.scales {
+                let to = scratch.b_scales.floats((lane + panel.width) * x.num_blocks);
+                pack::scale_panel(scales, &panel, x.num_blocks, &mut to[lane * x.num_blocks..]);
+            }
+        }
+    }
+
+    /// Packs a chunk of a block of A's rows. The lowest exponents become those of the contraction up to here:
+    /// a sum that goes on inherits the smallest quantum of all that went into it.
+    fn pack_a(&self, p: &Problem, chunk: &Chunk, kernels: &Kernels, scratch: &mut Scratch) {
+        let per_unit = if self.dot == DotKind::F32 { 1 } else { 2 };
+        let k = chunk.first_unit * per_unit..((chunk.first_unit + chunk.units) * per_unit).min(p.k);
+        for (i, panel) in row_panels(kernels, chunk.rows.clone()).enumerate() {
+            let row = panel.first - chunk.rows.start;
+            let to = &mut scratch.a.words((row + panel.width) * chunk.units + SLACK)[row * chunk.units..];
+            pack::panel(self.isa, &p.a, &panel, k.clone(), to);
+            let lowest = lowest_exponent(kernels, &p.a, &mut to[..panel.width * chunk.units]);
+            match scratch.a_lowest.get_mut(i) {
+                Some(so_far) => *so_far = lowest.min(*so_far),
+                None => scratch.a_lowest.push(lowest),
+            }
+        }
+    }
+
+    /// All tiles of a chunk.
+    fn multiply(
+        &self,
+        p: &Problem,
+        x: &Extent,
+        task: &Task,
+        chunk: &Chunk,
+        target: &Target,
+        scratch: &mut Scratch,
+    ) {
+        let one_chunk = chunk.is_first && chunk.is_last;
+        let panels_down = chunk.rows.len().div_ceil(x.kernels.max_rows());
+        let panels_across = task.columns.len().div_ceil(Kernels::MAX_VECTORS * x.kernels.lanes);
+        let num_tiles = if one_chunk { 1 } else { panels_down * panels_across };
+        let Scratch { a, b, a_scales, b_scales, tiles, a_lowest, b_lowest } = scratch;
+        let tiles = tiles.floats(num_tiles * MAX_TILE).as_mut_ptr();
+        let (a, b) = (a.start::<u32>(), b.start::<u32>());
+        let (a_scales, b_scales) = (a_scales.start::<f32>(), b_scales.start::<f32>());
+        let first_block = chunk.first_unit / x.block_units;
+        for (j, bp) in column_panels(&x.kernels, task.columns.clone()).enumerate() {
+            for (i, ap) in row_panels(&x.kernels, chunk.rows.clone()).enumerate() {
+                let (row, column) = (ap.first - chunk.rows.start, bp.first - task.columns.start);
+                let at = p.out + ap.first * target.stride + bp.first;
+                let whole = ap.rows == ap.width && bp.rows == bp.width;
+                let direct = target.is_f32 && !target.accumulate && whole;
+                let run = match x.kernels.run_flushing {
+                    Some(flushing) if pack::sums_may_be_tiny(a_lowest[i], b_lowest[j]) => flushing,
+                    _ => x.kernels.run,
+                };
+                // SAFETY: the panels lie where `pack_a` and `pack_b` put them, and the scales beside them; a tile's
+                // buffer holds the largest tile; a direct tile is within this task's rectangle of the output. The
+                // machine has the kernel's instructions, and the widths are those of its kernels.
+                unsafe {
+                    let (out, stride) = if direct {
+                        (target.base.cast::<f32>().add(at), target.stride)
+                    } else {
+                        let idx = if one_chunk { 0 } else { j * panels_down + i };
+                        (tiles.add(idx * MAX_TILE), bp.width)
+                    };
+                    let mut tile = Tile {
+                        a: a.add(row * chunk.units),
+                        b: b.add(column * x.units + chunk.first_unit * bp.width),
+                        units: chunk.units,
+                        out,
+                        stride,
+                        first: chunk.is_first,
+                        scales: None,
+                    };
+                    let vectors = bp.width / x.kernels.lanes;
+                    if self.block.is_none() || chunk.units == 0 {
+                        run(&tile, ap.width, vectors);
+                    } else {
+                        let mut sa = a_scales.add(row * x.num_blocks + first_block * ap.width);
+                        let mut sb = b_scales.add(column * x.num_blocks + first_block * bp.width);
+                        let mut left = chunk.units;
+                        while left > 0 {
+                            tile.units = left.min(x.block_units);
+                            tile.scales = Some((sa, sb));
+                            run(&tile, ap.width, vectors);
+                            tile.a = tile.a.add(tile.units * ap.width);
+                            tile.b = tile.b.add(tile.units * bp.width);
+                            (sa, sb) = (sa.add(ap.width), sb.add(bp.width));
+                            left -= tile.units;
+                            tile.first = false;
+                        }
+                    }
+                    if chunk.is_last && !direct {
+                        self.finish(target, at, ap.rows, bp.rows, out, stride);
+                    }
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Target::finish`].
+    unsafe fn finish(
+        &self,
+        to: &Target,
+        at: usize,
+        rows: usize,
+        columns: usize,
+        tile: *const f32,
+        stride: usize,
+    ) {
+        // SAFETY: passed on; the machine has `self.isa`.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if matches!(self.isa, Isa::Avx512 | Isa::Avx512Bf16) {
+                return to.finish_avx512(at, rows, columns, tile, stride);
+            }
+            to.finish(at, rows, columns, tile, stride);
+        }
+    }
+}
+
+/// Makes a packed panel fit for an emulated BF16 dot and says how small its elements are.
+fn lowest_exponent(kernels: &Kernels, from: &Operand, panel: &mut [u32]) -> u8 {
+    match kernels.run_flushing {
+        Some(_) if pack::may_be_tiny(&from.data) => pack::flush_subnormals(panel),
+        _ => pack::LOWEST_OF_CODES,
+    }
+}
+
+/// A stretch of the contraction for a block of A's rows.
+struct Chunk {
+    rows: Range<usize>,
+    first_unit: usize,
+    units: usize,
+    is_first: bool,
+    is_last: bool,
+}
+
+/// `0..total` in pieces of about equal length, none longer than `most` rounded up to a multiple of `align`.
+fn even_cuts(total: usize, most: usize, align: usize) -> impl Iterator<Item = Range<usize>> {
+    let pieces = total.div_ceil(most).max(1);
+    let length = total.div_ceil(pieces).next_multiple_of(align).max(1);
+    (0..total).step_by(length).map(move |first| first..(first + length).min(total))
+}
+
+/// The panels of a range of A's rows.
+fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = PanelRows> {
+    let (tall, kernels) = (kernels.max_rows(), *kernels);
+    rows.clone().step_by(tall).map(move |first| {
+        let width = kernels.rows_for(rows.end - first);
+        PanelRows { first, rows: width.min(rows.end - first), width }
+    })
+}
+
+/// The panels of a range of D's columns.
+fn column_panels(kernels: &Kernels, columns: Range<usize>) -> impl Iterator<Item = PanelRows> {
+    let kernels = *kernels;
+    columns.clone().step_by(Kernels::MAX_VECTORS * kernels.lanes).map(move |first| {
+        let width = kernels.vectors_for(columns.end - first) * kernels.lanes;
+        PanelRows { first, rows: width.min(columns.end - first), width }
+    })
+}

@@ -1,0 +1,226 @@
+//! The matrix product of the CPU: D = A·Bᵀ on plain slices, A `[m, k]`, B `[n, k]`, with the three dots of
+//! [`spec`] in the same bits on every instruction set and for every number of threads.
+//!
+//! Operands are strided views ([`Operand`]) of F32, BF16, or FP8 and FP4 codes with scales; F32 and BF16 may lie
+//! transposed, which gives A·B and Aᵀ·B. Which dot is used follows from the operands: F32 with F32, else the BF16
+//! dot, block by block if there are scales.
+//!
+//! How it is fast: operands are packed into panels (`pack`) that fit the register tiles (`tile`); a product is cut
+//! into tasks that rayon balances (`drive`). The contraction is never split between threads, and a chain that is
+//! interrupted to stay in the caches goes on from the F32 that it left.
+
+mod decode;
+mod drive;
+mod error;
+mod isa;
+mod lanes;
+mod operand;
+mod pack;
+pub mod spec;
+mod tile;
+
+pub use drive::Scratch;
+pub use error::GemmError;
+pub use isa::Isa;
+pub use operand::{Data, Operand, Output, OutputData, ScaleValues, Scales};
+
+use drive::{Job, Problem};
+use operand::DotKind;
+
+/// The sizes of a product: D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Rows of A and of D.
+    pub m: usize,
+    /// Rows of B, columns of D.
+    pub n: usize,
+    /// The contraction.
+    pub k: usize,
+}
+
+/// The rows of one expert: `start .. start + len` of a ragged matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    /// First row.
+    pub start: usize,
+    /// Number of rows.
+    pub len: usize,
+}
+
+/// The products, on one instruction set. Parallel entry points use the rayon pool they are called in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Engine {
+    isa: Isa,
+}
+
+impl Default for Engine {
+    fn default() -> Self {
+        Self { isa: Isa::best() }
+    }
+}
+
+impl Engine {
+    /// The engine on a chosen instruction set.
+    ///
+    /// # Errors
+    /// If the machine lacks it.
+    pub fn with_isa(isa: Isa) -> Result<Self, GemmError> {
+        Ok(Self { isa: isa.checked()? })
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// D = A·Bᵀ.
+    ///
+    /// # Errors
+    /// If an operand or the output is too short for the shape, or the operands cannot be multiplied with each other.
+    pub fn gemm(&self, shape: Shape, a: &Operand, b: &Operand, out: Output) -> Result<(), GemmError> {
+        drive::parallel(&self.single(shape, a, b, &out)?, out);
+        Ok(())
+    }
+
+    /// D = A·Bᵀ on the calling thread alone, for use within a parallel region: attention does its heads so.
+    ///
+    /// # Errors
+    /// As [`Engine::gemm`].
+    pub fn gemm_serial(
+        &self,
+        shape: Shape,
+        a: &Operand,
+        b: &Operand,
+        out: Output,
+        scratch: &mut Scratch,
+    ) -> Result<(), GemmError> {
+        drive::serial(&self.single(shape, a, b, &out)?, out, scratch);
+        Ok(())
+    }
+
+    fn single<'a>(
+        &self,
+        shape: Shape,
+        a: &Operand<'a>,
+        b: &Operand<'a>,
+        out: &Output,
+    ) -> Result<Job<'a>, GemmError> {
+        let Shape { m, n, k } = shape;
+        self.job(vec![Problem { a: *a, b: *b, m, n, k, out: out.offset }], out)
+    }
+
+    /// For each group g: rows `start .. start + len` of D = the same rows of A times B\[g\]ᵀ. Rows of no group are
+    /// left as they are. This is fprop, and dgrad with the weights read transposed.
+    ///
+    /// # Errors
+    /// As [`Engine::gemm`]; if there are not as many B as groups; if groups overlap or are not in ascending order.
+    pub fn grouped(
+        &self,
+        groups: &[Group],
+        n: usize,
+        k: usize,
+        a: &Operand,
+        b: &[Operand],
+        out: Output,
+    ) -> Result<(), GemmError> {
+        if b.len() != groups.len() {
+            return Err(GemmError::new(
+                "b",
+                format!("{} operands", b.len()),
+                format!("one for each of {} groups", groups.len()),
+            ));
+        }
+        let mut problems = Vec::with_capacity(groups.len());
+        let mut free = 0;
+        for (group, b) in groups.iter().zip(b).filter(|(group, _)| group.len > 0) {
+            free = group.after(free)?;
+            let start = group.start;
+            let out = operand::shifted("groups", out.offset, start, out.stride)?;
+            problems.push(Problem { a: a.from_row("a", start)?, b: *b, m: group.len, n, k, out });
+        }
+        drive::parallel(&self.job(problems, &out)?, out);
+        Ok(())
+    }
+
+    /// For each group g: D\[g\] `[m, n]` = the sum over rows r of the group of A(r)ᵀ·B(r): the contraction runs over
+    /// the group's rows. D\[g\] lies `m · stride` after D\[g − 1\]. An empty group's D is zero, or left as it is when
+    /// accumulating. This is wgrad: plain operands lie `[rows, m]` and `[rows, n]` and are read transposed; block-scaled
+    /// ones are stored transposed, codes `[m][capacity]`, with every `start` a multiple of the block.
+    ///
+    /// # Errors
+    /// As [`Engine::gemm`]; if a group starts within a block.
+    pub fn ragged(
+        &self,
+        groups: &[Group],
+        m: usize,
+        n: usize,
+        a: &Operand,
+        b: &Operand,
+        out: Output,
+    ) -> Result<(), GemmError> {
+        let mut problems = Vec::with_capacity(groups.len());
+        for (g, group) in groups.iter().enumerate() {
+            let start = if group.len == 0 { 0 } else { group.start };
+            let at = operand::shifted("out", out.offset, g.saturating_mul(m), out.stride)?;
+            problems.push(Problem {
+                a: a.from_contraction("a", start)?,
+                b: b.from_contraction("b", start)?,
+                m,
+                n,
+                k: group.len,
+                out: at,
+            });
+        }
+        drive::parallel(&self.job(problems, &out)?, out);
+        Ok(())
+    }
+
+    /// Checks the problems of a call against their slices.
+    fn job<'a>(&self, problems: Vec<Problem<'a>>, out: &Output) -> Result<Job<'a>, GemmError> {
+        if out.accumulate && matches!(out.data, OutputData::Bf16(_)) {
+            return Err(GemmError::new(
+                "out",
+                "BF16 to be accumulated into",
+                "F32: a BF16 sum would round every time",
+            ));
+        }
+        let (mut dot, mut block) = (DotKind::F32, None);
+        for (i, p) in problems.iter().enumerate() {
+            p.a.check("a", p.m, p.k)?;
+            p.b.check("b", p.n, p.k)?;
+            let kind = operand::pair(&p.a, &p.b)?;
+            if i > 0 && kind != (dot, block) {
+                return Err(GemmError::new(
+                    "b",
+                    "of different kinds from group to group",
+                    "the same kind for all groups",
+                ));
+            }
+            (dot, block) = kind;
+            if p.m == 0 || p.n == 0 {
+                continue;
+            }
+            let end = operand::extent(p.out, p.m, out.stride, p.n);
+            if (p.m > 1 && out.stride < p.n) || end.is_none_or(|end| end > out.len()) {
+                let got = format!("{} elements, rows {} apart", out.len(), out.stride);
+                let expected = format!("room for {} rows of {} from element {}", p.m, p.n, p.out);
+                return Err(GemmError::new("out", got, expected));
+            }
+        }
+        Ok(Job { isa: self.isa, dot, block, problems })
+    }
+}
+
+impl Group {
+    /// The first row after this group, which may not begin before `free`.
+    fn after(&self, free: usize) -> Result<usize, GemmError> {
+        let end = self.start.checked_add(self.len).filter(|_| self.start >= free);
+        end.ok_or_else(|| {
+            let got = format!("rows {} and {} more", self.start, self.len);
+            GemmError::new("groups", got, format!("ascending and disjoint: none before row {free}"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

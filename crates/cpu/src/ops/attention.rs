@@ -1,0 +1,1 @@
+//! See `nibble_core::ops`.

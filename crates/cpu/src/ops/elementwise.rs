@@ -1,0 +1,275 @@
+//! See [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
+//! [`nibble_core::ops::SumShards`] and [`nibble_core::ops::SumSquares`].
+//!
+//! Each body here is one loop without branches; compiled for each instruction set it is specification and fast path.
+
+use crate::gemm::Isa;
+use crate::simd::per_isa;
+use crate::{Buf, Cpu, Path};
+use half::bf16;
+use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares};
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use rayon::prelude::*;
+
+/// Elements of one thread's share at least: on fewer a fork costs more than it saves.
+const SHARE: usize = 1 << 14;
+
+/// Rows of `width` elements that make a share.
+pub(super) fn rows_per_share(width: usize) -> usize {
+    (SHARE / width.max(1)).max(1)
+}
+
+/// Runs `body` on every share, among the threads of the pool unless there is only one.
+pub(super) fn run_shares<S: Send>(cpu: &Cpu, shares: Vec<S>, body: impl Fn(S) + Send + Sync) {
+    if shares.len() <= 1 {
+        shares.into_iter().for_each(body);
+    } else {
+        cpu.pool().install(|| shares.into_par_iter().for_each(body));
+    }
+}
+
+/// Divides the rows of `out` among the threads: `body(first row, those rows)`.
+pub(super) fn for_rows<T: Plain>(
+    cpu: &Cpu,
+    out: &mut [T],
+    width: usize,
+    body: impl Fn(usize, &mut [T]) + Send + Sync,
+) {
+    if width == 0 {
+        return;
+    }
+    let rows = rows_per_share(width);
+    let shares = out.chunks_mut(rows * width).enumerate().collect();
+    run_shares(cpu, shares, |(share, out)| body(share * rows, out));
+}
+
+/// An element of a plain tensor, computed with in F32.
+pub(super) trait Float: Plain + Copy {
+    /// The value.
+    fn widen(self) -> f32;
+    /// Rounds to nearest even. A NaN stays a NaN.
+    fn narrow(x: f32) -> Self;
+    /// [`Float::narrow`] of a whole slice.
+    fn narrow_slice(isa: Isa, x: &[f32], out: &mut [Self]);
+    /// A tensor's elements.
+    fn data(buf: Buf<Self>) -> Data<Cpu>;
+}
+
+impl Float for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> f32 {
+        x
+    }
+    fn narrow_slice(_: Isa, x: &[f32], out: &mut [f32]) {
+        out.copy_from_slice(x);
+    }
+    fn data(buf: Buf<f32>) -> Data<Cpu> {
+        Data::F32(buf)
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> bf16 {
+        // `bf16::from_f32` gives the same bits, but branches where this selects.
+        let bits = x.to_bits();
+        let even = (bits >> 16) & 1;
+        let rounded = bits.wrapping_add(0x7FFF + even) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+    }
+    fn narrow_slice(isa: Isa, x: &[f32], out: &mut [bf16]) {
+        narrow_bf16(isa, x, out);
+    }
+    fn data(buf: Buf<bf16>) -> Data<Cpu> {
+        Data::Bf16(buf)
+    }
+}
+
+#[inline(always)]
+fn narrow_body(x: &[f32], out: &mut [bf16]) {
+    for (out, &x) in out.iter_mut().zip(x) {
+        *out = bf16::narrow(x);
+    }
+}
+per_isa!(fn narrow_bf16 = narrow_body; (x: &[f32], out: &mut [bf16]));
+
+#[inline(always)]
+fn widen_body(x: &[bf16], out: &mut [f32]) {
+    for (out, x) in out.iter_mut().zip(x) {
+        *out = x.widen();
+    }
+}
+per_isa!(fn widen_bf16 = widen_body; (x: &[bf16], out: &mut [f32]));
+
+/// Plain → plain. A cast to the type it has shares the buffer.
+pub(crate) fn cast(cpu: &Cpu, op: Cast<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let data = match (&op.x.data, op.dtype) {
+        (Data::F32(x), DType::Bf16) => Data::Bf16(map(cpu, x.as_slice(), narrow_bf16)),
+        (Data::Bf16(x), DType::F32) => Data::F32(map(cpu, x.as_slice(), widen_bf16)),
+        (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
+    };
+    Tensor::new(data, op.x.rows, op.x.cols)
+}
+
+fn map<T: Plain, U: Plain>(cpu: &Cpu, x: &[T], body: fn(Isa, &[T], &mut [U])) -> Buf<U> {
+    let mut out = cpu.scratch::<U>(x.len());
+    for_rows(cpu, out.as_mut_slice(), 1, |first, out| body(cpu.isa(), &x[first..][..out.len()], out));
+    out
+}
+
+/// Element i is std · normal(first + i), one product in F32.
+pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
+    let len = op.rows.checked_mul(op.cols).filter(|&len| op.first.checked_add(len as u64).is_some());
+    let Some(len) = len else {
+        let got = format!("{} + {} · {}", op.first, op.rows, op.cols);
+        return Err(Error::shape("init_normal", "first + rows · cols", got, "an index below 2^64"));
+    };
+    let mut out = cpu.scratch::<f32>(len);
+    for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+        let first = op.first + first as u64;
+        match cpu.path() {
+            Path::Scalar => {
+                for (e, out) in (first..).zip(out) {
+                    *out = op.stream.normal_at(e) * op.std;
+                }
+            }
+            Path::Simd => fill_normal(&op, first, out),
+        }
+    });
+    Tensor::new(Data::F32(out), op.rows, op.cols)
+}
+
+/// One block of Philox for the four elements it serves.
+fn fill_normal(op: &InitNormal, first: u64, out: &mut [f32]) {
+    let mut q = u64::MAX; // no element lies in this block: e / 4 < 2⁶²
+    let mut words = [0; 4];
+    for (e, out) in (first..).zip(out) {
+        if e / 4 != q {
+            q = e / 4;
+            words = op.stream.block(q);
+        }
+        *out = nibble_formats::philox::normal_from_bits(words[(e % 4) as usize]) * op.std;
+    }
+}
+
+#[inline(always)]
+fn add_body<T: Float>(a: &[T], b: &[T], out: &mut [T]) {
+    for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+        *out = T::narrow(a.widen() + b.widen());
+    }
+}
+per_isa!(fn add_f32 = add_body::<f32>; (a: &[f32], b: &[f32], out: &mut [f32]));
+per_isa!(fn add_bf16 = add_body::<bf16>; (a: &[bf16], b: &[bf16], out: &mut [bf16]));
+
+/// a + b in F32, rounded once.
+pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let data = match (&op.a.data, &op.b.data) {
+        (Data::F32(a), Data::F32(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_f32),
+        (Data::Bf16(a), Data::Bf16(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_bf16),
+        _ => return Err(Error::shape("add", "type of b", op.b.dtype(), op.a.dtype())),
+    };
+    Tensor::new(data, op.a.rows, op.a.cols)
+}
+
+fn sum_of<T: Float>(cpu: &Cpu, a: &[T], b: &[T], body: fn(Isa, &[T], &[T], &mut [T])) -> Data<Cpu> {
+    let mut out = cpu.scratch::<T>(a.len());
+    for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+        body(cpu.isa(), &a[first..][..out.len()], &b[first..][..out.len()], out);
+    });
+    T::data(out)
+}
+
+/// Elements whose tree is closed while they lie in the nearest cache.
+const TREE_CHUNK: usize = 1024;
+
+/// ((0+1)+(2+3))…, element by element.
+pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let x = op.x.f32("sum_shards", "x")?.as_slice();
+    let (rows, cols) = (op.x.rows / op.shards.max(1), op.x.cols);
+    let len = rows * cols;
+    let mut out = cpu.scratch::<f32>(len);
+    for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+        for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
+            let at = first + chunk * TREE_CHUNK;
+            sum_tree(cpu.isa(), x, len, at, 0..op.shards, out);
+        }
+    });
+    Tensor::new(Data::F32(out), rows, cols)
+}
+
+/// The tree over these shards (one at least) of elements `at ..` of each shard of `len` elements.
+fn sum_tree(isa: Isa, x: &[f32], len: usize, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
+    let of = |shard: usize| &x[shard * len + at..][..out.len()];
+    match shards.len() {
+        0 | 1 => return out.copy_from_slice(of(shards.start)),
+        2 => return add_f32(isa, of(shards.start), of(shards.start + 1), out),
+        _ => {}
+    }
+    let middle = shards.start + shards.len() / 2;
+    let (mut left, mut right) = ([0.0; TREE_CHUNK], [0.0; TREE_CHUNK]);
+    let (left, right) = (&mut left[..out.len()], &mut right[..out.len()]);
+    sum_tree(isa, x, len, at, shards.start..middle, left);
+    sum_tree(isa, x, len, at, middle..shards.end, right);
+    add_f32(isa, left, right, out);
+}
+
+/// Lanes of a fixed-order sum: element i goes to lane i mod 16.
+pub(super) const LANES: usize = 16;
+
+/// Closes the lanes by the tree 8, 4, 2, 1.
+#[inline(always)]
+pub(super) fn close_lanes<T: Copy + std::ops::AddAssign>(mut lanes: [T; LANES]) -> T {
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            let upper = lanes[i + half];
+            lanes[i] += upper;
+        }
+    }
+    lanes[0]
+}
+
+#[inline(always)]
+fn sum_squares_body(x: &[f32]) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let (whole, rest) = x.as_chunks::<LANES>();
+    for x in whole {
+        for (lane, &x) in lanes.iter_mut().zip(x) {
+            *lane += f64::from(x) * f64::from(x); // the product is exact
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane += f64::from(x) * f64::from(x);
+    }
+    close_lanes(lanes)
+}
+per_isa!(fn sum_squares_of = sum_squares_body; (x: &[f32]) -> f64);
+
+/// Σ x² of each part; threads divide the parts, never a sum.
+pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<Vec<f64>> {
+    let x = op.x.f32("sum_squares", "x")?.as_slice();
+    if op.parts == 0 || !x.len().is_multiple_of(op.parts) {
+        return Err(Error::shape("sum_squares", "parts", op.parts, format!("a divisor of {} rows", op.x.rows)));
+    }
+    let len = x.len() / op.parts;
+    let mut sums = vec![0.0; op.parts];
+    let per_share = rows_per_share(len);
+    let shares = sums.chunks_mut(per_share).enumerate().collect();
+    run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {
+        for (part, sum) in (share * per_share..).zip(sums) {
+            *sum = sum_squares_of(cpu.isa(), &x[part * len..][..len]);
+        }
+    });
+    Ok(sums)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+//! See [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
+
+use super::elementwise::{Float, for_rows, run_shares};
+use crate::gemm::Isa;
+use crate::simd::per_isa;
+use crate::{Buf, Cpu};
+use half::bf16;
+use nibble_core::ops::{Embed, EmbedBackward};
+use nibble_core::{DType, Data, Error, Result, Tensor};
+
+/// Copies rows, rounding them on the way.
+pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let table = op.table.f32("embed", "table")?.as_slice();
+    let (ids, d) = (op.ids.as_slice(), op.table.cols);
+    check_ids("embed", ids, op.table.rows)?;
+    let data = match op.dtype {
+        DType::F32 => Data::F32(look_up(cpu, table, ids, d)),
+        DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d)),
+    };
+    Tensor::new(data, ids.len(), d)
+}
+
+fn look_up<T: Float>(cpu: &Cpu, table: &[f32], ids: &[i32], d: usize) -> Buf<T> {
+    let mut out = cpu.scratch::<T>(ids.len() * d);
+    for_rows(cpu, out.as_mut_slice(), d, |first, out| {
+        for (out, &id) in out.chunks_exact_mut(d).zip(&ids[first..]) {
+            // Not negative, and a row of the table: `check_ids`.
+            T::narrow_slice(cpu.isa(), &table[id as usize * d..][..d], out);
+        }
+    });
+    out
+}
+
+/// Every id a row of the table.
+fn check_ids(op: &'static str, ids: &[i32], vocab: usize) -> Result<()> {
+    match ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab)) {
+        None => Ok(()),
+        Some(row) => {
+            let got = format!("{} in row {row}", ids[row]);
+            Err(Error::shape(op, "ids", got, format!("a row of the table, at least 0 and below {vocab}")))
+        }
+    }
+}
+
+#[inline(always)]
+fn accumulate_body<T: Float>(x: &[T], sum: &mut [f32]) {
+    for (sum, x) in sum.iter_mut().zip(x) {
+        *sum += x.widen();
+    }
+}
+per_isa!(fn accumulate_f32 = accumulate_body::<f32>; (x: &[f32], sum: &mut [f32]));
+per_isa!(fn accumulate_bf16 = accumulate_body::<bf16>; (x: &[bf16], sum: &mut [f32]));
+
+/// Threads divide the rows of the table; each adds to its own in the order of the tokens.
+pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()> {
+    const OP: &str = "embed_backward";
+    if op.shards == 0 {
+        return Err(Error::shape(OP, "shards", 0, "at least 1"));
+    }
+    let ids = op.ids.as_slice();
+    let (vocab, dtype) = (op.grad.rows / op.shards, op.grad.dtype());
+    check_ids(OP, ids, vocab)?;
+    let Data::F32(grad) = &mut op.grad.data else {
+        return Err(Error::shape(OP, "type of grad", dtype, DType::F32));
+    };
+    let grad = grad.as_mut_slice();
+    let tokens = Tokens { ids, shards: op.shards, vocab, d: op.dy.cols };
+    match &op.dy.data {
+        Data::F32(dy) => tokens.accumulate(cpu, dy.as_slice(), grad, accumulate_f32),
+        Data::Bf16(dy) => tokens.accumulate(cpu, dy.as_slice(), grad, accumulate_bf16),
+    }
+    Ok(())
+}
+
+/// Which row of the gradient each row of dy goes to.
+struct Tokens<'a> {
+    ids: &'a [i32],
+    shards: usize,
+    vocab: usize,
+    d: usize,
+}
+
+impl Tokens<'_> {
+    fn accumulate<T: Float>(&self, cpu: &Cpu, dy: &[T], grad: &mut [f32], add: fn(Isa, &[T], &mut [f32])) {
+        let (d, per_shard) = (self.d, self.ids.len() / self.shards);
+        if d == 0 || self.vocab == 0 || per_shard == 0 {
+            return;
+        }
+        // Every share reads all ids of its shard, so there are no more of them than threads; few rows need one.
+        let threads = if dy.len() < 1 << 14 { 1 } else { cpu.pool().current_num_threads() };
+        let rows = self.vocab.div_ceil(threads.div_ceil(self.shards));
+        let mut shares = Vec::new();
+        for (shard, grad) in grad.chunks_mut(self.vocab * d).enumerate() {
+            for (i, grad) in grad.chunks_mut(rows * d).enumerate() {
+                shares.push((shard, i * rows, grad));
+            }
+        }
+        let body = |(shard, first, grad): (usize, usize, &mut [f32])| {
+            let tokens = shard * per_shard..(shard + 1) * per_shard;
+            for token in tokens {
+                let row = (self.ids[token] as usize).wrapping_sub(first);
+                if row < grad.len() / d {
+                    add(cpu.isa(), &dy[token * d..][..d], &mut grad[row * d..][..d]);
+                }
+            }
+        };
+        if threads == 1 { shares.into_iter().for_each(body) } else { run_shares(cpu, shares, body) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

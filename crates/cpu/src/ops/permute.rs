@@ -1,0 +1,245 @@
+//! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
+//! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
+
+use super::elementwise::{Float, for_rows};
+use crate::gemm::Isa;
+use crate::simd::per_isa;
+use crate::{Buf, Cpu};
+use half::bf16;
+use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
+use nibble_core::{
+    Backend, BlockScaled, Data, Error, Groups, Operand, PermuteMap, Plain, Result, Scales, Tensor, round_up,
+};
+use nibble_formats::{BlockAxis, ScaleLayout};
+
+/// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
+pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
+    let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
+    let counts = count_slots(&op)?;
+    let mut start = Vec::with_capacity(op.num_groups + 1);
+    let mut end = 0;
+    for &count in &counts {
+        start.push(end);
+        end += round_up(count, op.align);
+    }
+    start.push(end);
+    if end > op.capacity {
+        return Err(Error::Capacity { op: "plan_permute", needed: end, capacity: op.capacity });
+    }
+    let mut row_id = cpu.scratch::<i32>(op.capacity);
+    let mut source_row = cpu.scratch::<i32>(op.capacity);
+    let mut slot_row = cpu.scratch::<i32>(counts.iter().sum());
+    row_id.as_mut_slice().fill(-1);
+    source_row.as_mut_slice().fill(-1);
+    let mut slots = slot_row.as_mut_slice().iter_mut();
+    let mut next = start.clone();
+    for (token, experts) in expert.chunks_exact(op.top_k).enumerate() {
+        for (slot, &expert) in experts.iter().enumerate() {
+            // `count_slots` saw every expert and every row id in range, and as many slots as there are places.
+            let Ok(expert) = usize::try_from(expert) else { continue };
+            let row = next[expert];
+            next[expert] += 1;
+            row_id.as_mut_slice()[row] = token_id[token] * op.top_k as i32 + slot as i32;
+            source_row.as_mut_slice()[row] = token as i32;
+            if let Some(place) = slots.next() {
+                *place = row as i32;
+            }
+        }
+    }
+    let as_i32 = |values: &[usize]| values.iter().map(|&v| v as i32).collect::<Vec<_>>();
+    Ok(PermuteMap {
+        groups: Groups {
+            start: cpu.upload(&as_i32(&start))?,
+            len: cpu.upload(&as_i32(&counts))?,
+            row_id,
+            num_groups: op.num_groups,
+            align: op.align,
+            capacity: op.capacity,
+        },
+        source_row,
+        num_slots: slot_row.as_slice().len(),
+        slot_row,
+    })
+}
+
+/// Slots of each expert, and proof that every index is in range and fits an i32.
+fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
+    const OP: &str = "plan_permute";
+    if i32::try_from(op.capacity).is_err() {
+        return Err(Error::shape(OP, "capacity", op.capacity, "at most 2^31 − 1 rows"));
+    }
+    let token_id = op.token_id.as_slice();
+    for (i, &token) in token_id.iter().enumerate() {
+        let last_row = (i64::from(token) + 1) * op.top_k as i64 - 1;
+        if token < 0 || last_row > i64::from(i32::MAX) {
+            let expected = format!("at least 0, and token · {} + slot below 2^31", op.top_k);
+            return Err(Error::shape(OP, "token_id", format!("{token} at {i}"), expected));
+        }
+    }
+    if let Some(i) = token_id.windows(2).position(|pair| pair[0] >= pair[1]) {
+        let got = format!("{} before {} at {i}", token_id[i], token_id[i + 1]);
+        return Err(Error::shape(OP, "token_id", got, "ascending, each token once"));
+    }
+    let mut counts = vec![0; op.num_groups];
+    for (i, &expert) in op.expert.as_slice().iter().enumerate() {
+        match usize::try_from(expert) {
+            Ok(e) if e < op.num_groups => counts[e] += 1,
+            Err(_) if expert == -1 => {}
+            _ => {
+                let expected = format!("-1 to {}", op.num_groups - 1);
+                return Err(Error::shape(OP, "expert", format!("{expert} at {i}"), expected));
+            }
+        }
+    }
+    Ok(counts)
+}
+
+/// Codes and scales move; nothing is decoded.
+pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
+    const OP: &str = "permute";
+    let capacity = op.map.groups.capacity;
+    let index = op.map.source_row.as_slice();
+    if index.len() != capacity {
+        return Err(Error::shape(OP, "map.source_row.len()", index.len(), format!("{capacity} (the capacity)")));
+    }
+    check_index(OP, "map.source_row", index, op.rows.rows(), Pads::Allowed)?;
+    Ok(match op.rows {
+        Operand::Plain(x) => Operand::Plain(gather_plain(cpu, x, index)?),
+        Operand::Block(x) => {
+            check_rows_of_blocks(OP, "rows", x)?;
+            let width = x.format.scales_per_row(x.cols);
+            let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
+            let scales = match &x.scales {
+                Scales::E8m0(s) => Scales::E8m0(gather_rows(cpu, s.as_slice(), width, index, 0)),
+                Scales::F32(s) => Scales::F32(gather_rows(cpu, s.as_slice(), width, index, f32::MIN_POSITIVE)),
+            };
+            Operand::Block(BlockScaled { rows: capacity, stack: 1, codes, scales, ..x.clone() })
+        }
+    })
+}
+
+/// Rows that travel carry whole blocks, their scales beside them.
+pub(super) fn check_rows_of_blocks(op: &'static str, argument: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
+    if x.axis != BlockAxis::Row {
+        return Err(Error::shape(op, argument, format!("blocks along {}", x.axis), "blocks along the row"));
+    }
+    if x.scale_layout != ScaleLayout::RowMajor {
+        let why = format!("its scales are {}, and rows move with theirs: write them row-major", x.scale_layout);
+        return Err(Error::unsupported(op, x.format, why));
+    }
+    Ok(())
+}
+
+/// Whether a negative index stands for padding.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pads {
+    Allowed,
+    Refused,
+}
+
+/// Every index below `rows`.
+pub(super) fn check_index(
+    op: &'static str,
+    argument: &'static str,
+    index: &[i32],
+    rows: usize,
+    pads: Pads,
+) -> Result<()> {
+    let good = |&i: &i32| usize::try_from(i).map_or(pads == Pads::Allowed, |i| i < rows);
+    match index.iter().position(|i| !good(i)) {
+        None => Ok(()),
+        Some(at) => {
+            Err(Error::shape(op, argument, format!("{} at {at}", index[at]), format!("below {rows} (the rows)")))
+        }
+    }
+}
+
+/// `out[i] = rows[index[i]]`, `pad` throughout where the index is negative. Indices were checked.
+pub(super) fn gather_rows<T: Plain>(cpu: &Cpu, rows: &[T], width: usize, index: &[i32], pad: T) -> Buf<T> {
+    let mut out = cpu.scratch::<T>(index.len() * width);
+    for_rows(cpu, out.as_mut_slice(), width, |first, out| {
+        for (out, &i) in out.chunks_exact_mut(width).zip(&index[first..]) {
+            match usize::try_from(i) {
+                Ok(i) => out.copy_from_slice(&rows[i * width..][..width]),
+                Err(_) => out.fill(pad),
+            }
+        }
+    });
+    out
+}
+
+fn gather_plain(cpu: &Cpu, x: &Tensor<Cpu>, index: &[i32]) -> Result<Tensor<Cpu>> {
+    let data = match &x.data {
+        Data::F32(rows) => Data::F32(gather_rows(cpu, rows.as_slice(), x.cols, index, 0.0)),
+        Data::Bf16(rows) => Data::Bf16(gather_rows(cpu, rows.as_slice(), x.cols, index, bf16::ZERO)),
+    };
+    Tensor::new(data, index.len(), x.cols)
+}
+
+/// The inverse of [`permute`] on the slots of this rank.
+pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let index = op.map.slot_row.as_slice();
+    check_index("unpermute", "map.slot_row", index, op.rows.rows, Pads::Refused)?;
+    gather_plain(cpu, op.rows, index)
+}
+
+/// Scalars are rows of one.
+pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Buf<f32>> {
+    let (values, index) = (op.values.as_slice(), op.index.as_slice());
+    check_index("gather_scalars", "index", index, values.len(), Pads::Allowed)?;
+    Ok(gather_rows(cpu, values, 1, index, 0.0))
+}
+
+/// Columns summed while they lie in registers and the nearest cache.
+const COMBINE_CHUNK: usize = 256;
+
+/// One token: the first slot's row, plus the second's, plus the third's …, rounded once.
+#[inline(always)]
+fn combine_body<T: Float>(rows: &[T], out: &mut [T]) {
+    let cols = out.len();
+    for (chunk, out) in out.chunks_mut(COMBINE_CHUNK).enumerate() {
+        let at = chunk * COMBINE_CHUNK;
+        let mut sums = [0.0f32; COMBINE_CHUNK];
+        let sums = &mut sums[..out.len()];
+        for (slot, row) in rows.chunks_exact(cols).enumerate() {
+            for (sum, x) in sums.iter_mut().zip(&row[at..]) {
+                *sum = if slot == 0 { x.widen() } else { *sum + x.widen() };
+            }
+        }
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = T::narrow(*sum);
+        }
+    }
+}
+per_isa!(fn combine_f32 = combine_body::<f32>; (rows: &[f32], out: &mut [f32]));
+per_isa!(fn combine_bf16 = combine_body::<bf16>; (rows: &[bf16], out: &mut [bf16]));
+
+/// Σ over slots, in slot order.
+pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let (tokens, cols) = (op.rows.rows / op.top_k.max(1), op.rows.cols);
+    let data = match &op.rows.data {
+        Data::F32(rows) => combine(cpu, rows.as_slice(), tokens, op.top_k, cols, combine_f32),
+        Data::Bf16(rows) => combine(cpu, rows.as_slice(), tokens, op.top_k, cols, combine_bf16),
+    };
+    Tensor::new(data, tokens, cols)
+}
+
+fn combine<T: Float>(
+    cpu: &Cpu,
+    rows: &[T],
+    tokens: usize,
+    top_k: usize,
+    cols: usize,
+    body: fn(Isa, &[T], &mut [T]),
+) -> Data<Cpu> {
+    let mut out = cpu.scratch::<T>(tokens * cols);
+    for_rows(cpu, out.as_mut_slice(), cols, |first, out| {
+        for (token, out) in (first..).zip(out.chunks_exact_mut(cols)) {
+            body(cpu.isa(), &rows[token * top_k * cols..][..top_k * cols], out);
+        }
+    });
+    T::data(out)
+}
+
+#[cfg(test)]
+mod tests;

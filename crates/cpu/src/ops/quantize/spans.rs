@@ -1,0 +1,97 @@
+//! Which rows of a matrix count: all of them, or the first `len` of each group.
+
+use crate::Cpu;
+use nibble_core::{Error, Groups, Result};
+
+/// Consecutive rows of which the first `len` count and the rest, up to `end`, are padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub start: usize,
+    pub len: usize,
+    pub end: usize,
+}
+
+/// The spans of a matrix, covering its rows without gaps.
+#[derive(Debug)]
+pub(crate) struct Spans<'a> {
+    /// In row order; the last ends at the row capacity.
+    pub spans: Vec<Span>,
+    /// Rows of the plain matrix and of a row plane.
+    pub rows: usize,
+    /// Rows of a column plane: `rows`, or those rounded up to the block.
+    pub capacity: usize,
+    row_id: Option<&'a [i32]>,
+}
+
+impl<'a> Spans<'a> {
+    /// `rows` rows that all count, or those of `groups`. Column blocks have `block` rows: without groups the capacity
+    /// is rounded up to it, with groups every start must be a multiple of it (pass 1 where no columns are written).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for groups that overlap, exceed their capacity or start inside a block.
+    pub fn new(
+        op: &'static str,
+        rows: usize,
+        groups: Option<&'a Groups<Cpu>>,
+        block: usize,
+    ) -> Result<Self> {
+        match groups {
+            Some(groups) => Self::ragged(op, rows, groups, block),
+            None => {
+                let capacity = rows.next_multiple_of(block);
+                let spans = vec![Span { start: 0, len: rows, end: capacity }];
+                Ok(Self { spans, rows, capacity, row_id: None })
+            }
+        }
+    }
+
+    fn ragged(op: &'static str, rows: usize, groups: &'a Groups<Cpu>, block: usize) -> Result<Self> {
+        let (start, len, row_id) = (groups.start.as_slice(), groups.len.as_slice(), groups.row_id.as_slice());
+        let expect = |argument, got: usize, expected: usize| {
+            if got == expected { Ok(()) } else { Err(Error::shape(op, argument, got, expected)) }
+        };
+        expect("groups.start.len()", start.len(), groups.num_groups + 1)?;
+        expect("groups.len.len()", len.len(), groups.num_groups)?;
+        expect("groups.row_id.len()", row_id.len(), rows)?;
+        let at = |i: i32| usize::try_from(i).ok().filter(|&row| row <= rows);
+        let mut spans = vec![Span { start: 0, len: 0, end: at(start[0]).unwrap_or(usize::MAX) }];
+        for (bounds, &len) in start.windows(2).zip(len) {
+            // Out of range becomes a span that the check below refuses.
+            let span = Span {
+                start: at(bounds[0]).unwrap_or(usize::MAX),
+                len: usize::try_from(len).unwrap_or(usize::MAX),
+                end: at(bounds[1]).unwrap_or(0),
+            };
+            spans.push(span);
+        }
+        // Non-empty: it has at least the span before the first group.
+        let last = spans[spans.len() - 1].end;
+        spans.push(Span { start: last, len: 0, end: rows });
+        for s in &spans {
+            if s.start > s.end || s.len > s.end - s.start || s.end > rows {
+                let got = format!("start {start:?}, len {len:?}");
+                let expected = format!("rising starts of at most {rows}, each length within its group");
+                return Err(Error::shape(op, "groups", got, expected));
+            }
+            if s.start % block != 0 && s.start < rows {
+                return Err(Error::shape(op, "groups.start", s.start, format!("a multiple of {block}")));
+            }
+        }
+        spans.retain(|s| s.start < s.end);
+        Ok(Self { spans, rows, capacity: rows, row_id: Some(row_id) })
+    }
+
+    /// The row's number for random bits: token · k + slot, or its position.
+    pub fn row_index(&self, row: usize) -> u64 {
+        match self.row_id {
+            // Rows that count have an id; what padding gets does not matter.
+            Some(ids) => ids[row].max(0) as u64,
+            None => row as u64,
+        }
+    }
+
+    /// Positions of the rows that count.
+    pub fn valid(&self) -> impl Iterator<Item = usize> {
+        self.spans.iter().flat_map(|s| s.start..s.start + s.len)
+    }
+}

@@ -1,0 +1,194 @@
+//! See [`nibble_core::ops::RmsNorm`].
+//!
+//! One body serves as specification and as vectorised code: it is a loop over the 16 lanes of a row.
+
+use crate::Cpu;
+use crate::simd::{LANES, Real, lane_dot, per_isa, rows_per_task, tree_sum};
+use half::bf16;
+use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
+use nibble_core::{DType, Data, Error, Result, Tensor};
+use nibble_formats::math::rsqrt;
+use rayon::prelude::*;
+
+/// y = x · inv_rms · weight, and inv_rms.
+pub(crate) fn rms_norm(cpu: &Cpu, op: RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
+    match op.x.dtype() {
+        DType::F32 => forward::<f32>(cpu, &op),
+        DType::Bf16 => forward::<bf16>(cpu, &op),
+    }
+}
+
+/// dx; dweight is added to: each shard's sum begins at zero and is added once.
+pub(crate) fn rms_norm_backward(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    match op.x.dtype() {
+        DType::F32 => backward::<f32>(cpu, op),
+        DType::Bf16 => backward::<bf16>(cpu, op),
+    }
+}
+
+fn forward<T: Real>(cpu: &Cpu, op: &RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
+    const OP: &str = "rms_norm";
+    let (rows, d) = op.x.shape();
+    expect_columns(OP, d)?;
+    let x = T::slice(OP, "x", op.x)?;
+    let weight = op.weight.f32(OP, "weight")?.as_slice();
+    let mut y = cpu.scratch::<T>(rows * d);
+    let mut inv_rms = cpu.scratch::<f32>(rows);
+    let (isa, eps, step) = (cpu.isa(), op.eps, rows_per_task(cpu, rows, d));
+    if step >= rows {
+        forward_rows(isa, x, weight, eps, y.as_mut_slice(), inv_rms.as_mut_slice());
+    } else {
+        let (y, inv_rms) = (y.as_mut_slice(), inv_rms.as_mut_slice());
+        cpu.pool().install(|| {
+            let tasks =
+                x.par_chunks(step * d).zip(y.par_chunks_mut(step * d)).zip(inv_rms.par_chunks_mut(step));
+            tasks.for_each(|((x, y), inv_rms)| forward_rows(isa, x, weight, eps, y, inv_rms));
+        });
+    }
+    Ok(RmsNormOut { y: Tensor::new(T::data(y), rows, d)?, inv_rms })
+}
+
+per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));
+
+#[inline(always)]
+fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]) {
+    let d = weight.len();
+    for ((x, y), inv_rms) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(inv_rms) {
+        let inv = rsqrt(lane_dot(x, x) / d as f32 + eps);
+        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            *y = T::round(x.widen() * inv * w);
+        }
+        *inv_rms = inv;
+    }
+}
+
+fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    const OP: &str = "rms_norm_backward";
+    let (rows, d) = op.x.shape();
+    expect_columns(OP, d)?;
+    let (x, dy) = (T::slice(OP, "x", op.x)?, T::slice(OP, "dy", op.dy)?);
+    let weight = op.weight.f32(OP, "weight")?.as_slice();
+    let inv_rms = op.inv_rms.as_slice();
+    let shards = op.dweight.rows;
+    if shards == 0 {
+        return Err(Error::shape(OP, "rows of dweight", 0, "at least one shard"));
+    }
+    let Data::F32(dweight) = &mut op.dweight.data else {
+        return Err(Error::shape(OP, "type of dweight", DType::Bf16, DType::F32));
+    };
+    let mut dx = cpu.scratch::<T>(rows * d);
+    let (isa, step) = (cpu.isa(), rows_per_task(cpu, rows, d));
+    let rows_per_shard = rows / shards;
+    let shard_dweight = |shard: usize, first: usize, sums: &mut [f32]| {
+        let range = shard * rows_per_shard..(shard + 1) * rows_per_shard;
+        let elements = range.start * d..range.end * d;
+        add_dweight(isa, &x[elements.clone()], &inv_rms[range], &dy[elements], d, first, sums);
+    };
+    if step >= rows {
+        backward_rows(isa, x, weight, inv_rms, dy, dx.as_mut_slice());
+        dweight
+            .as_mut_slice()
+            .chunks_exact_mut(d)
+            .enumerate()
+            .for_each(|(s, sums)| shard_dweight(s, 0, sums));
+    } else {
+        let (dx, dweight) = (dx.as_mut_slice(), dweight.as_mut_slice());
+        cpu.pool().install(|| {
+            let tasks = x.par_chunks(step * d).zip(dy.par_chunks(step * d)).zip(dx.par_chunks_mut(step * d));
+            let tasks = tasks.zip(inv_rms.par_chunks(step));
+            tasks.for_each(|(((x, dy), dx), inv_rms)| backward_rows(isa, x, weight, inv_rms, dy, dx));
+            dweight.par_chunks_exact_mut(d).enumerate().for_each(|(shard, sums)| {
+                let blocks = sums.par_chunks_mut(COLUMNS).enumerate();
+                blocks.for_each(|(i, sums)| shard_dweight(shard, i * COLUMNS, sums));
+            });
+        });
+    }
+    Tensor::new(T::data(dx), rows, d)
+}
+
+per_isa!(fn backward_rows<T: Real> = backward_rows_body; (x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T], dx: &mut [T]));
+
+/// dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)), x̂ = x · inv_rms.
+#[inline(always)]
+fn backward_rows_body<T: Real>(x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T], dx: &mut [T]) {
+    let d = weight.len();
+    let rows = x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(dx.chunks_exact_mut(d)).zip(inv_rms);
+    for (((x, dy), dx), &inv) in rows {
+        let mean = mean_product(x, dy, weight, inv);
+        for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+            let normal = x.widen() * inv;
+            *dx = T::round(inv * (dy.widen() * w - normal * mean));
+        }
+    }
+}
+
+/// mean(dy · w · x̂) over the 16 lanes.
+#[inline(always)]
+fn mean_product<T: Real>(x: &[T], dy: &[T], weight: &[f32], inv: f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (full, tail) = x.as_chunks::<LANES>();
+    let (dy_full, dy_tail) = dy.as_chunks::<LANES>();
+    let (w_full, w_tail) = weight.as_chunks::<LANES>();
+    for ((x, dy), w) in full.iter().zip(dy_full).zip(w_full) {
+        for i in 0..LANES {
+            lanes[i] = (dy[i].widen() * w[i]).mul_add(x[i].widen() * inv, lanes[i]);
+        }
+    }
+    for (((lane, x), dy), w) in lanes.iter_mut().zip(tail).zip(dy_tail).zip(w_tail) {
+        *lane = (dy.widen() * w).mul_add(x.widen() * inv, *lane);
+    }
+    tree_sum(lanes) / weight.len() as f32
+}
+
+/// Columns of dweight for one task.
+const COLUMNS: usize = 64;
+
+per_isa!(fn add_dweight<T: Real> = add_dweight_body; (x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]));
+
+/// Adds Σ over the rows of dy · x̂ to the columns from `first` on.
+#[inline(always)]
+fn add_dweight_body<T: Real>(x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]) {
+    let (wide, rest) = sums.as_chunks_mut::<COLUMNS>();
+    let mut column = first;
+    for sums in wide {
+        add_columns(x, inv_rms, dy, d, column, sums);
+        column += COLUMNS;
+    }
+    let (vectors, rest) = rest.as_chunks_mut::<LANES>();
+    for sums in vectors {
+        add_columns(x, inv_rms, dy, d, column, sums);
+        column += LANES;
+    }
+    for sum in rest {
+        add_columns(x, inv_rms, dy, d, column, std::array::from_mut(sum));
+        column += 1;
+    }
+}
+
+#[inline(always)]
+fn add_columns<T: Real, const N: usize>(
+    x: &[T],
+    inv_rms: &[f32],
+    dy: &[T],
+    d: usize,
+    first: usize,
+    sums: &mut [f32; N],
+) {
+    let mut acc = [0.0f32; N];
+    for ((x, dy), &inv) in x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(inv_rms) {
+        let (x, dy) = (&x[first..first + N], &dy[first..first + N]);
+        for i in 0..N {
+            acc[i] = dy[i].widen().mul_add(x[i].widen() * inv, acc[i]);
+        }
+    }
+    for (sum, acc) in sums.iter_mut().zip(acc) {
+        *sum += acc;
+    }
+}
+
+fn expect_columns(op: &'static str, d: usize) -> Result<()> {
+    if d == 0 {
+        return Err(Error::shape(op, "columns of x", 0, "at least one"));
+    }
+    Ok(())
+}

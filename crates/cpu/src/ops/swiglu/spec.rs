@@ -1,0 +1,83 @@
+//! The specification: element by element into matrices of F32, then written as every quantization is.
+
+use crate::ops::quantize::element_of;
+use crate::ops::quantize::spans::Spans;
+use crate::ops::quantize::spec::{Matrix, decode, emit};
+use crate::{Buf, Cpu};
+use nibble_core::ops::{Emit, Emitted, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
+use nibble_core::{Backend, BlockScaled, Operand, Result};
+use nibble_formats::math::{sigmoid, silu};
+
+fn weight_of(weight: Option<&Buf<f32>>, row: usize) -> f32 {
+    weight.map_or(1.0, |w| w.as_slice()[row])
+}
+
+pub(super) fn forward(
+    cpu: &Cpu,
+    op: &Swiglu<'_, Cpu>,
+    saved: Option<Emit>,
+    spans: &Spans,
+) -> Result<SwigluOut<Cpu>> {
+    let h = Matrix::of(op.h, spans);
+    let f = h.cols / 2;
+    let mut a = Matrix { values: vec![0.0; spans.rows * f], cols: f };
+    for row in spans.valid() {
+        let weight = weight_of(op.weight, row);
+        for i in 0..f {
+            let (gate, up) = (h.values[row * h.cols + i], h.values[row * h.cols + f + i]);
+            a.values[row * f + i] = silu(gate) * up * weight;
+        }
+    }
+    let h = match saved {
+        Some(saved) => taken_block(emit(cpu, &h, saved, spans, None)?)?,
+        None => None,
+    };
+    Ok(SwigluOut { a: emit(cpu, &a, op.a, spans, None)?, h })
+}
+
+/// The row plane of a block format.
+pub(super) fn taken_block(emitted: Emitted<Cpu>) -> Result<Option<BlockScaled<Cpu>>> {
+    Ok(Some(emitted.take_rows("swiglu")?.block("swiglu")?.clone()))
+}
+
+pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
+    let h = match op.h {
+        Operand::Plain(h) => Matrix::of(h, spans),
+        Operand::Block(h) => decode(h, element_of("swiglu_backward", h.format)?, spans.valid()),
+    };
+    let da = Matrix::of(op.da, spans);
+    let f = da.cols;
+    let mut dh = Matrix { values: vec![0.0; spans.rows * 2 * f], cols: 2 * f };
+    let mut a = Matrix { values: vec![0.0; spans.rows * f], cols: f };
+    let mut dweight = vec![0.0; spans.rows];
+    for row in spans.valid() {
+        let weight = weight_of(op.weight, row);
+        let mut lanes = [0.0f32; 16];
+        for i in 0..f {
+            let (gate, up) = (h.values[row * 2 * f + i], h.values[row * 2 * f + f + i]);
+            let da = da.values[row * f + i];
+            let s = sigmoid(gate);
+            let silu = gate * s;
+            a.values[row * f + i] = silu * up * weight;
+            dh.values[row * 2 * f + i] = da * weight * up * s * (1.0 + gate * (1.0 - s));
+            dh.values[row * 2 * f + f + i] = da * weight * silu;
+            lanes[i % 16] = (silu * up).mul_add(da, lanes[i % 16]);
+        }
+        dweight[row] = tree_sum(lanes);
+    }
+    Ok(SwigluGrads {
+        dh: emit(cpu, &dh, op.dh, spans, None)?,
+        a: emit(cpu, &a, op.a, spans, None)?,
+        dweight: cpu.upload(&dweight)?,
+    })
+}
+
+/// Closes 16 lanes by the tree 8, 4, 2, 1.
+pub(super) fn tree_sum(mut lanes: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            lanes[i] += lanes[i + half];
+        }
+    }
+    lanes[0]
+}

@@ -1,0 +1,139 @@
+//! The specification: one code after the other through the formats' own functions.
+
+use crate::Cpu;
+use crate::ops::quantize::planes::{ScalesRef, get_code, put_codes, put_scale};
+use crate::ops::quantize::spans::Spans;
+use crate::ops::quantize::spec::{Tally, decoded};
+use nibble_core::BlockScaled;
+use nibble_core::ops::Counts;
+use nibble_formats::{
+    Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target,
+};
+
+/// Scale byte of a row's block; 0 for F32 scales, which the caller's check keeps out.
+fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
+    let per_row = x.format.scales_per_row(x.cols);
+    match ScalesRef::of(x).get(row * per_row + block) {
+        Scale::E8M0(byte) => byte,
+        Scale::F32(_) => 0,
+    }
+}
+
+/// Counts one block of the source: its codes, whether one of them changed, whether it holds a NaN.
+fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, inexact: bool, nan: bool) {
+    let magnitude = (1u8 << (format.spec().code_bits - 1)) - 1;
+    let mut codes = codes.map(|code| code & magnitude);
+    tally[Counts::<Cpu>::NON_ZERO] += u64::from(codes.any(|code| code != 0));
+    tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
+    tally[Counts::<Cpu>::NON_FINITE] += u64::from(nan);
+}
+
+/// Element of the source that marks its block NaN by itself.
+fn is_nan_code(format: Format, code: u8) -> bool {
+    format == Format::E4m3 && Element::E4m3.decode(code).is_nan()
+}
+
+/// MXFP4 rows → E4M3 rows: four blocks share the scale 2⁶ below the largest of theirs.
+pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
+    let mut tally = Tally::default();
+    let mut valid = vec![false; x.rows];
+    spans.valid().for_each(|row| valid[row] = true);
+    let (from, to) = (x.format.spec().block, out.format.spec().block);
+    for row in 0..x.rows {
+        for (target_block, first) in (0..x.cols).step_by(to).enumerate() {
+            let width = to.min(x.cols - first);
+            let sources = first / from..(first + width) / from;
+            let scale_idx = row * x.cols.div_ceil(to) + target_block;
+            if !valid[row] {
+                put_codes(&mut out.codes, out.format, (row, x.cols), first, &vec![0; width]);
+                put_scale(&mut out.scales, scale_idx, Scale::E8M0(0));
+                continue;
+            }
+            let target = lift_target(sources.clone().map(|b| scale_byte(x, row, b)));
+            for b in sources {
+                let source = scale_byte(x, row, b);
+                let codes: Vec<u8> = (b * from..(b + 1) * from)
+                    .map(|i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i))
+                    .collect();
+                let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
+                let out_codes: Vec<u8> = lifted.iter().map(|l| l.0).collect();
+                put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &out_codes);
+                let inexact = lifted.iter().any(|l| l.1);
+                count(&mut tally, x.format, codes.into_iter(), inexact, source == e8m0::NAN);
+            }
+            put_scale(&mut out.scales, scale_idx, Scale::E8M0(target));
+        }
+    }
+    tally
+}
+
+/// MXFP4 or E4M3 rows → E4M3 columns: 128 rows of one block of columns share a scale.
+pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
+    let mut tally = Tally::default();
+    let (from, to) = (x.format.spec().block, out.format.spec().block);
+    let mut valid = vec![false; spans.capacity];
+    spans.valid().for_each(|row| valid[row] = true);
+    let source_code = |row, col| get_code(x.codes.as_slice(), x.format, (row, x.cols), col);
+    for first_row in (0..spans.capacity).step_by(to) {
+        let all = first_row..spans.capacity.min(first_row + to);
+        let rows: Vec<usize> = all.clone().filter(|&row| valid[row]).collect();
+        for (b, first_col) in (0..x.cols).step_by(from).enumerate() {
+            let cols = first_col..x.cols.min(first_col + from);
+            let bytes = rows.iter().map(|&row| scale_byte(x, row, b));
+            let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+            let convert = |row, col| match x.format {
+                Format::Mxfp4 => lift_code(source_code(row, col), scale_byte(x, row, b), target),
+                _ => shift_code(source_code(row, col), scale_byte(x, row, b), target),
+            };
+            for col in cols.clone() {
+                let column: Vec<u8> =
+                    all.clone().map(|row| if valid[row] { convert(row, col).0 } else { 0 }).collect();
+                put_codes(&mut out.codes, out.format, (col, spans.capacity), first_row, &column);
+                let scale_idx = col * spans.capacity.div_ceil(to) + first_row / to;
+                put_scale(&mut out.scales, scale_idx, Scale::E8M0(target));
+            }
+            for &row in &rows {
+                let inexact = cols.clone().any(|col| convert(row, col).1);
+                let nan = scale_byte(x, row, b) == e8m0::NAN
+                    || cols.clone().any(|col| is_nan_code(x.format, source_code(row, col)));
+                count(&mut tally, x.format, cols.clone().map(|col| source_code(row, col)), inexact, nan);
+            }
+        }
+    }
+    tally
+}
+
+/// E4M3 rows → MXFP4 rows: the decoded values quantized again. Counted by blocks of the source.
+pub(super) fn requantize_rows(
+    x: &BlockScaled<Cpu>,
+    codec: Codec,
+    spans: &Spans,
+    out: &mut BlockScaled<Cpu>,
+) -> Tally {
+    let mut tally = Tally::default();
+    let mut valid = vec![false; x.rows];
+    spans.valid().for_each(|row| valid[row] = true);
+    let (from, to) = (x.format.spec().block, codec.format().spec().block);
+    for row in 0..x.rows {
+        for first in (0..x.cols).step_by(from) {
+            let cols = first..x.cols.min(first + from);
+            let (mut inexact, mut nan) = (false, false);
+            for block in cols.clone().step_by(to) {
+                let value = |col| if valid[row] { decoded(x, Element::E4m3, row, col) } else { 0.0 };
+                let values: Vec<f32> = (block..block + to).map(value).collect();
+                let mut codes = vec![0; to];
+                let (scale, nonfinite) = codec.quantize_block(&values, |_| 0, &mut codes);
+                put_codes(&mut out.codes, out.format, (row, x.cols), block, &codes);
+                put_scale(&mut out.scales, row * (x.cols / to) + block / to, scale);
+                nan |= nonfinite;
+                let changed = |(&code, &value)| codec.decode_element(code, scale) != value;
+                inexact |= !nonfinite && codes.iter().zip(&values).any(changed);
+            }
+            if valid[row] {
+                let codes = cols.map(|col| get_code(x.codes.as_slice(), x.format, (row, x.cols), col));
+                count(&mut tally, x.format, codes, inexact, nan);
+            }
+        }
+    }
+    tally
+}

@@ -1,0 +1,261 @@
+//! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
+
+use nibble_core::formats::{Purpose, Rounding, ScaleRule, Stream, fnv1a32};
+use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
+use nibble_core::recipe::{Kind, Precision, Section};
+use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Recipe, Result, Tensor};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// Forward or backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pass {
+    /// The forward pass.
+    Forward,
+    /// The backward pass.
+    Backward,
+}
+
+/// One change of representation, as an op trace prints it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// When.
+    pub pass: Pass,
+    /// The layer.
+    pub layer: String,
+    /// The kernel: `quantize`, `transcode`, `swiglu+quantize`, `dispatch`, …
+    pub op: &'static str,
+    /// The tensor.
+    pub tensor: &'static str,
+    /// From what representation.
+    pub from: String,
+    /// To which.
+    pub to: String,
+}
+
+impl Event {
+    /// Whether this is a cast by a kernel of its own, reading a plain tensor only to quantize it.
+    pub fn is_standalone_quantization(&self) -> bool {
+        self.op == "quantize"
+    }
+}
+
+/// Counts of one site over a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SiteCounts {
+    /// Blocks with a non-zero code.
+    pub non_zero: u64,
+    /// Of those, blocks in which a conversion changed a value.
+    pub inexact: u64,
+    /// Blocks that held a NaN or an infinity.
+    pub non_finite: u64,
+}
+
+/// The tokens this rank holds of a micro-batch, in shards.
+#[derive(Debug, Clone)]
+pub struct Shards<B: Kernels> {
+    /// Shards on this rank.
+    pub local: usize,
+    /// Global index of this rank's first token.
+    pub first_token: usize,
+    /// Tokens of all ranks.
+    pub global_tokens: usize,
+    /// The shards as ragged groups: the contraction of dense weight gradients.
+    pub groups: Groups<B>,
+}
+
+impl<B: Kernels> Shards<B> {
+    /// `local` shards of `rows_each` tokens on this rank of a world of `world` ranks.
+    ///
+    /// # Errors
+    /// [`Error::Device`] from the backend.
+    pub fn new(b: &B, local: usize, rows_each: usize, rank: usize, world: usize) -> Result<Self> {
+        let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
+        let tokens = local * rows_each;
+        let groups = Groups::uniform(b, local, rows_each, align, rank * tokens)?;
+        Ok(Self { local, first_token: rank * tokens, global_tokens: world * tokens, groups })
+    }
+
+    /// Tokens on this rank.
+    pub fn tokens(&self) -> usize {
+        self.groups.capacity
+    }
+}
+
+/// The context of one forward and backward pass.
+#[derive(Debug)]
+pub struct Cx<'a, B: Kernels> {
+    /// Where it runs.
+    pub b: &'a B,
+    /// The other ranks.
+    pub comm: &'a dyn Comm<B>,
+    /// Every precision.
+    pub recipe: &'a Recipe,
+    /// The optimizer step, from 0.
+    pub step: u64,
+    /// step / steps of the run.
+    pub progress: f64,
+    /// The run's seed.
+    pub seed: u64,
+    /// Whether a backward pass will follow; without one nothing is made for it.
+    pub training: bool,
+    /// The tokens of this rank.
+    pub shards: Shards<B>,
+    /// Every change of representation, if anyone wants to know.
+    pub trace: Option<&'a RefCell<Vec<Event>>>,
+    /// Counts of conversions by site, still on the device.
+    pub counts: RefCell<Vec<(String, Counts<B>)>>,
+}
+
+impl<'a, B: Kernels> Cx<'a, B> {
+    /// A context for a forward pass alone, at the end of training's precision schedule.
+    pub fn inference(b: &'a B, comm: &'a dyn Comm<B>, recipe: &'a Recipe, shards: Shards<B>) -> Self {
+        Self {
+            b,
+            comm,
+            recipe,
+            step: 0,
+            progress: 1.0,
+            seed: 0,
+            training: false,
+            shards,
+            trace: None,
+            counts: RefCell::default(),
+        }
+    }
+
+    /// The precisions of a layer now.
+    pub fn section(&self, kind: Kind, layer: &str) -> Section {
+        self.recipe.section(kind, layer, self.progress)
+    }
+
+    /// The type of everything between the products.
+    pub fn activations(&self) -> DType {
+        self.recipe.activations
+    }
+
+    /// Notes a change of representation.
+    pub fn note(
+        &self,
+        pass: Pass,
+        layer: &str,
+        op: &'static str,
+        tensor: &'static str,
+        from: impl ToString,
+        to: impl ToString,
+    ) {
+        if let Some(trace) = self.trace {
+            let (from, to) = (from.to_string(), to.to_string());
+            trace.borrow_mut().push(Event { pass, layer: layer.to_owned(), op, tensor, from, to });
+        }
+    }
+
+    /// Keeps a conversion's counts for the end of the step.
+    pub fn keep_counts(&self, layer: &str, tensor: &str, counts: Option<&Counts<B>>) {
+        if let Some(counts) = counts {
+            self.counts.borrow_mut().push((format!("{layer}.{tensor}"), counts.clone()));
+        }
+    }
+
+    /// The random bits of a tensor, if its rounding is stochastic.
+    pub fn random(&self, layer: &str, tensor: &str, round: Rounding) -> Option<Stream> {
+        (round != Rounding::NearestEven && round != Rounding::NearestAway).then(|| {
+            let site = fnv1a32(&format!("{layer}.{tensor}"));
+            Stream::new(self.seed, Purpose::Rounding, site, self.step as u32)
+        })
+    }
+
+    /// Quantizes a plain tensor by itself.
+    #[allow(clippy::too_many_arguments)]
+    pub fn quantize(
+        &self,
+        pass: Pass,
+        layer: &str,
+        tensor: &'static str,
+        x: &Tensor<B>,
+        to: &Precision,
+        planes: Planes,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Emitted<B>> {
+        let random = self.random(layer, tensor, to.round);
+        let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
+        let out = op.run(self.b)?;
+        self.note(pass, layer, "quantize", tensor, x.dtype(), format!("{} {}", to.format, planes_name(planes)));
+        self.keep_counts(layer, tensor, out.counts.as_ref());
+        Ok(out)
+    }
+
+    /// Converts row blocks to another block format or axis.
+    pub fn transcode(
+        &self,
+        pass: Pass,
+        layer: &str,
+        tensor: &'static str,
+        x: &BlockScaled<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<BlockScaled<B>> {
+        let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
+        let from = format!("{} rows", x.format);
+        let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
+        self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
+        self.keep_counts(layer, &format!("{tensor}→{axis}"), Some(&done.counts));
+        Ok(done.out)
+    }
+
+    /// A plain tensor in another type; the same tensor if it already is.
+    pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
+        if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
+    }
+
+    /// The counts of the passes so far by site, read from the device.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] naming the first site that held a NaN or an infinity.
+    pub fn site_counts(&self) -> Result<BTreeMap<String, SiteCounts>> {
+        let mut sums: BTreeMap<String, SiteCounts> = BTreeMap::new();
+        for (site, counts) in self.counts.borrow().iter() {
+            let values = self.b.download(&counts.0)?;
+            let sum = sums.entry(site.clone()).or_default();
+            sum.non_zero += values[Counts::<B>::NON_ZERO];
+            sum.inexact += values[Counts::<B>::INEXACT];
+            sum.non_finite += values[Counts::<B>::NON_FINITE];
+            if sum.non_finite > 0 {
+                let mut parts = site.split('.');
+                let layer = parts.by_ref().find_map(|p| p.parse::<usize>().ok());
+                let layer = layer.map_or("-".into(), |l| l.to_string());
+                return Err(Error::NonFinite { site: site.clone(), layer, step: self.step });
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// In what form a fused kernel writes something of this precision.
+pub fn emit(to: &Precision, planes: Planes, activations: DType) -> Result<Emit> {
+    Ok(match to.dtype() {
+        Some(_) => Emit::Plain(activations),
+        None => Emit::Block { codec: to.codec()?, planes },
+    })
+}
+
+fn planes_name(planes: Planes) -> &'static str {
+    match planes {
+        Planes::Rows => "rows",
+        Planes::Cols => "columns",
+        Planes::Both => "rows and columns",
+        Planes::Tiles => "tiles",
+    }
+}
+
+/// How many bytes a row of `cols` values takes on the wire under a precision, codes and scales.
+pub fn wire_bytes(precision: &Precision, cols: usize) -> usize {
+    let rule = if precision.format.is_block() { precision.scale } else { ScaleRule::Amax };
+    nibble_core::RowKind { format: precision.format, rule, cols }.row_bytes()
+}
+
+/// Whether a format is a plain one.
+pub fn is_plain(format: Format) -> bool {
+    !format.is_block()
+}

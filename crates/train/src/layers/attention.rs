@@ -1,0 +1,207 @@
+//! Causal self-attention with grouped query heads, RMSNorm on each query and key head, and RoPE (Qwen3).
+//! t tokens, d model, h heads, g key/value heads, c head_dim.
+
+use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved};
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use crate::param::{Param, Placement};
+use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, Rope};
+use nibble_core::recipe::Kind;
+use nibble_core::{DType, Kernels, Result, Tensor};
+
+/// Sizes of an attention layer.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionShape {
+    /// Model width.
+    pub d_model: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+/// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64.
+pub fn rope_table<B: Kernels>(b: &B, positions: usize, head_dim: usize, theta: f64) -> Result<Tensor<B>> {
+    let half = head_dim / 2;
+    let angle = |p: usize, i: usize| p as f64 * theta.powf(-2.0 * i as f64 / head_dim as f64);
+    let values: Vec<f32> = (0..positions)
+        .flat_map(|p| {
+            let cos = (0..half).map(move |i| angle(p, i).cos() as f32);
+            cos.chain((0..half).map(move |i| angle(p, i).sin() as f32))
+        })
+        .collect();
+    Tensor::from_f32(b, &values, positions, head_dim)
+}
+
+/// The attention of one decoder layer.
+#[derive(Debug, Clone)]
+pub struct Attention<B: Kernels> {
+    /// Its name, `model.layers.3.self_attn`.
+    pub name: String,
+    /// Sizes.
+    pub shape: AttentionShape,
+    /// `[h·c, d]`.
+    pub q: Linear<B>,
+    /// `[g·c, d]`.
+    pub k: Linear<B>,
+    /// `[g·c, d]`.
+    pub v: Linear<B>,
+    /// `[d, h·c]`.
+    pub o: Linear<B>,
+    /// `[1, c]`.
+    pub q_norm: Norm<B>,
+    /// `[1, c]`.
+    pub k_norm: Norm<B>,
+    /// Shared by all layers.
+    pub rope: Tensor<B>,
+}
+
+/// What attention keeps. Normed and rotated queries and keys are made again in the backward pass.
+#[derive(Debug)]
+pub struct AttentionSaved<B: Kernels> {
+    layer: String,
+    qkv: [LinearSaved<B>; 3],
+    q_norm: NormSaved<B>,
+    k_norm: NormSaved<B>,
+    v: Tensor<B>,
+    out: Tensor<B>,
+    lse: B::Buf<f32>,
+    o: LinearSaved<B>,
+}
+
+impl<B: Kernels> Saved for AttentionSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        self.qkv.iter().for_each(|s| s.ledger(ledger));
+        self.q_norm.ledger(ledger);
+        self.k_norm.ledger(ledger);
+        ledger.tensor(&self.layer, "v", &self.v);
+        ledger.tensor(&self.layer, "out", &self.out);
+        ledger.words::<B, f32>(&self.layer, "lse", &self.lse);
+        self.o.ledger(ledger);
+    }
+}
+
+impl<B: Kernels> Attention<B> {
+    /// Random weights; the output projection is scaled down by the depth (`out_std`).
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        b: &B,
+        seed: u64,
+        name: &str,
+        shape: AttentionShape,
+        eps: f32,
+        std: f32,
+        out_std: f32,
+        activations: DType,
+        rope: Tensor<B>,
+    ) -> Result<Self> {
+        let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
+            let weight_name = format!("{name}.{part}.weight");
+            let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
+            Ok(Linear { weight, name: name.to_owned(), out: activations, quantized: true })
+        };
+        let (d, q_cols, kv_cols) = (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        Ok(Self {
+            name: name.to_owned(),
+            q: linear("q_proj", q_cols, d, std)?,
+            k: linear("k_proj", kv_cols, d, std)?,
+            v: linear("v_proj", kv_cols, d, std)?,
+            o: linear("o_proj", d, q_cols, out_std)?,
+            q_norm: Norm::new(b, &format!("{name}.q_norm"), shape.head_dim, eps)?,
+            k_norm: Norm::new(b, &format!("{name}.k_norm"), shape.head_dim, eps)?,
+            shape,
+            rope,
+        })
+    }
+
+    /// Makes the weights' copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        [&mut self.q, &mut self.k, &mut self.v, &mut self.o].into_iter().try_for_each(|l| l.prepare(cx))
+    }
+
+    /// Its parameters, in canonical order.
+    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+        let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o].map(|l| &mut l.weight);
+        linears.into_iter().chain([&mut self.q_norm.weight, &mut self.k_norm.weight]).collect()
+    }
+
+    fn rotate(&self, cx: &Cx<'_, B>, x: &Tensor<B>, inverse: bool) -> Result<Tensor<B>> {
+        let seq_len = self.shape.seq_len.min(x.rows);
+        Rope { x, table: &self.rope, seq_len, first_position: 0, inverse }.run(cx.b)
+    }
+
+    /// Norm and rotation of the heads of q or k: `[t, n·c]`.
+    fn heads(&self, cx: &Cx<'_, B>, norm: &Norm<B>, x: Tensor<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
+        let (t, cols) = x.shape();
+        let c = self.shape.head_dim;
+        let (y, saved) = norm.forward(cx, x.reshape(t * cols / c, c)?)?;
+        Ok((self.rotate(cx, &y.reshape(t, cols)?, false)?, saved))
+    }
+
+    /// The rotated heads again, from what was saved.
+    fn heads_again(&self, cx: &Cx<'_, B>, norm: &Norm<B>, saved: &NormSaved<B>, t: usize) -> Result<Tensor<B>> {
+        let y = norm.again(cx, saved)?;
+        let cols = y.rows * y.cols / t;
+        self.rotate(cx, &y.reshape(t, cols)?, false)
+    }
+}
+
+impl<B: Kernels> Layer<B> for Attention<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = AttentionSaved<B>;
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
+        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td)?;
+        let (q, q_saved) = self.q.forward_shared(cx, &input)?;
+        let (k, k_saved) = self.k.forward_shared(cx, &input)?;
+        let (v, v_saved) = self.v.forward_shared(cx, &input)?;
+        let (q, q_norm) = self.heads(cx, &self.q_norm, q)?;
+        let (k, k_norm) = self.heads(cx, &self.k_norm, k)?;
+        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
+        let attended = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
+        let (y_td, o) = self.o.forward(cx, attended.out.clone())?;
+        let saved = AttentionSaved {
+            layer: self.name.clone(),
+            qkv: [q_saved, k_saved, v_saved],
+            q_norm,
+            k_norm,
+            v,
+            out: attended.out,
+            lse: attended.lse,
+            o,
+        };
+        Ok((y_td, saved))
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let t = dy_td.rows;
+        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
+        let dout = self.o.backward(cx, saved.o, dy_td)?;
+        let q = self.heads_again(cx, &self.q_norm, &saved.q_norm, t)?;
+        let k = self.heads_again(cx, &self.k_norm, &saved.k_norm, t)?;
+        let op = AttentionBackward {
+            q: &q,
+            k: &k,
+            v: &saved.v,
+            out: &saved.out,
+            lse: &saved.lse,
+            dout: &dout,
+            head_dim,
+            seq_len,
+        };
+        let grads = op.run(cx.b)?;
+        let dq = self.rotate(cx, &grads.dq, true)?.reshape(t * self.shape.heads, head_dim)?;
+        let dk = self.rotate(cx, &grads.dk, true)?.reshape(t * self.shape.kv_heads, head_dim)?;
+        let dq = self.q_norm.backward(cx, saved.q_norm, dq)?.reshape(t, self.shape.heads * head_dim)?;
+        let dk = self.k_norm.backward(cx, saved.k_norm, dk)?.reshape(t, self.shape.kv_heads * head_dim)?;
+        let [q_saved, k_saved, v_saved] = saved.qkv;
+        let dx = self.q.backward(cx, q_saved, dq)?;
+        let dx = Add { a: &dx, b: &self.k.backward(cx, k_saved, dk)? }.run(cx.b)?;
+        Add { a: &dx, b: &self.v.backward(cx, v_saved, grads.dv)? }.run(cx.b)
+    }
+}

@@ -1,0 +1,166 @@
+//! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
+
+use super::Layer;
+use crate::cx::{Cx, Pass};
+use crate::ledger::{Ledger, Saved};
+use crate::param::Param;
+use nibble_core::ops::{Gemm, Planes};
+use nibble_core::recipe::{From, Kind, Section, Site};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+
+/// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
+#[derive(Debug, Clone)]
+pub struct Input<B: Kernels> {
+    /// What fprop multiplies.
+    pub fprop: Operand<B>,
+    /// What the backward pass keeps.
+    pub saved: Operand<B>,
+}
+
+impl<B: Kernels> Input<B> {
+    /// Makes both forms of `x_tk`, from one read where one kernel can.
+    pub fn new(cx: &Cx<'_, B>, layer: &str, section: &Section, x_tk: &Tensor<B>) -> Result<Self> {
+        let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
+        let groups = cx.training.then_some(&cx.shards.groups);
+        let quantize = |to, planes| cx.quantize(Pass::Forward, layer, "x", x_tk, to, planes, groups);
+        let plain = |dtype| cx.cast(x_tk, dtype).map(Operand::Plain);
+        let rows = |to: &nibble_core::recipe::Precision| match to.dtype() {
+            Some(dtype) => plain(dtype),
+            None => quantize(to, Planes::Rows)?.take_rows("linear"),
+        };
+        if !cx.training || saved.same_bits(fprop) {
+            let fprop = rows(fprop)?;
+            return Ok(Self { saved: fprop.clone(), fprop });
+        }
+        let one_read = fprop.format == saved.format && fprop.scale == saved.scale && fprop.round == saved.round;
+        if one_read && fprop.format.is_block() {
+            let both = quantize(fprop, Planes::Both)?;
+            return Ok(Self { fprop: both.take_rows("linear")?, saved: both.take_cols("linear")? });
+        }
+        let saved = match saved.axis {
+            nibble_core::formats::BlockAxis::Col if saved.format.is_block() => {
+                quantize(saved, Planes::Cols)?.take_cols("linear")?
+            }
+            _ => rows(saved)?,
+        };
+        Ok(Self { fprop: rows(fprop)?, saved })
+    }
+}
+
+/// A dense linear layer without bias.
+#[derive(Debug, Clone)]
+pub struct Linear<B: Kernels> {
+    /// `[n, k]`.
+    pub weight: Param<B>,
+    /// The name by which the recipe's overrides know it.
+    pub name: String,
+    /// Type of the output.
+    pub out: DType,
+    /// Whether the recipe's `[linear]` applies; otherwise operands are plain activations (output head).
+    pub quantized: bool,
+}
+
+/// The input in the form the recipe keeps.
+#[derive(Debug)]
+pub struct LinearSaved<B: Kernels> {
+    layer: String,
+    /// `[t, k]`.
+    pub x: Operand<B>,
+}
+
+impl<B: Kernels> Saved for LinearSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        ledger.operand(&self.layer, "x", &self.x);
+    }
+}
+
+impl<B: Kernels> Linear<B> {
+    /// The precisions of this layer now.
+    pub fn section(&self, cx: &Cx<'_, B>) -> Section {
+        if self.quantized { cx.section(Kind::Linear, &self.name) } else { Section::plain(cx.activations()) }
+    }
+
+    /// Makes the weight's copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        let section = self.section(cx);
+        self.weight.prepare(cx, &section)
+    }
+
+    /// The forward pass from an input that other layers share.
+    pub fn forward_shared(&self, cx: &Cx<'_, B>, x: &Input<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
+        let y_tn = Gemm { a: &x.fprop, b: self.weight.w()?, out: self.out }.run(cx.b)?;
+        Ok((y_tn, LinearSaved { layer: self.name.clone(), x: x.saved.clone() }))
+    }
+}
+
+impl<B: Kernels> Layer<B> for Linear<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = LinearSaved<B>;
+
+    fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
+        let input = Input::new(cx, &self.name, &self.section(cx), &x_tk)?;
+        self.forward_shared(cx, &input)
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
+        let section = self.section(cx);
+        let groups = &cx.shards.groups;
+        let (rows, cols) = gradient_operands(cx, &self.name, &section, &dy_tn)?;
+        let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
+        let x = wgrad_x(cx, &self.name, &section, &saved.x, groups)?;
+        self.weight.accumulate_wgrad(cx, &cols, &x, groups)?;
+        Ok(dx_tk)
+    }
+}
+
+/// dY as dgrad and as wgrad take it, from one read of the plain gradient.
+fn gradient_operands<B: Kernels>(
+    cx: &Cx<'_, B>,
+    layer: &str,
+    section: &Section,
+    dy_tn: &Tensor<B>,
+) -> Result<(Operand<B>, Operand<B>)> {
+    let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
+    let groups = Some(&cx.shards.groups);
+    let quantize = |to, planes| cx.quantize(Pass::Backward, layer, "dy", dy_tn, to, planes, groups);
+    let one_read = dgrad.format == wgrad.format && dgrad.scale == wgrad.scale && dgrad.round == wgrad.round;
+    match (dgrad.dtype(), wgrad.dtype()) {
+        (None, None) if one_read => {
+            let both = quantize(dgrad, Planes::Both)?;
+            Ok((both.take_rows("dgrad")?, both.take_cols("wgrad")?))
+        }
+        (dgrad_type, wgrad_type) => {
+            let rows = match dgrad_type {
+                Some(dtype) => Operand::Plain(cx.cast(dy_tn, dtype)?),
+                None => quantize(dgrad, Planes::Rows)?.take_rows("dgrad")?,
+            };
+            let cols = match wgrad_type {
+                Some(dtype) => Operand::Plain(cx.cast(dy_tn, dtype)?),
+                None => quantize(wgrad, Planes::Cols)?.take_cols("wgrad")?,
+            };
+            Ok((rows, cols))
+        }
+    }
+}
+
+/// The saved input as wgrad takes it.
+pub(crate) fn wgrad_x<B: Kernels>(
+    cx: &Cx<'_, B>,
+    layer: &str,
+    section: &Section,
+    saved: &Operand<B>,
+    groups: &nibble_core::Groups<B>,
+) -> Result<Operand<B>> {
+    let to = section.at(Site::WgradX);
+    debug_assert!(to.from == From::Saved || !to.format.is_block());
+    match saved {
+        _ if to.same_bits(section.at(Site::SavedX)) => Ok(saved.clone()),
+        Operand::Block(rows) => {
+            Ok(Operand::Block(cx.transcode(Pass::Backward, layer, "x", rows, to, Some(groups))?))
+        }
+        Operand::Plain(x) => {
+            cx.quantize(Pass::Backward, layer, "x", x, to, Planes::Cols, Some(groups))?.take_cols("wgrad")
+        }
+    }
+}

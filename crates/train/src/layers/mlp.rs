@@ -1,0 +1,89 @@
+//! Dense SwiGLU feed-forward layer: the expert that every token passes. t tokens, d model, f ffn.
+
+use super::{Layer, Linear, LinearSaved};
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use crate::param::{Param, Placement};
+use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+
+/// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
+#[derive(Debug, Clone)]
+pub struct Mlp<B: Kernels> {
+    /// Gate and up projections, one over the other: `[2f, d]`.
+    pub gate_up: Linear<B>,
+    /// `[d, f]`.
+    pub down: Linear<B>,
+}
+
+/// The inputs of both projections and what lies between.
+#[derive(Debug)]
+pub struct MlpSaved<B: Kernels> {
+    gate_up: LinearSaved<B>,
+    h: Tensor<B>,
+    down: LinearSaved<B>,
+}
+
+impl<B: Kernels> Saved for MlpSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        self.gate_up.ledger(ledger);
+        ledger.tensor("shared_expert", "h", &self.h);
+        self.down.ledger(ledger);
+    }
+}
+
+impl<B: Kernels> Mlp<B> {
+    /// Random weights.
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        b: &B,
+        seed: u64,
+        name: &str,
+        (d, f): (usize, usize),
+        std: f32,
+        out_std: f32,
+        activations: DType,
+    ) -> Result<Self> {
+        let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
+            let layer = format!("{name}.{part}");
+            let weight = Param::normal(b, seed, format!("{layer}.weight"), (n, k), std, Placement::Replicated, 0)?;
+            Ok(Linear { weight, name: layer, out: activations, quantized: true })
+        };
+        Ok(Self { gate_up: linear("gate_up_proj", 2 * f, d, std)?, down: linear("down_proj", d, f, out_std)? })
+    }
+
+    /// Makes the weights' copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.gate_up.prepare(cx)?;
+        self.down.prepare(cx)
+    }
+
+    /// Its parameters, in canonical order.
+    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.gate_up.weight, &mut self.down.weight]
+    }
+}
+
+impl<B: Kernels> Layer<B> for Mlp<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = MlpSaved<B>;
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MlpSaved<B>)> {
+        let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
+        let a = Emit::Plain(cx.activations());
+        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h: None }.run(cx.b)?;
+        let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();
+        let (y_td, down) = self.down.forward(cx, a_tf)?;
+        Ok((y_td, MlpSaved { gate_up, h: h_tf, down }))
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: MlpSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let da = self.down.backward(cx, saved.down, dy_td)?;
+        let plain = Emit::Plain(cx.activations());
+        let h = Operand::Plain(saved.h);
+        let grads = SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: plain }.run(cx.b)?;
+        let dh = grads.dh.take_rows("mlp")?.plain("mlp")?.clone();
+        self.gate_up.backward(cx, saved.gate_up, dh)
+    }
+}

@@ -1,0 +1,86 @@
+//! What forward passes keep for their backward passes, in bytes: the memory story of a recipe.
+
+use nibble_core::formats::Format;
+use nibble_core::{Backend, Operand, Tensor};
+use std::collections::BTreeMap;
+
+/// One buffer kept by one layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// The layer's name.
+    pub layer: String,
+    /// What is kept: `x`, `h`, `q` and so on.
+    pub kind: &'static str,
+    /// How it is stored.
+    pub format: Format,
+    /// Bytes of elements, or of codes and scales.
+    pub bytes: usize,
+    /// Identity of the allocation: equal for entries that share it.
+    pub buffer_id: u64,
+}
+
+/// The list of everything kept. A buffer that several layers keep is listed by each and counted once.
+#[derive(Debug, Clone, Default)]
+pub struct Ledger {
+    /// In the order of the forward pass.
+    pub entries: Vec<Entry>,
+}
+
+impl Ledger {
+    /// Lists an operand.
+    pub fn operand<B: Backend>(&mut self, layer: &str, kind: &'static str, x: &Operand<B>) {
+        self.add(layer, kind, x.format(), x.bytes(), x.buffer_id());
+    }
+
+    /// Lists a plain tensor.
+    pub fn tensor<B: Backend>(&mut self, layer: &str, kind: &'static str, x: &Tensor<B>) {
+        self.operand(layer, kind, &Operand::Plain(x.clone()));
+    }
+
+    /// Lists a buffer of 4-byte values: indices, row scalars.
+    pub fn words<B: Backend, T: nibble_core::Plain>(&mut self, layer: &str, kind: &'static str, x: &B::Buf<T>) {
+        self.add(layer, kind, Format::F32, B::len(x) * size_of::<T>(), B::buffer_id(x));
+    }
+
+    fn add(&mut self, layer: &str, kind: &'static str, format: Format, bytes: usize, buffer_id: u64) {
+        self.entries.push(Entry { layer: layer.to_owned(), kind, format, bytes, buffer_id });
+    }
+
+    /// The entries, each allocation once.
+    pub fn unique(&self) -> Vec<&Entry> {
+        let mut seen = std::collections::HashSet::new();
+        self.entries.iter().filter(|e| e.bytes > 0 && seen.insert(e.buffer_id)).collect()
+    }
+
+    /// Bytes of all allocations, each counted once.
+    pub fn bytes(&self) -> usize {
+        self.unique().iter().map(|e| e.bytes).sum()
+    }
+
+    /// Bytes of the allocations of one kind in layers whose name ends so.
+    pub fn bytes_of(&self, layer_suffix: &str, kind: &str) -> usize {
+        self.unique().iter().filter(|e| e.layer.ends_with(layer_suffix) && e.kind == kind).map(|e| e.bytes).sum()
+    }
+
+    /// A table: bytes by kind of layer (its number aside), kind of tensor and format.
+    pub fn table(&self) -> String {
+        let mut sums: BTreeMap<(String, &str, String), (usize, usize)> = BTreeMap::new();
+        for e in self.unique() {
+            let layer: Vec<&str> = e.layer.split('.').filter(|part| part.parse::<usize>().is_err()).collect();
+            let sum = sums.entry((layer.join("."), e.kind, e.format.to_string())).or_default();
+            *sum = (sum.0 + e.bytes, sum.1 + 1);
+        }
+        let mut out = format!("{:<34} {:<10} {:<7} {:>6} {:>14}\n", "layer", "kind", "format", "count", "bytes");
+        for ((layer, kind, format), (bytes, count)) in &sums {
+            out += &format!("{layer:<34} {kind:<10} {format:<7} {count:>6} {bytes:>14}\n");
+        }
+        out += &format!("{:<34} {:<10} {:<7} {:>6} {:>14}\n", "total kept by a forward pass", "", "", "", self.bytes());
+        out
+    }
+}
+
+/// A plain struct whose fields are what a forward pass keeps.
+pub trait Saved {
+    /// Lists every buffer it holds.
+    fn ledger(&self, ledger: &mut Ledger);
+}

@@ -1,0 +1,184 @@
+//! The metrics file: JSON lines, whole after every step, cut back on resume.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::Metrics;
+use crate::error::{Error, Result};
+
+/// A metrics file open for appending.
+#[derive(Debug)]
+pub struct MetricsLog {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsLog {
+    /// Opens the file for a run that has done `step` steps: 0 starts it anew. Lines of later steps, which a resumed run
+    /// will write again, are removed, and so is a last line that a kill cut short.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open(path: &Path, step: u64) -> Result<Self> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir).map_err(Error::io(dir))?;
+        }
+        // The lines themselves: parsed and printed again, a number could come back with another last digit.
+        let whole = if step == 0 { Vec::new() } else { whole_lines(path)? };
+        let kept = whole.iter().filter(|(metrics, _)| metrics.step <= step);
+        let text: Vec<u8> = kept.flat_map(|(_, line)| line).copied().collect();
+        // Renamed into place: a kill here costs no line that was kept.
+        let tmp = path.with_extension("jsonl.tmp");
+        fs::write(&tmp, &text).map_err(Error::io(&tmp))?;
+        fs::rename(&tmp, path).map_err(Error::io(path))?;
+        let file = File::options().append(true).open(path).map_err(Error::io(path))?;
+        Ok(Self { file, path: path.to_path_buf() })
+    }
+
+    /// Appends one line. It has left the process when this returns, so a kill afterwards does not lose it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
+        let line = encode(metrics, &self.path)?;
+        self.file.write_all(&line).map_err(Error::io(&self.path))
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Reads a metrics file; no file is no lines. A last line that a kill cut short is left out.
+///
+/// # Errors
+/// [`Error::Data`] naming the line for one that is not metrics and not the last; [`Error::Io`].
+pub fn read_metrics(path: &Path) -> Result<Vec<Metrics>> {
+    Ok(whole_lines(path)?.into_iter().map(|(metrics, _)| metrics).collect())
+}
+
+/// The lines that end as lines do, read and as they stand.
+fn whole_lines(path: &Path) -> Result<Vec<(Metrics, Vec<u8>)>> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(path)(e)),
+    };
+    let mut lines = Vec::new();
+    let mut pieces = bytes.split_inclusive(|&byte| byte == b'\n').enumerate().peekable();
+    while let Some((index, line)) = pieces.next() {
+        match serde_json::from_slice(line) {
+            // Without its line feed a line may have lost digits and still be JSON.
+            Ok(metrics) if line.ends_with(b"\n") => lines.push((metrics, line.to_vec())),
+            _ if pieces.peek().is_none() => break,
+            Ok(_) => {}
+            Err(e) => return Err(Error::data(path, format!("line {}: {e}", index + 1))),
+        }
+    }
+    Ok(lines)
+}
+
+/// One line. Numbers that JSON lacks (NaN, infinities) become null or are left out, and read back as absent.
+fn encode(metrics: &Metrics, path: &Path) -> Result<Vec<u8>> {
+    let mut metrics = metrics.clone();
+    metrics.other.retain(|_, value| value.is_finite());
+    let mut line = serde_json::to_vec(&metrics).map_err(|e| Error::data(path, e.to_string()))?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64) -> Metrics {
+        Metrics {
+            step,
+            loss: Some(4.0 / step as f64),
+            tps: Some(1000.5),
+            other: [("my/metric".to_owned(), 0.25)].into(),
+            ..Metrics::default()
+        }
+    }
+
+    fn log_of(path: &Path, steps: u64) -> Result<()> {
+        let mut log = MetricsLog::open(path, 0)?;
+        (1..=steps).try_for_each(|s| log.write(&step(s)))
+    }
+
+    fn steps_in(path: &Path) -> Result<Vec<u64>> {
+        Ok(read_metrics(path)?.iter().map(|m| m.step).collect())
+    }
+
+    #[test]
+    fn lines_use_the_known_names_and_come_back() -> Result<()> {
+        let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
+        let path = dir.path().join("run/metrics.jsonl");
+        log_of(&path, 2)?;
+        let text = fs::read_to_string(&path).map_err(Error::io(&path))?;
+        assert_eq!(
+            text.lines().next(),
+            Some(
+                r#"{"step":1,"loss_metrics/global_avg_loss":4.0,"throughput(tps)":1000.5,"my/metric":0.25}"#
+            )
+        );
+        assert_eq!(read_metrics(&path)?, [step(1), step(2)]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_resumed_run_cuts_what_it_will_write_again() -> Result<()> {
+        let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
+        let path = dir.path().join("metrics.jsonl");
+        log_of(&path, 5)?;
+        let before = fs::read(&path).map_err(Error::io(&path))?;
+        MetricsLog::open(&path, 3)?.write(&step(4))?;
+        let after = fs::read(&path).map_err(Error::io(&path))?;
+        assert!(before.starts_with(&after), "a kept line has changed");
+        assert_eq!(steps_in(&path)?, [1, 2, 3, 4]);
+        MetricsLog::open(&path, 0)?;
+        assert_eq!(steps_in(&path)?, [0; 0]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_line_cut_anywhere_by_a_kill_is_left_out() -> Result<()> {
+        let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
+        let path = dir.path().join("metrics.jsonl");
+        log_of(&path, 3)?;
+        let whole = fs::read(&path).map_err(Error::io(&path))?;
+        let last = encode(&step(3), &path)?.len();
+        for cut in 1..last {
+            fs::write(&path, &whole[..whole.len() - cut]).map_err(Error::io(&path))?;
+            assert_eq!(steps_in(&path)?, [1, 2], "{cut} bytes missing");
+            MetricsLog::open(&path, 2)?.write(&step(3))?;
+            assert_eq!(steps_in(&path)?, [1, 2, 3], "{cut} bytes missing");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn garbage_in_the_middle_is_an_error_that_names_the_line() -> Result<()> {
+        let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
+        let path = dir.path().join("metrics.jsonl");
+        fs::write(&path, "{\"step\":1}\nnonsense\n{\"step\":3}\n").map_err(Error::io(&path))?;
+        let error = read_metrics(&path).map_err(|e| e.to_string());
+        assert!(error.as_ref().is_err_and(|e| e.contains("line 2")), "{error:?}");
+        Ok(())
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_is_absent_not_fatal() -> Result<()> {
+        let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
+        let path = dir.path().join("metrics.jsonl");
+        let other = [("lost".to_owned(), f64::INFINITY), ("kept".to_owned(), 1.0)].into();
+        MetricsLog::open(&path, 0)?.write(&Metrics { loss: Some(f64::NAN), other, ..step(1) })?;
+        let read = read_metrics(&path)?;
+        assert_eq!(read[0].loss, None);
+        assert_eq!(read[0].other.keys().collect::<Vec<_>>(), ["kept"]);
+        Ok(())
+    }
+}

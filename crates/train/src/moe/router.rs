@@ -1,0 +1,91 @@
+//! The router: F32, never quantized. t tokens, d model, e experts, k top-k.
+
+use super::MoeShape;
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use crate::param::{Param, Placement};
+use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
+use nibble_core::recipe::Section;
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+
+/// Logits X·Wᵀ, softmax, top-k.
+#[derive(Debug, Clone)]
+pub struct Router<B: Kernels> {
+    /// F32 `[e, d]`.
+    pub weight: Param<B>,
+    /// Sizes and loss factors.
+    pub shape: MoeShape,
+}
+
+/// What the router decided. Its input is made again by the caller.
+#[derive(Debug)]
+pub struct RouterSaved<B: Kernels> {
+    layer: String,
+    /// F32 `[t, e]`.
+    pub logits: Tensor<B>,
+    /// Experts and weights.
+    pub routing: Routing<B>,
+}
+
+impl<B: Kernels> Saved for RouterSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        ledger.tensor(&self.layer, "logits", &self.logits);
+        ledger.tensor(&self.layer, "probs", &self.routing.probs);
+        ledger.words::<B, i32>(&self.layer, "routing", &self.routing.expert);
+        ledger.words::<B, f32>(&self.layer, "routing", &self.routing.weight);
+        ledger.words::<B, i32>(&self.layer, "routing", &self.routing.load);
+        ledger.words::<B, f32>(&self.layer, "routing", &self.routing.losses);
+    }
+}
+
+impl<B: Kernels> Router<B> {
+    /// Random weights, the same on every rank.
+    pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32) -> Result<Self> {
+        let size = (shape.experts, shape.d_model);
+        let weight =
+            Param::normal(cx.b, cx.seed, format!("{name}.weight"), size, std, Placement::Replicated, 0)?;
+        Ok(Self { weight, shape })
+    }
+
+    /// Makes the weight's copies for this step: F32 under every recipe.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.weight.prepare(cx, &Section::plain(DType::F32))
+    }
+
+    /// Routes the tokens of this rank.
+    pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<RouterSaved<B>> {
+        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
+        let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
+        let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
+        let layer = self.weight.name.trim_end_matches(".weight").to_owned();
+        Ok(RouterSaved { layer, logits, routing })
+    }
+
+    /// Adds the weight's gradient; returns the input's, in F32.
+    pub fn backward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: RouterSaved<B>,
+        x_td: &Tensor<B>,
+        dweight_tk: &B::Buf<f32>,
+    ) -> Result<Tensor<B>> {
+        // A step's loss is the mean over its shards, so a shard's losses count 1 / shards.
+        let shards = (cx.shards.global_tokens * cx.shards.local / cx.shards.tokens().max(1)).max(1) as f32;
+        let op = RouteBackward {
+            logits: &saved.logits,
+            routing: &saved.routing,
+            top_k: self.shape.top_k,
+            normalize: self.shape.normalize,
+            shards: cx.shards.local,
+            dweight: dweight_tk,
+            aux_scale: self.shape.aux_coef / shards,
+            z_scale: self.shape.z_coef / shards,
+        };
+        let dlogits = Operand::Plain(op.run(cx.b)?);
+        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: DType::F32 }.run(cx.b)?;
+        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        self.weight.accumulate_wgrad(cx, &dlogits, &x, &cx.shards.groups)?;
+        Ok(dx)
+    }
+}

@@ -1,0 +1,282 @@
+//! Checkpoints on the disk: what is written comes back, and nothing damaged or half-written ever does.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nibble_train::Error;
+use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
+use nibble_train::config::Config;
+use nibble_train::tokenizer::Tokenizer;
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+const FILES: [&str; 5] =
+    ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
+
+fn position(step: u64) -> Result<Position, Error> {
+    let config = Config::load("tiny", &[])?;
+    Ok(Position {
+        step,
+        tokens: step * config.tokens_per_step(),
+        seed: u64::MAX - 5,
+        cursor: step * config.sequences_per_step(),
+        schedule: config.schedule(),
+        recipe: config.recipe.clone(),
+        config: config.resolved_toml(),
+    })
+}
+
+fn weights(step: u64) -> Vec<f32> {
+    (0..24).map(|i| (i as f32 + step as f32).sin()).collect()
+}
+
+fn tensor<'a>(name: &str, shape: &[usize], data: &'a [f32]) -> TensorRef<'a> {
+    TensorRef { name: name.into(), shape: shape.to_vec(), data }
+}
+
+fn save(store: &Store, step: u64, keep: usize) -> Result<PathBuf, Error> {
+    let (a, b) = (weights(step), [f32::NAN, -0.0, f32::MIN_POSITIVE / 2.0]);
+    let contents = Contents {
+        model: vec![tensor("model.b", &[3], &b), tensor("model.a", &[2, 3, 4], &a)],
+        optim: vec![tensor("model.a.exp_avg", &[24], &a), tensor("model.a.exp_avg_sq", &[24], &a)],
+        config_json: "{\"model_type\": \"qwen3_moe\"}",
+        tokenizer_json: &Tokenizer::Bytes.to_json(),
+        position: position(step)?,
+    };
+    store.save(contents, keep)
+}
+
+fn steps(run: &Path) -> std::io::Result<Vec<String>> {
+    let mut names: Vec<String> = fs::read_dir(run.join("checkpoints"))?
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect::<std::io::Result<_>>()?;
+    names.retain(|name| name != ".lock");
+    names.sort();
+    Ok(names)
+}
+
+#[test]
+fn what_is_written_comes_back_to_the_last_bit() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let path = save(&Store::open(run.path())?, 1000, 0)?;
+    assert_eq!(path, run.path().join("checkpoints/step-00001000"));
+    let mut names: Vec<String> =
+        fs::read_dir(&path)?.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    let mut expected = FILES;
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+
+    let latest = latest_valid(run.path())?;
+    assert!(latest.rejected.is_empty());
+    let checkpoint = latest.checkpoint.ok_or("no checkpoint found")?;
+    assert_eq!(checkpoint.position(), &position(1000)?);
+    let config = Config::from_text(&checkpoint.position().config, Path::new("state.json"), &[])?;
+    assert_eq!(config, Config::load("tiny", &[])?);
+    let mut model = checkpoint.model()?;
+    assert_eq!(
+        model.shapes().map(|(n, s)| (n.to_owned(), s.to_vec())).collect::<Vec<_>>(),
+        [("model.a".to_owned(), vec![2, 3, 4]), ("model.b".to_owned(), vec![3])]
+    );
+    assert_eq!(model.take("model.a", &[2, 3, 4])?, weights(1000));
+    let bits: Vec<u32> = model.take("model.b", &[3])?.iter().map(|x| x.to_bits()).collect();
+    assert_eq!(bits, [f32::NAN, -0.0, f32::MIN_POSITIVE / 2.0].map(f32::to_bits));
+    model.finish()?;
+    assert_eq!(checkpoint.file("config.json")?, b"{\"model_type\": \"qwen3_moe\"}");
+    Ok(())
+}
+
+#[test]
+fn equal_contents_give_equal_files() -> Outcome {
+    let (one, two) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let (a, b) = (save(&Store::open(one.path())?, 7, 0)?, save(&Store::open(two.path())?, 7, 0)?);
+    for name in FILES {
+        assert_eq!(fs::read(a.join(name))?, fs::read(b.join(name))?, "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_told_tensor_and_shapes() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let checkpoint = Checkpoint::open(&save(&Store::open(run.path())?, 1, 0)?)?;
+    let mut model = checkpoint.model()?;
+    let message = |result: Result<Vec<f32>, Error>| result.err().map(|e| e.to_string()).unwrap_or_default();
+    let wrong = message(model.take("model.a", &[4, 6]));
+    assert!(wrong.contains("`model.a` has shape [2, 3, 4], expected [4, 6]"), "{wrong}");
+    assert!(wrong.contains("model.safetensors"), "{wrong}");
+    let missing = message(model.take("model.c", &[1]));
+    assert!(missing.contains("has no tensor `model.c`"), "{missing}");
+    model.take("model.a", &[2, 3, 4])?;
+    let left = model.finish().err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(left.contains("1 tensors that the model lacks, such as `model.b`"), "{left}");
+    Ok(())
+}
+
+#[test]
+fn tensors_that_contradict_themselves_are_refused_and_leave_nothing() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let store = Store::open(run.path())?;
+    let data = [1.0; 6];
+    for (model, expected) in [
+        (vec![tensor("w", &[2, 4], &data)], "`w` has 6 values, expected shape [2, 4]"),
+        (vec![tensor("w", &[6], &data), tensor("w", &[2, 3], &data)], "two tensors are called `w`"),
+    ] {
+        let contents = Contents {
+            model,
+            optim: vec![],
+            config_json: "{}",
+            tokenizer_json: "{}",
+            position: position(1)?,
+        };
+        let error = store.save(contents, 0).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(steps(run.path())?, [""; 0]);
+    }
+    Ok(())
+}
+
+#[test]
+fn no_truncation_and_no_changed_byte_is_ever_loaded() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let store = Store::open(run.path())?;
+    save(&store, 10, 0)?;
+    let newest = save(&store, 20, 0)?;
+    let mut tried = 0;
+    for name in FILES {
+        let path = newest.join(name);
+        let whole = fs::read(&path)?;
+        let n = whole.len();
+        let mut damaged: Vec<Vec<u8>> =
+            [0, 1, n / 3, n / 2, n - 2, n - 1].iter().map(|&cut| whole[..cut].to_vec()).collect();
+        damaged.push([whole.as_slice(), b"\n"].concat());
+        // Every byte of the file that vouches for the others, a sample of the rest.
+        let stride = if name == "state.json" { 1 } else { (n / 40).max(1) };
+        for at in (0..n).step_by(stride).chain([n - 1]) {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 1 << (at % 8);
+            damaged.push(bytes);
+        }
+        for bytes in damaged {
+            fs::write(&path, &bytes)?;
+            let latest = latest_valid(run.path())?;
+            let found = latest.checkpoint.ok_or("the older checkpoint is whole")?;
+            assert_eq!(found.position().step, 10, "damaged {name} was loaded");
+            assert_eq!(latest.rejected.len(), 1);
+            assert_eq!(latest.rejected[0].path, newest);
+            let why = latest.rejected[0].why.to_string();
+            assert!(why.contains(name), "{why} does not name {name}");
+            tried += 1;
+        }
+        fs::remove_file(&path)?;
+        let rejected = latest_valid(run.path())?.rejected;
+        assert!(rejected[0].why.to_string().contains(name), "{:?}", rejected[0]);
+        fs::write(&path, &whole)?;
+        let whole_again = latest_valid(run.path())?.checkpoint.map(|c| c.position().step);
+        assert_eq!(whole_again, Some(20));
+    }
+    assert!(tried > 1000, "only {tried} damages tried");
+    Ok(())
+}
+
+#[test]
+fn damage_after_opening_is_noticed_when_the_tensors_are_read() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let path = save(&Store::open(run.path())?, 1, 0)?;
+    let checkpoint = Checkpoint::open(&path)?;
+    let file = path.join("model.safetensors");
+    let mut bytes = fs::read(&file)?;
+    let last = bytes.len() - 1;
+    bytes[last] ^= 0x80;
+    fs::write(&file, bytes)?;
+    assert!(matches!(checkpoint.model(), Err(Error::Checkpoint { .. })));
+    Ok(())
+}
+
+#[test]
+fn a_checkpoint_under_another_steps_name_is_not_taken_for_it() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let path = save(&Store::open(run.path())?, 10, 0)?;
+    fs::rename(&path, path.with_file_name("step-00000099"))?;
+    let latest = latest_valid(run.path())?;
+    assert!(latest.checkpoint.is_none());
+    assert!(latest.rejected[0].why.to_string().contains("step 99 and holds step 10"));
+    Ok(())
+}
+
+#[test]
+fn only_the_newest_stay() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let store = Store::open(run.path())?;
+    for step in [5, 10, 15, 100] {
+        save(&store, step, 2)?;
+    }
+    assert_eq!(steps(run.path())?, ["step-00000015", "step-00000100"]);
+    save(&store, 200, 0)?;
+    assert_eq!(steps(run.path())?.len(), 3);
+    Ok(())
+}
+
+#[test]
+fn leftovers_of_a_killed_writer_are_never_read_and_removed_by_the_next() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let store = Store::open(run.path())?;
+    let good = save(&store, 10, 0)?;
+    let dir = run.path().join("checkpoints");
+    // Killed before the rename, killed while writing, killed while pruning.
+    for (name, files) in [(".tmp-step-00000020", 5), (".tmp-step-00000030", 2), (".tmp-pruned", 1)] {
+        fs::create_dir(dir.join(name))?;
+        for file in FILES.iter().take(files) {
+            fs::copy(good.join(file), dir.join(name).join(file))?;
+        }
+    }
+    let found = latest_valid(run.path())?;
+    assert_eq!(found.checkpoint.map(|c| c.position().step), Some(10));
+    assert!(found.rejected.is_empty());
+    drop(store);
+    let store = Store::open(run.path())?;
+    assert_eq!(steps(run.path())?, ["step-00000010"]);
+    // A leftover of the very step that is saved next is no obstacle.
+    fs::create_dir(dir.join(".tmp-step-00000020"))?;
+    fs::write(dir.join(".tmp-step-00000020/model.safetensors"), "half")?;
+    save(&store, 20, 0)?;
+    assert_eq!(steps(run.path())?, ["step-00000010", "step-00000020"]);
+    Ok(())
+}
+
+#[test]
+fn a_checkpoint_moved_aside_by_a_killed_writer_comes_back() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let path = save(&Store::open(run.path())?, 10, 0)?;
+    let aside = path.with_file_name(".tmp-replaced-step-00000010");
+    fs::rename(&path, &aside)?;
+    let store = Store::open(run.path())?;
+    assert_eq!(latest_valid(run.path())?.checkpoint.map(|c| c.position().step), Some(10));
+    // Saving the same step again replaces it and leaves nothing aside.
+    fs::write(path.join("config.json"), "damaged")?;
+    save(&store, 10, 0)?;
+    assert_eq!(latest_valid(run.path())?.checkpoint.map(|c| c.position().step), Some(10));
+    assert_eq!(steps(run.path())?, ["step-00000010"]);
+    Ok(())
+}
+
+#[test]
+fn two_writers_in_one_run_are_refused() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let first = Store::open(run.path())?;
+    let second = Store::open(run.path()).err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(second.contains("another process is writing"), "{second}");
+    drop(first);
+    Store::open(run.path())?;
+    Ok(())
+}
+
+#[test]
+fn a_run_without_checkpoints_has_none() -> Outcome {
+    let run = tempfile::tempdir()?;
+    assert!(latest_valid(run.path())?.checkpoint.is_none());
+    assert!(latest_valid(&run.path().join("nowhere"))?.checkpoint.is_none());
+    let error = Checkpoint::open(&run.path().join("step-00000001"));
+    assert!(matches!(error, Err(Error::Checkpoint { .. })), "{error:?}");
+    Ok(())
+}

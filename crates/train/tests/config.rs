@@ -1,0 +1,169 @@
+//! Configurations: presets, overrides, and what a mistake says.
+
+use std::path::Path;
+
+use nibble_train::Error;
+use nibble_train::config::{Config, preset_names};
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+fn overrides(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|&text| text.to_owned()).collect()
+}
+
+/// The message of the error that this text and these overrides give.
+fn complaint(text: &str, sets: &[&str]) -> String {
+    match Config::from_text(text, Path::new("run.toml"), &overrides(sets)) {
+        Err(error) => {
+            assert!(error.is_user_error(), "not the user's mistake: {error}");
+            error.to_string()
+        }
+        Ok(_) => panic!("accepted: {text} {sets:?}"),
+    }
+}
+
+#[test]
+fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
+    assert_eq!(preset_names().collect::<Vec<_>>(), ["tiny", "shakespeare"]);
+    for name in preset_names() {
+        let config = Config::load(name, &[])?;
+        assert_eq!(config.run.dir, format!("runs/{name}"));
+        let text = config.resolved_toml();
+        let again = Config::from_text(&text, Path::new("resolved.toml"), &[])?;
+        assert_eq!(config, again);
+        assert_eq!(text, again.resolved_toml());
+    }
+    Ok(())
+}
+
+#[test]
+fn the_vocabulary_follows_the_data_unless_it_is_given() -> Outcome {
+    assert_eq!(Config::load("tiny", &[])?.model.vocab_size, 64);
+    assert_eq!(Config::load("tiny", &overrides(&["data.source=a.txt"]))?.model.vocab_size, 256);
+    assert_eq!(Config::load("tiny", &overrides(&["model.vocab_size=96"]))?.model.vocab_size, 96);
+    Ok(())
+}
+
+#[test]
+fn overrides_are_typed_by_the_key() -> Outcome {
+    let sets = [
+        "train.steps=7",
+        "train.lr = 1e-3",
+        "train.weight_decay=0",
+        "data.source=2024",
+        "train.schedule=wsd",
+        "recipe=bf16",
+        "model.norm_topk_prob=false",
+        "run.dir=\"a b\"",
+    ];
+    let config = Config::load(
+        "tiny",
+        &overrides(&sets).into_iter().chain(["train.warmup_steps=1".into()]).collect::<Vec<_>>(),
+    )?;
+    assert_eq!((config.train.steps, config.train.lr, config.train.weight_decay), (7, 1e-3, 0.0));
+    assert_eq!((config.data.source.as_str(), config.recipe.as_str()), ("2024", "bf16"));
+    assert_eq!((config.model.norm_topk_prob, config.run.dir.as_str()), (false, "a b"));
+    assert!(config.resolved_toml().contains("schedule = \"wsd\""));
+    Ok(())
+}
+
+#[test]
+fn the_last_override_wins() -> Outcome {
+    let config = Config::load("tiny", &overrides(&["seed=1", "seed=2"]))?;
+    assert_eq!(config.seed, 2);
+    Ok(())
+}
+
+#[test]
+fn unknown_keys_name_key_file_line_and_what_was_meant() {
+    for (text, message) in [
+        (
+            "seed = 1\n\n[train]\nstpes = 3\n",
+            "run.toml:4: `train.stpes`: unknown key; did you mean `train.steps`?",
+        ),
+        ("[trian]\nsteps = 3\n", "run.toml:1: `trian`: unknown key; did you mean `train`?"),
+        ("steps = 3\n", "run.toml:1: `steps`: unknown key; did you mean `train.steps`?"),
+        ("[model]\ntopk = 3\n", "run.toml:2: `model.topk`: unknown key; did you mean `model.top_k`?"),
+        ("# é\nseed.x = 3\n", "run.toml:2: `seed`: invalid type: map, expected u64"),
+        ("zzz = 3\n", "run.toml:1: `zzz`: unknown key"),
+    ] {
+        let got = complaint(text, &[]);
+        assert!(got.starts_with(message), "{got}\nexpected {message}");
+    }
+    assert_eq!(complaint("", &["train.lrr=1"]), "`train.lrr`: unknown key; did you mean `train.lr`?");
+}
+
+#[test]
+fn values_of_the_wrong_type_name_key_file_and_line() {
+    for (text, start, part) in [
+        ("[train]\nsteps = \"many\"\n", "run.toml:2: `train.steps`: ", "string \"many\""),
+        ("[train]\nsteps = -1\n", "run.toml:2: `train.steps`: ", "-1"),
+        ("train = 3\n", "run.toml:1: `train`: ", "integer `3`"),
+        ("[train]\nschedule = \"linear\"\n", "run.toml:2: `train.schedule`: ", "expected `cosine` or `wsd`"),
+        ("[train\n", "run.toml:1: ", ""),
+        ("seed = 1\nseed = 2\n", "run.toml:2: ", "duplicate"),
+    ] {
+        let got = complaint(text, &[]);
+        assert!(got.starts_with(start) && got.contains(part), "{got}\nexpected {start} … {part}");
+    }
+    let got = complaint("", &["train.steps=many"]);
+    assert!(got.starts_with("`train.steps`: ") && got.contains("many"), "{got}");
+    assert!(complaint("", &["train.steps"]).contains("no `=`"));
+}
+
+#[test]
+fn impossible_values_name_both_numbers_and_where_they_stand() {
+    for (text, message) in [
+        (
+            "[model]\nheads = 6\nkv_heads = 4\n",
+            "run.toml:3: `model.kv_heads`: is 4, which does not divide model.heads = 6",
+        ),
+        ("[model]\nhead_dim = 15\n", "run.toml:2: `model.head_dim`: is 15, expected an even number"),
+        ("[model]\ntop_k = 9\n", "run.toml:2: `model.top_k`: is 9, more than model.experts = 8"),
+        ("[model]\nexperts = 0\n", "run.toml:2: `model.experts`: is 0"),
+        (
+            "[model]\nvocab_size = 10\n",
+            "run.toml:2: `model.vocab_size`: is 10, but data.source = \"synthetic\" has 64",
+        ),
+        (
+            "[train]\nbatch_size = 18\n",
+            "run.toml:2: `train.batch_size`: is 18, not a multiple of train.shards = 4",
+        ),
+        ("[train]\nshards = 3\n", "run.toml:2: `train.shards`: is 3, expected a power of two"),
+        ("[run]\nranks = 3\n", "run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
+        ("[train]\nlr = 0\n", "run.toml:2: `train.lr`: is 0"),
+        ("[train]\nlr = nan\n", "run.toml:2: `train.lr`: is NaN"),
+        ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1, more than train.lr = 0.003"),
+        ("[train]\nbeta2 = 1.0\n", "run.toml:2: `train.beta2`: is 1"),
+        ("[train]\nsteps = 5\n", "`train.warmup_steps`: is 20, more than train.steps = 5"),
+        ("[data]\nseq_len = 100\n", "run.toml:2: `data.seq_len`: is 100, not a multiple of 32"),
+        ("[data]\nvalid_fraction = 1.0\n", "run.toml:2: `data.valid_fraction`: is 1"),
+        ("[train]\nbatch_size = 400000000\n", "run.toml:2: `train.batch_size`: is 400000000: times"),
+    ] {
+        let got = complaint(text, &[]);
+        assert!(got.starts_with(message), "{got}\nexpected {message}");
+    }
+    // An override is at fault, not the line that it replaced.
+    let got = complaint("[model]\ntop_k = 2\n", &["model.top_k=99"]);
+    assert!(got.starts_with("`model.top_k`: is 99"), "{got}");
+}
+
+#[test]
+fn a_misspelt_preset_is_suggested_and_a_missing_file_is_missing() {
+    let message = |name: &str| match Config::load(name, &[]) {
+        Err(error @ (Error::Config { .. } | Error::Io { .. })) => error.to_string(),
+        other => panic!("{name}: {other:?}"),
+    };
+    let misspelt = message("tinny");
+    assert!(misspelt.contains("\"tinny\"") && misspelt.ends_with("did you mean `tiny`?"), "{misspelt}");
+    assert!(message("no/such/run.toml").starts_with("no/such/run.toml: "));
+}
+
+#[test]
+fn a_resumed_run_is_told_what_has_changed() -> Outcome {
+    let before = Config::load("tiny", &[])?;
+    let after = Config::load("tiny", &overrides(&["train.lr=0.004", "run.threads=1", "eval.every=3"]))?;
+    assert_eq!(after.changes_since(&before), ["train.lr: 0.005 → 0.004"]);
+    assert!(before.changes_since(&before).is_empty());
+    Ok(())
+}
