@@ -17,7 +17,9 @@ struct State {
     posts: Vec<Option<Arc<Post>>>,
     /// Ranks that have read the posts of this collective.
     readers: usize,
-    /// The first failure, with the rank that had it.
+    /// Ranks whose communicator is gone. What they posted before still counts.
+    left: Vec<bool>,
+    /// The first failure, with the rank that had it. It never goes away.
     failure: Option<(usize, String)>,
 }
 
@@ -31,8 +33,9 @@ struct Post {
 
 /// One rank of a world of threads that exchange through shared memory.
 ///
-/// A rank that is dropped while its thread panics, or that calls [`Comm::abort`], fails the pending and later calls of
-/// all others with its error.
+/// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
+/// panics, or that gets an error from a collective fails the pending and later calls of all; so does a call that needs a
+/// rank dropped before. For that a rank's thread must own its communicator: one that outlives the thread cannot tell.
 #[derive(Debug)]
 pub struct ThreadComm {
     rank: usize,
@@ -42,7 +45,7 @@ pub struct ThreadComm {
 impl ThreadComm {
     /// The ranks of a new world, in order.
     pub fn world(size: usize) -> Vec<Self> {
-        let state = State { posts: vec![None; size], ..State::default() };
+        let state = State { posts: vec![None; size], left: vec![false; size], ..State::default() };
         let world = Arc::new(World { size, state: Mutex::new(state), changed: Condvar::new() });
         (0..size).map(|rank| Self { rank, world: world.clone() }).collect()
     }
@@ -55,28 +58,47 @@ impl ThreadComm {
         self.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The world's failure, if there is one.
     fn check(&self, call: &'static str, state: &State) -> Result<()> {
         match &state.failure {
-            Some((rank, why)) => {
-                Err(Error::Comm { call, rank: self.rank, why: format!("rank {rank} failed: {why}") })
-            }
+            Some((rank, why)) => Err(self.error(call, format!("rank {rank} failed: {why}"))),
             None => Ok(()),
         }
     }
 
+    fn error(&self, call: &'static str, why: String) -> Error {
+        Error::Comm { call, rank: self.rank, why }
+    }
+
+    /// Runs a collective. Its error fails the world, so that no other rank waits for this one.
+    fn collective<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        body().inspect_err(|e| match e {
+            Error::Comm { call, why, .. } => self.fail(&format!("{call}: {why}")),
+            other => self.fail(&other.to_string()),
+        })
+    }
+
     /// Posts this rank's parts and returns everybody's, in rank order, once all have arrived.
+    ///
+    /// A place is free again only after every rank has read it, so that a rank one collective ahead can neither
+    /// overwrite what a slow one has yet to read nor be taken for the same rank one collective before.
     fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
         let mut state = self.lock();
-        // The previous collective must have been read by all before its places are used again.
-        while state.posts[self.rank].is_some() {
+        loop {
             self.check(call, &state)?;
+            if state.posts[self.rank].is_none() {
+                break;
+            }
             state = self.wait(state);
         }
-        self.check(call, &state)?;
         state.posts[self.rank] = Some(Arc::new(Post { call, parts }));
         self.world.changed.notify_all();
-        while !state.posts.iter().all(Option::is_some) {
+        while state.posts.iter().any(Option::is_none) {
             self.check(call, &state)?;
+            let gone = state.posts.iter().zip(&state.left).position(|(post, left)| post.is_none() && *left);
+            if let Some(rank) = gone {
+                return Err(self.error(call, format!("rank {rank} has left, and this call needs it")));
+            }
             state = self.wait(state);
         }
         self.check(call, &state)?;
@@ -88,12 +110,12 @@ impl ThreadComm {
             self.world.changed.notify_all();
         }
         drop(state);
-        if let Some((rank, other)) = posts.iter().enumerate().find(|(_, p)| p.call != call) {
-            let why = format!("rank {rank} called {} at the same time", other.call);
-            self.fail(&why);
-            return Err(Error::Comm { call, rank: self.rank, why });
+        match posts.iter().enumerate().find(|(_, p)| p.call != call) {
+            Some((rank, other)) => {
+                Err(self.error(call, format!("rank {rank} called {} at the same time", other.call)))
+            }
+            None => Ok(posts),
         }
-        Ok(posts)
     }
 
     fn fail(&self, why: &str) {
@@ -103,15 +125,19 @@ impl ThreadComm {
     }
 
     /// Every rank's same-sized values, in rank order.
-    fn gather<B: Backend, T: Plain>(&self, call: &'static str, b: &B, values: &B::Buf<T>) -> Result<Vec<Vec<T>>> {
+    fn gather<B: Backend, T: Plain>(
+        &self,
+        call: &'static str,
+        b: &B,
+        values: &B::Buf<T>,
+    ) -> Result<Vec<Vec<T>>> {
         let bytes = bytemuck::cast_slice(&b.download(values)?).to_vec();
         let posts = self.exchange(call, vec![bytes])?;
         let all: Vec<Vec<T>> = posts.iter().map(|p| bytemuck::pod_collect_to_vec(&p.parts[0])).collect();
         match all.iter().enumerate().find(|(_, v)| v.len() != all[self.rank].len()) {
             Some((rank, v)) => {
                 let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.rank].len());
-                self.fail(&why);
-                Err(Error::Comm { call, rank: self.rank, why })
+                Err(self.error(call, why))
             }
             None => Ok(all),
         }
@@ -123,6 +149,8 @@ impl Drop for ThreadComm {
         if std::thread::panicking() {
             self.fail("its thread panicked");
         }
+        self.lock().left[self.rank] = true;
+        self.world.changed.notify_all();
     }
 }
 
@@ -136,13 +164,16 @@ impl<B: Backend> Comm<B> for ThreadComm {
     }
 
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
-        let all = self.gather("counts", b, send)?;
-        let mine: Vec<i32> = all.iter().filter_map(|from| from.get(self.rank).copied()).collect();
-        if mine.len() != self.world.size {
-            let why = format!("{} counts for {} ranks", all[self.rank].len(), self.world.size);
-            return Err(Error::Comm { call: "counts", rank: self.rank, why });
-        }
-        b.upload(&mine)
+        const CALL: &str = "counts";
+        self.collective(|| {
+            let all = self.gather(CALL, b, send)?;
+            if all[self.rank].len() != self.world.size {
+                let why = format!("{} counts for {} ranks", all[self.rank].len(), self.world.size);
+                return Err(self.error(CALL, why));
+            }
+            let mine: Vec<i32> = all.iter().map(|from| from[self.rank]).collect();
+            b.upload(&mine)
+        })
     }
 
     fn all_to_all_v(
@@ -154,62 +185,70 @@ impl<B: Backend> Comm<B> for ThreadComm {
         recv_rows: &[usize],
     ) -> Result<B::Buf<u8>> {
         const CALL: &str = "all_to_all_v";
-        let error = |why: String| Error::Comm { call: CALL, rank: self.rank, why };
-        let bytes = b.download(send)?;
-        let size = self.world.size;
-        if send_rows.len() != size || recv_rows.len() != size {
-            let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
-            return Err(error(why));
-        }
-        if send_rows.iter().sum::<usize>() * row_bytes != bytes.len() {
-            let rows: usize = send_rows.iter().sum();
-            return Err(error(format!("{rows} rows of {row_bytes} bytes announced, {} bytes given", bytes.len())));
-        }
-        let mut rest = bytes.as_slice();
-        let mut parts = Vec::with_capacity(size);
-        for rows in send_rows {
-            let (part, tail) = rest.split_at(rows * row_bytes);
-            parts.push(part.to_vec());
-            rest = tail;
-        }
-        let posts = self.exchange(CALL, parts)?;
-        let mut received = Vec::with_capacity(recv_rows.iter().sum::<usize>() * row_bytes);
-        for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
-            let part = &post.parts[self.rank];
-            if part.len() != rows * row_bytes {
-                let why = format!("{rows} rows of {row_bytes} bytes expected from rank {from}, {} bytes came", part.len());
-                self.fail(&why);
-                return Err(error(why));
+        self.collective(|| {
+            let size = self.world.size;
+            if send_rows.len() != size || recv_rows.len() != size {
+                let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
+                return Err(self.error(CALL, why));
             }
-            received.extend_from_slice(part);
-        }
-        b.upload(&received)
+            let bytes = b.download(send)?;
+            let Some(parts) = split_rows(&bytes, row_bytes, send_rows) else {
+                let why = format!("{} bytes given are not {send_rows:?} rows of {row_bytes}", bytes.len());
+                return Err(self.error(CALL, why));
+            };
+            let posts = self.exchange(CALL, parts)?;
+            for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
+                let came = post.parts[self.rank].len();
+                if rows.checked_mul(row_bytes) != Some(came) {
+                    let why = format!(
+                        "{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came"
+                    );
+                    return Err(self.error(CALL, why));
+                }
+            }
+            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.rank].as_slice()).collect();
+            b.upload(&received.concat())
+        })
     }
 
     fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()> {
-        let mut level = self.gather("all_reduce_tree", b, values)?;
-        while level.len() > 1 {
-            level = level
-                .chunks(2)
-                .map(|pair| match pair {
-                    [a, c] => a.iter().zip(c).map(|(x, y)| x + y).collect(),
-                    alone => alone.concat(),
-                })
-                .collect();
-        }
-        *values = b.upload(&level.concat())?;
-        Ok(())
+        self.collective(|| {
+            let mut level = self.gather("all_reduce_tree", b, values)?;
+            while level.len() > 1 {
+                level = level
+                    .chunks(2)
+                    .map(|pair| match pair {
+                        [a, c] => a.iter().zip(c).map(|(x, y)| x + y).collect(),
+                        alone => alone.concat(),
+                    })
+                    .collect();
+            }
+            *values = b.upload(&level.concat())?;
+            Ok(())
+        })
     }
 
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
-        b.upload(&self.gather("all_gather", b, values)?.concat())
+        self.collective(|| b.upload(&self.gather("all_gather", b, values)?.concat()))
     }
 
     fn barrier(&self) -> Result<()> {
-        self.exchange("barrier", vec![Vec::new()]).map(drop)
+        self.collective(|| self.exchange("barrier", vec![Vec::new()]).map(drop))
     }
 
     fn abort(&self, why: &str) {
         self.fail(why);
     }
+}
+
+/// The bytes of each rank's rows; `None` unless they make up `bytes` exactly.
+fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<u8>>> {
+    let mut rest = bytes;
+    let mut parts = Vec::with_capacity(rows.len());
+    for rows in rows {
+        let (part, tail) = rest.split_at_checked(rows.checked_mul(row_bytes)?)?;
+        parts.push(part.to_vec());
+        rest = tail;
+    }
+    rest.is_empty().then_some(parts)
 }

@@ -6,6 +6,7 @@
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use nibble_formats::math::exp;
 
 /// Defines `fn name(isa: Isa, args)`: the `#[inline(always)]` function `body` compiled for each instruction set, picked
 /// at run time.
@@ -121,13 +122,30 @@ pub(crate) const LANES: usize = 16;
 
 /// Closes 16 lanes by the tree 8, 4, 2, 1.
 #[inline(always)]
-pub(crate) fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
+pub(crate) fn tree_sum<T: Copy + std::ops::AddAssign>(mut lanes: [T; LANES]) -> T {
     for width in [8, 4, 2, 1] {
         for i in 0..width {
-            lanes[i] += lanes[i + width];
+            let upper = lanes[i + width];
+            lanes[i] += upper;
         }
     }
     lanes[0]
+}
+
+/// Σ a[i] over the 16 lanes, each in order, closed by the tree.
+#[inline(always)]
+pub(crate) fn lane_sum(a: &[f32]) -> f32 {
+    let (whole, tail) = a.as_chunks::<LANES>();
+    let mut lanes = [0.0f32; LANES];
+    for a in whole {
+        for i in 0..LANES {
+            lanes[i] += a[i];
+        }
+    }
+    for (lane, a) in lanes.iter_mut().zip(tail) {
+        *lane += a;
+    }
+    tree_sum(lanes)
 }
 
 /// Σ a[i]·b[i] over the 16 lanes, each in order by fma, closed by the tree.
@@ -144,6 +162,33 @@ pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
         *lane = a.widen().mul_add(b.widen(), *lane);
     }
     tree_sum(lanes)
+}
+
+/// Replaces each x by exp(x − max) and returns the largest x and the sum of the exponentials over 16 lanes (in order,
+/// then the tree). A NaN is passed over as maximum and returns through its exponential.
+#[inline(always)]
+pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
+    let larger = |x: f32, max: f32| if x > max { x } else { max };
+    let (full, tail) = x.as_chunks_mut::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for x in &*full {
+        for i in 0..LANES {
+            lanes[i] = larger(x[i], lanes[i]);
+        }
+    }
+    let max = lanes.into_iter().chain(tail.iter().copied()).fold(f32::NEG_INFINITY, |max, x| larger(x, max));
+    let mut lanes = [0.0f32; LANES];
+    for x in full {
+        for i in 0..LANES {
+            x[i] = exp(x[i] - max);
+            lanes[i] += x[i];
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *x = exp(*x - max);
+        *lane += *x;
+    }
+    (max, tree_sum(lanes))
 }
 
 /// Elements below which waking another thread costs more than it saves.

@@ -1,7 +1,7 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
+use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, ScaleRule, Stream, fnv1a32};
-use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Recipe, Result, Tensor};
@@ -59,22 +59,20 @@ pub struct Shards<B: Kernels> {
     pub local: usize,
     /// Global index of this rank's first token.
     pub first_token: usize,
-    /// Tokens of all ranks.
-    pub global_tokens: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
 }
 
 impl<B: Kernels> Shards<B> {
-    /// `local` shards of `rows_each` tokens on this rank of a world of `world` ranks.
+    /// `local` shards of `rows_each` tokens on this rank; every rank has as many.
     ///
     /// # Errors
     /// [`Error::Device`] from the backend.
-    pub fn new(b: &B, local: usize, rows_each: usize, rank: usize, world: usize) -> Result<Self> {
+    pub fn new(b: &B, local: usize, rows_each: usize, rank: usize) -> Result<Self> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
         let groups = Groups::uniform(b, local, rows_each, align, rank * tokens)?;
-        Ok(Self { local, first_token: rank * tokens, global_tokens: world * tokens, groups })
+        Ok(Self { local, first_token: rank * tokens, groups })
     }
 
     /// Tokens on this rank.
@@ -102,6 +100,8 @@ pub struct Cx<'a, B: Kernels> {
     pub training: bool,
     /// The tokens of this rank.
     pub shards: Shards<B>,
+    /// Micro-batches of the step: losses are means over all of them.
+    pub micro_batches: usize,
     /// Every change of representation, if anyone wants to know.
     pub trace: Option<&'a RefCell<Vec<Event>>>,
     /// Counts of conversions by site, still on the device.
@@ -109,17 +109,24 @@ pub struct Cx<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for a forward pass alone, at the end of training's precision schedule.
-    pub fn inference(b: &'a B, comm: &'a dyn Comm<B>, recipe: &'a Recipe, shards: Shards<B>) -> Self {
+    /// A context for a forward pass alone, at this point of training's precision schedule.
+    pub fn inference(
+        b: &'a B,
+        comm: &'a dyn Comm<B>,
+        recipe: &'a Recipe,
+        shards: Shards<B>,
+        progress: f64,
+    ) -> Self {
         Self {
             b,
             comm,
             recipe,
             step: 0,
-            progress: 1.0,
+            progress,
             seed: 0,
             training: false,
             shards,
+            micro_batches: 1,
             trace: None,
             counts: RefCell::default(),
         }
@@ -181,7 +188,14 @@ impl<'a, B: Kernels> Cx<'a, B> {
         let random = self.random(layer, tensor, to.round);
         let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
-        self.note(pass, layer, "quantize", tensor, x.dtype(), format!("{} {}", to.format, planes_name(planes)));
+        self.note(
+            pass,
+            layer,
+            "quantize",
+            tensor,
+            x.dtype(),
+            format!("{} {}", to.format, planes_name(planes)),
+        );
         self.keep_counts(layer, tensor, out.counts.as_ref());
         Ok(out)
     }
@@ -253,9 +267,4 @@ fn planes_name(planes: Planes) -> &'static str {
 pub fn wire_bytes(precision: &Precision, cols: usize) -> usize {
     let rule = if precision.format.is_block() { precision.scale } else { ScaleRule::Amax };
     nibble_core::RowKind { format: precision.format, rule, cols }.row_bytes()
-}
-
-/// Whether a format is a plain one.
-pub fn is_plain(format: Format) -> bool {
-    !format.is_block()
 }

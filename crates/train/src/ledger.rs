@@ -38,7 +38,12 @@ impl Ledger {
     }
 
     /// Lists a buffer of 4-byte values: indices, row scalars.
-    pub fn words<B: Backend, T: nibble_core::Plain>(&mut self, layer: &str, kind: &'static str, x: &B::Buf<T>) {
+    pub fn words<B: Backend, T: nibble_core::Plain>(
+        &mut self,
+        layer: &str,
+        kind: &'static str,
+        x: &B::Buf<T>,
+    ) {
         self.add(layer, kind, Format::F32, B::len(x) * size_of::<T>(), B::buffer_id(x));
     }
 
@@ -59,7 +64,11 @@ impl Ledger {
 
     /// Bytes of the allocations of one kind in layers whose name ends so.
     pub fn bytes_of(&self, layer_suffix: &str, kind: &str) -> usize {
-        self.unique().iter().filter(|e| e.layer.ends_with(layer_suffix) && e.kind == kind).map(|e| e.bytes).sum()
+        self.unique()
+            .iter()
+            .filter(|e| e.layer.ends_with(layer_suffix) && e.kind == kind)
+            .map(|e| e.bytes)
+            .sum()
     }
 
     /// A table: bytes by kind of layer (its number aside), kind of tensor and format.
@@ -70,11 +79,19 @@ impl Ledger {
             let sum = sums.entry((layer.join("."), e.kind, e.format.to_string())).or_default();
             *sum = (sum.0 + e.bytes, sum.1 + 1);
         }
-        let mut out = format!("{:<34} {:<10} {:<7} {:>6} {:>14}\n", "layer", "kind", "format", "count", "bytes");
+        let mut out =
+            format!("{:<34} {:<10} {:<7} {:>6} {:>14}\n", "layer", "kind", "format", "count", "bytes");
         for ((layer, kind, format), (bytes, count)) in &sums {
             out += &format!("{layer:<34} {kind:<10} {format:<7} {count:>6} {bytes:>14}\n");
         }
-        out += &format!("{:<34} {:<10} {:<7} {:>6} {:>14}\n", "total kept by a forward pass", "", "", "", self.bytes());
+        out += &format!(
+            "{:<34} {:<10} {:<7} {:>6} {:>14}\n",
+            "total kept by a forward pass",
+            "",
+            "",
+            "",
+            self.bytes()
+        );
         out
     }
 }

@@ -4,7 +4,7 @@ use crate::cx::Cx;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{Data, DType, Error, Groups, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +136,12 @@ impl<B: Kernels> Param<B> {
     }
 
     fn unprepared(&self) -> Error {
-        Error::shape("product", "weight", format!("{} without its copies", self.name), "prepare() once a step")
+        Error::shape(
+            "product",
+            "weight",
+            format!("{} without its copies", self.name),
+            "prepare() once a step",
+        )
     }
 
     /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, experts for a stack.
@@ -160,16 +165,14 @@ impl<B: Kernels> Param<B> {
 
     /// The gradient to accumulate into, one copy a local shard, zeros at first.
     pub fn shard_grads(&mut self, cx: &Cx<'_, B>) -> Result<&mut Tensor<B>> {
-        if self.grad.is_none() {
-            let rows = cx.shards.local * self.master.rows;
-            self.grad = Some(Tensor::zeros(cx.b, DType::F32, rows, self.master.cols)?);
-        }
-        // Filled just above if it was empty.
-        self.grad.as_mut().ok_or_else(|| self.unprepared_grad())
-    }
-
-    fn unprepared_grad(&self) -> Error {
-        Error::shape("gradient", "grad", "missing", "accumulated")
+        let grad = match self.grad.take() {
+            Some(grad) => grad,
+            None => {
+                let rows = cx.shards.local * self.master.rows;
+                Tensor::zeros(cx.b, DType::F32, rows, self.master.cols)?
+            }
+        };
+        Ok(self.grad.insert(grad))
     }
 
     /// Sums the gradient over this rank's shards and over the ranks by one tree, in place.

@@ -2,6 +2,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use nibble_train::Error;
 use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
@@ -22,7 +24,7 @@ fn position(step: u64) -> Result<Position, Error> {
         cursor: step * config.sequences_per_step(),
         schedule: config.schedule(),
         recipe: config.recipe.clone(),
-        config: config.resolved_toml(),
+        config: config.resolved_toml()?,
     })
 }
 
@@ -278,5 +280,68 @@ fn a_run_without_checkpoints_has_none() -> Outcome {
     assert!(latest_valid(&run.path().join("nowhere"))?.checkpoint.is_none());
     let error = Checkpoint::open(&run.path().join("step-00000001"));
     assert!(matches!(error, Err(Error::Checkpoint { .. })), "{error:?}");
+    Ok(())
+}
+
+/// Set in the processes that the tests below start: the run directory to write checkpoints into, one after the other.
+const CHILD_RUN: &str = "CHECKPOINT_TEST_RUN";
+
+/// Not a test of its own: what the started processes do.
+#[test]
+fn child_that_saves_until_it_is_stopped() -> Outcome {
+    let Some(run) = std::env::var_os(CHILD_RUN) else { return Ok(()) };
+    let store = Store::open(Path::new(&run))?;
+    let first = latest_valid(Path::new(&run))?.checkpoint.map_or(0, |c| c.position().step) + 1;
+    for step in first.. {
+        save(&store, step, 2)?;
+        println!("saved {step}");
+    }
+    Ok(())
+}
+
+const CHILD_ARGS: [&str; 3] = ["--exact", "child_that_saves_until_it_is_stopped", "--nocapture"];
+
+#[test]
+fn a_writer_killed_at_any_instant_loses_nothing_that_it_had_saved() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let mut done = 0;
+    for round in 0..12 {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(CHILD_ARGS)
+            .env(CHILD_RUN, run.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        // Odd numbers of milliseconds, to hit writing, renaming and pruning alike.
+        std::thread::sleep(Duration::from_millis(31 + 17 * round));
+        child.kill()?;
+        let said = String::from_utf8(child.wait_with_output()?.stdout)?;
+        let saved = said.lines().filter_map(|line| line.rsplit_once("saved ")?.1.parse().ok()).max();
+        done = saved.unwrap_or(done);
+        let latest = latest_valid(run.path())?;
+        assert!(latest.rejected.is_empty(), "half a checkpoint under a final name: {:?}", latest.rejected);
+        let found = latest.checkpoint.map_or(0, |c| c.position().step);
+        // One more than it had said, where the kill came between the rename and the word.
+        assert!(found == done || found == done + 1, "round {round}: {done} saved, {found} found");
+        done = found;
+    }
+    assert!(done > 3, "the processes hardly came to write: {done} checkpoints");
+    Ok(())
+}
+
+/// A limit on the size of files stands for a full disk: the system refuses the write half-way.
+#[cfg(unix)]
+#[test]
+fn a_write_that_fails_half_way_is_an_error_and_leaves_the_earlier_checkpoint() -> Outcome {
+    let run = tempfile::tempdir()?;
+    save(&Store::open(run.path())?, 1, 0)?;
+    let exe = std::env::current_exe()?;
+    let script = format!("trap '' XFSZ; ulimit -f 2; exec {} {}", exe.display(), CHILD_ARGS.join(" "));
+    let output = Command::new("sh").args(["-c", &script]).env(CHILD_RUN, run.path()).output()?;
+    let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && !said.contains("saved"), "the limit had no effect: {said}");
+    assert!(said.contains("tokenizer.json") && said.contains("kind: FileTooLarge"), "{said}");
+    assert_eq!(steps(run.path())?, ["step-00000001"]);
+    assert_eq!(latest_valid(run.path())?.checkpoint.map(|c| c.position().step), Some(1));
     Ok(())
 }

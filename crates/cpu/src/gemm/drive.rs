@@ -146,6 +146,23 @@ impl Target {
         Self { base, is_f32, stride: out.stride, accumulate: out.accumulate }
     }
 
+    /// Asks for the cache lines of a tile before its sums are formed: the stores then find them there.
+    fn prefetch(&self, at: usize, rows: usize, columns: usize) {
+        let size = if self.is_f32 { size_of::<f32>() } else { size_of::<bf16>() };
+        for i in 0..rows {
+            for byte in (0..columns * size).step_by(64) {
+                let line = self.base.wrapping_add((at + i * self.stride) * size + byte);
+                // SAFETY: a prefetch of any address is harmless; every x86-64 has it.
+                #[cfg(target_arch = "x86_64")]
+                unsafe {
+                    std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_ET0 }>(line.cast());
+                }
+                #[cfg(not(target_arch = "x86_64"))]
+                let _ = line;
+            }
+        }
+    }
+
     /// # Safety
     /// Rows of `columns` elements from `at` on are this task's alone; `tile` has as many, `tile_stride` apart.
     #[inline(always)]
@@ -351,6 +368,9 @@ impl Job<'_> {
                     Some(flushing) if pack::sums_may_be_tiny(a_lowest[i], b_lowest[j]) => flushing,
                     _ => x.kernels.run,
                 };
+                if chunk.is_last {
+                    target.prefetch(at, ap.rows, bp.rows);
+                }
                 // SAFETY: the panels lie where `pack_a` and `pack_b` put them, and the scales beside them; a tile's
                 // buffer holds the largest tile; a direct tile is within this task's rectangle of the output. The
                 // machine has the kernel's instructions, and the widths are those of its kernels.

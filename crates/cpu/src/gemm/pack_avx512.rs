@@ -5,6 +5,17 @@ use super::{PanelRows, SLACK, decode};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+/// `body` for the constants `i` = 0 … 15, written out, so that arrays of registers stay in registers.
+macro_rules! unrolled {
+    ($i:ident => $body:expr) => { unrolled!(@ $i $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
+    (@ $i:ident $body:expr, $($literal:literal)+) => {{
+        $({
+            const $i: usize = $literal;
+            $body
+        })+
+    }};
+}
+
 /// A source whose contraction is contiguous, read sixteen units at a time.
 trait RowReader {
     /// Elements of one unit.
@@ -130,20 +141,29 @@ unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Ran
     let units = k.len().div_ceil(R::PER_UNIT);
     for first_lane in (0..panel.width).step_by(16) {
         let live = panel.rows.saturating_sub(first_lane).min(16);
-        let row0 = view.offset + (panel.first + first_lane) * view.stride;
+        // Rows past the last are read as that one, no element of them: an address that exists, whatever the mask.
+        let row_at = |i: usize| {
+            let row = panel.first + (first_lane + i).min(panel.rows - 1);
+            (view.offset + row * view.stride, i < live)
+        };
         for unit in (0..units).step_by(16) {
             let k0 = k.start + unit * R::PER_UNIT;
             // SAFETY: rows below `live` and elements below k.end exist; the stores end at most SLACK past the
             // panel, as the widest store of lane group `first_lane` begins within the panel.
             unsafe {
                 let mut block = [_mm512_setzero_si512(); 16];
-                for (i, row) in block.iter_mut().enumerate().take(live) {
-                    *row = from.read(row0 + i * view.stride + k0, k.end - k0);
-                }
+                unrolled!(I => {
+                    let (row, is_live) = row_at(I);
+                    block[I] = from.read(row + k0, if is_live { k.end - k0 } else { 0 });
+                });
                 let block = transpose(block);
                 let lanes = to.as_mut_ptr().add(unit * panel.width + first_lane);
-                for (i, &column) in block.iter().enumerate().take(units - unit) {
-                    _mm512_storeu_si512(lanes.add(i * panel.width).cast(), column);
+                if units - unit >= 16 {
+                    unrolled!(I => _mm512_storeu_si512(lanes.add(I * panel.width).cast(), block[I]));
+                } else {
+                    unrolled!(I => if I < units - unit {
+                        _mm512_storeu_si512(lanes.add(I * panel.width).cast(), block[I]);
+                    });
                 }
             }
         }
@@ -155,32 +175,39 @@ unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Ran
 unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     // SAFETY: register shuffles only; the caller has AVX-512 F.
     unsafe {
-        let mut s = [_mm512_setzero_si512(); 16];
-        for i in 0..8 {
-            s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-            s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-        }
-        let mut t = s;
-        for i in 0..4 {
-            t[4 * i] = _mm512_unpacklo_epi64(s[4 * i], s[4 * i + 2]);
-            t[4 * i + 1] = _mm512_unpackhi_epi64(s[4 * i], s[4 * i + 2]);
-            t[4 * i + 2] = _mm512_unpacklo_epi64(s[4 * i + 1], s[4 * i + 3]);
-            t[4 * i + 3] = _mm512_unpackhi_epi64(s[4 * i + 1], s[4 * i + 3]);
-        }
-        // t[4i + c] holds, in its quarter q, rows 4i .. 4i+4 of column 4q + c. Gather the quarters.
-        let mut out = s;
-        for c in 0..4 {
-            let (x0, x1) =
-                (_mm512_shuffle_i32x4::<0x88>(t[c], t[4 + c]), _mm512_shuffle_i32x4::<0xDD>(t[c], t[4 + c]));
-            let (y0, y1) = (
-                _mm512_shuffle_i32x4::<0x88>(t[8 + c], t[12 + c]),
-                _mm512_shuffle_i32x4::<0xDD>(t[8 + c], t[12 + c]),
-            );
-            out[c] = _mm512_shuffle_i32x4::<0x88>(x0, y0);
-            out[8 + c] = _mm512_shuffle_i32x4::<0xDD>(x0, y0);
-            out[4 + c] = _mm512_shuffle_i32x4::<0x88>(x1, y1);
-            out[12 + c] = _mm512_shuffle_i32x4::<0xDD>(x1, y1);
-        }
+        let zero = [_mm512_setzero_si512(); 16];
+        let (mut s, mut t, mut out) = (zero, zero, zero);
+        unrolled!(I => s[I] = match I % 2 {
+            0 => _mm512_unpacklo_epi32(r[I], r[I + 1]),
+            _ => _mm512_unpackhi_epi32(r[I - 1], r[I]),
+        });
+        unrolled!(I => {
+            let pair = I / 4 * 4 + I % 4 / 2;
+            t[I] = match I % 2 {
+                0 => _mm512_unpacklo_epi64(s[pair], s[pair + 2]),
+                _ => _mm512_unpackhi_epi64(s[pair], s[pair + 2]),
+            };
+        });
+        // t[4i + c] holds, in its quarter q, rows 4i .. 4i + 4 of column 4q + c. Gather the quarters: first those of
+        // even or odd q of the upper and the lower eight rows, then of all.
+        unrolled!(I => {
+            const QUARTER: usize = I / 4;
+            const C: usize = I % 4;
+            let (x, y) = match QUARTER % 2 {
+                0 => (
+                    _mm512_shuffle_i32x4::<0x88>(t[C], t[4 + C]),
+                    _mm512_shuffle_i32x4::<0x88>(t[8 + C], t[12 + C]),
+                ),
+                _ => (
+                    _mm512_shuffle_i32x4::<0xDD>(t[C], t[4 + C]),
+                    _mm512_shuffle_i32x4::<0xDD>(t[8 + C], t[12 + C]),
+                ),
+            };
+            out[I] = match QUARTER / 2 {
+                0 => _mm512_shuffle_i32x4::<0x88>(x, y),
+                _ => _mm512_shuffle_i32x4::<0xDD>(x, y),
+            };
+        });
         out
     }
 }
@@ -189,9 +216,9 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
 /// As [`rows`].
 #[inline(always)]
 unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
-    for (unit, k) in k.enumerate() {
-        for lane in (0..panel.width).step_by(16) {
-            let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+    for lane in (0..panel.width).step_by(16) {
+        let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+        for (unit, k) in k.clone().enumerate() {
             let at = view.offset + k * view.stride + panel.first + lane;
             // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.
             unsafe {
@@ -206,9 +233,9 @@ unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Ra
 /// As [`rows`].
 #[inline(always)]
 unsafe fn bf16_columns(from: *const u16, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
-    for (unit, k0) in k.clone().step_by(2).enumerate() {
-        for lane in (0..panel.width).step_by(16) {
-            let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+    for lane in (0..panel.width).step_by(16) {
+        let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+        for (unit, k0) in k.clone().step_by(2).enumerate() {
             let odd_live = if k0 + 1 < k.end { live } else { 0 };
             let at = view.offset + k0 * view.stride + panel.first + lane;
             // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.

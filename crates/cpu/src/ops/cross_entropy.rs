@@ -3,12 +3,12 @@
 //! Of a row z with target y: e = exp(z − max), s = Σ e over 16 lanes (in order, then the tree 8, 4, 2, 1),
 //! loss = log s + (max − z_y), dz = scale · (e / s − [i = y]). One body serves as specification and as vectorised code.
 
-use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
+use crate::simd::{Real, per_isa, rows_per_task, softmax_terms};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
 use nibble_core::{DType, Error, Result, Tensor};
-use nibble_formats::math::{exp, log};
+use nibble_formats::math::log;
 use rayon::prelude::*;
 
 const OP: &str = "cross_entropy";
@@ -88,8 +88,8 @@ fn loss_rows_body<T: Real>(
             grad.fill(T::round(0.0));
             continue;
         };
-        let max = lane_max(z);
-        let sum = exponentials(z, max, e);
+        e.copy_from_slice(z);
+        let (max, sum) = softmax_terms(e);
         *loss = log(sum) + (max - z[target]);
         if !grad.is_empty() {
             for (grad, e) in grad.iter_mut().zip(&*e) {
@@ -98,39 +98,4 @@ fn loss_rows_body<T: Real>(
             grad[target] = T::round(scale * (e[target] / sum - 1.0));
         }
     }
-}
-
-/// The largest element; NaN is passed over (and returns through its exponential).
-#[inline(always)]
-fn lane_max(z: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (full, tail) = z.as_chunks::<LANES>();
-    for z in full {
-        for i in 0..LANES {
-            lanes[i] = if z[i] > lanes[i] { z[i] } else { lanes[i] };
-        }
-    }
-    for (lane, &z) in lanes.iter_mut().zip(tail) {
-        *lane = if z > *lane { z } else { *lane };
-    }
-    lanes.into_iter().fold(f32::NEG_INFINITY, |max, x| if x > max { x } else { max })
-}
-
-/// e = exp(z − max); returns their sum.
-#[inline(always)]
-fn exponentials(z: &[f32], max: f32, e: &mut [f32]) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let (full, tail) = z.as_chunks::<LANES>();
-    let (e_full, e_tail) = e.as_chunks_mut::<LANES>();
-    for (z, e) in full.iter().zip(e_full) {
-        for i in 0..LANES {
-            e[i] = exp(z[i] - max);
-            lanes[i] += e[i];
-        }
-    }
-    for ((lane, z), e) in lanes.iter_mut().zip(tail).zip(e_tail) {
-        *e = exp(z - max);
-        *lane += *e;
-    }
-    tree_sum(lanes)
 }

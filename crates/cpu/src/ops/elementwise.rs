@@ -4,20 +4,12 @@
 //! Each body here is one loop without branches; compiled for each instruction set it is specification and fast path.
 
 use crate::gemm::Isa;
-use crate::simd::per_isa;
+use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
 use crate::{Buf, Cpu, Path};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
-
-/// Elements of one thread's share at least: on fewer a fork costs more than it saves.
-const SHARE: usize = 1 << 14;
-
-/// Rows of `width` elements that make a share.
-pub(super) fn rows_per_share(width: usize) -> usize {
-    (SHARE / width.max(1)).max(1)
-}
 
 /// Runs `body` on every share, among the threads of the pool unless there is only one.
 pub(super) fn run_shares<S: Send>(cpu: &Cpu, shares: Vec<S>, body: impl Fn(S) + Send + Sync) {
@@ -38,69 +30,19 @@ pub(super) fn for_rows<T: Plain>(
     if width == 0 {
         return;
     }
-    let rows = rows_per_share(width);
+    let rows = rows_per_task(cpu, out.len() / width, width);
     let shares = out.chunks_mut(rows * width).enumerate().collect();
     run_shares(cpu, shares, |(share, out)| body(share * rows, out));
 }
 
-/// An element of a plain tensor, computed with in F32.
-pub(super) trait Float: Plain + Copy {
-    /// The value.
-    fn widen(self) -> f32;
-    /// Rounds to nearest even. A NaN stays a NaN.
-    fn narrow(x: f32) -> Self;
-    /// [`Float::narrow`] of a whole slice.
-    fn narrow_slice(isa: Isa, x: &[f32], out: &mut [Self]);
-    /// A tensor's elements.
-    fn data(buf: Buf<Self>) -> Data<Cpu>;
-}
-
-impl Float for f32 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
-    #[inline(always)]
-    fn narrow(x: f32) -> f32 {
-        x
-    }
-    fn narrow_slice(_: Isa, x: &[f32], out: &mut [f32]) {
-        out.copy_from_slice(x);
-    }
-    fn data(buf: Buf<f32>) -> Data<Cpu> {
-        Data::F32(buf)
-    }
-}
-
-impl Float for bf16 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-    #[inline(always)]
-    fn narrow(x: f32) -> bf16 {
-        // `bf16::from_f32` gives the same bits, but branches where this selects.
-        let bits = x.to_bits();
-        let even = (bits >> 16) & 1;
-        let rounded = bits.wrapping_add(0x7FFF + even) >> 16;
-        let quiet = (bits >> 16) | 0x40;
-        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
-    }
-    fn narrow_slice(isa: Isa, x: &[f32], out: &mut [bf16]) {
-        narrow_bf16(isa, x, out);
-    }
-    fn data(buf: Buf<bf16>) -> Data<Cpu> {
-        Data::Bf16(buf)
-    }
-}
-
 #[inline(always)]
-fn narrow_body(x: &[f32], out: &mut [bf16]) {
+fn round_body<T: Real>(x: &[f32], out: &mut [T]) {
     for (out, &x) in out.iter_mut().zip(x) {
-        *out = bf16::narrow(x);
+        *out = T::round(x);
     }
 }
-per_isa!(fn narrow_bf16 = narrow_body; (x: &[f32], out: &mut [bf16]));
+per_isa!(pub(super) fn round_f32 = round_body::<f32>; (x: &[f32], out: &mut [f32]));
+per_isa!(pub(super) fn round_bf16 = round_body::<bf16>; (x: &[f32], out: &mut [bf16]));
 
 #[inline(always)]
 fn widen_body(x: &[bf16], out: &mut [f32]) {
@@ -113,7 +55,7 @@ per_isa!(fn widen_bf16 = widen_body; (x: &[bf16], out: &mut [f32]));
 /// Plain → plain. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cpu: &Cpu, op: Cast<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let data = match (&op.x.data, op.dtype) {
-        (Data::F32(x), DType::Bf16) => Data::Bf16(map(cpu, x.as_slice(), narrow_bf16)),
+        (Data::F32(x), DType::Bf16) => Data::Bf16(map(cpu, x.as_slice(), round_bf16)),
         (Data::Bf16(x), DType::F32) => Data::F32(map(cpu, x.as_slice(), widen_bf16)),
         (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
     };
@@ -162,9 +104,9 @@ fn fill_normal(op: &InitNormal, first: u64, out: &mut [f32]) {
 }
 
 #[inline(always)]
-fn add_body<T: Float>(a: &[T], b: &[T], out: &mut [T]) {
+fn add_body<T: Real>(a: &[T], b: &[T], out: &mut [T]) {
     for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
-        *out = T::narrow(a.widen() + b.widen());
+        *out = T::round(a.widen() + b.widen());
     }
 }
 per_isa!(fn add_f32 = add_body::<f32>; (a: &[f32], b: &[f32], out: &mut [f32]));
@@ -180,7 +122,7 @@ pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
     Tensor::new(data, op.a.rows, op.a.cols)
 }
 
-fn sum_of<T: Float>(cpu: &Cpu, a: &[T], b: &[T], body: fn(Isa, &[T], &[T], &mut [T])) -> Data<Cpu> {
+fn sum_of<T: Real>(cpu: &Cpu, a: &[T], b: &[T], body: fn(Isa, &[T], &[T], &mut [T])) -> Data<Cpu> {
     let mut out = cpu.scratch::<T>(a.len());
     for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
         body(cpu.isa(), &a[first..][..out.len()], &b[first..][..out.len()], out);
@@ -222,21 +164,6 @@ fn sum_tree(isa: Isa, x: &[f32], len: usize, at: usize, shards: std::ops::Range<
     add_f32(isa, left, right, out);
 }
 
-/// Lanes of a fixed-order sum: element i goes to lane i mod 16.
-pub(super) const LANES: usize = 16;
-
-/// Closes the lanes by the tree 8, 4, 2, 1.
-#[inline(always)]
-pub(super) fn close_lanes<T: Copy + std::ops::AddAssign>(mut lanes: [T; LANES]) -> T {
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            let upper = lanes[i + half];
-            lanes[i] += upper;
-        }
-    }
-    lanes[0]
-}
-
 #[inline(always)]
 fn sum_squares_body(x: &[f32]) -> f64 {
     let mut lanes = [0.0f64; LANES];
@@ -249,7 +176,7 @@ fn sum_squares_body(x: &[f32]) -> f64 {
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane += f64::from(x) * f64::from(x);
     }
-    close_lanes(lanes)
+    tree_sum(lanes)
 }
 per_isa!(fn sum_squares_of = sum_squares_body; (x: &[f32]) -> f64);
 
@@ -257,11 +184,16 @@ per_isa!(fn sum_squares_of = sum_squares_body; (x: &[f32]) -> f64);
 pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<Vec<f64>> {
     let x = op.x.f32("sum_squares", "x")?.as_slice();
     if op.parts == 0 || !x.len().is_multiple_of(op.parts) {
-        return Err(Error::shape("sum_squares", "parts", op.parts, format!("a divisor of {} rows", op.x.rows)));
+        return Err(Error::shape(
+            "sum_squares",
+            "parts",
+            op.parts,
+            format!("a divisor of {} rows", op.x.rows),
+        ));
     }
     let len = x.len() / op.parts;
     let mut sums = vec![0.0; op.parts];
-    let per_share = rows_per_share(len);
+    let per_share = rows_per_task(cpu, op.parts, len);
     let shares = sums.chunks_mut(per_share).enumerate().collect();
     run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {
         for (part, sum) in (share * per_share..).zip(sums) {
@@ -272,4 +204,4 @@ pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<Vec<f64>
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,8 +1,8 @@
 //! See [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
 
-use super::elementwise::{Float, for_rows, run_shares};
+use super::elementwise::{for_rows, round_bf16, round_f32, run_shares};
 use crate::gemm::Isa;
-use crate::simd::per_isa;
+use crate::simd::{Real, per_isa, rows_per_task};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Embed, EmbedBackward};
@@ -14,18 +14,24 @@ pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let (ids, d) = (op.ids.as_slice(), op.table.cols);
     check_ids("embed", ids, op.table.rows)?;
     let data = match op.dtype {
-        DType::F32 => Data::F32(look_up(cpu, table, ids, d)),
-        DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d)),
+        DType::F32 => Data::F32(look_up(cpu, table, ids, d, round_f32)),
+        DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d, round_bf16)),
     };
     Tensor::new(data, ids.len(), d)
 }
 
-fn look_up<T: Float>(cpu: &Cpu, table: &[f32], ids: &[i32], d: usize) -> Buf<T> {
+fn look_up<T: Real>(
+    cpu: &Cpu,
+    table: &[f32],
+    ids: &[i32],
+    d: usize,
+    round: fn(Isa, &[f32], &mut [T]),
+) -> Buf<T> {
     let mut out = cpu.scratch::<T>(ids.len() * d);
     for_rows(cpu, out.as_mut_slice(), d, |first, out| {
         for (out, &id) in out.chunks_exact_mut(d).zip(&ids[first..]) {
             // Not negative, and a row of the table: `check_ids`.
-            T::narrow_slice(cpu.isa(), &table[id as usize * d..][..d], out);
+            round(cpu.isa(), &table[id as usize * d..][..d], out);
         }
     });
     out
@@ -43,7 +49,7 @@ fn check_ids(op: &'static str, ids: &[i32], vocab: usize) -> Result<()> {
 }
 
 #[inline(always)]
-fn accumulate_body<T: Float>(x: &[T], sum: &mut [f32]) {
+fn accumulate_body<T: Real>(x: &[T], sum: &mut [f32]) {
     for (sum, x) in sum.iter_mut().zip(x) {
         *sum += x.widen();
     }
@@ -81,13 +87,14 @@ struct Tokens<'a> {
 }
 
 impl Tokens<'_> {
-    fn accumulate<T: Float>(&self, cpu: &Cpu, dy: &[T], grad: &mut [f32], add: fn(Isa, &[T], &mut [f32])) {
+    fn accumulate<T: Real>(&self, cpu: &Cpu, dy: &[T], grad: &mut [f32], add: fn(Isa, &[T], &mut [f32])) {
         let (d, per_shard) = (self.d, self.ids.len() / self.shards);
         if d == 0 || self.vocab == 0 || per_shard == 0 {
             return;
         }
-        // Every share reads all ids of its shard, so there are no more of them than threads; few rows need one.
-        let threads = if dy.len() < 1 << 14 { 1 } else { cpu.pool().current_num_threads() };
+        // Every share reads all ids of its shard, so there are few of them: one a thread at most, unless shards are more.
+        let few = rows_per_task(cpu, self.ids.len(), d) >= self.ids.len();
+        let threads = if few { 1 } else { cpu.pool().current_num_threads() };
         let rows = self.vocab.div_ceil(threads.div_ceil(self.shards));
         let mut shares = Vec::new();
         for (shard, grad) in grad.chunks_mut(self.vocab * d).enumerate() {
@@ -104,7 +111,7 @@ impl Tokens<'_> {
                 }
             }
         };
-        if threads == 1 { shares.into_iter().for_each(body) } else { run_shares(cpu, shares, body) }
+        if few { shares.into_iter().for_each(body) } else { run_shares(cpu, shares, body) }
     }
 }
 

@@ -1,9 +1,9 @@
 //! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
 //! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
 
-use super::elementwise::{Float, for_rows};
+use super::elementwise::for_rows;
 use crate::gemm::Isa;
-use crate::simd::per_isa;
+use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
@@ -28,9 +28,11 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     }
     let mut row_id = cpu.scratch::<i32>(op.capacity);
     let mut source_row = cpu.scratch::<i32>(op.capacity);
+    let mut row_slot = cpu.scratch::<i32>(op.capacity);
     let mut slot_row = cpu.scratch::<i32>(counts.iter().sum());
-    row_id.as_mut_slice().fill(-1);
-    source_row.as_mut_slice().fill(-1);
+    for rows in [&mut row_id, &mut source_row, &mut row_slot] {
+        rows.as_mut_slice().fill(-1);
+    }
     let mut slots = slot_row.as_mut_slice().iter_mut();
     let mut next = start.clone();
     for (token, experts) in expert.chunks_exact(op.top_k).enumerate() {
@@ -41,6 +43,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
             next[expert] += 1;
             row_id.as_mut_slice()[row] = token_id[token] * op.top_k as i32 + slot as i32;
             source_row.as_mut_slice()[row] = token as i32;
+            row_slot.as_mut_slice()[row] = (token * op.top_k + slot) as i32;
             if let Some(place) = slots.next() {
                 *place = row as i32;
             }
@@ -57,6 +60,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
             capacity: op.capacity,
         },
         source_row,
+        row_slot,
         num_slots: slot_row.as_slice().len(),
         slot_row,
     })
@@ -65,8 +69,10 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
 /// Slots of each expert, and proof that every index is in range and fits an i32.
 fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
     const OP: &str = "plan_permute";
-    if i32::try_from(op.capacity).is_err() {
-        return Err(Error::shape(OP, "capacity", op.capacity, "at most 2^31 − 1 rows"));
+    for (argument, got) in [("capacity", op.capacity), ("expert.len()", op.expert.as_slice().len())] {
+        if i32::try_from(got).is_err() {
+            return Err(Error::shape(OP, argument, got, "at most 2^31 − 1"));
+        }
     }
     let token_id = op.token_id.as_slice();
     for (i, &token) in token_id.iter().enumerate() {
@@ -100,7 +106,12 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     let capacity = op.map.groups.capacity;
     let index = op.map.source_row.as_slice();
     if index.len() != capacity {
-        return Err(Error::shape(OP, "map.source_row.len()", index.len(), format!("{capacity} (the capacity)")));
+        return Err(Error::shape(
+            OP,
+            "map.source_row.len()",
+            index.len(),
+            format!("{capacity} (the capacity)"),
+        ));
     }
     check_index(OP, "map.source_row", index, op.rows.rows(), Pads::Allowed)?;
     Ok(match op.rows {
@@ -111,7 +122,9 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
             let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
             let scales = match &x.scales {
                 Scales::E8m0(s) => Scales::E8m0(gather_rows(cpu, s.as_slice(), width, index, 0)),
-                Scales::F32(s) => Scales::F32(gather_rows(cpu, s.as_slice(), width, index, f32::MIN_POSITIVE)),
+                Scales::F32(s) => {
+                    Scales::F32(gather_rows(cpu, s.as_slice(), width, index, f32::MIN_POSITIVE))
+                }
             };
             Operand::Block(BlockScaled { rows: capacity, stack: 1, codes, scales, ..x.clone() })
         }
@@ -119,12 +132,17 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
 }
 
 /// Rows that travel carry whole blocks, their scales beside them.
-pub(super) fn check_rows_of_blocks(op: &'static str, argument: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
+pub(super) fn check_rows_of_blocks(
+    op: &'static str,
+    argument: &'static str,
+    x: &BlockScaled<Cpu>,
+) -> Result<()> {
     if x.axis != BlockAxis::Row {
         return Err(Error::shape(op, argument, format!("blocks along {}", x.axis), "blocks along the row"));
     }
     if x.scale_layout != ScaleLayout::RowMajor {
-        let why = format!("its scales are {}, and rows move with theirs: write them row-major", x.scale_layout);
+        let why =
+            format!("its scales are {}, and rows move with theirs: write them row-major", x.scale_layout);
         return Err(Error::unsupported(op, x.format, why));
     }
     Ok(())
@@ -148,9 +166,12 @@ pub(super) fn check_index(
     let good = |&i: &i32| usize::try_from(i).map_or(pads == Pads::Allowed, |i| i < rows);
     match index.iter().position(|i| !good(i)) {
         None => Ok(()),
-        Some(at) => {
-            Err(Error::shape(op, argument, format!("{} at {at}", index[at]), format!("below {rows} (the rows)")))
-        }
+        Some(at) => Err(Error::shape(
+            op,
+            argument,
+            format!("{} at {at}", index[at]),
+            format!("below {rows} (the rows)"),
+        )),
     }
 }
 
@@ -195,7 +216,7 @@ const COMBINE_CHUNK: usize = 256;
 
 /// One token: the first slot's row, plus the second's, plus the third's …, rounded once.
 #[inline(always)]
-fn combine_body<T: Float>(rows: &[T], out: &mut [T]) {
+fn combine_body<T: Real>(rows: &[T], out: &mut [T]) {
     let cols = out.len();
     for (chunk, out) in out.chunks_mut(COMBINE_CHUNK).enumerate() {
         let at = chunk * COMBINE_CHUNK;
@@ -207,7 +228,7 @@ fn combine_body<T: Float>(rows: &[T], out: &mut [T]) {
             }
         }
         for (out, sum) in out.iter_mut().zip(sums) {
-            *out = T::narrow(*sum);
+            *out = T::round(*sum);
         }
     }
 }
@@ -224,7 +245,7 @@ pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tens
     Tensor::new(data, tokens, cols)
 }
 
-fn combine<T: Float>(
+fn combine<T: Real>(
     cpu: &Cpu,
     rows: &[T],
     tokens: usize,

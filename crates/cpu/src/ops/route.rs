@@ -1,15 +1,15 @@
 //! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`].
 //!
 //! The order of every sum, which other backends keep:
-//! * over experts: 16 lanes, expert j to lane j mod 16 in order, closed by the tree 8, 4, 2, 1, in F32;
+//! * over experts: 16 lanes, expert j to lane j mod 16 in order, closed by the tree 8, 4, 2, 1, in F32; products by fma;
 //! * over slots: in slot order, in F32;
 //! * over the tokens of a shard: in order, in F64, rounded to F32 once, at the end of the loss.
 //!
 //! Experts are chosen by probability. A row of logits with a NaN or +∞ (or with −∞ alone) has probabilities that are
 //! all NaN, chooses the first experts, and makes the losses of its shard NaN: training sees it there.
 
-use super::elementwise::{LANES, close_lanes, for_rows, rows_per_share, run_shares};
-use crate::simd::per_isa;
+use super::elementwise::{for_rows, run_shares};
+use crate::simd::{LANES, lane_dot, lane_sum, per_isa, rows_per_task};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
@@ -32,22 +32,6 @@ fn largest(row: &[f32]) -> f32 {
     lanes.into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
-/// Σ a·b over experts, or Σ a where b is all ones: the lanes of this file's order.
-#[inline(always)]
-fn sum_products(a: &[f32], b: impl Fn(usize) -> f32) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let (whole, rest) = a.as_chunks::<LANES>();
-    for (chunk, a) in whole.iter().enumerate() {
-        for i in 0..LANES {
-            lanes[i] += a[i] * b(chunk * LANES + i);
-        }
-    }
-    for (i, a) in rest.iter().enumerate() {
-        lanes[i] += a * b(whole.len() * LANES + i);
-    }
-    close_lanes(lanes)
-}
-
 /// Softmax of each row and its log Σ exp.
 #[inline(always)]
 fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]) {
@@ -57,7 +41,7 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
         for (p, x) in probs.iter_mut().zip(logits) {
             *p = math::exp(x - max);
         }
-        let sum = sum_products(probs, |_| 1.0);
+        let sum = lane_sum(probs);
         for p in probs.iter_mut() {
             *p /= sum;
         }
@@ -114,14 +98,20 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     let mut expert = cpu.scratch::<i32>(tokens * top_k);
     let mut weight = cpu.scratch::<f32>(tokens * top_k);
     let mut log_sum_exp = cpu.scratch::<f32>(tokens);
-    let rows = rows_per_share(experts);
+    let rows = rows_per_task(cpu, tokens, experts);
     let shares = logits
         .chunks(rows * experts)
         .zip(probs.as_mut_slice().chunks_mut(rows * experts))
         .zip(expert.as_mut_slice().chunks_mut(rows * top_k))
         .zip(weight.as_mut_slice().chunks_mut(rows * top_k))
         .zip(log_sum_exp.as_mut_slice().chunks_mut(rows))
-        .map(|((((logits, probs), expert), weight), log_sum_exp)| Share { logits, probs, expert, weight, log_sum_exp })
+        .map(|((((logits, probs), expert), weight), log_sum_exp)| Share {
+            logits,
+            probs,
+            expert,
+            weight,
+            log_sum_exp,
+        })
         .collect();
     run_shares(cpu, shares, |s: Share<'_>| {
         softmax(cpu.isa(), s.logits, experts, s.probs, s.log_sum_exp);
@@ -166,7 +156,11 @@ fn shard_losses(
         losses[0] = (experts as f64 * balance / per_slot) as f32;
         losses[1] = (squares / per_token) as f32;
     };
-    if probs.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
+    if probs.len() < 1 << 14 {
+        all.for_each(body)
+    } else {
+        run_shares(cpu, all.collect(), body)
+    }
     (load, losses)
 }
 
@@ -175,7 +169,7 @@ fn shard_losses(
 fn softmax_backward_body(probs: &[f32], experts: usize, shift: &[f32], out: &mut [f32]) {
     let rows = probs.chunks_exact(experts).zip(out.chunks_exact_mut(experts));
     for ((p, out), shift) in rows.zip(shift) {
-        let inner = sum_products(out, |j| p[j]);
+        let inner = lane_dot(out, p);
         for (d, p) in out.iter_mut().zip(p) {
             *d = p * ((*d - inner) + shift);
         }
@@ -194,7 +188,8 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let probs = op.routing.probs.f32(OP, "routing.probs")?.as_slice();
     let per_slot = (per_shard * op.top_k * per_shard).max(1) as f64;
     let factor = f64::from(op.aux_scale) * experts as f64 / per_slot;
-    let balance: Vec<f32> = op.routing.load.as_slice().iter().map(|&n| (factor * f64::from(n)) as f32).collect();
+    let balance: Vec<f32> =
+        op.routing.load.as_slice().iter().map(|&n| (factor * f64::from(n)) as f32).collect();
     let z = (2.0 * f64::from(op.z_scale) / per_shard.max(1) as f64) as f32;
     let mut out = cpu.scratch::<f32>(tokens * experts);
     for_rows(cpu, out.as_mut_slice(), experts, |first, out| {
@@ -207,7 +202,13 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
         }
         for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {
             let shard = token / per_shard;
-            weights_backward(&op, token, &probs[token * experts..][..experts], &balance[shard * experts..], out);
+            weights_backward(
+                &op,
+                token,
+                &probs[token * experts..][..experts],
+                &balance[shard * experts..],
+                out,
+            );
         }
         softmax_backward(cpu.isa(), &probs[first * experts..][..out.len()], experts, &shift, out);
     });
@@ -215,7 +216,13 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
 }
 
 /// The gradient of one token's probabilities: of the load-balancing loss everywhere, of the gate weights where chosen.
-fn weights_backward(op: &RouteBackward<'_, Cpu>, token: usize, probs: &[f32], balance: &[f32], out: &mut [f32]) {
+fn weights_backward(
+    op: &RouteBackward<'_, Cpu>,
+    token: usize,
+    probs: &[f32],
+    balance: &[f32],
+    out: &mut [f32],
+) {
     let slots = token * op.top_k..(token + 1) * op.top_k;
     let expert = &op.routing.expert.as_slice()[slots.clone()];
     let weight = &op.routing.weight.as_slice()[slots.clone()];

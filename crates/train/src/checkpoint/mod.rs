@@ -68,6 +68,7 @@ impl Store {
     pub fn open(run_dir: &Path) -> Result<Self> {
         let dir = run_dir.join(DIR);
         fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        sync_dir(run_dir)?;
         let lock_path = dir.join(LOCK_FILE);
         let lock =
             File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;

@@ -86,24 +86,27 @@ impl Config {
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
     /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out: they change what is reported and how
     /// fast, never a weight. A resumed run should refuse when this is not empty.
-    #[must_use]
-    pub fn changes_since(&self, earlier: &Self) -> Vec<String> {
+    ///
+    /// # Errors
+    /// As [`Config::resolved_toml`].
+    pub fn changes_since(&self, earlier: &Self) -> Result<Vec<String>> {
         let leaves = |config: &Self| {
+            let value = Value::try_from(config).map_err(|e| Error::config("", e.to_string()))?;
             let mut flat = BTreeMap::new();
-            if let Ok(value) = Value::try_from(config) {
-                flatten("", &value, &mut flat);
-            }
-            flat
+            flatten("", &value, &mut flat);
+            Ok::<_, Error>(flat)
         };
-        let (now, before) = (leaves(self), leaves(earlier));
+        let (now, before) = (leaves(self)?, leaves(earlier)?);
         let reported_only = ["eval.", "checkpoint.", "run."];
-        now.iter()
+        let changes = now
+            .iter()
             .filter(|(key, _)| !reported_only.iter().any(|table| key.starts_with(table)))
             .filter_map(|(key, value)| {
                 let old = before.get(key)?;
                 (old != value).then(|| format!("{key}: {old} → {value}"))
             })
-            .collect()
+            .collect();
+        Ok(changes)
     }
 }
 

@@ -16,6 +16,7 @@ mod validate;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::schedule::{Schedule, ScheduleKind};
 
 pub use preset::{preset, preset_names};
@@ -283,9 +284,10 @@ impl Config {
 
     /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.
     /// Loading this text gives the same configuration back.
-    #[must_use]
-    pub fn resolved_toml(&self) -> String {
-        // Scalars, strings and tables of them always have a TOML form; u64 beyond i64 is refused by `validate`.
-        toml::to_string(self).unwrap_or_else(|error| format!("# not representable as TOML: {error}\n"))
+    ///
+    /// # Errors
+    /// [`Error::Config`] where a number has no TOML form, which [`Config::validate`] refuses too.
+    pub fn resolved_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|e| Error::config("", e.to_string()))
     }
 }

@@ -104,7 +104,8 @@ impl<B: Kernels> Attention<B> {
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
             Ok(Linear { weight, name: name.to_owned(), out: activations, quantized: true })
         };
-        let (d, q_cols, kv_cols) = (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let (d, q_cols, kv_cols) =
+            (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         Ok(Self {
             name: name.to_owned(),
             q: linear("q_proj", q_cols, d, std)?,
@@ -143,7 +144,13 @@ impl<B: Kernels> Attention<B> {
     }
 
     /// The rotated heads again, from what was saved.
-    fn heads_again(&self, cx: &Cx<'_, B>, norm: &Norm<B>, saved: &NormSaved<B>, t: usize) -> Result<Tensor<B>> {
+    fn heads_again(
+        &self,
+        cx: &Cx<'_, B>,
+        norm: &Norm<B>,
+        saved: &NormSaved<B>,
+        t: usize,
+    ) -> Result<Tensor<B>> {
         let y = norm.again(cx, saved)?;
         let cols = y.rows * y.cols / t;
         self.rotate(cx, &y.reshape(t, cols)?, false)

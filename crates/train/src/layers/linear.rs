@@ -4,8 +4,9 @@ use super::Layer;
 use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
+use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{Gemm, Planes};
-use nibble_core::recipe::{From, Kind, Section, Site};
+use nibble_core::recipe::{From, Kind, Precision, Section, Site};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
@@ -22,27 +23,25 @@ impl<B: Kernels> Input<B> {
     pub fn new(cx: &Cx<'_, B>, layer: &str, section: &Section, x_tk: &Tensor<B>) -> Result<Self> {
         let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
         let groups = cx.training.then_some(&cx.shards.groups);
-        let quantize = |to, planes| cx.quantize(Pass::Forward, layer, "x", x_tk, to, planes, groups);
-        let plain = |dtype| cx.cast(x_tk, dtype).map(Operand::Plain);
-        let rows = |to: &nibble_core::recipe::Precision| match to.dtype() {
-            Some(dtype) => plain(dtype),
+        let quantize =
+            |to: &Precision, planes| cx.quantize(Pass::Forward, layer, "x", x_tk, to, planes, groups);
+        let rows = |to: &Precision| match to.dtype() {
+            Some(dtype) => cx.cast(x_tk, dtype).map(Operand::Plain),
             None => quantize(to, Planes::Rows)?.take_rows("linear"),
         };
         if !cx.training || saved.same_bits(fprop) {
             let fprop = rows(fprop)?;
             return Ok(Self { saved: fprop.clone(), fprop });
         }
-        let one_read = fprop.format == saved.format && fprop.scale == saved.scale && fprop.round == saved.round;
+        let one_read =
+            fprop.format == saved.format && fprop.scale == saved.scale && fprop.round == saved.round;
         if one_read && fprop.format.is_block() {
             let both = quantize(fprop, Planes::Both)?;
             return Ok(Self { fprop: both.take_rows("linear")?, saved: both.take_cols("linear")? });
         }
-        let saved = match saved.axis {
-            nibble_core::formats::BlockAxis::Col if saved.format.is_block() => {
-                quantize(saved, Planes::Cols)?.take_cols("linear")?
-            }
-            _ => rows(saved)?,
-        };
+        let by_columns = saved.format.is_block() && saved.axis == BlockAxis::Col;
+        let saved =
+            if by_columns { quantize(saved, Planes::Cols)?.take_cols("linear")? } else { rows(saved)? };
         Ok(Self { fprop: rows(fprop)?, saved })
     }
 }

@@ -46,10 +46,14 @@ impl<B: Kernels> Mlp<B> {
     ) -> Result<Self> {
         let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
             let layer = format!("{name}.{part}");
-            let weight = Param::normal(b, seed, format!("{layer}.weight"), (n, k), std, Placement::Replicated, 0)?;
+            let weight =
+                Param::normal(b, seed, format!("{layer}.weight"), (n, k), std, Placement::Replicated, 0)?;
             Ok(Linear { weight, name: layer, out: activations, quantized: true })
         };
-        Ok(Self { gate_up: linear("gate_up_proj", 2 * f, d, std)?, down: linear("down_proj", d, f, out_std)? })
+        Ok(Self {
+            gate_up: linear("gate_up_proj", 2 * f, d, std)?,
+            down: linear("down_proj", d, f, out_std)?,
+        })
     }
 
     /// Makes the weights' copies for this step.
@@ -82,7 +86,8 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
         let da = self.down.backward(cx, saved.down, dy_td)?;
         let plain = Emit::Plain(cx.activations());
         let h = Operand::Plain(saved.h);
-        let grads = SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: plain }.run(cx.b)?;
+        let grads =
+            SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: plain }.run(cx.b)?;
         let dh = grads.dh.take_rows("mlp")?.plain("mlp")?.clone();
         self.gate_up.backward(cx, saved.gate_up, dh)
     }

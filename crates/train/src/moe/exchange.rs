@@ -6,7 +6,9 @@
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, Routing, Unpermute, UnpackRows};
+use nibble_core::ops::{
+    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, Routing, UnpackRows, Unpermute,
+};
 use nibble_core::{Error, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
 /// Where every (token, slot) of one layer goes.
@@ -133,7 +135,14 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             let token_id: Vec<i32> = (first..first + tokens).map(|t| t as i32).collect();
             let token_id = cx.b.upload(&token_id)?;
             let capacity = capacity(tokens * k);
-            let op = PlanPermute { expert: &routing.expert, token_id: &token_id, top_k: k, num_groups: experts_each, align, capacity };
+            let op = PlanPermute {
+                expert: &routing.expert,
+                token_id: &token_id,
+                top_k: k,
+                num_groups: experts_each,
+                align,
+                capacity,
+            };
             let map = op.run(cx.b)?;
             let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
             return Ok(Plan { map, gate_r, wire: None });
@@ -153,8 +162,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
         let token_id: Vec<i32> = received.chunks(record).map(|r| r[0]).collect();
         let expert: Vec<i32> = received.chunks(record).flat_map(|r| r[1..=k].to_vec()).collect();
-        let weight: Vec<f32> =
-            received.chunks(record).flat_map(|r| r[1 + k..].iter().map(|&w| f32::from_bits(w as u32))).collect();
+        let weight: Vec<f32> = received
+            .chunks(record)
+            .flat_map(|r| r[1 + k..].iter().map(|&w| f32::from_bits(w as u32)))
+            .collect();
         let mut slots_to = Vec::with_capacity(world);
         let mut rest = expert.as_slice();
         for rows in &recv_rows {
@@ -164,15 +175,19 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
         let (expert, token_id) = (cx.b.upload(&expert)?, cx.b.upload(&token_id)?);
         let capacity = capacity(slots_to.iter().sum());
-        let op = PlanPermute { expert: &expert, token_id: &token_id, top_k: k, num_groups: experts_each, align, capacity };
+        let op = PlanPermute {
+            expert: &expert,
+            token_id: &token_id,
+            top_k: k,
+            num_groups: experts_each,
+            align,
+            capacity,
+        };
         let map = op.run(cx.b)?;
         let gate_r = GatherScalars { values: &cx.b.upload(&weight)?, index: &map.row_slot }.run(cx.b)?;
 
-        let first_of: Vec<usize> = outbox
-            .slots
-            .iter()
-            .scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n)))
-            .collect();
+        let first_of: Vec<usize> =
+            outbox.slots.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n))).collect();
         let slot_place: Vec<i32> = outbox.slot.iter().map(|(rank, i)| (first_of[*rank] + i) as i32).collect();
         let send_token: Vec<i32> = outbox.tokens.iter().flatten().map(|t| *t as i32).collect();
         let all_slots: Vec<i32> = (0..map.num_slots as i32).collect();
@@ -245,4 +260,3 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         GatherScalars { values: &b.upload(&values)?, index: &wire.slot_place }.run(b)
     }
 }
-

@@ -67,14 +67,22 @@ impl<B: Kernels> Experts<B> {
     }
 
     /// x as fprop multiplies it and as the backward pass keeps it, from the rows that arrived.
-    fn input(&self, cx: &Cx<'_, B>, section: &Section, x_rd: Operand<B>, plan: &Plan<B>) -> Result<(Operand<B>, Operand<B>)> {
+    fn input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x_rd: Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
         let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
         let groups = Some(&plan.map.groups);
         match &x_rd {
             Operand::Block(rows) => {
                 let multiplied = match fprop.same_bits(section.at(Site::DispatchFwd)) {
                     true => x_rd.clone(),
-                    false => Operand::Block(cx.transcode(Pass::Forward, &self.name, "x", rows, fprop, groups)?),
+                    false => {
+                        Operand::Block(cx.transcode(Pass::Forward, &self.name, "x", rows, fprop, groups)?)
+                    }
                 };
                 debug_assert_eq!(saved.from, From::Dispatched);
                 Ok((multiplied, x_rd))
@@ -110,12 +118,26 @@ impl<B: Kernels> Experts<B> {
         let out = op.run(cx.b)?;
         let a = out.a.take_rows("experts")?;
         if a.format().is_block() {
-            cx.note(Pass::Forward, &self.name, "swiglu+quantize", "a", h_rf.dtype(), format!("{} rows", a.format()));
+            cx.note(
+                Pass::Forward,
+                &self.name,
+                "swiglu+quantize",
+                "a",
+                h_rf.dtype(),
+                format!("{} rows", a.format()),
+            );
         }
         cx.keep_counts(&self.name, "a", out.a.counts.as_ref());
         let h = match out.h {
             Some(h) => {
-                cx.note(Pass::Forward, &self.name, "swiglu+quantize", "h", h_rf.dtype(), format!("{} rows", h.format));
+                cx.note(
+                    Pass::Forward,
+                    &self.name,
+                    "swiglu+quantize",
+                    "h",
+                    h_rf.dtype(),
+                    format!("{} rows", h.format),
+                );
                 Operand::Block(h)
             }
             None => Operand::Plain(h_rf),
@@ -125,7 +147,13 @@ impl<B: Kernels> Experts<B> {
     }
 
     /// dY as dgrad and as wgrad take it, from the rows that arrived.
-    fn gradient(&self, cx: &Cx<'_, B>, section: &Section, dy_rd: Operand<B>, plan: &Plan<B>) -> Result<(Operand<B>, Operand<B>)> {
+    fn gradient(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        dy_rd: Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
         let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
         let groups = Some(&plan.map.groups);
         match &dy_rd {
@@ -152,7 +180,8 @@ impl<B: Kernels> Experts<B> {
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
         let (dy_rows, dy_cols) = self.gradient(cx, section, dy_rd, plan)?;
-        let da_rf = GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
+        let da_rf =
+            GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(dy_rows);
         let op = SwigluBackward {
             h: &saved.h,
@@ -173,7 +202,8 @@ impl<B: Kernels> Experts<B> {
         cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
         self.down.accumulate_wgrad(cx, &dy_cols, &grads.a.take_cols("wgrad")?, groups)?;
         let dh_rows = grads.dh.take_rows("dgrad")?;
-        let dx_rd = GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
+        let dx_rd =
+            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
         let x = linear_wgrad_x(cx, &self.name, section, &saved.x, groups)?;
         self.gate_up.accumulate_wgrad(cx, &grads.dh.take_cols("wgrad")?, &x, groups)?;
         Ok((dx_rd, grads.dweight))

@@ -12,12 +12,11 @@ pub use experts::{Experts, ExpertsSaved};
 pub use router::{Router, RouterSaved};
 
 use crate::cx::{Cx, Pass};
-use crate::layers::Layer;
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Add;
-use nibble_core::recipe::{Kind, Precision, Site};
 use nibble_core::ops::Planes;
+use nibble_core::recipe::{Kind, Precision, Site};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
@@ -80,13 +79,7 @@ impl<B: Kernels> Saved for MoeSaved<B> {
 
 impl<B: Kernels> Moe<B> {
     /// Random weights.
-    pub fn new(
-        cx: &Cx<'_, B>,
-        name: &str,
-        shape: MoeShape,
-        std: f32,
-        out_std: f32,
-    ) -> Result<Self> {
+    pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
             router: Router::new(cx, &format!("{name}.gate"), shape, std)?,
@@ -133,7 +126,8 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Tensor<B>> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let exchange = Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k);
-        let rows = outgoing(cx, Pass::Backward, &self.experts.name, "dy", dy_td, section.at(Site::DispatchBwd))?;
+        let rows =
+            outgoing(cx, Pass::Backward, &self.experts.name, "dy", dy_td, section.at(Site::DispatchBwd))?;
         let dy_rd = exchange.dispatch(&saved.plan, &rows)?;
         cx.note(Pass::Backward, &self.experts.name, "dispatch+permute", "dy", rows.format(), dy_rd.format());
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, saved.experts, dy_rd, &saved.plan)?;

@@ -70,8 +70,8 @@ impl<B: Kernels> Router<B> {
         x_td: &Tensor<B>,
         dweight_tk: &B::Buf<f32>,
     ) -> Result<Tensor<B>> {
-        // A step's loss is the mean over its shards, so a shard's losses count 1 / shards.
-        let shards = (cx.shards.global_tokens * cx.shards.local / cx.shards.tokens().max(1)).max(1) as f32;
+        // A step's loss is the mean over its shards and micro-batches.
+        let shards = (cx.comm.world() * cx.shards.local * cx.micro_batches) as f32;
         let op = RouteBackward {
             logits: &saved.logits,
             routing: &saved.routing,

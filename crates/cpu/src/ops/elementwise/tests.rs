@@ -1,1 +1,183 @@
+use super::*;
+use crate::gemm::Isa;
+use nibble_formats::{Purpose, Stream};
 
+/// The specification first, then every instruction set of this machine with one to three threads.
+pub(in crate::ops) fn every_cpu() -> Vec<Cpu> {
+    let mut all = vec![Cpu::scalar(1).unwrap(), Cpu::scalar(2).unwrap()];
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        all.extend((1..=3).map(|threads| Cpu::with(threads, isa, Path::Simd).unwrap()));
+    }
+    all
+}
+
+/// Standard normal numbers.
+pub(in crate::ops) fn normals(site: u32, len: usize) -> Vec<f32> {
+    let stream = Stream::new(7, Purpose::Data, site, 0);
+    (0..len as u64).map(|e| stream.normal_at(e)).collect()
+}
+
+/// Uniform numbers below `n`.
+pub(in crate::ops) fn below(site: u32, n: usize, len: usize) -> Vec<i32> {
+    let stream = Stream::new(8, Purpose::Data, site, 0);
+    (0..len as u64).map(|e| (stream.u32_at(e) as usize % n) as i32).collect()
+}
+
+/// The bits of a plain tensor.
+pub(in crate::ops) fn bits(t: &Tensor<Cpu>) -> Vec<u32> {
+    match &t.data {
+        Data::F32(x) => x.as_slice().iter().map(|x| x.to_bits()).collect(),
+        Data::Bf16(x) => x.as_slice().iter().map(|x| u32::from(x.to_bits())).collect(),
+    }
+}
+
+/// Runs on every CPU and returns the result, which must be the same everywhere.
+pub(in crate::ops) fn same_everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Cpu) -> R) -> R {
+    let mut all = every_cpu().into_iter();
+    let want = run(&all.next().unwrap());
+    for cpu in all {
+        // Not `assert_eq`: it would print whole tensors.
+        assert!(run(&cpu) == want, "{cpu:?} differs from the specification");
+    }
+    want
+}
+
+/// Sizes around the lanes, the chunks and the share of a thread.
+const LENGTHS: [usize; 9] = [0, 1, 15, 16, 17, 1025, 16_383, 16_385, 70_001];
+
+fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
+    match dtype {
+        DType::F32 => Tensor::from_f32(cpu, x, 1, x.len()).unwrap(),
+        DType::Bf16 => {
+            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_bf16(cpu, &x, 1, x.len()).unwrap()
+        }
+    }
+}
+
+#[test]
+fn a_cast_rounds_to_nearest_even_and_back_is_exact() {
+    let mut x = normals(1, 40_000);
+    x.extend([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-45, 1.00390625, 1.01171875]);
+    x.extend([f32::NAN, f32::from_bits(0x7F80_0001)]);
+    let got = same_everywhere(|cpu| {
+        let t = tensor(cpu, &x, DType::F32);
+        let narrow = cast(cpu, Cast { x: &t, dtype: DType::Bf16 }).unwrap();
+        let wide = cast(cpu, Cast { x: &narrow, dtype: DType::F32 }).unwrap();
+        (bits(&narrow), bits(&wide))
+    });
+    for (i, &x) in x.iter().enumerate() {
+        assert_eq!(got.0[i], u32::from(bf16::from_f32(x).to_bits()), "{x}");
+        assert_eq!(got.1[i], got.0[i] << 16);
+    }
+    assert_eq!(got.0[x.len() - 4..x.len() - 2], [0x3F80, 0x3F82], "ties go to the even neighbour");
+    let cpu = Cpu::new(1).unwrap();
+    let t = tensor(&cpu, &x, DType::F32);
+    let same = cast(&cpu, Cast { x: &t, dtype: DType::F32 }).unwrap();
+    assert_eq!(same.buffer_id(), t.buffer_id(), "nothing to do, nothing copied");
+}
+
+#[test]
+fn initial_weights_do_not_depend_on_how_they_are_divided() {
+    let stream = Stream::new(3, Purpose::Init, 99, 0);
+    let whole = |cpu: &Cpu| InitNormal { stream, first: 5, rows: 301, cols: 173, std: 0.02 }.run_on(cpu);
+    let got = same_everywhere(whole);
+    for (i, &got) in got.iter().enumerate() {
+        assert_eq!(got, (stream.normal_at(5 + i as u64) * 0.02).to_bits(), "{i}");
+    }
+    // A shard of the rows is the same numbers.
+    let cpu = Cpu::new(2).unwrap();
+    let part = InitNormal { stream, first: 5 + 173 * 100, rows: 50, cols: 173, std: 0.02 }.run_on(&cpu);
+    assert_eq!(part, got[173 * 100..][..173 * 50]);
+    let values: Vec<f64> = got.iter().map(|&b| f64::from(f32::from_bits(b))).collect();
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    let std = (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64).sqrt();
+    assert!(mean.abs() < 4.0 * 0.02 / (values.len() as f64).sqrt() && (std / 0.02 - 1.0).abs() < 0.02, "{mean} {std}");
+    let e = init_normal(&cpu, InitNormal { stream, first: u64::MAX, rows: 2, cols: 3, std: 1.0 }).unwrap_err();
+    assert!(e.to_string().contains("first + rows · cols"), "{e}");
+}
+
+/// Bits of the values.
+trait RunOn {
+    fn run_on(self, cpu: &Cpu) -> Vec<u32>;
+}
+
+impl RunOn for InitNormal {
+    fn run_on(self, cpu: &Cpu) -> Vec<u32> {
+        bits(&init_normal(cpu, self).unwrap())
+    }
+}
+
+#[test]
+fn a_sum_is_rounded_once() {
+    for dtype in [DType::F32, DType::Bf16] {
+        for len in LENGTHS {
+            let (x, y) = (normals(2, len), normals(3, len));
+            let got = same_everywhere(|cpu| {
+                let (a, b) = (tensor(cpu, &x, dtype), tensor(cpu, &y, dtype));
+                bits(&add(cpu, Add { a: &a, b: &b }).unwrap())
+            });
+            for i in 0..len {
+                let want = match dtype {
+                    DType::F32 => (x[i] + y[i]).to_bits(),
+                    DType::Bf16 => {
+                        let exact = f64::from(bf16::from_f32(x[i])) + f64::from(bf16::from_f32(y[i]));
+                        u32::from(bf16::from_f64(exact).to_bits())
+                    }
+                };
+                assert_eq!(got[i], want, "{dtype} {len} {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn shards_are_summed_by_the_tree() {
+    for shards in [1, 2, 4, 8, 16] {
+        for len in LENGTHS {
+            let x = normals(4, shards * len);
+            let got = same_everywhere(|cpu| {
+                let t = Tensor::from_f32(cpu, &x, shards, len).unwrap();
+                bits(&sum_shards(cpu, SumShards { x: &t, shards }).unwrap())
+            });
+            for (i, &got) in got.iter().enumerate() {
+                let mut level: Vec<f32> = (0..shards).map(|s| x[s * len + i]).collect();
+                while level.len() > 1 {
+                    level = level.chunks(2).map(|pair| pair[0] + pair[1]).collect();
+                }
+                assert_eq!(got, level[0].to_bits(), "{shards} shards, {i} of {len}");
+            }
+        }
+    }
+    // One large term and three that vanish beside it alone: only the tree keeps two of them.
+    let cpu = Cpu::new(1).unwrap();
+    let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
+    let out = sum_shards(&cpu, SumShards { x: &t, shards: 4 }).unwrap();
+    assert_eq!(out.to_f32_vec(&cpu).unwrap(), [16_777_218.0]);
+}
+
+#[test]
+fn squares_are_summed_in_double_precision_part_by_part() {
+    for (parts, len) in [(1, 0), (1, 1), (1, 17), (3, 33), (4, 4096), (2, 50_001)] {
+        let x: Vec<f32> = normals(5, parts * len).iter().map(|x| x * 1e20).collect();
+        let got = same_everywhere(|cpu| {
+            let t = Tensor::from_f32(cpu, &x, parts, len).unwrap();
+            let sums = sum_squares(cpu, SumSquares { x: &t, parts }).unwrap();
+            sums.into_iter().map(f64::to_bits).collect::<Vec<_>>()
+        });
+        for (part, &got) in got.iter().enumerate() {
+            let mut lanes = [0.0f64; 16];
+            for (i, &x) in x[part * len..][..len].iter().enumerate() {
+                lanes[i % 16] += f64::from(x) * f64::from(x);
+            }
+            for half in [8, 4, 2, 1] {
+                lanes = std::array::from_fn(|i| if i < half { lanes[i] + lanes[i + half] } else { 0.0 });
+            }
+            assert_eq!(f64::from_bits(got), lanes[0], "{parts} × {len}");
+        }
+    }
+    let cpu = Cpu::new(1).unwrap();
+    let t = Tensor::from_f32(&cpu, &[1.0; 6], 6, 1).unwrap();
+    let e = sum_squares(&cpu, SumSquares { x: &t, parts: 4 }).unwrap_err();
+    assert!(e.to_string().contains("`parts` is 4"), "{e}");
+}

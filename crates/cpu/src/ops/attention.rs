@@ -1,1 +1,0 @@
-//! See `nibble_core::ops`.

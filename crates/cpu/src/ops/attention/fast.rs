@@ -1,0 +1,301 @@
+//! Attention over register tiles, one task for a sequence and a key/value head (or a query head): the bits of `spec`.
+
+use super::tile::{
+    Panels, Product, Rows, TILE, row_dots, score_grads, softmax_rows, store_row, transpose_panels, widen_rows,
+};
+use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads};
+use crate::Cpu;
+use crate::gemm::Isa;
+use crate::simd::{LANES, Real};
+use nibble_formats::math::log;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Queries of a block of the backward pass: their P and dS stay in the nearest caches while dK and dV take them in.
+const BLOCK: usize = 2 * TILE;
+
+/// Multiply-adds below which waking another thread costs more than it saves.
+const WORTH_A_THREAD: usize = 200_000;
+
+/// Query heads of one sequence that share a key/value head.
+struct Unit {
+    sequence: usize,
+    kv_head: usize,
+    heads: Range<usize>,
+}
+
+pub(super) fn forward<T: Real>(
+    cpu: &Cpu,
+    sizes: &Heads,
+    input: &ForwardInput<'_, T>,
+    output: &ForwardOutput<'_, T>,
+) {
+    // Heads of a group share the layout of K and V, so they go together unless that leaves threads idle.
+    let alone = sizes.sequences * sizes.kv_heads < 2 * cpu.pool().current_num_threads();
+    let run = |space: &mut Space<'_>, unit: &Unit| space.forward(unit, input, output);
+    for_units(cpu, sizes, if alone { 1 } else { sizes.group() }, run);
+}
+
+pub(super) fn backward<T: Real>(
+    cpu: &Cpu,
+    sizes: &Heads,
+    input: &BackwardInput<'_, T>,
+    output: &BackwardOutput<'_, T>,
+) {
+    // dK and dV are sums over the group: never divided.
+    for_units(cpu, sizes, sizes.group(), |space, unit| space.backward(unit, input, output));
+}
+
+/// Runs a task for every `heads` query heads of a group.
+fn for_units(cpu: &Cpu, sizes: &Heads, heads: usize, run: impl Fn(&mut Space<'_>, &Unit) + Sync) {
+    if sizes.heads == 0 {
+        return;
+    }
+    let units = sizes.sequences * sizes.heads / heads;
+    let unit = |i: usize| {
+        let first = i * heads % sizes.heads;
+        Unit { sequence: i * heads / sizes.heads, kv_head: sizes.kv_head(first), heads: first..first + heads }
+    };
+    let multiply_adds = sizes.tokens() * sizes.seq_len * sizes.heads * sizes.head_dim;
+    let space = || Space::new(sizes, cpu.isa());
+    if multiply_adds < WORTH_A_THREAD || cpu.pool().current_num_threads() == 1 {
+        let mut space = space();
+        (0..units).for_each(|i| run(&mut space, &unit(i)));
+    } else {
+        cpu.pool().install(|| {
+            (0..units).into_par_iter().with_max_len(1).for_each_init(space, |space, i| run(space, &unit(i)));
+        });
+    }
+}
+
+/// A task's working memory. Rows of a head are padded with zeros to whole panels of 16 columns, sequences to whole
+/// panels of 16 keys.
+struct Space<'a> {
+    sizes: &'a Heads,
+    isa: Isa,
+    /// head_dim, padded.
+    width: usize,
+    /// seq_len, padded.
+    keys: usize,
+    /// From one row of scores to the next; odd multiples of a cache line keep rows apart in the cache.
+    stride: usize,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    k_panels: Vec<f32>,
+    v_panels: Vec<f32>,
+    q: Vec<f32>,
+    dout: Vec<f32>,
+    p: Vec<f32>,
+    ds: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    tile: Vec<f32>,
+}
+
+impl<'a> Space<'a> {
+    fn new(sizes: &'a Heads, isa: Isa) -> Self {
+        let width = sizes.head_dim.next_multiple_of(LANES);
+        let keys = sizes.seq_len.next_multiple_of(LANES);
+        Self {
+            sizes,
+            isa,
+            width,
+            keys,
+            stride: keys + if (keys / LANES).is_multiple_of(2) { LANES } else { 0 },
+            k: Vec::new(),
+            v: Vec::new(),
+            k_panels: Vec::new(),
+            v_panels: Vec::new(),
+            q: Vec::new(),
+            dout: Vec::new(),
+            p: Vec::new(),
+            ds: Vec::new(),
+            dk: Vec::new(),
+            dv: Vec::new(),
+            tile: vec![0.0; TILE * width],
+        }
+    }
+
+    fn forward<T: Real>(&mut self, unit: &Unit, input: &ForwardInput<'_, T>, output: &ForwardOutput<'_, T>) {
+        let (sizes, width) = (self.sizes, self.width);
+        self.lay_out_keys(unit, input.k, input.v);
+        self.q.resize(TILE * width, 0.0);
+        self.p.resize(TILE * self.stride, 0.0);
+        for head in unit.heads.clone() {
+            for first in (0..sizes.seq_len).step_by(TILE) {
+                let rows = first..(first + TILE).min(sizes.seq_len);
+                let q = sizes.cells(input.q, sizes.heads, unit.sequence, head, rows.clone());
+                widen_rows(
+                    self.isa,
+                    q,
+                    sizes.heads * sizes.head_dim,
+                    sizes.head_dim,
+                    sizes.scale(),
+                    &mut self.q,
+                    width,
+                );
+                self.against_keys(&self.q, &self.k_panels, first).run(self.isa, &mut self.p);
+                let mut terms = [(0.0, 0.0); TILE];
+                softmax_rows(self.isa, &mut self.p, self.stride, first, keys_of(first), &mut terms);
+                over_keys(&self.p, self.stride, &self.v, width, rows.end).run(self.isa, &mut self.tile);
+                for ((i, x), (max, sum)) in rows.zip(self.tile.chunks_exact(width)).zip(terms) {
+                    let token = unit.sequence * sizes.seq_len + i;
+                    // SAFETY: no other unit has this sequence and query head.
+                    let (out, lse) = unsafe { (output.out.row(token, head), output.lse.row(token, head)) };
+                    store_row(self.isa, x, 1.0 / sum, out);
+                    lse[0] = max + log(sum);
+                }
+            }
+        }
+    }
+
+    fn backward<T: Real>(
+        &mut self,
+        unit: &Unit,
+        input: &BackwardInput<'_, T>,
+        output: &BackwardOutput<'_, T>,
+    ) {
+        let (sizes, width) = (self.sizes, self.width);
+        self.lay_out_keys(unit, input.k, input.v);
+        self.v_panels.resize(self.keys * sizes.head_dim, 0.0);
+        transpose_panels(self.isa, &self.v, width, sizes.head_dim, &mut self.v_panels);
+        for x in [&mut self.q, &mut self.dout] {
+            x.resize(BLOCK * width, 0.0);
+        }
+        for x in [&mut self.p, &mut self.ds] {
+            x.resize(BLOCK * self.stride, 0.0);
+        }
+        for x in [&mut self.dk, &mut self.dv] {
+            x.clear();
+            x.resize(self.keys * width, 0.0);
+        }
+        for head in unit.heads.clone() {
+            for first in (0..sizes.seq_len).step_by(BLOCK) {
+                let rows = first..(first + BLOCK).min(sizes.seq_len);
+                for (x, factor, to) in
+                    [(input.q, sizes.scale(), &mut self.q), (input.dout, 1.0, &mut self.dout)]
+                {
+                    let x = sizes.cells(x, sizes.heads, unit.sequence, head, rows.clone());
+                    widen_rows(self.isa, x, sizes.heads * sizes.head_dim, sizes.head_dim, factor, to, width);
+                }
+                for tile in rows.clone().step_by(TILE) {
+                    self.query_grads(unit, head, tile - first, tile, input, output);
+                }
+                self.add_key_grads(rows);
+            }
+        }
+        for j in 0..sizes.seq_len {
+            let token = unit.sequence * sizes.seq_len + j;
+            // SAFETY: no other unit has this sequence and key/value head.
+            let (dk, dv) =
+                unsafe { (output.dk.row(token, unit.kv_head), output.dv.row(token, unit.kv_head)) };
+            store_row(self.isa, &self.dk[j * width..][..width], 1.0, dk);
+            store_row(self.isa, &self.dv[j * width..][..width], 1.0, dv);
+        }
+    }
+
+    /// P, dS and dq of the tile of queries from `first` on, which is at row `at` of its block.
+    fn query_grads<T: Real>(
+        &mut self,
+        unit: &Unit,
+        head: usize,
+        at: usize,
+        first: usize,
+        input: &BackwardInput<'_, T>,
+        output: &BackwardOutput<'_, T>,
+    ) {
+        let (sizes, width, stride) = (self.sizes, self.width, self.stride);
+        let rows = first..(first + TILE).min(sizes.seq_len);
+        let [out, dout] =
+            [input.out, input.dout].map(|x| sizes.cells(x, sizes.heads, unit.sequence, head, rows.clone()));
+        let mut delta = [0.0; TILE];
+        row_dots(self.isa, dout, out, sizes.heads * sizes.head_dim, sizes.head_dim, &mut delta[..rows.len()]);
+        let mut lse = [0.0; TILE];
+        for (i, lse) in rows.clone().zip(&mut lse) {
+            *lse = input.lse[(unit.sequence * sizes.seq_len + i) * sizes.heads + head];
+        }
+        let mut p = std::mem::take(&mut self.p);
+        let mut ds = std::mem::take(&mut self.ds);
+        let (p_tile, ds_tile) =
+            (&mut p[at * stride..][..TILE * stride], &mut ds[at * stride..][..TILE * stride]);
+        self.against_keys(&self.q[at * width..], &self.k_panels, first).run(self.isa, p_tile);
+        self.against_keys(&self.dout[at * width..], &self.v_panels, first).run(self.isa, ds_tile);
+        score_grads(self.isa, p_tile, ds_tile, stride, first, keys_of(first), &lse, &delta);
+        over_keys(ds_tile, stride, &self.k, width, rows.end).run(self.isa, &mut self.tile);
+        (self.p, self.ds) = (p, ds);
+        for (i, x) in rows.zip(self.tile.chunks_exact(width)) {
+            // SAFETY: no other unit has this sequence and query head.
+            let dq = unsafe { output.dq.row(unit.sequence * sizes.seq_len + i, head) };
+            store_row(self.isa, x, sizes.scale(), dq);
+        }
+    }
+
+    /// dV += Pᵀ·dO and dK += dSᵀ·Q over a block of queries.
+    fn add_key_grads(&mut self, queries: Range<usize>) {
+        let width = self.width;
+        for key in (0..queries.end).step_by(TILE) {
+            let from = key.max(queries.start);
+            let at = from - queries.start;
+            let sums = [(&self.p, &self.dout, &mut self.dv), (&self.ds, &self.q, &mut self.dk)];
+            for (weights, rows, sum) in sums {
+                let product = Product {
+                    a: &weights[at * self.stride + key..],
+                    a_at: Rows { row: 1, step: self.stride },
+                    b: &rows[at * width..],
+                    b_at: Panels { step: width, panel: LANES },
+                    k: queries.end - from,
+                    panels: width / LANES,
+                    out_row: width,
+                    onward: true,
+                };
+                product.run(self.isa, &mut sum[key * width..]);
+            }
+        }
+    }
+
+    /// K and V of a unit as F32 rows, and K as panels.
+    fn lay_out_keys<T: Real>(&mut self, unit: &Unit, k: &[T], v: &[T]) {
+        let (sizes, width) = (self.sizes, self.width);
+        for (x, to) in [(k, &mut self.k), (v, &mut self.v)] {
+            let x = sizes.cells(x, sizes.kv_heads, unit.sequence, unit.kv_head, 0..sizes.seq_len);
+            to.resize(self.keys * width, 0.0);
+            widen_rows(self.isa, x, sizes.kv_heads * sizes.head_dim, sizes.head_dim, 1.0, to, width);
+        }
+        self.k_panels.resize(self.keys * sizes.head_dim, 0.0);
+        transpose_panels(self.isa, &self.k, width, sizes.head_dim, &mut self.k_panels);
+    }
+
+    /// A tile of rows times the transposed keys (or values), as far as the tile from query `first` on sees them.
+    fn against_keys<'p>(&self, rows: &'p [f32], panels: &'p [f32], first: usize) -> Product<'p> {
+        let head_dim = self.sizes.head_dim;
+        Product {
+            a: rows,
+            a_at: Rows { row: self.width, step: 1 },
+            b: panels,
+            b_at: Panels { step: LANES, panel: head_dim * LANES },
+            k: head_dim,
+            panels: keys_of(first) / LANES,
+            out_row: self.stride,
+            onward: false,
+        }
+    }
+}
+
+/// Scores computed for the tile of queries from `first` on: whole panels.
+fn keys_of(first: usize) -> usize {
+    (first + TILE).next_multiple_of(LANES)
+}
+
+/// A tile of weights times the first `keys` rows of `b`.
+fn over_keys<'p>(weights: &'p [f32], stride: usize, b: &'p [f32], width: usize, keys: usize) -> Product<'p> {
+    Product {
+        a: weights,
+        a_at: Rows { row: stride, step: 1 },
+        b,
+        b_at: Panels { step: width, panel: LANES },
+        k: keys,
+        panels: width / LANES,
+        out_row: width,
+        onward: false,
+    }
+}

@@ -1,0 +1,195 @@
+//! See [`nibble_core::ops::Attention`] and [`nibble_core::ops::AttentionBackward`].
+//!
+//! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by sequence and head.
+
+mod fast;
+mod spec;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use crate::simd::Real;
+use crate::{Cpu, Path};
+use half::bf16;
+use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+use nibble_core::{DType, Result, Tensor};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// softmax(q·kᵀ/√head_dim, masked)·v, and the log-sum-exp of the scores.
+pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
+    match op.q.dtype() {
+        DType::F32 => forward::<f32>(cpu, &op),
+        DType::Bf16 => forward::<bf16>(cpu, &op),
+    }
+}
+
+/// dq, dk and dv.
+pub(crate) fn attention_backward(cpu: &Cpu, op: AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
+    match op.q.dtype() {
+        DType::F32 => backward::<f32>(cpu, &op),
+        DType::Bf16 => backward::<bf16>(cpu, &op),
+    }
+}
+
+/// The sizes of a call.
+#[derive(Clone, Copy)]
+struct Heads {
+    sequences: usize,
+    seq_len: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+impl Heads {
+    fn new(q: &Tensor<Cpu>, k: &Tensor<Cpu>, head_dim: usize, seq_len: usize) -> Self {
+        let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
+        Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim }
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// The key/value head of a query head.
+    fn kv_head(&self, head: usize) -> usize {
+        head / self.group()
+    }
+
+    /// Query heads of one key/value head.
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    fn tokens(&self) -> usize {
+        self.sequences * self.seq_len
+    }
+
+    /// From the first to the last element of some rows of one head of a sequence; rows of the slice are `num_heads ·
+    /// head_dim` apart.
+    fn cells<'a, T>(
+        &self,
+        x: &'a [T],
+        num_heads: usize,
+        sequence: usize,
+        head: usize,
+        rows: Range<usize>,
+    ) -> &'a [T] {
+        let at = |row: usize| ((sequence * self.seq_len + row) * num_heads + head) * self.head_dim;
+        if rows.is_empty() { &[] } else { &x[at(rows.start)..at(rows.end - 1) + self.head_dim] }
+    }
+}
+
+/// What a forward task reads: whole tensors.
+struct ForwardInput<'a, T> {
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+}
+
+/// What it writes.
+struct ForwardOutput<'a, T> {
+    out: Cells<'a, T>,
+    lse: Cells<'a, f32>,
+}
+
+/// What a backward task reads: whole tensors.
+struct BackwardInput<'a, T> {
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    out: &'a [T],
+    dout: &'a [T],
+    lse: &'a [f32],
+}
+
+/// What it writes.
+struct BackwardOutput<'a, T> {
+    dq: Cells<'a, T>,
+    dk: Cells<'a, T>,
+    dv: Cells<'a, T>,
+}
+
+/// A matrix `[tokens, heads · len]` whose cells (one token, one head) tasks write side by side.
+struct Cells<'a, T> {
+    first: *mut T,
+    tokens: usize,
+    heads: usize,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: a `Cells` stands for a `&mut [T]`; who calls `row` promises that no two threads have the same cell.
+unsafe impl<T: Send> Sync for Cells<'_, T> {}
+
+impl<'a, T> Cells<'a, T> {
+    fn new(x: &'a mut [T], tokens: usize, heads: usize) -> Self {
+        let len = x.len().checked_div(tokens * heads).unwrap_or(0);
+        Self { first: x.as_mut_ptr(), tokens, heads, len, borrow: PhantomData }
+    }
+
+    /// The cell of a token and a head.
+    ///
+    /// # Safety
+    /// Nobody else holds this cell.
+    #[allow(clippy::mut_from_ref)] // the point of the type: disjoint cells through one shared handle
+    unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
+        assert!(token < self.tokens && head < self.heads, "cell ({token}, {head}) is outside the matrix");
+        // SAFETY: the cell lies within the slice `new` borrowed for 'a, by the assertion; the caller promises that it
+        // is not aliased.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.first.add((token * self.heads + head) * self.len), self.len)
+        }
+    }
+}
+
+fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
+    const OP: &str = "attention";
+    let sizes = Heads::new(op.q, op.k, op.head_dim, op.seq_len);
+    let input = ForwardInput {
+        q: T::slice(OP, "q", op.q)?,
+        k: T::slice(OP, "k", op.k)?,
+        v: T::slice(OP, "v", op.v)?,
+    };
+    let mut out = cpu.scratch::<T>(input.q.len());
+    let mut lse = cpu.scratch::<f32>(sizes.tokens() * sizes.heads);
+    let output = ForwardOutput {
+        out: Cells::new(out.as_mut_slice(), sizes.tokens(), sizes.heads),
+        lse: Cells::new(lse.as_mut_slice(), sizes.tokens(), sizes.heads),
+    };
+    match cpu.path() {
+        Path::Scalar => spec::forward(&sizes, &input, &output),
+        Path::Simd => fast::forward(cpu, &sizes, &input, &output),
+    }
+    Ok(AttentionOut { out: Tensor::new(T::data(out), op.q.rows, op.q.cols)?, lse })
+}
+
+fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
+    const OP: &str = "attention_backward";
+    let sizes = Heads::new(op.q, op.k, op.head_dim, op.seq_len);
+    let input = BackwardInput {
+        q: T::slice(OP, "q", op.q)?,
+        k: T::slice(OP, "k", op.k)?,
+        v: T::slice(OP, "v", op.v)?,
+        out: T::slice(OP, "out", op.out)?,
+        dout: T::slice(OP, "dout", op.dout)?,
+        lse: op.lse.as_slice(),
+    };
+    let mut dq = cpu.scratch::<T>(input.q.len());
+    let (mut dk, mut dv) = (cpu.scratch::<T>(input.k.len()), cpu.scratch::<T>(input.v.len()));
+    let output = BackwardOutput {
+        dq: Cells::new(dq.as_mut_slice(), sizes.tokens(), sizes.heads),
+        dk: Cells::new(dk.as_mut_slice(), sizes.tokens(), sizes.kv_heads),
+        dv: Cells::new(dv.as_mut_slice(), sizes.tokens(), sizes.kv_heads),
+    };
+    match cpu.path() {
+        Path::Scalar => spec::backward(&sizes, &input, &output),
+        Path::Simd => fast::backward(cpu, &sizes, &input, &output),
+    }
+    Ok(AttentionGrads {
+        dq: Tensor::new(T::data(dq), op.q.rows, op.q.cols)?,
+        dk: Tensor::new(T::data(dk), op.k.rows, op.k.cols)?,
+        dv: Tensor::new(T::data(dv), op.v.rows, op.v.cols)?,
+    })
+}

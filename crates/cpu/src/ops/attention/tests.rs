@@ -1,0 +1,263 @@
+use super::*;
+use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+use nibble_core::Backend;
+
+/// A problem in the host's memory.
+struct Case {
+    sizes: Heads,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    dout: Vec<f32>,
+}
+
+impl Case {
+    /// Normal numbers; q and k of standard deviation `spread`.
+    fn new(
+        sequences: usize,
+        seq_len: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        spread: f32,
+    ) -> Self {
+        let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim };
+        let wide = |site, n: usize, by: f32| -> Vec<f32> {
+            let x = normals(site, sizes.tokens() * n * head_dim);
+            // Numbers of both types, so that one reference serves both.
+            x.iter().map(|x| bf16::from_f32(x * by).to_f32()).collect()
+        };
+        let (q, k) = (wide(1, heads, spread), wide(2, kv_heads, spread));
+        Self { sizes, q, k, v: wide(3, kv_heads, 1.0), dout: wide(4, heads, 1.0) }
+    }
+
+    /// The ratios and lengths that matter: one token, lengths around tiles and blocks, head sizes around panels.
+    fn all() -> Vec<Self> {
+        let sizes = [
+            (1, 1, 1, 1, 16),
+            (3, 1, 4, 1, 8),
+            (2, 7, 2, 2, 16),
+            (1, 8, 4, 1, 32),
+            (2, 9, 4, 2, 5),
+            (1, 17, 8, 2, 24),
+            (3, 40, 4, 1, 16),
+            (2, 65, 6, 3, 48),
+            (1, 100, 2, 1, 128),
+        ];
+        sizes.into_iter().map(|(s, l, h, g, d)| Self::new(s, l, h, g, d, 1.0)).collect()
+    }
+
+    fn tensor(&self, cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
+        let (rows, cols) = (self.sizes.tokens(), x.len() / self.sizes.tokens());
+        match dtype {
+            DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
+            DType::Bf16 => {
+                let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+                Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
+            }
+        }
+    }
+
+    fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
+        let op =
+            Attention { q: &q, k: &k, v: &v, head_dim: self.sizes.head_dim, seq_len: self.sizes.seq_len };
+        op.check().unwrap();
+        attention(cpu, op).unwrap()
+    }
+
+    fn backward(&self, cpu: &Cpu, dtype: DType) -> AttentionGrads<Cpu> {
+        let AttentionOut { out, lse } = self.forward(cpu, dtype);
+        let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(|x| self.tensor(cpu, x, dtype));
+        let op = AttentionBackward {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &out,
+            lse: &lse,
+            dout: &dout,
+            head_dim: self.sizes.head_dim,
+            seq_len: self.sizes.seq_len,
+        };
+        op.check().unwrap();
+        attention_backward(cpu, op).unwrap()
+    }
+}
+
+/// Softmax attention in f64, straight from the formula: (out, lse).
+fn reference(sizes: &Heads, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let d = sizes.head_dim;
+    let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; q.len() / d]);
+    for token in 0..sizes.tokens() {
+        let first = token - token % sizes.seq_len;
+        for head in 0..sizes.heads {
+            let at = (token * sizes.heads + head) * d;
+            let kv = |other: usize| (other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads)) * d;
+            let scores: Vec<f64> = (first..=token)
+                .map(|other| (0..d).map(|i| q[at + i] * k[kv(other) + i]).sum::<f64>() / (d as f64).sqrt())
+                .collect();
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+            lse[at / d] = max + sum.ln();
+            for (j, s) in scores.iter().enumerate() {
+                let p = (s - lse[at / d]).exp();
+                (0..d).for_each(|i| out[at + i] += p * v[kv(first + j) + i]);
+            }
+        }
+    }
+    (out, lse)
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+fn rel_l2(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let error: f64 = got.iter().zip(want).map(|(&g, w)| (f64::from(g) - w).powi(2)).sum();
+    (error / want.iter().map(|w| w * w).sum::<f64>().max(1e-30)).sqrt()
+}
+
+#[test]
+fn forward_is_the_formula_and_the_same_everywhere() {
+    for case in Case::all() {
+        let (out, lse) = reference(&case.sizes, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+        for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
+            let (got, got_lse) = same_everywhere(|cpu| {
+                let got = case.forward(cpu, dtype);
+                assert_eq!((got.out.dtype(), got.out.cols), (dtype, case.sizes.heads * case.sizes.head_dim));
+                (bits(&got.out), got.lse.as_slice().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+            });
+            let got: Vec<f32> = match dtype {
+                DType::F32 => got.iter().map(|&x| f32::from_bits(x)).collect(),
+                DType::Bf16 => got.iter().map(|&x| f32::from_bits(x << 16)).collect(),
+            };
+            let got_lse: Vec<f32> = got_lse.iter().map(|&x| f32::from_bits(x)).collect();
+            assert!(rel_l2(&got, &out) < bound, "out {dtype} is off by {:e}", rel_l2(&got, &out));
+            assert!(rel_l2(&got_lse, &lse) < 1e-6, "lse {dtype} is off by {:e}", rel_l2(&got_lse, &lse));
+        }
+    }
+}
+
+#[test]
+fn backward_is_the_same_everywhere() {
+    for case in Case::all() {
+        for dtype in [DType::F32, DType::Bf16] {
+            same_everywhere(|cpu| {
+                let got = case.backward(cpu, dtype);
+                assert_eq!([&got.dq, &got.dk, &got.dv].map(Tensor::dtype), [dtype; 3]);
+                [bits(&got.dq), bits(&got.dk), bits(&got.dv)]
+            });
+        }
+    }
+}
+
+/// Each gradient, projected on a random direction, against central differences of the f64 reference; and element by
+/// element against differences along single coordinates.
+#[test]
+fn backward_is_the_derivative_of_the_formula() {
+    let cpu = Cpu::new(2).unwrap();
+    for case in Case::all() {
+        let grads = case.backward(&cpu, DType::F32);
+        let inputs = [&case.q, &case.k, &case.v].map(|x| wide(x));
+        let dout = wide(&case.dout);
+        let loss = |x: &[Vec<f64>; 3]| -> f64 {
+            let (out, _) = reference(&case.sizes, &x[0], &x[1], &x[2]);
+            out.iter().zip(&dout).map(|(o, d)| o * d).sum()
+        };
+        for (which, grad) in [&grads.dq, &grads.dk, &grads.dv].into_iter().enumerate() {
+            let grad = grad.to_f32_vec(&cpu).unwrap();
+            let norm = grad.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+            for trial in 0..4 {
+                let direction = wide(&normals(100 + trial, grad.len()));
+                let moved = |by: f64| {
+                    let mut x = inputs.clone();
+                    x[which].iter_mut().zip(&direction).for_each(|(x, d)| *x += by * d);
+                    loss(&x)
+                };
+                let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                let got: f64 = grad.iter().zip(&direction).map(|(&g, d)| f64::from(g) * d).sum();
+                let error = (got - want).abs();
+                assert!(error < 2e-6 * norm + 1e-5, "input {which}: {got} for {want}, |grad| {norm}");
+            }
+            for i in (0..grad.len()).step_by(grad.len().div_ceil(5)) {
+                let moved = |by: f64| {
+                    let mut x = inputs.clone();
+                    x[which][i] += by;
+                    loss(&x)
+                };
+                let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                assert!(
+                    (f64::from(grad[i]) - want).abs() < 1e-5,
+                    "input {which}[{i}]: {} for {want}",
+                    grad[i]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_of_ten_thousand_neither_overflow_nor_lose_the_sum() {
+    // Scores are of the order of ±1e4: the softmax is one-hot nearly everywhere.
+    let case = Case::new(2, 33, 4, 2, 16, 50.0);
+    let (out, lse) = reference(&case.sizes, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+    assert!(lse.iter().any(|x| *x > 5e3), "the case is too tame");
+    let got = same_everywhere(|cpu| bits(&case.forward(cpu, DType::F32).out));
+    let got: Vec<f32> = got.into_iter().map(f32::from_bits).collect();
+    // A score of 1e4 has an error of 1e-3 in F32, and so has the weight.
+    assert!(rel_l2(&got, &out) < 2e-3, "{:e}", rel_l2(&got, &out));
+    let grads = same_everywhere(|cpu| {
+        let got = case.backward(cpu, DType::F32);
+        [bits(&got.dq), bits(&got.dk), bits(&got.dv)]
+    });
+    assert!(grads.iter().flatten().all(|&x| f32::from_bits(x).is_finite()));
+}
+
+/// A token changes no earlier output and gets no gradient from one; sequences do not see each other.
+#[test]
+fn nothing_looks_ahead() {
+    let cpu = Cpu::new(2).unwrap();
+    let case = Case::new(2, 30, 4, 2, 16, 1.0);
+    let before = case.forward(&cpu, DType::F32).out.to_f32_vec(&cpu).unwrap();
+    for token in [5, 16, 29, 30 + 13] {
+        let mut changed = Case::new(2, 30, 4, 2, 16, 1.0);
+        changed.k[token * 32..][..32].fill(3.0);
+        changed.v[token * 32..][..32].fill(-2.0);
+        let after = changed.forward(&cpu, DType::F32).out.to_f32_vec(&cpu).unwrap();
+        for i in 0..60 {
+            let sees = i >= token && i / 30 == token / 30;
+            assert_eq!(before[i * 64..][..64] != after[i * 64..][..64], sees, "token {token}, query {i}");
+        }
+        // A gradient that arrives at one token alone reaches that token and earlier ones.
+        let mut alone = Case::new(2, 30, 4, 2, 16, 1.0);
+        alone.dout.iter_mut().enumerate().filter(|(e, _)| e / 64 != token).for_each(|(_, d)| *d = 0.0);
+        let dv = alone.backward(&cpu, DType::F32).dv.to_f32_vec(&cpu).unwrap();
+        for i in 0..60 {
+            let seen = i <= token && i / 30 == token / 30;
+            assert_eq!(dv[i * 32..][..32].iter().any(|&x| x != 0.0), seen, "token {token}, key {i}");
+        }
+    }
+}
+
+#[test]
+fn no_tokens_give_no_output() {
+    for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
+        let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
+        let (q, k) = (none(32), none(16));
+        let got = attention(&cpu, Attention { q: &q, k: &k, v: &k, head_dim: 16, seq_len: 8 }).unwrap();
+        assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
+    }
+}
+
+#[test]
+fn a_type_that_differs_is_named() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
+    let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
+    let lse = cpu.zeros::<f32>(4).unwrap();
+    let op =
+        AttentionBackward { q: &x, k: &x, v: &x, out: &x, lse: &lse, dout: &half, head_dim: 16, seq_len: 4 };
+    let error = attention_backward(&cpu, op).unwrap_err().to_string();
+    assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
+}

@@ -1,0 +1,200 @@
+//! The products of attention: eight rows of A at a time, the columns of B in panels of 16.
+//!
+//! The general product of `gemm` packs both operands anew at each call; here K and V are laid out once for a sequence,
+//! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
+
+use crate::gemm::Isa;
+use crate::simd::{LANES, Real, lane_dot, per_isa, softmax_terms};
+use nibble_formats::math::exp;
+
+/// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
+pub(super) const TILE: usize = 8;
+
+/// Where the next of something lies: element (row, k) of A at `row·row + k·step`, element (k, panel·16 + c) of B at
+/// `k·step + panel·panel + c`.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub row: usize,
+    pub step: usize,
+}
+
+/// See [`Rows`].
+#[derive(Clone, Copy)]
+pub(super) struct Panels {
+    pub step: usize,
+    pub panel: usize,
+}
+
+/// Eight rows of A times `out.len()`-many panels; each element one chain of fma over ascending k.
+pub(super) struct Product<'a> {
+    pub a: &'a [f32],
+    pub a_at: Rows,
+    pub b: &'a [f32],
+    pub b_at: Panels,
+    /// The contraction.
+    pub k: usize,
+    /// Panels of 16 columns.
+    pub panels: usize,
+    /// Elements from one row of the result to the next.
+    pub out_row: usize,
+    /// Whether the chains go on from what the result holds, instead of from zero.
+    pub onward: bool,
+}
+
+impl Product<'_> {
+    /// Writes the eight rows of the product to `out`.
+    pub fn run(&self, isa: Isa, out: &mut [f32]) {
+        if self.k == 0 || self.panels == 0 {
+            return;
+        }
+        assert!(
+            self.a.len() > (TILE - 1) * self.a_at.row + (self.k - 1) * self.a_at.step,
+            "A ends within the tile"
+        );
+        let last = (self.k - 1) * self.b_at.step + (self.panels - 1) * self.b_at.panel;
+        assert!(self.b.len() >= last + LANES, "B ends within the tile");
+        // AVX2 has 16 registers of 8 lanes: half panels leave room for eight accumulators.
+        match isa {
+            Isa::Avx2 => half_panels(isa, self, out),
+            _ => whole_panels(isa, self, out),
+        }
+    }
+}
+
+per_isa!(fn whole_panels = panels_body::<16>; (product: &Product<'_>, out: &mut [f32]));
+per_isa!(fn half_panels = panels_body::<8>; (product: &Product<'_>, out: &mut [f32]));
+
+#[inline(always)]
+fn panels_body<const WIDTH: usize>(product: &Product<'_>, out: &mut [f32]) {
+    for panel in 0..product.panels {
+        for column in (0..LANES).step_by(WIDTH) {
+            tile_body::<WIDTH>(product, panel, column, out);
+        }
+    }
+}
+
+#[inline(always)]
+fn tile_body<const WIDTH: usize>(product: &Product<'_>, panel: usize, column: usize, out: &mut [f32]) {
+    let &Product { a, a_at, b, b_at, k, out_row, onward, .. } = product;
+    let (b_first, out_first) = (panel * b_at.panel + column, panel * LANES + column);
+    let mut acc = [[0.0f32; WIDTH]; TILE];
+    if onward {
+        for (row, acc) in acc.iter_mut().enumerate() {
+            acc.copy_from_slice(&out[out_first + row * out_row..][..WIDTH]);
+        }
+    }
+    for k in 0..k {
+        // SAFETY: `run` asserted that B holds the last panel of the last k; `WIDTH` divides `LANES`.
+        let b = unsafe { b.get_unchecked(b_first + k * b_at.step..).get_unchecked(..WIDTH) };
+        for (row, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: `run` asserted that A holds the last row of the last k.
+            let x = unsafe { *a.get_unchecked(row * a_at.row + k * a_at.step) };
+            for i in 0..WIDTH {
+                acc[i] = x.mul_add(b[i], acc[i]);
+            }
+        }
+    }
+    for (row, acc) in acc.iter().enumerate() {
+        out[out_first + row * out_row..][..WIDTH].copy_from_slice(acc);
+    }
+}
+
+per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sums: &mut [(f32, f32); TILE]));
+
+/// For the tile of queries from `first` on: scores of later keys become weight 0, the others exp(s − max). `keys` is
+/// the number of scores in a row, masked ones included. Leaves (max, sum) of each row.
+#[inline(always)]
+fn softmax_rows_body(
+    scores: &mut [f32],
+    stride: usize,
+    first: usize,
+    keys: usize,
+    sums: &mut [(f32, f32); TILE],
+) {
+    for (row, (scores, sums)) in scores.chunks_exact_mut(stride).zip(sums).enumerate() {
+        let scores = &mut scores[..keys];
+        // exp(−∞) is +0: it changes neither the sum nor a product.
+        scores[first + row + 1..].fill(f32::NEG_INFINITY);
+        *sums = softmax_terms(scores);
+    }
+}
+
+per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: usize, lse: &[f32; TILE], delta: &[f32; TILE]));
+
+/// For the tile of queries from `first` on: scores become P = exp(s − lse), dP becomes dS = P · (dP − delta); both 0 for
+/// later keys.
+#[inline(always)]
+fn score_grads_body(
+    p: &mut [f32],
+    ds: &mut [f32],
+    stride: usize,
+    first: usize,
+    keys: usize,
+    lse: &[f32; TILE],
+    delta: &[f32; TILE],
+) {
+    for (row, (p, ds)) in p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride)).enumerate() {
+        let (p, ds) = (&mut p[..keys], &mut ds[..keys]);
+        for (p, ds) in p.iter_mut().zip(ds.iter_mut()) {
+            *p = exp(*p - lse[row]);
+            *ds = *p * (*ds - delta[row]);
+        }
+        p[first + row + 1..].fill(0.0);
+        ds[first + row + 1..].fill(0.0);
+    }
+}
+
+per_isa!(pub(super) fn widen_rows<T: Real> = widen_rows_body; (from: &[T], from_row: usize, cols: usize, factor: f32, to: &mut [f32], to_row: usize));
+
+/// `to` = `from` · `factor`, as many rows as `to` has; rows past the end of `from`, and columns past `cols`, become 0.
+#[inline(always)]
+fn widen_rows_body<T: Real>(
+    from: &[T],
+    from_row: usize,
+    cols: usize,
+    factor: f32,
+    to: &mut [f32],
+    to_row: usize,
+) {
+    for (row, to) in to.chunks_exact_mut(to_row).enumerate() {
+        let from = from.get(row * from_row..row * from_row + cols).unwrap_or(&[]);
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from.widen() * factor;
+        }
+        to[from.len()..].fill(0.0);
+    }
+}
+
+per_isa!(pub(super) fn transpose_panels = transpose_panels_body; (rows: &[f32], row: usize, cols: usize, panels: &mut [f32]));
+
+/// Lays rows of `cols` (each `row` after the other) out as panels `[rows / 16][cols][16]`.
+#[inline(always)]
+fn transpose_panels_body(rows: &[f32], row: usize, cols: usize, panels: &mut [f32]) {
+    for (rows, panel) in rows.chunks_exact(LANES * row).zip(panels.chunks_exact_mut(LANES * cols)) {
+        for (i, to) in panel.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            for lane in 0..LANES {
+                to[lane] = rows[lane * row + i];
+            }
+        }
+    }
+}
+
+per_isa!(pub(super) fn row_dots<T: Real> = row_dots_body; (a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]));
+
+/// The dot products of rows of `cols` that lie `row` apart.
+#[inline(always)]
+fn row_dots_body<T: Real>(a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]) {
+    for (i, dot) in dots.iter_mut().enumerate() {
+        *dot = lane_dot(&a[i * row..][..cols], &b[i * row..][..cols]);
+    }
+}
+
+per_isa!(pub(super) fn store_row<T: Real> = store_row_body; (x: &[f32], factor: f32, to: &mut [T]));
+
+/// `to` = x · factor, rounded once; x may be longer.
+#[inline(always)]
+fn store_row_body<T: Real>(x: &[f32], factor: f32, to: &mut [T]) {
+    for (to, x) in to.iter_mut().zip(x) {
+        *to = T::round(x * factor);
+    }
+}

@@ -1,0 +1,66 @@
+//! Output planes that several threads write at once, each its own part.
+
+use super::encode::ScalesMut;
+use crate::{Buf, Cpu};
+use nibble_core::{Plain, Scales};
+
+/// A buffer's values, open to writers on several threads. The owner keeps the buffer alive and untouched meanwhile.
+pub(crate) struct Shared<T> {
+    first: *mut T,
+    len: usize,
+}
+
+// SAFETY: it hands out references only through `slice_mut`, whose callers promise that no two overlap; the values are
+// plain data that any thread may write.
+unsafe impl<T: Plain> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Plain> Sync for Shared<T> {}
+
+impl<T: Plain> Shared<T> {
+    /// Opens a buffer.
+    pub fn of(buf: &mut Buf<T>) -> Self {
+        let values = buf.as_mut_slice();
+        Self { first: values.as_mut_ptr(), len: values.len() }
+    }
+
+    /// `len` values from `start` on. Panics if the buffer does not hold them.
+    ///
+    /// # Safety
+    /// The buffer this was made of is alive and otherwise unused, and no other slice of these values exists.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "{start} + {len} of {}", self.len);
+        // SAFETY: within the buffer, as just asserted; alive and unaliased, as the caller promises.
+        unsafe { std::slice::from_raw_parts_mut(self.first.add(start), len) }
+    }
+}
+
+/// [`Shared`] for a plane of scales.
+pub(crate) enum SharedScales {
+    E8m0(Shared<u8>),
+    F32(Shared<f32>),
+}
+
+impl SharedScales {
+    /// Opens a plane.
+    pub fn of(scales: &mut Scales<Cpu>) -> Self {
+        match scales {
+            Scales::E8m0(s) => Self::E8m0(Shared::of(s)),
+            Scales::F32(s) => Self::F32(Shared::of(s)),
+        }
+    }
+
+    /// As [`Shared::slice_mut`].
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn slice_mut(&self, start: usize, len: usize) -> ScalesMut<'_> {
+        // SAFETY: the caller's promise is the same.
+        unsafe {
+            match self {
+                Self::E8m0(s) => ScalesMut::E8m0(s.slice_mut(start, len)),
+                Self::F32(s) => ScalesMut::F32(s.slice_mut(start, len)),
+            }
+        }
+    }
+}

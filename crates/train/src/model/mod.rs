@@ -1,0 +1,261 @@
+//! A Qwen3-MoE style decoder: RMSNorm → attention → RMSNorm → mixture of experts, each added to the residual stream.
+//! t tokens, d model, v vocabulary.
+
+mod names;
+
+pub use names::Named;
+
+use crate::config::ModelConfig;
+use crate::cx::{Cx, Shards};
+use crate::layers::{
+    Attention, AttentionSaved, AttentionShape, Layer, Linear, LinearSaved, Mlp, MlpSaved, Norm, NormSaved,
+    rope_table,
+};
+use crate::ledger::{Ledger, Saved};
+use crate::moe::{Moe, MoeSaved, MoeShape};
+use crate::param::{Param, Placement};
+use nibble_core::ops::{Add, Embed, EmbedBackward};
+use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
+
+/// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
+const INIT_STD: f32 = 0.02;
+
+/// One decoder layer.
+#[derive(Debug, Clone)]
+pub struct Block<B: Kernels> {
+    /// Before attention.
+    pub attn_norm: Norm<B>,
+    /// Self-attention.
+    pub attn: Attention<B>,
+    /// Before the experts.
+    pub mlp_norm: Norm<B>,
+    /// Router and experts.
+    pub moe: Moe<B>,
+    /// The expert every token passes, if there is one.
+    pub shared: Option<Mlp<B>>,
+}
+
+/// What a decoder layer keeps.
+#[derive(Debug)]
+pub struct BlockSaved<B: Kernels> {
+    attn_norm: NormSaved<B>,
+    attn: AttentionSaved<B>,
+    mlp_norm: NormSaved<B>,
+    /// The mixture of experts' part.
+    pub moe: MoeSaved<B>,
+    shared: Option<MlpSaved<B>>,
+}
+
+impl<B: Kernels> Saved for BlockSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        self.attn_norm.ledger(ledger);
+        self.attn.ledger(ledger);
+        self.mlp_norm.ledger(ledger);
+        self.moe.ledger(ledger);
+        if let Some(shared) = &self.shared {
+            shared.ledger(ledger);
+        }
+    }
+}
+
+impl<B: Kernels> Layer<B> for Block<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = BlockSaved<B>;
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, BlockSaved<B>)> {
+        let (n_td, attn_norm) = self.attn_norm.forward(cx, x_td.clone())?;
+        let (y_td, attn) = self.attn.forward(cx, n_td)?;
+        let x_td = Add { a: &x_td, b: &y_td }.run(cx.b)?;
+        let (n_td, mlp_norm) = self.mlp_norm.forward(cx, x_td.clone())?;
+        let (mut y_td, moe) = self.moe.forward(cx, &n_td)?;
+        let mut shared = None;
+        if let Some(mlp) = &self.shared {
+            let (s_td, saved) = mlp.forward(cx, n_td)?;
+            y_td = Add { a: &y_td, b: &s_td }.run(cx.b)?;
+            shared = Some(saved);
+        }
+        let x_td = Add { a: &x_td, b: &y_td }.run(cx.b)?;
+        Ok((x_td, BlockSaved { attn_norm, attn, mlp_norm, moe, shared }))
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let n_td = self.mlp_norm.again(cx, &saved.mlp_norm)?;
+        let mut dn_td = self.moe.backward(cx, saved.moe, &n_td, &dy_td)?;
+        if let (Some(mlp), Some(saved)) = (&mut self.shared, saved.shared) {
+            let ds_td = mlp.backward(cx, saved, dy_td.clone())?;
+            dn_td = Add { a: &dn_td, b: &ds_td }.run(cx.b)?;
+        }
+        let dx_td = self.mlp_norm.backward(cx, saved.mlp_norm, dn_td)?;
+        let dx_td = Add { a: &dy_td, b: &dx_td }.run(cx.b)?;
+        let dn_td = self.attn.backward(cx, saved.attn, dx_td.clone())?;
+        let dn_td = self.attn_norm.backward(cx, saved.attn_norm, dn_td)?;
+        Add { a: &dx_td, b: &dn_td }.run(cx.b)
+    }
+}
+
+/// The whole decoder.
+#[derive(Debug, Clone)]
+pub struct Decoder<B: Kernels> {
+    /// Sizes.
+    pub config: ModelConfig,
+    /// `[v, d]`; also the output head if there is no other.
+    pub embed: Linear<B>,
+    /// Decoder layers.
+    pub blocks: Vec<Block<B>>,
+    /// Before the head.
+    pub norm: Norm<B>,
+    /// `[v, d]`, unless tied to the embedding.
+    pub head: Option<Linear<B>>,
+}
+
+/// What the decoder keeps.
+#[derive(Debug)]
+pub struct DecoderSaved<B: Kernels> {
+    ids: B::Buf<i32>,
+    /// One a decoder layer.
+    pub blocks: Vec<BlockSaved<B>>,
+    norm: NormSaved<B>,
+    head: LinearSaved<B>,
+}
+
+impl<B: Kernels> Saved for DecoderSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        ledger.words::<B, i32>("model.embed_tokens", "ids", &self.ids);
+        self.blocks.iter().for_each(|block| block.ledger(ledger));
+        self.norm.ledger(ledger);
+        self.head.ledger(ledger);
+    }
+}
+
+impl<B: Kernels> Decoder<B> {
+    /// A decoder with random weights, this rank's part of it. The weights are a function of the seed alone.
+    ///
+    /// # Errors
+    /// From the backend; the configuration is checked where it is read.
+    pub fn new(
+        b: &B,
+        comm: &dyn Comm<B>,
+        recipe: &Recipe,
+        config: &ModelConfig,
+        seq_len: usize,
+        seed: u64,
+    ) -> Result<Self> {
+        let mut cx = Cx::inference(b, comm, recipe, Shards::new(b, 1, 1, comm.rank())?, 0.0);
+        cx.seed = seed;
+        let (v, d) = (config.vocab_size, config.d_model);
+        let (eps, out_std) = (config.norm_eps as f32, INIT_STD / (2.0 * config.layers as f32).sqrt());
+        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
+        let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
+            let weight =
+                Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
+            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, quantized: false })
+        };
+        let attention = AttentionShape {
+            d_model: d,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            seq_len,
+        };
+        let moe = MoeShape {
+            d_model: d,
+            ffn: config.expert_ffn,
+            experts: config.experts,
+            top_k: config.top_k,
+            normalize: config.norm_topk_prob,
+            aux_coef: config.aux_loss_coef as f32,
+            z_coef: config.z_loss_coef as f32,
+        };
+        let blocks = (0..config.layers).map(|i| {
+            let name = format!("model.layers.{i}");
+            let (attn, mlp) = (format!("{name}.self_attn"), format!("{name}.mlp"));
+            let shared = match config.shared_ffn {
+                0 => None,
+                f => {
+                    let name = format!("{mlp}.shared_expert");
+                    Some(Mlp::new(b, seed, &name, (d, f), INIT_STD, out_std, recipe.activations)?)
+                }
+            };
+            Ok(Block {
+                attn_norm: Norm::new(b, &format!("{name}.input_layernorm"), d, eps)?,
+                attn: Attention::new(
+                    b,
+                    seed,
+                    &attn,
+                    attention,
+                    eps,
+                    INIT_STD,
+                    out_std,
+                    recipe.activations,
+                    rope.clone(),
+                )?,
+                mlp_norm: Norm::new(b, &format!("{name}.post_attention_layernorm"), d, eps)?,
+                moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?,
+                shared,
+            })
+        });
+        Ok(Self {
+            config: config.clone(),
+            embed: vocab_linear("model.embed_tokens", INIT_STD)?,
+            blocks: blocks.collect::<Result<_>>()?,
+            norm: Norm::new(b, "model.norm", d, eps)?,
+            head: if config.tie_embeddings { None } else { Some(vocab_linear("lm_head", INIT_STD)?) },
+        })
+    }
+
+    /// Makes all weights' copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        for block in &mut self.blocks {
+            block.attn.prepare(cx)?;
+            block.moe.prepare(cx)?;
+            if let Some(shared) = &mut block.shared {
+                shared.prepare(cx)?;
+            }
+        }
+        self.head.as_mut().unwrap_or(&mut self.embed).prepare(cx)
+    }
+
+    /// Every parameter, in canonical order.
+    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+        let mut params = vec![&mut self.embed.weight];
+        for block in &mut self.blocks {
+            params.push(&mut block.attn_norm.weight);
+            params.extend(block.attn.params());
+            params.push(&mut block.mlp_norm.weight);
+            params.extend(block.moe.params());
+            params.extend(block.shared.iter_mut().flat_map(Mlp::params));
+        }
+        params.push(&mut self.norm.weight);
+        params.extend(self.head.iter_mut().map(|head| &mut head.weight));
+        params
+    }
+
+    /// Logits of every position, F32 `[t, v]`, from token ids.
+    pub fn forward(&self, cx: &Cx<'_, B>, ids: B::Buf<i32>) -> Result<(Tensor<B>, DecoderSaved<B>)> {
+        let op = Embed { table: &self.embed.weight.master, ids: &ids, dtype: cx.activations() };
+        let mut x_td = op.run(cx.b)?;
+        let mut blocks = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let (y_td, saved) = block.forward(cx, x_td)?;
+            x_td = y_td;
+            blocks.push(saved);
+        }
+        let (n_td, norm) = self.norm.forward(cx, x_td)?;
+        let (logits, head) = self.head.as_ref().unwrap_or(&self.embed).forward(cx, n_td)?;
+        Ok((logits, DecoderSaved { ids, blocks, norm, head }))
+    }
+
+    /// Adds every parameter's gradient, from the gradient of the logits.
+    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: DecoderSaved<B>, dlogits: Tensor<B>) -> Result<()> {
+        let head = self.head.as_mut().unwrap_or(&mut self.embed);
+        let dn_td = head.backward(cx, saved.head, dlogits)?;
+        let mut dx_td = self.norm.backward(cx, saved.norm, dn_td)?;
+        for (block, saved) in self.blocks.iter_mut().zip(saved.blocks).rev() {
+            dx_td = block.backward(cx, saved, dx_td)?;
+        }
+        let shards = cx.shards.local;
+        EmbedBackward { ids: &saved.ids, dy: &dx_td, grad: self.embed.weight.shard_grads(cx)?, shards }
+            .run(cx.b)
+    }
+}

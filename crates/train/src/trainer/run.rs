@@ -1,0 +1,212 @@
+//! A whole run: steps, evaluations, checkpoints, metrics.
+
+use super::Trainer;
+use crate::checkpoint::{Store, latest_valid};
+use crate::config::Config;
+use crate::data::Entropy;
+use crate::error::{Error, Result};
+use crate::ledger::Ledger;
+use crate::metrics::{LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
+use nibble_core::{Comm, Kernels};
+use std::path::{Path, PathBuf};
+
+/// What whoever watches a run is told, by its first rank.
+pub trait Observer {
+    /// The run begins (or goes on) at this step; what its forward passes keep.
+    fn start(&mut self, start: &Start<'_>);
+    /// A checkpoint passed over while resuming.
+    fn rejected(&mut self, path: &Path, why: &Error);
+    /// A step is done.
+    fn step(&mut self, metrics: &Metrics);
+    /// A held-out loss, after so many steps.
+    fn evaluation(&mut self, step: u64, valid_loss: f64);
+    /// A checkpoint is on the disk.
+    fn checkpoint(&mut self, path: &Path);
+}
+
+/// What is known when a run begins.
+#[derive(Debug)]
+pub struct Start<'a> {
+    /// Steps already done.
+    pub step: u64,
+    /// The configuration.
+    pub config: &'a Config,
+    /// The recipe.
+    pub recipe: &'a nibble_core::Recipe,
+    /// What a forward pass keeps.
+    pub ledger: &'a Ledger,
+    /// Trainable numbers over all ranks.
+    pub parameters: usize,
+    /// The floor and the trivial loss of the data, if known.
+    pub entropy: Option<Entropy>,
+    /// Backend and device.
+    pub backend: String,
+}
+
+/// What to do besides the configuration.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options {
+    /// Go on from the newest whole checkpoint of the run's directory, if there is one.
+    pub resume: bool,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// Steps done.
+    pub steps: u64,
+    /// Loss of the last step, if this process made one.
+    pub loss: Option<f64>,
+    /// Loss over all held-out data.
+    pub valid_loss: f64,
+    /// The floor and the trivial loss of the data, if known.
+    pub entropy: Option<Entropy>,
+    /// The last checkpoint.
+    pub checkpoint: PathBuf,
+    /// The picture of the losses.
+    pub picture: PathBuf,
+}
+
+/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing and tell nobody.
+///
+/// # Errors
+/// Whatever stops a run; the error has been told to the other ranks.
+pub fn run<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<Option<Summary>> {
+    let done = run_rank(b, comm, config, options, observer);
+    if let Err(e) = &done {
+        comm.abort(&e.to_string());
+    }
+    done
+}
+
+/// Files only the first rank has.
+struct Outputs {
+    dir: PathBuf,
+    store: Store,
+    log: MetricsLog,
+}
+
+impl Outputs {
+    fn open(config: &Config, step: u64) -> Result<Self> {
+        let dir = PathBuf::from(&config.run.dir);
+        let store = Store::open(&dir)?;
+        let path = dir.join("config.toml");
+        std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
+        let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
+        Ok(Self { dir, store, log })
+    }
+}
+
+fn run_rank<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<Option<Summary>> {
+    let first = comm.rank() == 0;
+    let mut trainer = Trainer::new(b, comm, config)?;
+    if options.resume {
+        resume(&mut trainer, observer, first)?;
+    }
+    let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
+    let (ledger, _) = trainer.ledger()?;
+    let parameters =
+        trainer.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum();
+    let entropy = trainer.data().entropy();
+    if first {
+        let (config, recipe) = (trainer.config(), trainer.recipe());
+        let start = Start {
+            step: trainer.step(),
+            config,
+            recipe,
+            ledger: &ledger,
+            parameters,
+            entropy,
+            backend: b.name(),
+        };
+        observer.start(&start);
+    }
+    let mut loss = None;
+    let mut saved = None;
+    while trainer.step() < config.train.steps {
+        let metrics = trainer.train_step()?;
+        loss = metrics.loss;
+        let step = trainer.step();
+        if let Some(outputs) = &mut outputs {
+            outputs.log.write(&metrics)?;
+            observer.step(&metrics);
+        }
+        let last = step == config.train.steps;
+        if !last && due(step, config.eval.every) {
+            let valid_loss = trainer.evaluate(config.eval.batches)?;
+            report(&mut outputs, observer, step, valid_loss)?;
+        }
+        if !last && due(step, config.checkpoint.every) {
+            saved = checkpoint(&mut trainer, &outputs, observer)?;
+        }
+    }
+    let valid_loss = trainer.evaluate(0)?;
+    report(&mut outputs, observer, trainer.step(), valid_loss)?;
+    if loss.is_some() || saved.is_none() {
+        saved = checkpoint(&mut trainer, &outputs, observer)?;
+    }
+    let (Some(outputs), Some(checkpoint)) = (outputs, saved) else { return Ok(None) };
+    let picture = outputs.dir.join("loss.svg");
+    let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
+    let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
+    draw_loss_curve(&curve, &picture)?;
+    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint, picture }))
+}
+
+fn due(step: u64, every: u64) -> bool {
+    every > 0 && step.is_multiple_of(every)
+}
+
+fn report(
+    outputs: &mut Option<Outputs>,
+    observer: &mut dyn Observer,
+    step: u64,
+    valid_loss: f64,
+) -> Result<()> {
+    if let Some(outputs) = outputs {
+        outputs.log.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
+        observer.evaluation(step, valid_loss);
+    }
+    Ok(())
+}
+
+fn checkpoint<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    outputs: &Option<Outputs>,
+    observer: &mut dyn Observer,
+) -> Result<Option<PathBuf>> {
+    let path = trainer.save(outputs.as_ref().map(|o| &o.store))?;
+    if let Some(path) = &path {
+        observer.checkpoint(path);
+    }
+    Ok(path)
+}
+
+/// Goes on from the newest whole checkpoint, if the run has one and its configuration is this run's.
+fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer, first: bool) -> Result<()> {
+    let dir = PathBuf::from(&trainer.config().run.dir);
+    let latest = latest_valid(&dir)?;
+    if first {
+        latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
+    }
+    let Some(checkpoint) = latest.checkpoint else { return Ok(()) };
+    let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+    let changes = trainer.config().changes_since(&earlier)?;
+    if !changes.is_empty() {
+        let why = format!("the configuration differs from the run's: {}", changes.join("; "));
+        return Err(Error::checkpoint(checkpoint.path(), why));
+    }
+    trainer.load(&checkpoint)
+}

@@ -1,0 +1,155 @@
+//! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
+
+use super::Trainer;
+use crate::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, Tensors};
+use crate::error::Result;
+use crate::model::Named;
+use crate::param::{Param, Placement};
+use nibble_core::{Comm, Kernels, Tensor};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// A parameter's values over all ranks.
+fn gather<B: Kernels>(b: &B, comm: &dyn Comm<B>, param: &Param<B>, tensor: &Tensor<B>) -> Result<Vec<f32>> {
+    let values = tensor.f32("checkpoint", "parameter")?;
+    Ok(match param.placement {
+        Placement::Replicated => b.download(values)?,
+        Placement::Experts(_) => b.download(&comm.all_gather(b, values)?)?,
+    })
+}
+
+/// The slices of `values` that checkpoint tensors name.
+fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Vec<TensorRef<'v>> {
+    named
+        .iter()
+        .map(|tensor| {
+            let cols = tensor.shape.last().copied().unwrap_or(1);
+            let len = tensor.shape.iter().product();
+            let first = tensor.first_row * if tensor.shape.len() > 1 { cols } else { 1 };
+            TensorRef {
+                name: format!("{}{suffix}", tensor.name),
+                shape: tensor.shape.clone(),
+                data: &values[first..][..len],
+            }
+        })
+        .collect()
+}
+
+/// Puts checkpoint tensors together and returns this rank's rows.
+fn scatter<B: Kernels>(
+    b: &B,
+    rank: usize,
+    param: &Param<B>,
+    named: &[Named],
+    suffix: &str,
+    from: &mut Tensors,
+) -> Result<Tensor<B>> {
+    let mut whole = Vec::new();
+    for tensor in named {
+        whole.extend(from.take(&format!("{}{suffix}", tensor.name), &tensor.shape)?);
+    }
+    let (rows, cols) = param.master.shape();
+    let first = match param.placement {
+        Placement::Replicated => 0,
+        Placement::Experts(_) => rank * rows * cols,
+    };
+    Ok(Tensor::from_f32(b, &whole[first..first + rows * cols], rows, cols)?)
+}
+
+impl<B: Kernels> Trainer<'_, B> {
+    /// Where the run stands.
+    pub fn position(&self) -> Result<Position> {
+        Ok(Position {
+            step: self.step,
+            tokens: self.step * self.config.tokens_per_step(),
+            seed: self.config.seed,
+            cursor: self.step * self.config.sequences_per_step(),
+            schedule: self.config.schedule(),
+            recipe: self.recipe.name.clone(),
+            config: self.config.resolved_toml()?,
+        })
+    }
+
+    /// Gathers everything from all ranks; the rank that has the store writes it and returns its directory.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`] if it cannot be written; errors of other ranks.
+    pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
+        let (b, comm, position) = (self.b, self.comm, self.position()?);
+        let config_json = self.config_json();
+        let named = self.model.named_tensors();
+        let mut gathered = Vec::new();
+        for param in self.model.params() {
+            let values = |tensor| gather(b, comm, param, tensor);
+            gathered.push([values(&param.master)?, values(&param.exp_avg)?, values(&param.exp_avg_sq)?]);
+        }
+        let mut model = Vec::new();
+        let mut optim = Vec::new();
+        for (named, [master, exp_avg, exp_avg_sq]) in named.iter().zip(&gathered) {
+            model.extend(slices(named, "", master));
+            optim.extend(slices(named, ".exp_avg", exp_avg));
+            optim.extend(slices(named, ".exp_avg_sq", exp_avg_sq));
+        }
+        if let Some(store) = store {
+            let tokenizer_json = self.data.tokenizer().to_json();
+            let contents = Contents {
+                model,
+                optim,
+                config_json: &config_json,
+                tokenizer_json: &tokenizer_json,
+                position,
+            };
+            return store.save(contents, self.config.checkpoint.keep).map(Some);
+        }
+        Ok(None)
+    }
+
+    /// Continues from a checkpoint, written by any number of ranks.
+    ///
+    /// # Errors
+    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape.
+    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let (b, rank) = (self.b, self.comm.rank());
+        let (mut model, mut optim) = (checkpoint.model()?, checkpoint.optim()?);
+        let named = self.model.named_tensors();
+        for (param, named) in self.model.params().into_iter().zip(&named) {
+            param.master = scatter(b, rank, param, named, "", &mut model)?;
+            param.exp_avg = scatter(b, rank, param, named, ".exp_avg", &mut optim)?;
+            param.exp_avg_sq = scatter(b, rank, param, named, ".exp_avg_sq", &mut optim)?;
+        }
+        model.finish()?;
+        optim.finish()?;
+        self.step = checkpoint.position().step;
+        Ok(())
+    }
+
+    /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
+    fn config_json(&self) -> String {
+        let m = &self.config.model;
+        let json = json!({
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "vocab_size": m.vocab_size,
+            "hidden_size": m.d_model,
+            "num_hidden_layers": m.layers,
+            "num_attention_heads": m.heads,
+            "num_key_value_heads": m.kv_heads,
+            "head_dim": m.head_dim,
+            "num_experts": m.experts,
+            "num_experts_per_tok": m.top_k,
+            "moe_intermediate_size": m.expert_ffn,
+            "shared_expert_intermediate_size": m.shared_ffn,
+            "norm_topk_prob": m.norm_topk_prob,
+            "rope_theta": m.rope_theta,
+            "rms_norm_eps": m.norm_eps,
+            "tie_word_embeddings": m.tie_embeddings,
+            "router_aux_loss_coef": m.aux_loss_coef,
+            "max_position_embeddings": self.config.data.seq_len,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "hidden_act": "silu",
+            "torch_dtype": "float32",
+        });
+        format!("{json:#}\n")
+    }
+}
