@@ -1,1 +1,75 @@
-fn main() {}
+//! `nibble`: train, evaluate and sample mixture-of-experts models whose activations are stored in MXFP4, quantize
+//! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
+
+mod bench;
+mod checkpoint;
+mod console;
+mod doctor;
+mod env;
+mod error;
+mod eval;
+mod generate;
+mod quantize;
+mod ranks;
+mod recipe;
+mod run_dir;
+mod train;
+
+use clap::{Parser, Subcommand};
+use error::{Error, Result};
+use std::process::ExitCode;
+
+/// Train mixture-of-experts models with activations stored in four bits and products in eight.
+#[derive(Debug, Parser)]
+#[command(name = "nibble", version, propagate_version = true, after_help = after_help())]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(train::Args),
+    Eval(eval::Args),
+    Generate(generate::Args),
+    Quantize(quantize::Args),
+    Recipe(recipe::Args),
+    Doctor(doctor::Args),
+    Bench(bench::Args),
+}
+
+fn after_help() -> String {
+    format!(
+        "Examples:\n  \
+           nibble train                       the default run: a small model on the built-in language\n  \
+           nibble train shakespeare --set data.source=tinyshakespeare.txt\n  \
+           nibble generate runs/tiny --tokens 256\n  \
+           nibble recipe mxfp4-hopper --trace\n\n\
+         Environment variables:\n{}\n\
+         Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands.",
+        env::help()
+    )
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match error::catch(|| run(cli)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            error.exit_code()
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<()> {
+    match cli.command {
+        Command::Train(args) => train::run(args),
+        Command::Eval(args) => eval::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Quantize(args) => quantize::run(args),
+        Command::Recipe(args) => recipe::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Bench(args) => bench::run(args),
+    }
+}

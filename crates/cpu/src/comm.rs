@@ -101,7 +101,7 @@ impl ThreadComm {
             }
             state = self.wait(state);
         }
-        self.check(call, &state)?;
+        // Complete: a rank that has failed since does not change what it gave. The next call tells.
         let posts: Vec<Arc<Post>> = state.posts.iter().flatten().cloned().collect();
         state.readers += 1;
         if state.readers == self.world.size {

@@ -6,6 +6,7 @@
 
 mod backend;
 mod comm;
+mod kernels;
 pub mod gemm;
 pub mod ops;
 mod simd;

@@ -132,22 +132,6 @@ pub(crate) fn tree_sum<T: Copy + std::ops::AddAssign>(mut lanes: [T; LANES]) -> 
     lanes[0]
 }
 
-/// Σ a[i] over the 16 lanes, each in order, closed by the tree.
-#[inline(always)]
-pub(crate) fn lane_sum(a: &[f32]) -> f32 {
-    let (whole, tail) = a.as_chunks::<LANES>();
-    let mut lanes = [0.0f32; LANES];
-    for a in whole {
-        for i in 0..LANES {
-            lanes[i] += a[i];
-        }
-    }
-    for (lane, a) in lanes.iter_mut().zip(tail) {
-        *lane += a;
-    }
-    tree_sum(lanes)
-}
-
 /// Σ a[i]·b[i] over the 16 lanes, each in order by fma, closed by the tree.
 #[inline(always)]
 pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {

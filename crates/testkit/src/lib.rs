@@ -1,1 +1,28 @@
-//! nibble-testkit
+//! What Nibble's tests share.
+//!
+//! * [`shapes`]: sizes of real models scaled down, and uneven divisions of rows among experts.
+//! * [`input`]: reproducible values that are hard on number formats.
+//! * [`assert`]: comparisons that say what an output can honestly be held to, with readable failures.
+//! * [`conformance`]: every operation of two backends compared, one `#[test]` an operation.
+//! * [`gradient`]: finite differences against an analytic gradient.
+//! * [`timing`]: paired timing.
+//! * [`testdata`]: golden vectors, where they are and how they are read.
+//!
+//! This crate is for tests: its functions panic with a report where a test has to fail.
+
+pub mod assert;
+pub mod conformance;
+pub mod gradient;
+pub mod host;
+pub mod input;
+mod ops;
+pub mod shapes;
+pub mod testdata;
+pub mod timing;
+
+pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2, assert_ulps};
+pub use conformance::Pair;
+pub use gradient::{GradientCheck, check_gradient};
+pub use input::Input;
+pub use testdata::{Vectors, skip, testdata};
+pub use timing::{Paired, paired};

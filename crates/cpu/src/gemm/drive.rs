@@ -6,7 +6,7 @@
 
 use super::operand::{Operand, Output, OutputData};
 use super::pack::{self, PanelRows, SLACK};
-use super::tile::{Kernels, MAX_TILE, Tile};
+use super::tile::{Kernels, MAX_TILE, RunTile, Tile};
 use super::{DotKind, Isa};
 use half::bf16;
 use rayon::prelude::*;
@@ -275,9 +275,6 @@ impl Job<'_> {
         }
         let x = self.extent(p);
         let num_chunks = x.units.div_ceil(x.chunk_units).max(1);
-        let padded = task.columns.len().next_multiple_of(x.kernels.lanes);
-        scratch.b.words(padded * x.units + SLACK);
-        scratch.a.words((x.block_rows + x.kernels.max_rows()) * x.chunk_units.min(x.units) + SLACK);
         self.pack_b(p, &x, task, scratch);
         for first in task.rows.clone().step_by(x.block_rows) {
             let rows = first..(first + x.block_rows).min(task.rows.end);
@@ -310,11 +307,14 @@ impl Job<'_> {
     /// Packs a task's columns of B over the whole contraction.
     fn pack_b(&self, p: &Problem, x: &Extent, task: &Task, scratch: &mut Scratch) {
         scratch.b_lowest.clear();
-        for panel in column_panels(&x.kernels, task.columns.clone()) {
-            let lane = panel.first - task.columns.start;
-            let to = &mut scratch.b.words((lane + panel.width) * x.units + SLACK)[lane * x.units..];
-            pack::panel(self.isa, &p.b, &panel, 0..p.k, to);
-            scratch.b_lowest.push(lowest_exponent(&x.kernels, &p.b, &mut to[..panel.width * x.units]));
+        let (first, padded) = (task.columns.start, task.columns.len().next_multiple_of(x.kernels.lanes));
+        let panels = column_panels(&x.kernels, task.columns.clone());
+        let to = scratch.b.words(padded * x.units + SLACK);
+        pack::panels(self.isa, &p.b, panels.clone(), first, 0..p.k, to);
+        for panel in panels {
+            let lane = panel.first - first;
+            let packed = &mut scratch.b.words((lane + panel.width) * x.units)[lane * x.units..];
+            scratch.b_lowest.push(lowest_exponent(&x.kernels, &p.b, packed));
             if let Some(scales) = &p.b.scales {
                 let to = scratch.b_scales.floats((lane + panel.width) * x.num_blocks);
                 pack::scale_panel(scales, &panel, x.num_blocks, &mut to[lane * x.num_blocks..]);
@@ -327,11 +327,13 @@ impl Job<'_> {
     fn pack_a(&self, p: &Problem, chunk: &Chunk, kernels: &Kernels, scratch: &mut Scratch) {
         let per_unit = if self.dot == DotKind::F32 { 1 } else { 2 };
         let k = chunk.first_unit * per_unit..((chunk.first_unit + chunk.units) * per_unit).min(p.k);
-        for (i, panel) in row_panels(kernels, chunk.rows.clone()).enumerate() {
-            let row = panel.first - chunk.rows.start;
-            let to = &mut scratch.a.words((row + panel.width) * chunk.units + SLACK)[row * chunk.units..];
-            pack::panel(self.isa, &p.a, &panel, k.clone(), to);
-            let lowest = lowest_exponent(kernels, &p.a, &mut to[..panel.width * chunk.units]);
+        let (first, panels) = (chunk.rows.start, row_panels(kernels, chunk.rows.clone()));
+        let to = scratch.a.words((chunk.rows.len() + kernels.max_rows()) * chunk.units + SLACK);
+        pack::panels(self.isa, &p.a, panels.clone(), first, k, to);
+        for (i, panel) in panels.enumerate() {
+            let row = panel.first - first;
+            let packed = &mut scratch.a.words((row + panel.width) * chunk.units)[row * chunk.units..];
+            let lowest = lowest_exponent(kernels, &p.a, packed);
             match scratch.a_lowest.get_mut(i) {
                 Some(so_far) => *so_far = lowest.min(*so_far),
                 None => scratch.a_lowest.push(lowest),
@@ -381,7 +383,7 @@ impl Job<'_> {
                         let idx = if one_chunk { 0 } else { j * panels_down + i };
                         (tiles.add(idx * MAX_TILE), bp.width)
                     };
-                    let mut tile = Tile {
+                    let tile = Tile {
                         a: a.add(row * chunk.units),
                         b: b.add(column * x.units + chunk.first_unit * bp.width),
                         units: chunk.units,
@@ -390,23 +392,12 @@ impl Job<'_> {
                         first: chunk.is_first,
                         scales: None,
                     };
-                    let vectors = bp.width / x.kernels.lanes;
                     if self.block.is_none() || chunk.units == 0 {
-                        run(&tile, ap.width, vectors);
+                        run(&tile, ap.width, bp.width / x.kernels.lanes);
                     } else {
-                        let mut sa = a_scales.add(row * x.num_blocks + first_block * ap.width);
-                        let mut sb = b_scales.add(column * x.num_blocks + first_block * bp.width);
-                        let mut left = chunk.units;
-                        while left > 0 {
-                            tile.units = left.min(x.block_units);
-                            tile.scales = Some((sa, sb));
-                            run(&tile, ap.width, vectors);
-                            tile.a = tile.a.add(tile.units * ap.width);
-                            tile.b = tile.b.add(tile.units * bp.width);
-                            (sa, sb) = (sa.add(ap.width), sb.add(bp.width));
-                            left -= tile.units;
-                            tile.first = false;
-                        }
+                        let sa = a_scales.add(row * x.num_blocks + first_block * ap.width);
+                        let sb = b_scales.add(column * x.num_blocks + first_block * bp.width);
+                        blocks(x, run, tile, (ap.width, sa), (bp.width, sb));
                     }
                     if chunk.is_last && !direct {
                         self.finish(target, at, ap.rows, bp.rows, out, stride);
@@ -438,6 +429,33 @@ impl Job<'_> {
     }
 }
 
+/// Runs a tile block after block; `rows` and `columns` are the widths of its panels and their scales.
+///
+/// # Safety
+/// As for the kernels of `x`; the scales reach over all blocks of the tile's units.
+unsafe fn blocks(
+    x: &Extent,
+    run: RunTile,
+    mut tile: Tile,
+    (rows, mut sa): (usize, *const f32),
+    (columns, mut sb): (usize, *const f32),
+) {
+    let mut left = tile.units;
+    while left > 0 {
+        tile.units = left.min(x.block_units);
+        tile.scales = Some((sa, sb));
+        // SAFETY: the caller promises the panels and scales of every block, one behind the other.
+        unsafe {
+            run(&tile, rows, columns / x.kernels.lanes);
+            tile.a = tile.a.add(tile.units * rows);
+            tile.b = tile.b.add(tile.units * columns);
+            (sa, sb) = (sa.add(rows), sb.add(columns));
+        }
+        left -= tile.units;
+        tile.first = false;
+    }
+}
+
 /// Makes a packed panel fit for an emulated BF16 dot and says how small its elements are.
 fn lowest_exponent(kernels: &Kernels, from: &Operand, panel: &mut [u32]) -> u8 {
     match kernels.run_flushing {
@@ -463,7 +481,7 @@ fn even_cuts(total: usize, most: usize, align: usize) -> impl Iterator<Item = Ra
 }
 
 /// The panels of a range of A's rows.
-fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = PanelRows> {
+fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = PanelRows> + Clone {
     let (tall, kernels) = (kernels.max_rows(), *kernels);
     rows.clone().step_by(tall).map(move |first| {
         let width = kernels.rows_for(rows.end - first);
@@ -472,7 +490,7 @@ fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = Pan
 }
 
 /// The panels of a range of D's columns.
-fn column_panels(kernels: &Kernels, columns: Range<usize>) -> impl Iterator<Item = PanelRows> {
+fn column_panels(kernels: &Kernels, columns: Range<usize>) -> impl Iterator<Item = PanelRows> + Clone {
     let kernels = *kernels;
     columns.clone().step_by(Kernels::MAX_VECTORS * kernels.lanes).map(move |first| {
         let width = kernels.vectors_for(columns.end - first) * kernels.lanes;

@@ -136,7 +136,7 @@ impl Engine {
             free = group.after(free)?;
             let start = group.start;
             let out = operand::shifted("groups", out.offset, start, out.stride)?;
-            problems.push(Problem { a: a.from_row("a", start)?, b: *b, m: group.len, n, k, out });
+            problems.push(Problem { a: a.skip_rows("a", start)?, b: *b, m: group.len, n, k, out });
         }
         drive::parallel(&self.job(problems, &out)?, out);
         Ok(())
@@ -163,8 +163,8 @@ impl Engine {
             let start = if group.len == 0 { 0 } else { group.start };
             let at = operand::shifted("out", out.offset, g.saturating_mul(m), out.stride)?;
             problems.push(Problem {
-                a: a.from_contraction("a", start)?,
-                b: b.from_contraction("b", start)?,
+                a: a.skip_contraction("a", start)?,
+                b: b.skip_contraction("b", start)?,
                 m,
                 n,
                 k: group.len,

@@ -136,11 +136,11 @@ impl<'a> Operand<'a> {
     ///
     /// # Errors
     /// If `row` is not a multiple of the rows under one scale, or beyond memory.
-    pub(super) fn from_row(mut self, name: &'static str, row: usize) -> Result<Self, GemmError> {
+    pub(super) fn skip_rows(mut self, name: &'static str, row: usize) -> Result<Self, GemmError> {
         let step = if self.transposed { 1 } else { self.stride };
         self.offset = shifted(name, self.offset, row, step)?;
         if let Some(s) = &mut self.scales {
-            if s.rows_per_scale == 0 || row % s.rows_per_scale != 0 {
+            if s.rows_per_scale == 0 || !row.is_multiple_of(s.rows_per_scale) {
                 let expected = format!("a multiple of the {} rows under one scale", s.rows_per_scale);
                 return Err(GemmError::new(name, format!("cut at row {row}"), expected));
             }
@@ -153,11 +153,11 @@ impl<'a> Operand<'a> {
     ///
     /// # Errors
     /// If `k` is not a multiple of the block of the scales, or beyond memory.
-    pub(super) fn from_contraction(mut self, name: &'static str, k: usize) -> Result<Self, GemmError> {
+    pub(super) fn skip_contraction(mut self, name: &'static str, k: usize) -> Result<Self, GemmError> {
         let step = if self.transposed { self.stride } else { 1 };
         self.offset = shifted(name, self.offset, k, step)?;
         if let Some(s) = &mut self.scales {
-            if s.block == 0 || k % s.block != 0 {
+            if s.block == 0 || !k.is_multiple_of(s.block) {
                 let expected = format!("a start that is a multiple of its block of {}", s.block);
                 return Err(GemmError::new(name, format!("cut at {k} of the contraction"), expected));
             }
@@ -168,11 +168,10 @@ impl<'a> Operand<'a> {
 
     /// Checks that every element and scale of [rows, k] lies within its slice.
     pub(super) fn check(&self, name: &'static str, rows: usize, k: usize) -> Result<(), GemmError> {
-        if let Data::E2m1(_) = self.data {
-            if !self.offset.is_multiple_of(2) || (rows > 1 && !self.stride.is_multiple_of(2)) {
-                let got = format!("an E2M1 view at element {} with stride {}", self.offset, self.stride);
-                return Err(GemmError::new(name, got, "both even: two codes share a byte"));
-            }
+        let is_even = self.offset.is_multiple_of(2) && (rows <= 1 || self.stride.is_multiple_of(2));
+        if matches!(self.data, Data::E2m1(_)) && !is_even {
+            let got = format!("an E2M1 view at element {} with stride {}", self.offset, self.stride);
+            return Err(GemmError::new(name, got, "both even: two codes share a byte"));
         }
         if self.transposed && !matches!(self.data, Data::F32(_) | Data::Bf16(_)) {
             let got = format!("{} codes read across the contraction", self.data.name());
@@ -202,7 +201,7 @@ impl<'a> Operand<'a> {
         if matches!(self.data, Data::F32(_)) {
             return Err(GemmError::new(name, "F32 with scales", "codes or BF16 with scales, or F32 without"));
         }
-        if s.block == 0 || s.block % 2 != 0 || s.rows_per_scale == 0 {
+        if s.block == 0 || !s.block.is_multiple_of(2) || s.rows_per_scale == 0 {
             let got = format!("scaled by blocks of {} × {}", s.rows_per_scale, s.block);
             return Err(GemmError::new(name, got, "at least one row and an even length"));
         }

@@ -18,7 +18,9 @@ pub(super) fn units(dot: DotKind, k: usize) -> usize {
     }
 }
 
-/// Rows of an operand for one panel: `rows` within a panel of `width`, the rest of which is zero.
+/// Rows of an operand for one panel: `rows`, at least one, within a panel of `width`. What the rest of the panel
+/// holds does not matter: those lanes' results are not looked at.
+#[derive(Clone)]
 pub(super) struct PanelRows {
     pub first: usize,
     pub rows: usize,
@@ -26,8 +28,9 @@ pub(super) struct PanelRows {
 }
 
 /// Packs elements `k` (whole units but at the very end of the contraction) of a panel's rows into the beginning of
-/// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are clobbered.
-pub(super) fn panel(isa: super::Isa, from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+/// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are clobbered, unless the
+/// source lies transposed.
+fn panel(isa: super::Isa, from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16) {
         // SAFETY: the entry points checked that the machine has the instruction set and that all of the operand's
@@ -62,6 +65,32 @@ fn portable_panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [
                     pair(row, k0, &|i| decode::E2M1[usize::from(x[i / 2] >> (4 * (i % 2)) & 0xF)])
                 }
             };
+        }
+    }
+}
+
+/// Packs panel after panel, `panels` from `first` on, to `(panel.first − first) · units` of `to`.
+///
+/// Down a transposed source, a panel takes but a piece of each cache line, and lines a power of two apart drive each
+/// other out of the caches: so there all panels take a few units in turn.
+pub(super) fn panels<P: Iterator<Item = PanelRows> + Clone>(
+    isa: super::Isa,
+    from: &Operand,
+    panels: P,
+    first: usize,
+    k: Range<usize>,
+    to: &mut [u32],
+) {
+    const UNITS_IN_TURN: usize = 16;
+    let per_unit = if let Data::F32(_) = from.data { 1 } else { 2 };
+    let units = k.len().div_ceil(per_unit);
+    let step = if from.transposed { UNITS_IN_TURN } else { units.max(1) };
+    for unit in (0..units).step_by(step) {
+        let k0 = k.start + unit * per_unit;
+        let part = k0..(k0 + step * per_unit).min(k.end);
+        for p in panels.clone() {
+            let at = (p.first - first) * units + unit * p.width;
+            panel(isa, from, &p, part.clone(), &mut to[at..]);
         }
     }
 }

@@ -5,26 +5,32 @@ use super::{PanelRows, SLACK, decode};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// `body` for the constants `i` = 0 … 15, written out, so that arrays of registers stay in registers.
-macro_rules! unrolled {
-    ($i:ident => $body:expr) => { unrolled!(@ $i $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
-    (@ $i:ident $body:expr, $($literal:literal)+) => {{
-        $({
+/// The array of `body` for the constants `i` = 0 … 15, written out: a loop, even one that only fills an array, would
+/// keep the registers in memory.
+macro_rules! sixteen {
+    ($i:ident => $body:expr) => { sixteen!(@ $i $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
+    (@ $i:ident $body:expr, $($literal:literal)+) => {
+        [$({
             const $i: usize = $literal;
             $body
-        })+
-    }};
+        }),+]
+    };
 }
 
 /// A source whose contraction is contiguous, read sixteen units at a time.
 trait RowReader {
     /// Elements of one unit.
     const PER_UNIT: usize;
-    /// Units of the next `left` elements (at most 16 units) from element `at`; zero past them.
+    /// The sixteen units from element `at` on.
     ///
     /// # Safety
-    /// The machine has AVX-512 F and BW; elements `at .. at + left` exist.
-    unsafe fn read(&self, at: usize, left: usize) -> __m512i;
+    /// The machine has AVX-512 F, BW and VL; the elements exist.
+    unsafe fn read(&self, at: usize) -> __m512i;
+    /// The units of the `left` elements, fewer than sixteen units of them, from element `at` on; zero past them.
+    ///
+    /// # Safety
+    /// As [`RowReader::read`].
+    unsafe fn read_last(&self, at: usize, left: usize) -> __m512i;
 }
 
 /// `bits` low bits set, all 32 from 32 on.
@@ -47,7 +53,12 @@ struct Fp4Rows {
 impl RowReader for F32Rows {
     const PER_UNIT: usize = 1;
     #[inline(always)]
-    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+    unsafe fn read(&self, at: usize) -> __m512i {
+        // SAFETY: the caller promises the elements.
+        unsafe { _mm512_loadu_epi32(self.0.add(at).cast()) }
+    }
+    #[inline(always)]
+    unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
         // SAFETY: masked lanes are not touched; the others exist.
         unsafe { _mm512_maskz_loadu_epi32(low_bits(left) as u16, self.0.add(at).cast()) }
     }
@@ -56,7 +67,12 @@ impl RowReader for F32Rows {
 impl RowReader for Bf16Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
-    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
+    unsafe fn read(&self, at: usize) -> __m512i {
+        // SAFETY: the caller promises the elements.
+        unsafe { _mm512_loadu_epi16(self.0.add(at).cast()) }
+    }
+    #[inline(always)]
+    unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
         // SAFETY: masked lanes are not touched; the others exist.
         unsafe { _mm512_maskz_loadu_epi16(low_bits(left), self.0.add(at).cast()) }
     }
@@ -65,12 +81,24 @@ impl RowReader for Bf16Rows {
 impl RowReader for Fp8Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
-    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: masked lanes are not touched; the others exist. The permutations index registers.
+    unsafe fn read(&self, at: usize) -> __m512i {
+        // SAFETY: the caller promises the elements.
+        unsafe { self.decode(_mm256_loadu_epi8(self.codes.add(at).cast())) }
+    }
+    #[inline(always)]
+    unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: masked lanes are not touched; the others exist. Code 0 decodes to 0.
+        unsafe { self.decode(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast())) }
+    }
+}
+
+impl Fp8Rows {
+    #[inline(always)]
+    unsafe fn decode(&self, codes: __m256i) -> __m512i {
+        // SAFETY: registers only; the readers' caller promises the instructions.
         unsafe {
-            let codes =
-                _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast()));
-            // Bits 0..6 choose among 64 words; bit 6 between the halves of the table; bit 15 is the sign.
+            let codes = _mm512_cvtepi8_epi16(codes);
+            // Bits 0 … 5 choose among 64 words, bit 6 between the halves of the table; bit 15 is the sign.
             let low = _mm512_permutex2var_epi16(self.table[0], codes, self.table[1]);
             let high = _mm512_permutex2var_epi16(self.table[2], codes, self.table[3]);
             let upper_half = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
@@ -83,14 +111,29 @@ impl RowReader for Fp8Rows {
 impl RowReader for Fp4Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
-    unsafe fn read(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: `at` is even, so the bytes begin at at / 2; masked lanes are not touched, the others exist.
+    unsafe fn read(&self, at: usize) -> __m512i {
+        // SAFETY: the caller promises the elements; `at` is even, so their bytes begin at at / 2.
+        unsafe { self.decode(_mm_loadu_epi8(self.codes.add(at / 2).cast()), u32::MAX) }
+    }
+    #[inline(always)]
+    unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
+        // SAFETY: as above; masked lanes are not touched. An odd last code shares its byte with another, masked later.
         unsafe {
             let mask = low_bits(left.div_ceil(2)) as u16;
-            let bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, self.codes.add(at / 2).cast()));
+            self.decode(_mm_maskz_loadu_epi8(mask, self.codes.add(at / 2).cast()), low_bits(left))
+        }
+    }
+}
+
+impl Fp4Rows {
+    #[inline(always)]
+    unsafe fn decode(&self, bytes: __m128i, live: u32) -> __m512i {
+        // SAFETY: registers only; the readers' caller promises the instructions.
+        unsafe {
+            let bytes = _mm512_cvtepu8_epi32(bytes);
             let nibbles = _mm512_or_si512(bytes, _mm512_slli_epi32::<12>(bytes));
             let index = _mm512_and_si512(nibbles, _mm512_set1_epi32(0x000F_000F));
-            _mm512_maskz_permutexvar_epi16(low_bits(left), index, self.table)
+            _mm512_maskz_permutexvar_epi16(live, index, self.table)
         }
     }
 }
@@ -140,28 +183,27 @@ fn fp8_rows(codes: &[u8], table: &[u16; 128]) -> Fp8Rows {
 unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     let units = k.len().div_ceil(R::PER_UNIT);
     for first_lane in (0..panel.width).step_by(16) {
-        let live = panel.rows.saturating_sub(first_lane).min(16);
-        // Rows past the last are read as that one, no element of them: an address that exists, whatever the mask.
-        let row_at = |i: usize| {
-            let row = panel.first + (first_lane + i).min(panel.rows - 1);
-            (view.offset + row * view.stride, i < live)
-        };
+        // Lanes past the last row repeat it: nobody looks at them.
+        let row_at =
+            |i: usize| view.offset + (panel.first + (first_lane + i).min(panel.rows - 1)) * view.stride;
         for unit in (0..units).step_by(16) {
             let k0 = k.start + unit * R::PER_UNIT;
-            // SAFETY: rows below `live` and elements below k.end exist; the stores end at most SLACK past the
-            // panel, as the widest store of lane group `first_lane` begins within the panel.
+            let left = k.end - k0;
+            // SAFETY: the panel's rows and the elements below k.end exist; the stores end at most SLACK past the
+            // panel, as the last store of this group of lanes begins within it.
             unsafe {
-                let mut block = [_mm512_setzero_si512(); 16];
-                unrolled!(I => {
-                    let (row, is_live) = row_at(I);
-                    block[I] = from.read(row + k0, if is_live { k.end - k0 } else { 0 });
-                });
+                let block = if left >= 16 * R::PER_UNIT {
+                    sixteen!(I => from.read(row_at(I) + k0))
+                } else {
+                    sixteen!(I => from.read_last(row_at(I) + k0, left))
+                };
                 let block = transpose(block);
                 let lanes = to.as_mut_ptr().add(unit * panel.width + first_lane);
-                if units - unit >= 16 {
-                    unrolled!(I => _mm512_storeu_si512(lanes.add(I * panel.width).cast(), block[I]));
+                let left = units - unit;
+                if left >= 16 {
+                    sixteen!(I => _mm512_storeu_si512(lanes.add(I * panel.width).cast(), block[I]));
                 } else {
-                    unrolled!(I => if I < units - unit {
+                    sixteen!(I => if I < left {
                         _mm512_storeu_si512(lanes.add(I * panel.width).cast(), block[I]);
                     });
                 }
@@ -175,40 +217,31 @@ unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Ran
 unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     // SAFETY: register shuffles only; the caller has AVX-512 F.
     unsafe {
-        let zero = [_mm512_setzero_si512(); 16];
-        let (mut s, mut t, mut out) = (zero, zero, zero);
-        unrolled!(I => s[I] = match I % 2 {
-            0 => _mm512_unpacklo_epi32(r[I], r[I + 1]),
-            _ => _mm512_unpackhi_epi32(r[I - 1], r[I]),
+        let s = sixteen!(I => match I % 2 {
+            0 => _mm512_unpacklo_epi32(r[I], r[I | 1]),
+            _ => _mm512_unpackhi_epi32(r[I & !1], r[I]),
         });
-        unrolled!(I => {
-            let pair = I / 4 * 4 + I % 4 / 2;
-            t[I] = match I % 2 {
-                0 => _mm512_unpacklo_epi64(s[pair], s[pair + 2]),
-                _ => _mm512_unpackhi_epi64(s[pair], s[pair + 2]),
-            };
+        let t = sixteen!(I => {
+            const PAIR: usize = I / 4 * 4 + I % 4 / 2;
+            match I % 2 {
+                0 => _mm512_unpacklo_epi64(s[PAIR], s[PAIR + 2]),
+                _ => _mm512_unpackhi_epi64(s[PAIR], s[PAIR + 2]),
+            }
         });
         // t[4i + c] holds, in its quarter q, rows 4i .. 4i + 4 of column 4q + c. Gather the quarters: first those of
-        // even or odd q of the upper and the lower eight rows, then of all.
-        unrolled!(I => {
-            const QUARTER: usize = I / 4;
+        // even or odd q of the upper and of the lower eight rows, then all.
+        sixteen!(I => {
+            const Q: usize = I / 4;
             const C: usize = I % 4;
-            let (x, y) = match QUARTER % 2 {
-                0 => (
-                    _mm512_shuffle_i32x4::<0x88>(t[C], t[4 + C]),
-                    _mm512_shuffle_i32x4::<0x88>(t[8 + C], t[12 + C]),
-                ),
-                _ => (
-                    _mm512_shuffle_i32x4::<0xDD>(t[C], t[4 + C]),
-                    _mm512_shuffle_i32x4::<0xDD>(t[8 + C], t[12 + C]),
-                ),
+            let (x, y) = match Q % 2 {
+                0 => (_mm512_shuffle_i32x4::<0x88>(t[C], t[4 + C]), _mm512_shuffle_i32x4::<0x88>(t[8 + C], t[12 + C])),
+                _ => (_mm512_shuffle_i32x4::<0xDD>(t[C], t[4 + C]), _mm512_shuffle_i32x4::<0xDD>(t[8 + C], t[12 + C])),
             };
-            out[I] = match QUARTER / 2 {
+            match Q / 2 {
                 0 => _mm512_shuffle_i32x4::<0x88>(x, y),
                 _ => _mm512_shuffle_i32x4::<0xDD>(x, y),
-            };
-        });
-        out
+            }
+        })
     }
 }
 
@@ -218,12 +251,13 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
 unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     for lane in (0..panel.width).step_by(16) {
         let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+        let stored = low_bits(panel.width - lane) as u16;
         for (unit, k) in k.clone().enumerate() {
             let at = view.offset + k * view.stride + panel.first + lane;
-            // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.
+            // SAFETY: masked lanes are not touched; the others exist, in the source and in the panel.
             unsafe {
                 let x = _mm512_maskz_loadu_epi32(live, from.wrapping_add(at).cast());
-                _mm512_storeu_si512(to.as_mut_ptr().add(unit * panel.width + lane).cast(), x);
+                _mm512_mask_storeu_epi32(to.as_mut_ptr().add(unit * panel.width + lane).cast(), stored, x);
             }
         }
     }
@@ -235,16 +269,17 @@ unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Ra
 unsafe fn bf16_columns(from: *const u16, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     for lane in (0..panel.width).step_by(16) {
         let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
+        let stored = low_bits(panel.width - lane) as u16;
         for (unit, k0) in k.clone().step_by(2).enumerate() {
             let odd_live = if k0 + 1 < k.end { live } else { 0 };
             let at = view.offset + k0 * view.stride + panel.first + lane;
-            // SAFETY: masked lanes are not touched, the others exist; the store ends at most SLACK past the panel.
+            // SAFETY: masked lanes are not touched; the others exist, in the source and in the panel.
             unsafe {
                 let even = _mm256_maskz_loadu_epi16(live, from.wrapping_add(at).cast());
                 let odd = _mm256_maskz_loadu_epi16(odd_live, from.wrapping_add(at + view.stride).cast());
                 let odd = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(odd));
                 let x = _mm512_or_si512(_mm512_cvtepu16_epi32(even), odd);
-                _mm512_storeu_si512(to.as_mut_ptr().add(unit * panel.width + lane).cast(), x);
+                _mm512_mask_storeu_epi32(to.as_mut_ptr().add(unit * panel.width + lane).cast(), stored, x);
             }
         }
     }

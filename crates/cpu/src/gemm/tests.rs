@@ -182,8 +182,9 @@ unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
     use std::arch::x86_64::*;
     // SAFETY: all of these are 64 bytes, of which every pattern is a value.
     unsafe {
-        let (acc, a, b) = (std::mem::transmute(acc), std::mem::transmute(a), std::mem::transmute(b));
-        std::mem::transmute(_mm512_dpbf16_ps(acc, a, b))
+        let words = |x| std::mem::transmute::<[u32; 16], __m512bh>(x);
+        let acc = std::mem::transmute::<[f32; 16], __m512>(acc);
+        std::mem::transmute::<__m512, [f32; 16]>(_mm512_dpbf16_ps(acc, words(a), words(b)))
     }
 }
 

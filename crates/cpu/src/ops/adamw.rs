@@ -73,3 +73,6 @@ fn update_body(step: Step, g: &[f32], w: &mut [f32], m: &mut [f32], v: &mut [f32
         *w = (*w - step.decay * *w) - (step.lr * (*m * step.bias1)) / denominator;
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -99,3 +99,6 @@ fn loss_rows_body<T: Real>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

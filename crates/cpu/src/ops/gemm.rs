@@ -1,1 +1,146 @@
-//! See `nibble_core::ops`.
+//! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
+
+use crate::gemm::{self, Engine, GemmError, Group, Output, ScaleValues, Shape};
+use crate::{Buf, Cpu};
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+
+pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    const OP: &str = "gemm";
+    let dims = op.check()?;
+    let shape = Shape { m: dims.m, n: dims.n, k: dims.k };
+    let (a, b) = (view(OP, op.a, 0)?, view(OP, op.b, 0)?);
+    product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(shape, &a, &b, out))
+}
+
+pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    const OP: &str = "grouped_gemm";
+    let dims = op.check()?;
+    let groups = host_groups(op.groups);
+    let a = view(OP, op.x, 0)?;
+    let b = (0..groups.len()).map(|g| view(OP, op.w, g * dims.n)).collect::<Result<Vec<_>>>()?;
+    // Rows of no group are zero.
+    product(cpu, OP, op.out, (dims.m, dims.n), true, |engine, out| {
+        engine.grouped(&groups, dims.n, dims.k, &a, &b, out)
+    })
+}
+
+pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> {
+    const OP: &str = "grouped_wgrad";
+    let dims = op.check()?;
+    let groups = host_groups(op.groups);
+    let (dy, x) = (down_rows(OP, op.dy)?, down_rows(OP, op.x)?);
+    let Data::F32(grad) = &mut op.grad.data else {
+        return Err(Error::shape(OP, "grad", "bf16", "f32"));
+    };
+    let engine = engine(cpu, OP)?;
+    let out = match op.accumulate {
+        false => Output::f32(grad.as_mut_slice(), dims.n),
+        true => Output::f32(grad.as_mut_slice(), dims.n).accumulate(),
+    };
+    cpu.pool().install(|| engine.ragged(&groups, dims.m, dims.n, &dy, &x, out)).map_err(|e| refused(OP, e))
+}
+
+/// Runs a product into a new tensor of this type and shape, zeroed first if not every row is written.
+fn product(
+    cpu: &Cpu,
+    op: &'static str,
+    dtype: DType,
+    (rows, cols): (usize, usize),
+    zeroed: bool,
+    run: impl FnOnce(Engine, Output<'_>) -> Result<(), GemmError> + Send,
+) -> Result<Tensor<Cpu>> {
+    let engine = engine(cpu, op)?;
+    let data = match dtype {
+        DType::F32 => {
+            let mut out: Buf<f32> = cpu.scratch(rows * cols);
+            if zeroed {
+                out.as_mut_slice().fill(0.0);
+            }
+            let output = Output::f32(out.as_mut_slice(), cols);
+            cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))?;
+            Data::F32(out)
+        }
+        DType::Bf16 => {
+            let mut out: Buf<bf16> = cpu.scratch(rows * cols);
+            if zeroed {
+                out.as_mut_slice().fill(bf16::ZERO);
+            }
+            let output = Output::bf16(out.as_mut_slice(), cols);
+            cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))?;
+            Data::Bf16(out)
+        }
+    };
+    Tensor::new(data, rows, cols)
+}
+
+/// The scalar specification is the engine on portable code: the dots of [`crate::gemm::spec`], tile by tile.
+fn engine(cpu: &Cpu, op: &'static str) -> Result<Engine> {
+    Engine::with_isa(cpu.isa()).map_err(|e| refused(op, e))
+}
+
+fn refused(op: &'static str, e: GemmError) -> Error {
+    Error::shape(op, e.argument, e.got, e.expected)
+}
+
+fn host_groups(groups: &Groups<Cpu>) -> Vec<Group> {
+    let (start, len) = (groups.start.as_slice(), groups.len.as_slice());
+    start.iter().zip(len).map(|(s, n)| Group { start: *s as usize, len: *n as usize }).collect()
+}
+
+fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
+    match &x.data {
+        Data::F32(x) => gemm::Data::F32(x.as_slice()),
+        Data::Bf16(x) => gemm::Data::Bf16(x.as_slice()),
+    }
+}
+
+fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
+    let codes = q.codes.as_slice();
+    match q.format {
+        Format::E4m3 => Ok(gemm::Data::E4m3(codes)),
+        Format::E5m2 => Ok(gemm::Data::E5m2(codes)),
+        Format::Mxfp4 => Ok(gemm::Data::E2m1(codes)),
+        Format::F32 | Format::Bf16 => Err(Error::unsupported(op, q.format, "it has no codes")),
+    }
+}
+
+fn scale_values(scales: &Scales<Cpu>) -> ScaleValues<'_> {
+    match scales {
+        Scales::E8m0(s) => ScaleValues::E8m0(s.as_slice()),
+        Scales::F32(s) => ScaleValues::F32(s.as_slice()),
+    }
+}
+
+/// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
+fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
+    let q = match x {
+        Operand::Plain(x) => return Ok(gemm::Operand::rows(plain(x), x.cols).at(first * x.cols)),
+        Operand::Block(q) => q,
+    };
+    let block = q.format.spec().block;
+    let stride = q.cols.div_ceil(block);
+    let values = scale_values(&q.scales);
+    let scales = match q.axis {
+        BlockAxis::Tile => {
+            let matrix_rows = q.rows / q.stack.max(1);
+            let matrix = first / matrix_rows.max(1);
+            gemm::Scales::tiles(values, block, stride).at(matrix * matrix_rows.div_ceil(block) * stride)
+        }
+        _ => gemm::Scales::rows(values, block, stride).at(first * stride),
+    };
+    Ok(gemm::Operand::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
+}
+
+/// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
+fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
+    let q = match x {
+        Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
+        Operand::Block(q) => q,
+    };
+    let block = q.format.spec().block;
+    let scales = gemm::Scales::rows(scale_values(&q.scales), block, q.rows.div_ceil(block));
+    Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
+}

@@ -263,4 +263,4 @@ fn combine<T: Real>(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -2,33 +2,91 @@
 //! shares.
 
 mod dequantize;
+pub(crate) mod emit;
+pub(crate) mod encode;
+pub(crate) mod shared;
+pub(crate) mod source;
 pub(crate) mod planes;
 pub(crate) mod spans;
 pub(crate) mod spec;
+#[cfg(test)]
+pub(crate) mod fixture;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use dequantize::{dequantize, element_of};
 
-use crate::Cpu;
+use crate::{Cpu, Path};
+use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
+use encode::Tile;
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize};
 use nibble_core::{Error, Groups, Result};
 use nibble_formats::{Codec, Stream};
+use source::Source;
 use spans::Spans;
 use spec::{Casting, Matrix};
+
+/// Columns of a tile where no blocks run down the columns.
+const ROW_COLS: usize = 1024;
 
 /// See [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
     check_random(OP, op.codec, op.random)?;
+    if op.planes == Planes::Tiles && op.groups.is_some() {
+        return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
+    }
     let emit = Emit::Block { codec: op.codec, planes: op.planes };
     let spans = Spans::new(OP, op.x.rows, op.groups, column_block(OP, &[emit], op.x.rows, op.groups)?)?;
-    let x = Matrix::of(op.x, &spans);
-    if op.planes == Planes::Tiles {
-        let casting = Casting { codec: op.codec, random: op.random, spans: &spans };
-        return spec::tiles(cpu, &x, op.stack, &casting);
+    match (cpu.path(), op.planes) {
+        (Path::Scalar, Planes::Tiles) => {
+            let casting = Casting { codec: op.codec, random: op.random, spans: &spans };
+            spec::tiles(cpu, &Matrix::of(op.x, &spans), op.stack, &casting)
+        }
+        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, &spans), emit, &spans, op.random),
+        (Path::Simd, Planes::Tiles) => square_tiles(cpu, &op),
+        (Path::Simd, _) => strips(cpu, &op, emit, &spans),
     }
-    spec::emit(cpu, &x, emit, &spans, op.random)
+}
+
+/// Rows, columns or both, vectorised.
+fn strips(cpu: &Cpu, op: &Quantize<'_, Cpu>, emit: Emit, spans: &Spans) -> Result<Emitted<Cpu>> {
+    let (isa, cols, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
+    let sink = Sink::new(cpu, spans, cols, emit, op.random);
+    let tile_cols = if has_cols(emit) { TILE_COLS } else { ROW_COLS };
+    let height = strip_rows(has_cols(emit), cols.min(tile_cols));
+    let scratch = || (vec![0.0; height * tile_cols.min(cols)], SinkWork::default());
+    for_strips(cpu, spans, (height, cols), scratch, |(values, memory), strip| {
+        for col in (0..cols).step_by(tile_cols) {
+            let width = tile_cols.min(cols - col);
+            for (i, out) in values.chunks_exact_mut(width).take(strip.rows).enumerate() {
+                x.load(isa, strip.row + i, col, out);
+            }
+            let tile = Tile { values, rows: strip.rows, width, stride: width };
+            sink.write(isa, memory, strip, tile, col);
+        }
+    });
+    sink.finish(cpu)
+}
+
+/// Square tiles of stacked matrices, vectorised.
+fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
+    let (isa, k, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
+    let n = op.x.rows / op.stack.max(1);
+    let spans = Spans::stacked(op.stack, n);
+    let sink = SquareSink::new(cpu, &spans, (op.stack, n, k), op.codec, op.random);
+    let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], SinkWork::default());
+    for_strips(cpu, &spans, (STRIP_ROWS, k), scratch, |(values, memory), strip| {
+        for col in (0..k).step_by(TILE_COLS) {
+            let width = TILE_COLS.min(k - col);
+            for (i, out) in values.chunks_exact_mut(width).take(strip.rows).enumerate() {
+                x.load(isa, strip.row + i, col, out);
+            }
+            let tile = Tile { values, rows: strip.rows, width, stride: width };
+            sink.write(isa, memory, strip.row, tile, col);
+        }
+    });
+    sink.finish(cpu)
 }
 
 /// Random roundings need a stream.

@@ -192,3 +192,6 @@ fn expect_columns(op: &'static str, d: usize) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -91,3 +91,6 @@ fn rotate_halves<T: Real, const HALF: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

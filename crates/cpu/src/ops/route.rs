@@ -9,39 +9,19 @@
 //! all NaN, chooses the first experts, and makes the losses of its shard NaN: training sees it there.
 
 use super::elementwise::{for_rows, run_shares};
-use crate::simd::{LANES, lane_dot, lane_sum, per_isa, rows_per_task};
+use crate::simd::{lane_dot, per_isa, rows_per_task, softmax_terms};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
 use nibble_formats::math;
-
-/// Largest of a row; NaNs do not count.
-#[inline(always)]
-fn largest(row: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (whole, rest) = row.as_chunks::<LANES>();
-    for x in whole {
-        for (lane, &x) in lanes.iter_mut().zip(x) {
-            *lane = larger(*lane, x);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = larger(*lane, x);
-    }
-    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
-}
 
 /// Softmax of each row and its log Σ exp.
 #[inline(always)]
 fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]) {
     let rows = logits.chunks_exact(experts).zip(probs.chunks_exact_mut(experts));
     for ((logits, probs), log_sum_exp) in rows.zip(log_sum_exp) {
-        let max = largest(logits);
-        for (p, x) in probs.iter_mut().zip(logits) {
-            *p = math::exp(x - max);
-        }
-        let sum = lane_sum(probs);
+        probs.copy_from_slice(logits);
+        let (max, sum) = softmax_terms(probs);
         for p in probs.iter_mut() {
             *p /= sum;
         }

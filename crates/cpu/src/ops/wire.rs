@@ -22,9 +22,12 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
             match (&x.scales, x.rule == ScaleRule::Amax) {
                 (Scales::E8m0(s), false) => (x.codes.as_slice(), s.as_slice()),
                 (Scales::F32(s), true) => (x.codes.as_slice(), bytemuck::cast_slice(s.as_slice())),
-                (_, amax) => {
-                    let expected = if amax { "F32 scales" } else { "E8M0 scales" };
-                    return Err(Error::shape(OP, "rows.scales", format!("not of rule {}", x.rule), expected));
+                (Scales::E8m0(_), true) => {
+                    return Err(Error::shape(OP, "rows.scales", "e8m0", "f32 for the rule amax"));
+                }
+                (Scales::F32(_), false) => {
+                    let expected = format!("e8m0 for the rule {}", x.rule);
+                    return Err(Error::shape(OP, "rows.scales", "f32", expected));
                 }
             }
         }

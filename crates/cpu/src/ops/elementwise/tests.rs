@@ -58,7 +58,17 @@ fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
 #[test]
 fn a_cast_rounds_to_nearest_even_and_back_is_exact() {
     let mut x = normals(1, 40_000);
-    x.extend([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-45, 1.00390625, 1.01171875]);
+    x.extend([
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::MAX,
+        f32::MIN_POSITIVE,
+        1e-45,
+        1.00390625,
+        1.01171875,
+    ]);
     x.extend([f32::NAN, f32::from_bits(0x7F80_0001)]);
     let got = same_everywhere(|cpu| {
         let t = tensor(cpu, &x, DType::F32);
@@ -92,8 +102,12 @@ fn initial_weights_do_not_depend_on_how_they_are_divided() {
     let values: Vec<f64> = got.iter().map(|&b| f64::from(f32::from_bits(b))).collect();
     let mean = values.iter().sum::<f64>() / values.len() as f64;
     let std = (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64).sqrt();
-    assert!(mean.abs() < 4.0 * 0.02 / (values.len() as f64).sqrt() && (std / 0.02 - 1.0).abs() < 0.02, "{mean} {std}");
-    let e = init_normal(&cpu, InitNormal { stream, first: u64::MAX, rows: 2, cols: 3, std: 1.0 }).unwrap_err();
+    assert!(
+        mean.abs() < 4.0 * 0.02 / (values.len() as f64).sqrt() && (std / 0.02 - 1.0).abs() < 0.02,
+        "{mean} {std}"
+    );
+    let e =
+        init_normal(&cpu, InitNormal { stream, first: u64::MAX, rows: 2, cols: 3, std: 1.0 }).unwrap_err();
     assert!(e.to_string().contains("first + rows · cols"), "{e}");
 }
 

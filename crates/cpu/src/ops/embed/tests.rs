@@ -9,7 +9,8 @@ fn rows_of_the_table_rounded_to_the_type_asked_for() {
         for dtype in [DType::F32, DType::Bf16] {
             let got = same_everywhere(|cpu| {
                 let table = Tensor::from_f32(cpu, &table, vocab, d).unwrap();
-                let out = embed(cpu, Embed { table: &table, ids: &cpu.upload(&ids).unwrap(), dtype }).unwrap();
+                let out =
+                    embed(cpu, Embed { table: &table, ids: &cpu.upload(&ids).unwrap(), dtype }).unwrap();
                 assert_eq!((out.shape(), out.dtype()), ((tokens, d), dtype));
                 bits(&out)
             });
@@ -27,7 +28,9 @@ fn rows_of_the_table_rounded_to_the_type_asked_for() {
 
 #[test]
 fn gradients_are_added_in_the_order_of_the_tokens_shard_by_shard() {
-    for (vocab, d, tokens, shards) in [(1, 1, 1, 1), (5, 3, 0, 2), (11, 16, 64, 2), (97, 33, 2000, 4), (9, 700, 60, 1)] {
+    for (vocab, d, tokens, shards) in
+        [(1, 1, 1, 1), (5, 3, 0, 2), (11, 16, 64, 2), (97, 33, 2000, 4), (9, 700, 60, 1)]
+    {
         let (dy, ids) = (normals(3, tokens * d), below(4, vocab, tokens));
         let before = normals(5, shards * vocab * d);
         for dtype in [DType::F32, DType::Bf16] {
@@ -52,7 +55,10 @@ fn gradients_are_added_in_the_order_of_the_tokens_shard_by_shard() {
                     want[(shard * vocab + id as usize) * d + c] += round(dy[t * d + c]);
                 }
             }
-            assert!(got.iter().zip(&want).all(|(got, want)| *got == want.to_bits()), "{vocab} {d} {tokens} {shards}");
+            assert!(
+                got.iter().zip(&want).all(|(got, want)| *got == want.to_bits()),
+                "{vocab} {d} {tokens} {shards}"
+            );
         }
     }
 }
@@ -64,7 +70,10 @@ fn an_id_outside_the_table_is_named_with_its_row() {
     for bad in [4, -1, i32::MIN] {
         let ids = cpu.upload(&[0, 3, bad]).unwrap();
         let e = embed(&cpu, Embed { table: &table, ids: &ids, dtype: DType::F32 }).unwrap_err().to_string();
-        assert_eq!(e, format!("embed: `ids` is {bad} in row 2, expected a row of the table, at least 0 and below 4"));
+        assert_eq!(
+            e,
+            format!("embed: `ids` is {bad} in row 2, expected a row of the table, at least 0 and below 4")
+        );
         let dy = Tensor::zeros(&cpu, DType::F32, 3, 2).unwrap();
         let mut grad = table.clone();
         let op = EmbedBackward { ids: &ids, dy: &dy, grad: &mut grad, shards: 1 };
@@ -74,6 +83,7 @@ fn an_id_outside_the_table_is_named_with_its_row() {
     let ids = cpu.upload(&[0, 1]).unwrap();
     let dy = Tensor::zeros(&cpu, DType::F32, 2, 2).unwrap();
     let mut grad = Tensor::zeros(&cpu, DType::Bf16, 4, 2).unwrap();
-    let e = embed_backward(&cpu, EmbedBackward { ids: &ids, dy: &dy, grad: &mut grad, shards: 1 }).unwrap_err();
+    let e =
+        embed_backward(&cpu, EmbedBackward { ids: &ids, dy: &dy, grad: &mut grad, shards: 1 }).unwrap_err();
     assert_eq!(e.to_string(), "embed_backward: `type of grad` is bf16, expected f32");
 }

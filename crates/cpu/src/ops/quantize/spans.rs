@@ -45,6 +45,13 @@ impl<'a> Spans<'a> {
         }
     }
 
+    /// `stack` matrices of `rows_each` rows, a span each.
+    pub fn stacked(stack: usize, rows_each: usize) -> Self {
+        let rows = stack * rows_each;
+        let span = |i| Span { start: i * rows_each, len: rows_each, end: (i + 1) * rows_each };
+        Self { spans: (0..stack).map(span).collect(), rows, capacity: rows, row_id: None }
+    }
+
     fn ragged(op: &'static str, rows: usize, groups: &'a Groups<Cpu>, block: usize) -> Result<Self> {
         let (start, len, row_id) = (groups.start.as_slice(), groups.len.as_slice(), groups.row_id.as_slice());
         let expect = |argument, got: usize, expected: usize| {

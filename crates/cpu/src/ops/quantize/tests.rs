@@ -1,0 +1,191 @@
+use super::fixture::*;
+use super::{dequantize, quantize};
+use crate::Cpu;
+use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
+use nibble_formats::{Codec, Format, Rounding, ScaleRule};
+
+fn block(operand: &Option<Operand<Cpu>>) -> &BlockScaled<Cpu> {
+    operand.as_ref().unwrap().block("test").unwrap()
+}
+
+fn op<'a>(
+    x: &'a Tensor<Cpu>,
+    codec: Codec,
+    planes: Planes,
+    groups: Option<&'a Groups<Cpu>>,
+) -> Quantize<'a, Cpu> {
+    Quantize { groups, random: Some(STREAM), ..Quantize::new(x, codec, planes) }
+}
+
+const PLANES: [Planes; 3] = [Planes::Rows, Planes::Cols, Planes::Both];
+
+#[test]
+fn dense_planes_are_those_of_the_specification() {
+    let (spec, backends) = (spec(), simd_backends());
+    for (seed, (rows, cols)) in [(1, 32), (1, 96), (32, 160), (64, 128), (160, 288), (320, 64), (0, 32), (32, 0)]
+        .into_iter()
+        .enumerate()
+    {
+        for (i, codec) in codecs().into_iter().enumerate() {
+            let x = tensor(&spec, i % 2 == 0, rows, cols, seed as u64, i % 3 == 0);
+            for planes in PLANES {
+                let Ok(()) = op(&x, codec, planes, None).check() else { continue };
+                let expected = quantize(&spec, op(&x, codec, planes, None)).unwrap();
+                for cpu in &backends {
+                    let got = quantize(cpu, op(&x, codec, planes, None)).unwrap();
+                    assert_same(&got, &expected, &format!("{codec:?} {planes:?} {rows}×{cols} on {cpu:?}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn fp8_takes_any_shape() {
+    let (spec, backends) = (spec(), simd_backends());
+    for (rows, cols) in [(1, 1), (7, 5), (129, 131), (200, 260), (3, 2500)] {
+        for codec in codecs().into_iter().filter(|c| c.format() == Format::E4m3) {
+            let x = tensor(&spec, false, rows, cols, 5, true);
+            for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
+                let expected = quantize(&spec, op(&x, codec, planes, None)).unwrap();
+                for cpu in &backends {
+                    let got = quantize(cpu, op(&x, codec, planes, None)).unwrap();
+                    assert_same(&got, &expected, &format!("{codec:?} {planes:?} {rows}×{cols} on {cpu:?}"));
+                }
+            }
+        }
+    }
+}
+
+/// Lengths with empty, one-row, full and long groups.
+const LENS: [usize; 6] = [0, 1, 128, 130, 0, 37];
+
+#[test]
+fn ragged_planes_are_those_of_the_specification_whatever_the_padding_holds() {
+    let (spec, backends) = (spec(), simd_backends());
+    for (i, codec) in codecs().into_iter().enumerate() {
+        let align = if codec.format() == Format::Mxfp4 && i % 2 == 0 { 32 } else { 128 };
+        let groups = groups(&spec, &LENS, align, if i % 3 == 0 { align } else { 0 });
+        let x = tensor(&spec, i % 2 == 1, groups.capacity, 96, 9, i % 4 == 0);
+        let bad = poisoned(&x, &groups);
+        for planes in PLANES {
+            let expected = quantize(&spec, op(&x, codec, planes, Some(&groups))).unwrap();
+            let what = format!("{codec:?} {planes:?}");
+            assert_same(&quantize(&spec, op(&bad, codec, planes, Some(&groups))).unwrap(), &expected, &what);
+            for cpu in &backends {
+                let got = quantize(cpu, op(&bad, codec, planes, Some(&groups))).unwrap();
+                assert_same(&got, &expected, &format!("{what} on {cpu:?}"));
+            }
+        }
+    }
+}
+
+/// Rows of any alignment when no blocks run down them, and padding as zeros.
+#[test]
+fn ragged_rows_need_no_alignment_and_padding_is_zero() {
+    for cpu in simd_backends().into_iter().chain([spec()]) {
+        let groups = groups(&cpu, &[3, 0, 5], 4, 2);
+        let x = poisoned(&tensor(&cpu, true, groups.capacity, 64, 2, false), &groups);
+        let dense = tensor(&cpu, true, groups.capacity, 64, 2, false);
+        let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+        let got = quantize(&cpu, op(&x, codec, Planes::Rows, Some(&groups))).unwrap();
+        let all = quantize(&cpu, op(&dense, codec, Planes::Rows, None)).unwrap();
+        let (got, all) = (block(&got.rows), block(&all.rows));
+        for (row, valid) in valid_rows(&groups).into_iter().enumerate() {
+            let codes = &got.codes.as_slice()[row * 32..][..32];
+            if valid {
+                assert_eq!(codes, &all.codes.as_slice()[row * 32..][..32]);
+                assert_eq!(scale_bits(got)[row * 2..][..2], scale_bits(all)[row * 2..][..2]);
+            } else {
+                assert!(codes.iter().all(|&c| c == 0) && scale_bits(got)[row * 2..][..2] == [0, 0]);
+            }
+        }
+    }
+}
+
+/// Columns are the rows of the transposed matrix, stored the same way.
+#[test]
+fn columns_are_rows_of_the_transpose() {
+    let cpu = Cpu::new(2).unwrap();
+    for codec in codecs().into_iter().filter(|c| !c.rounding().is_random()) {
+        let (rows, cols) = (256, 96);
+        let x = tensor(&cpu, false, rows, cols, 4, true);
+        let values = x.to_f32_vec(&cpu).unwrap();
+        let turned: Vec<f32> = (0..rows * cols).map(|i| values[i % rows * cols + i / rows]).collect();
+        let turned = Tensor::from_f32(&cpu, &turned, cols, rows).unwrap();
+        let down = quantize(&cpu, op(&x, codec, Planes::Cols, None)).unwrap();
+        let along = quantize(&cpu, op(&turned, codec, Planes::Rows, None)).unwrap();
+        assert_eq!(block(&down.cols).codes.as_slice(), block(&along.rows).codes.as_slice(), "{codec:?}");
+        assert_eq!(scale_bits(block(&down.cols)), scale_bits(block(&along.rows)), "{codec:?}");
+        assert_eq!(down.counts.as_ref().map(tally), along.counts.as_ref().map(tally), "{codec:?}");
+    }
+}
+
+#[test]
+fn tiles_of_a_stack_are_those_of_the_specification() {
+    let (spec, backends) = (spec(), simd_backends());
+    for (stack, n, k) in [(1, 128, 128), (3, 40, 200), (2, 130, 129), (2, 256, 64), (2, 0, 8)] {
+        for codec in codecs().into_iter().filter(|c| c.format().spec().tiles) {
+            let x = tensor(&spec, false, stack * n, k, 21, true);
+            let with_stack = || Quantize { stack, ..op(&x, codec, Planes::Tiles, None) };
+            let expected = quantize(&spec, with_stack()).unwrap();
+            // Either plane decodes to the transpose of the other.
+            let decode = |x| dequantize(&spec, Dequantize { x, dtype: DType::F32 }).unwrap();
+            let (upright, turned) = (decode(block(&expected.rows)), decode(block(&expected.cols)));
+            let (upright, turned) = (plain_bits(&upright), plain_bits(&turned));
+            for i in 0..stack * n * k {
+                let (matrix, row, col) = (i / (n * k), i / k % n, i % k);
+                assert_eq!(upright[i], turned[matrix * n * k + col * n + row]);
+            }
+            for cpu in &backends {
+                let got = quantize(cpu, with_stack()).unwrap();
+                assert_same(&got, &expected, &format!("{codec:?} {stack}×{n}×{k} on {cpu:?}"));
+            }
+        }
+    }
+}
+
+/// Error of every element against f64: at most half a step of its code for nearest rounding.
+#[test]
+fn decoded_values_are_as_near_as_the_format_allows() {
+    for cpu in simd_backends() {
+        for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven) {
+            let x = tensor(&cpu, true, 64, 128, 3, false);
+            let out = quantize(&cpu, op(&x, codec, Planes::Rows, None)).unwrap();
+            let q = block(&out.rows);
+            let got = dequantize(&cpu, Dequantize { x: q, dtype: DType::F32 }).unwrap();
+            let got = got.to_f32_vec(&cpu).unwrap();
+            let values = x.to_f32_vec(&cpu).unwrap();
+            let element = codec.element();
+            let b = codec.format().spec().block;
+            for (i, (&x, &y)) in values.iter().zip(&got).enumerate() {
+                let scale = super::planes::ScalesRef::of(q).get(i / b).decode();
+                let scaled = (f64::from(x) / f64::from(scale)).abs().min(f64::from(element.max()));
+                let exponent = scaled.log2().floor().max(f64::from(1 - element.bias()));
+                let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();
+                let error = (f64::from(y) / f64::from(scale)).abs() - scaled;
+                assert!(error.abs() <= half_step * (1.0 + 1e-6), "{codec:?} {x:e} → {y:e} under {scale:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_done_is_an_error_that_names_the_argument() {
+    let cpu = Cpu::new(1).unwrap();
+    let mxfp4 = |rounding| Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+    let x = tensor(&cpu, true, 64, 64, 1, false);
+    let dither = mxfp4(Rounding::dither(0.25).unwrap());
+    let no_bits = quantize(&cpu, Quantize::new(&x, dither, Planes::Rows)).unwrap_err().to_string();
+    assert!(no_bits.contains("`random`") && no_bits.contains("dither"), "{no_bits}");
+    let mut bad = groups(&cpu, &[30, 20], 32, 0);
+    bad.len.as_mut_slice()[0] = 33;
+    let nearest = mxfp4(Rounding::NearestEven);
+    let e = quantize(&cpu, op(&x, nearest, Planes::Rows, Some(&bad))).unwrap_err().to_string();
+    assert!(e.contains("`groups`"), "{e}");
+    let mut bad = groups(&cpu, &[30, 20], 32, 0);
+    bad.start.as_mut_slice()[1] = 31;
+    let e = quantize(&cpu, op(&x, nearest, Planes::Cols, Some(&bad))).unwrap_err().to_string();
+    assert!(e.contains("groups.start"), "{e}");
+}

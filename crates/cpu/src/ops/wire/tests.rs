@@ -1,1 +1,136 @@
+use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
+use super::super::permute::tests::{any_blocks, scale_bytes};
+use super::*;
+use half::bf16;
+use nibble_core::{Backend, RowKind};
 
+/// Rows of a format: plain numbers, or arbitrary codes and scales.
+fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {
+    let x = normals(1, rows * cols);
+    match format {
+        Format::F32 => Operand::Plain(Tensor::from_f32(cpu, &x, rows, cols).unwrap()),
+        Format::Bf16 => {
+            let x: Vec<bf16> = x.into_iter().map(bf16::from_f32).collect();
+            Operand::Plain(Tensor::from_bf16(cpu, &x, rows, cols).unwrap())
+        }
+        _ => Operand::Block(any_blocks(cpu, format, rule, rows, cols)),
+    }
+}
+
+/// Everything an operand is.
+fn contents(x: &Operand<Cpu>) -> (Format, usize, usize, Vec<u32>, Vec<u8>) {
+    let (elements, scales) = match x {
+        Operand::Plain(t) => (bits(t), Vec::new()),
+        Operand::Block(q) => (q.codes.as_slice().iter().map(|&c| c.into()).collect(), scale_bytes(&q.scales)),
+    };
+    (x.format(), x.rows(), x.cols(), elements, scales)
+}
+
+/// Every format with every rule it knows.
+fn every_kind() -> impl Iterator<Item = (Format, ScaleRule)> {
+    Format::ALL.into_iter().flat_map(|format| {
+        let rules = format.spec().rules;
+        let rules = if rules.is_empty() { &[ScaleRule::Amax][..] } else { rules };
+        rules.iter().map(move |&rule| (format, rule))
+    })
+}
+
+#[test]
+fn unpacking_undoes_packing_for_every_format() {
+    for (format, rule) in every_kind() {
+        for cols in [1, 3, 31, 32, 33, 127, 128, 130, 256, 300, 1024] {
+            if format.check_contraction("cols", cols).is_err() {
+                continue;
+            }
+            for rows in [0, 1, 7, 70] {
+                same_everywhere(|cpu| {
+                    let x = rows_of(cpu, format, rule, rows, cols);
+                    let index = cpu.upload(&(0..rows as i32).collect::<Vec<_>>()).unwrap();
+                    let packed = pack_rows(cpu, PackRows { rows: &x, index: &index }).unwrap();
+                    let kind = x.row_kind();
+                    assert_eq!(packed.as_slice().len(), rows * kind.row_bytes());
+                    let back = unpack_rows(cpu, UnpackRows { bytes: &packed, kind }).unwrap();
+                    assert!(contents(&back) == contents(&x), "{format} {rule} {rows} × {cols}");
+                    packed.as_slice().to_vec()
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_record_is_codes_then_scales_then_zeros() {
+    let cpu = Cpu::new(2).unwrap();
+    for (format, rule) in every_kind() {
+        let cols = 160;
+        let x = rows_of(&cpu, format, rule, 50, cols);
+        let index = below(5, 50, 400);
+        let packed = pack_rows(&cpu, PackRows { rows: &x, index: &cpu.upload(&index).unwrap() }).unwrap();
+        let (elements, scales) = match &x {
+            Operand::Plain(t) => match &t.data {
+                Data::F32(x) => (bytemuck::cast_slice(x.as_slice()).to_vec(), Vec::new()),
+                Data::Bf16(x) => (bytemuck::cast_slice(x.as_slice()).to_vec(), Vec::new()),
+            },
+            Operand::Block(q) => (q.codes.as_slice().to_vec(), scale_bytes(&q.scales)),
+        };
+        let (c, s) = (elements.len() / 50, scales.len() / 50);
+        let row_bytes = (c + s).div_ceil(16) * 16;
+        assert_eq!(packed.as_slice().len(), 400 * row_bytes, "{format} {rule}");
+        for (record, &row) in packed.as_slice().chunks(row_bytes).zip(&index) {
+            let row = row as usize;
+            assert_eq!(record[..c], elements[row * c..][..c], "{format} {rule}");
+            assert_eq!(record[c..c + s], scales[row * s..][..s], "{format} {rule}");
+            assert!(record[c + s..].iter().all(|&b| b == 0), "{format} {rule}");
+        }
+    }
+}
+
+#[test]
+fn four_bits_travel_in_0_53_bytes_a_value() {
+    let kind = RowKind { format: Format::Mxfp4, rule: ScaleRule::Rceil, cols: 7168 };
+    assert_eq!(kind.row_bytes(), 7168 / 2 + 7168 / 32);
+}
+
+#[test]
+fn what_lies_in_the_padding_does_not_matter() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = rows_of(&cpu, Format::Mxfp4, ScaleRule::Rceil, 3, 32);
+    let index = cpu.upload(&[0, 1, 2]).unwrap();
+    let mut packed = pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap();
+    for record in packed.as_mut_slice().chunks_mut(32) {
+        record[17..].fill(0xFF);
+    }
+    let back = unpack_rows(&cpu, UnpackRows { bytes: &packed, kind: x.row_kind() }).unwrap();
+    assert_eq!(contents(&back), contents(&x));
+}
+
+#[test]
+fn mistakes_are_errors() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = rows_of(&cpu, Format::E4m3, ScaleRule::Amax, 3, 128);
+    for bad in [3, -1] {
+        let index = cpu.upload(&[0, bad]).unwrap();
+        let e = pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap_err().to_string();
+        assert_eq!(e, format!("pack_rows: `index` is {bad} at 1, expected below 3 (the rows)"));
+    }
+    let index = cpu.upload(&[0]).unwrap();
+    let Operand::Block(q) = x else { unreachable!("E4M3 is a block format") };
+    let refused =
+        |q| pack_rows(&cpu, PackRows { rows: &Operand::Block(q), index: &index }).unwrap_err().to_string();
+    let e = refused(BlockScaled { axis: BlockAxis::Col, ..q.clone() });
+    assert!(e.contains("blocks along col"), "{e}");
+    let e = refused(BlockScaled { scale_layout: ScaleLayout::MnMajor, ..q.clone() });
+    assert!(e.contains("mn-major"), "{e}");
+    let e = refused(BlockScaled { rule: ScaleRule::Floor, ..q });
+    assert_eq!(e, "pack_rows: `rows.scales` is f32, expected e8m0 for the rule floor");
+    let bytes = cpu.zeros::<u8>(64).unwrap();
+    let unpack = |format, rule, cols| {
+        let kind = RowKind { format, rule, cols };
+        unpack_rows(&cpu, UnpackRows { bytes: &bytes, kind }).map(|_| ()).unwrap_err().to_string()
+    };
+    assert!(unpack(Format::Mxfp4, ScaleRule::Amax, 32).contains("no scale rule `amax`"));
+    assert_eq!(
+        unpack(Format::Bf16, ScaleRule::Amax, 0),
+        "unpack_rows: `kind.cols` is 0, expected at least 1"
+    );
+}

@@ -1,0 +1,55 @@
+//! A trained model, from the path of its run or of one of its checkpoints.
+
+use crate::env::Env;
+use crate::error::{Error, Result};
+use nibble_core::SoloComm;
+use nibble_cpu::Cpu;
+use nibble_train::checkpoint::{Checkpoint, latest_valid};
+use nibble_train::config::Config;
+use nibble_train::trainer::Trainer;
+use std::path::Path;
+
+/// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged ones that are passed
+/// over are told on standard error.
+///
+/// # Errors
+/// If there is none.
+pub fn open(path: &Path) -> Result<Checkpoint> {
+    if !path.exists() {
+        return Err(Error::usage(format!("{}: no such run or checkpoint", path.display())));
+    }
+    if path.join("state.json").exists() {
+        return Ok(Checkpoint::open(path)?);
+    }
+    let latest = latest_valid(path)?;
+    for rejected in &latest.rejected {
+        eprintln!("warning: passed over: {}", rejected.why);
+    }
+    match latest.checkpoint {
+        Some(checkpoint) => Ok(checkpoint),
+        None if latest.rejected.is_empty() => {
+            Err(Error::usage(format!("{}: holds no checkpoint", path.display())))
+        }
+        None => Err(Error::Failed(format!("{}: every checkpoint is damaged", path.display()))),
+    }
+}
+
+/// The configuration a checkpoint was trained with, changed by `overrides`, for one rank.
+pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
+    let mut overrides = overrides.to_vec();
+    overrides.push("run.ranks=1".into());
+    Ok(Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides)?)
+}
+
+/// The backend of commands that use one rank.
+pub fn cpu(config: &Config) -> Result<Cpu> {
+    let env = Env::read()?;
+    Ok(env.cpu(env.threads(config.run.threads))?)
+}
+
+/// The checkpoint's model.
+pub fn load<'a>(cpu: &'a Cpu, config: &Config, checkpoint: &Checkpoint) -> Result<Trainer<'a, Cpu>> {
+    let mut trainer = Trainer::new(cpu, &SoloComm, config)?;
+    trainer.load(checkpoint)?;
+    Ok(trainer)
+}

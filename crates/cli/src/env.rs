@@ -1,0 +1,94 @@
+//! Every environment variable that Nibble reads, in one place.
+
+use crate::error::{Error, Result};
+use nibble_core::Result as CoreResult;
+use nibble_cpu::gemm::Isa;
+use nibble_cpu::{Cpu, Path};
+
+/// What all of them begin with.
+const PREFIX: &str = "NIBBLE_";
+const THREADS: &str = "NIBBLE_THREADS";
+const ISA: &str = "NIBBLE_ISA";
+
+/// Name and meaning of each.
+pub const VARIABLES: [(&str, &str); 3] = [
+    (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
+    (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
+    ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
+];
+
+/// The names of the instruction sets, and the scalar specification.
+const CODE: [(&str, Isa, Path); 5] = [
+    ("portable", Isa::Portable, Path::Simd),
+    ("avx2", Isa::Avx2, Path::Simd),
+    ("avx512", Isa::Avx512, Path::Simd),
+    ("avx512bf16", Isa::Avx512Bf16, Path::Simd),
+    ("scalar", Isa::Portable, Path::Scalar),
+];
+
+/// What the variables say.
+#[derive(Debug, Clone, Copy)]
+pub struct Env {
+    threads: usize,
+    isa: Isa,
+    path: Path,
+}
+
+impl Env {
+    /// Reads the variables.
+    ///
+    /// # Errors
+    /// A value that makes no sense, or an instruction set that this machine lacks.
+    pub fn read() -> Result<Self> {
+        let threads = match std::env::var(THREADS) {
+            Err(_) => 0,
+            Ok(text) => text
+                .parse()
+                .map_err(|_| Error::usage(format!("{THREADS}: got `{text}`, expected a number of threads")))?,
+        };
+        let (isa, path) = match std::env::var(ISA) {
+            Err(_) => (Isa::best(), Path::Simd),
+            Ok(text) => code_by_name(&text)?,
+        };
+        Ok(Self { threads, isa, path })
+    }
+
+    /// Worker threads over all ranks; `configured` comes first, 0 leaves it to the environment.
+    pub fn threads(&self, configured: usize) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        [configured, self.threads].into_iter().find(|n| *n > 0).unwrap_or_else(cores)
+    }
+
+    /// A backend of so many threads.
+    pub fn cpu(&self, threads: usize) -> CoreResult<Cpu> {
+        Cpu::with(threads, self.isa, self.path)
+    }
+}
+
+fn code_by_name(name: &str) -> Result<(Isa, Path)> {
+    let Some((_, isa, path)) = CODE.into_iter().find(|(known, ..)| *known == name) else {
+        let known = CODE.map(|(name, ..)| name).join(", ");
+        return Err(Error::usage(format!("{ISA}: got `{name}`, expected one of {known}")));
+    };
+    if !isa.is_supported() {
+        let usable = supported().join(", ");
+        return Err(Error::usage(format!("{ISA}: this machine lacks `{name}`; it has {usable}")));
+    }
+    Ok((isa, path))
+}
+
+/// The values of the instruction set's variable that work on this machine.
+pub fn supported() -> Vec<&'static str> {
+    CODE.into_iter().filter(|(_, isa, _)| isa.is_supported()).map(|(name, ..)| name).collect()
+}
+
+/// One line a variable.
+pub fn help() -> String {
+    VARIABLES.map(|(name, meaning)| format!("  {name:<16} {meaning}\n")).concat()
+}
+
+/// Variables that are set, look as if meant for Nibble, and are read by nobody.
+pub fn unknown() -> Vec<String> {
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    names.filter(|n| n.starts_with(PREFIX) && VARIABLES.iter().all(|(known, _)| known != n)).collect()
+}

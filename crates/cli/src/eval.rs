@@ -1,0 +1,63 @@
+//! `nibble eval`: the held-out loss of a checkpoint.
+
+use crate::checkpoint;
+use crate::console::{bits, say, thousands};
+use crate::error::Result;
+use crate::train::RecipeArg;
+use nibble_train::data::Entropy;
+use nibble_train::tokenizer::Tokenizer;
+use std::path::PathBuf;
+
+/// Loss of a checkpoint over all of its held-out data.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    nibble eval runs/tiny\n  \
+    nibble eval runs/tiny/checkpoints/step-00000200\n  \
+    nibble eval runs/tiny --recipe bf16      the same weights under another recipe\n  \
+    nibble eval runs/shakespeare --set data.source=other.txt")]
+pub struct Args {
+    /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
+    #[arg(value_name = "RUN_OR_CHECKPOINT")]
+    path: PathBuf,
+    /// Changes a value of the checkpoint's configuration.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    #[command(flatten)]
+    recipe: RecipeArg,
+}
+
+pub fn run(args: Args) -> Result<()> {
+    let checkpoint = checkpoint::open(&args.path)?;
+    let config = checkpoint::config(&checkpoint, &args.recipe.after(args.overrides))?;
+    let cpu = checkpoint::cpu(&config)?;
+    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint)?;
+    let unit = unit(trainer.data().tokenizer());
+    let entropy = trainer.data().entropy();
+    let loss = trainer.evaluate(0)?;
+    let step = thousands(checkpoint.position().step);
+    say!("checkpoint: {} (step {step})", checkpoint.path().display());
+    say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
+    say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
+    if let Some(entropy) = entropy {
+        say!("{}", against(entropy, loss));
+    }
+    Ok(())
+}
+
+/// What one token is.
+pub fn unit(tokenizer: Tokenizer) -> &'static str {
+    match tokenizer {
+        Tokenizer::Bytes => "byte",
+        Tokenizer::Synthetic => "token",
+    }
+}
+
+/// A loss between the floor and the loss of a model that knows nothing but frequencies.
+pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
+    let share = (loss - rate) / (unigram - rate);
+    format!(
+        "H {rate:.4} (the floor), U {unigram:.4} (frequencies alone): {:.4} bits above the floor, \
+         (loss - H)/(U - H) = {share:.4}",
+        bits(loss - rate)
+    )
+}

@@ -1,0 +1,87 @@
+//! Ranks as threads: each with a backend of its own, all of them ending together.
+
+use crate::env::Env;
+use crate::error::{Error, Result, panicked};
+use nibble_core::{Comm, SoloComm};
+use nibble_cpu::{Cpu, ThreadComm};
+use nibble_train::config::RunConfig;
+
+/// Runs `body` on every rank and returns the first rank's result. It is given the rank's backend and communicator.
+///
+/// # Errors
+/// The error of the rank that failed first in its own right; the others only echo it.
+pub fn on_ranks<T: Send>(
+    env: &Env,
+    run: &RunConfig,
+    body: impl Fn(&Cpu, &dyn Comm<Cpu>) -> Result<T> + Sync,
+) -> Result<T> {
+    let threads = env.threads(run.threads);
+    if run.ranks == 1 {
+        return body(&env.cpu(threads)?, &SoloComm);
+    }
+    let each = (threads / run.ranks).max(1);
+    // The communicator is moved into the thread: dropped there by a panic, it tells the others.
+    let rank = |comm: ThreadComm| {
+        let done = env.cpu(each).map_err(Error::from).and_then(|cpu| body(&cpu, &comm));
+        if let Err(error) = &done {
+            Comm::<Cpu>::abort(&comm, &error.to_string());
+        }
+        done
+    };
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let ranks = ThreadComm::world(run.ranks).into_iter();
+        let handles: Vec<_> = ranks.map(|comm| scope.spawn(|| rank(comm))).collect();
+        handles.into_iter().map(|h| h.join().unwrap_or_else(|_| Err(panicked()))).collect()
+    });
+    first_cause(results)
+}
+
+/// The first rank's result, or the error that caused the others.
+fn first_cause<T>(results: Vec<Result<T>>) -> Result<T> {
+    let mut first = None;
+    let mut error = None;
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(value) if rank == 0 => first = Some(value),
+            Ok(_) => {}
+            Err(e) => {
+                let replace = matches!((&error, &e), (None, _) | (Some(Error::Echo(_)), Error::Usage(_) | Error::Failed(_)));
+                if replace {
+                    error = Some(e);
+                }
+            }
+        }
+    }
+    match (error, first) {
+        (Some(error), _) => Err(error),
+        (None, Some(value)) => Ok(value),
+        (None, None) => Err(Error::Failed("a run without ranks".into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cause_is_reported_and_not_its_echo() {
+        let echo = || Err(Error::Echo("rank 0: barrier: rank 1 failed".into()));
+        let cause = Err(Error::Failed("disk full".into()));
+        assert_eq!(first_cause::<()>(vec![echo(), cause, echo()]).unwrap_err().to_string(), "disk full");
+        assert!(matches!(first_cause::<()>(vec![echo(), echo()]), Err(Error::Echo(_))));
+        assert_eq!(first_cause(vec![Ok(7), Ok(8)]).unwrap(), 7);
+    }
+
+    #[test]
+    fn one_failing_rank_ends_all_of_them() {
+        let env = Env::read().unwrap();
+        let run = RunConfig { ranks: 3, ..RunConfig::default() };
+        let done = on_ranks(&env, &run, |cpu, comm| {
+            if comm.rank() == 1 {
+                return Err(Error::usage("rank 1 had enough"));
+            }
+            Ok(comm.all_gather(cpu, &nibble_core::Backend::zeros(cpu, 1)?)?)
+        });
+        assert_eq!(done.unwrap_err().to_string(), "rank 1 had enough");
+    }
+}

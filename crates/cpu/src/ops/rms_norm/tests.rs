@@ -1,0 +1,168 @@
+use super::*;
+use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+use nibble_core::Backend;
+
+/// Rows and columns around the lanes and the blocks of columns; shards.
+const SHAPES: [(usize, usize, usize); 9] = [
+    (0, 5, 1),
+    (1, 1, 1),
+    (4, 16, 4),
+    (6, 15, 2),
+    (8, 17, 4),
+    (12, 64, 1),
+    (4, 200, 2),
+    (1024, 32, 4),
+    (40, 1000, 4),
+];
+
+const EPS: f32 = 1e-6;
+
+fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
+    let cols = x.len().checked_div(rows).unwrap_or(0);
+    match dtype {
+        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
+        DType::Bf16 => {
+            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
+        }
+    }
+}
+
+/// Numbers that BF16 holds exactly, so that both types have the same reference.
+fn short(site: u32, len: usize) -> Vec<f32> {
+    normals(site, len).into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
+}
+
+/// y in f64.
+fn reference(x: &[f64], weight: &[f64]) -> Vec<f64> {
+    let d = weight.len();
+    let row = |x: &[f64]| {
+        let rms = (x.iter().map(|x| x * x).sum::<f64>() / d as f64 + f64::from(EPS)).sqrt();
+        x.iter().zip(weight).map(|(x, w)| x / rms * w).collect::<Vec<_>>()
+    };
+    x.chunks_exact(d).flat_map(row).collect()
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+fn forward_on(cpu: &Cpu, x: &[f32], weight: &[f32], rows: usize, dtype: DType) -> RmsNormOut<Cpu> {
+    let x = Tensor { cols: weight.len(), ..tensor(cpu, x, rows, dtype) };
+    let op = RmsNorm { x: &x, weight: &tensor(cpu, weight, 1, DType::F32), eps: EPS };
+    op.check().unwrap();
+    rms_norm(cpu, op).unwrap()
+}
+
+#[test]
+fn forward_is_the_formula_and_the_same_everywhere() {
+    for (rows, d, _) in SHAPES {
+        let (x, weight) = (short(1, rows * d), short(2, d));
+        for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 1.0 / 256.0)] {
+            let got = same_everywhere(|cpu| {
+                let got = forward_on(cpu, &x, &weight, rows, dtype);
+                (bits(&got.y), got.inv_rms.as_slice().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+            });
+            let shift = if dtype == DType::F32 { 0 } else { 16 };
+            for (got, want) in got.0.iter().zip(reference(&wide(&x), &wide(&weight))) {
+                let got = f64::from(f32::from_bits(got << shift));
+                assert!(
+                    (got - want).abs() <= bound * want.abs() + 1e-30,
+                    "{rows}×{d} {dtype}: {got} for {want}"
+                );
+            }
+            for (inv, x) in got.1.iter().zip(x.chunks_exact(d)) {
+                let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / d as f64;
+                let want = 1.0 / (mean + f64::from(EPS)).sqrt();
+                assert!((f64::from(f32::from_bits(*inv)) / want - 1.0).abs() < 5e-7);
+            }
+        }
+    }
+}
+
+/// dx and dweight of a call on tensors of one type.
+fn backward_on(
+    cpu: &Cpu,
+    [x, weight, dy]: [&[f32]; 3],
+    rows: usize,
+    shards: usize,
+    dtype: DType,
+) -> (Tensor<Cpu>, Tensor<Cpu>) {
+    let d = weight.len();
+    let inv_rms = forward_on(cpu, x, weight, rows, dtype).inv_rms;
+    let weight = tensor(cpu, weight, 1, DType::F32);
+    let [x, dy] = [x, dy].map(|x| Tensor { cols: d, ..tensor(cpu, x, rows, dtype) });
+    let mut dweight = tensor(cpu, &vec![0.5; shards * d], shards, DType::F32);
+    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &dy, dweight: &mut dweight };
+    op.check().unwrap();
+    (rms_norm_backward(cpu, op).unwrap(), dweight)
+}
+
+#[test]
+fn backward_is_the_same_everywhere() {
+    for (rows, d, shards) in SHAPES {
+        let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
+        for dtype in [DType::F32, DType::Bf16] {
+            same_everywhere(|cpu| {
+                let (dx, dweight) = backward_on(cpu, [&x, &weight, &dy], rows, shards, dtype);
+                (bits(&dx), bits(&dweight))
+            });
+        }
+    }
+}
+
+#[test]
+fn backward_is_the_derivative_of_the_formula() {
+    let cpu = Cpu::new(2).unwrap();
+    for (rows, d, shards) in SHAPES.into_iter().filter(|(rows, d, _)| *rows > 0 && *d > 1) {
+        let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
+        let (dx, dweight) = backward_on(&cpu, [&x, &weight, &dy], rows, shards, DType::F32);
+        let (dx, dweight) = (dx.to_f32_vec(&cpu).unwrap(), dweight.to_f32_vec(&cpu).unwrap());
+        let loss = |x: &[f64], weight: &[f64], rows: std::ops::Range<usize>| -> f64 {
+            let y = reference(&x[rows.start * d..rows.end * d], weight);
+            y.iter().zip(&dy[rows.start * d..]).map(|(y, &dy)| y * f64::from(dy)).sum()
+        };
+        let (x, weight) = (wide(&x), wide(&weight));
+        for i in (0..rows * d).step_by((rows * d).div_ceil(23)) {
+            let moved = |by: f64| {
+                let mut x = x.clone();
+                x[i] += by;
+                loss(&x, &weight, i / d..i / d + 1)
+            };
+            let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            assert!((f64::from(dx[i]) - want).abs() < 1e-5, "dx[{i}] of {rows}×{d}: {} for {want}", dx[i]);
+        }
+        for shard in 0..shards {
+            let range = shard * rows / shards..(shard + 1) * rows / shards;
+            for c in (0..d).step_by(d.div_ceil(7)) {
+                let moved = |by: f64| {
+                    let mut weight = weight.clone();
+                    weight[c] += by;
+                    loss(&x, &weight, range.clone())
+                };
+                let want = 0.5 + (moved(1e-4) - moved(-1e-4)) / 2e-4;
+                let got = f64::from(dweight[shard * d + c]);
+                assert!((got - want).abs() < 1e-4, "dweight[{shard}, {c}] of {rows}×{d}: {got} for {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn mistakes_are_named() {
+    let cpu = Cpu::new(1).unwrap();
+    let (x, weight) = (tensor(&cpu, &[1.0; 8], 2, DType::F32), tensor(&cpu, &[1.0; 4], 1, DType::F32));
+    let inv_rms = cpu.zeros::<f32>(2).unwrap();
+    let mut none = Tensor::zeros(&cpu, DType::F32, 0, 4).unwrap();
+    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight: &mut none };
+    let error = rms_norm_backward(&cpu, op).unwrap_err().to_string();
+    assert_eq!(error, "rms_norm_backward: `rows of dweight` is 0, expected at least one shard");
+    let mut half = Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap();
+    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight: &mut half };
+    let error = rms_norm_backward(&cpu, op).unwrap_err().to_string();
+    assert_eq!(error, "rms_norm_backward: `type of dweight` is bf16, expected f32");
+    let empty = Tensor::zeros(&cpu, DType::F32, 3, 0).unwrap();
+    let no_weight = Tensor::zeros(&cpu, DType::F32, 1, 0).unwrap();
+    let error = rms_norm(&cpu, RmsNorm { x: &empty, weight: &no_weight, eps: EPS }).unwrap_err().to_string();
+    assert_eq!(error, "rms_norm: `columns of x` is 0, expected at least one");
+}

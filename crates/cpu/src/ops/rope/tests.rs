@@ -1,0 +1,85 @@
+use super::*;
+use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+
+/// Cosines, then sines, of position · 10000^(−2i/head_dim).
+fn table(positions: usize, head_dim: usize) -> Vec<f32> {
+    let angle = |p: usize, i: usize| p as f64 * 10_000f64.powf(-2.0 * i as f64 / head_dim as f64);
+    let half = head_dim / 2;
+    let row = |p| (0..half).map(move |i| angle(p, i).cos()).chain((0..half).map(move |i| angle(p, i).sin()));
+    (0..positions).flat_map(row).map(|x| x as f32).collect()
+}
+
+/// (sequences, seq_len, first_position, heads, head_dim)
+const SHAPES: [(usize, usize, usize, usize, usize); 8] = [
+    (1, 1, 0, 1, 2),
+    (2, 3, 4, 1, 16),
+    (3, 5, 0, 4, 32),
+    (2, 7, 1, 3, 64),
+    (1, 9, 0, 2, 128),
+    (2, 4, 3, 5, 6),
+    (0, 4, 0, 2, 16),
+    (4, 200, 2, 4, 16),
+];
+
+fn turned(
+    cpu: &Cpu,
+    x: &Tensor<Cpu>,
+    shape: (usize, usize, usize, usize, usize),
+    inverse: bool,
+) -> Tensor<Cpu> {
+    let (_, seq_len, first_position, _, head_dim) = shape;
+    let positions = seq_len + first_position + 1;
+    let table = Tensor::from_f32(cpu, &table(positions, head_dim), positions, head_dim).unwrap();
+    let op = Rope { x, table: &table, seq_len, first_position, inverse };
+    op.check().unwrap();
+    rope(cpu, op).unwrap()
+}
+
+#[test]
+fn every_pair_turns_by_its_angle_and_back() {
+    for shape in SHAPES {
+        let (sequences, seq_len, first_position, heads, head_dim) = shape;
+        let (rows, cols) = (sequences * seq_len, heads * head_dim);
+        let x = normals(1, rows * cols);
+        let [there, back] = same_everywhere(|cpu| {
+            let x = Tensor::from_f32(cpu, &x, rows, cols).unwrap();
+            let there = turned(cpu, &x, shape, false);
+            assert_eq!(there.shape(), (rows, cols));
+            let back = turned(cpu, &there, shape, true);
+            [bits(&there), bits(&back)]
+        });
+        let half = head_dim / 2;
+        for (e, &got) in there.iter().enumerate() {
+            let (row, i) = (e / cols, e % head_dim);
+            let position = (row % seq_len + first_position) as f64;
+            let angle = position * 10_000f64.powf(-2.0 * (i % half) as f64 / head_dim as f64);
+            let start = e - i + i % half;
+            let (x0, x1) = (f64::from(x[start]), f64::from(x[start + half]));
+            let (sin, cos) = angle.sin_cos();
+            let want = if i < half { x0 * cos - x1 * sin } else { x1 * cos + x0 * sin };
+            let got = f64::from(f32::from_bits(got));
+            assert!((got - want).abs() < 1e-6, "{shape:?} element {e}: {got} for {want}");
+        }
+        for (&got, want) in back.iter().zip(&x) {
+            assert!((f32::from_bits(got) - want).abs() < 2e-6);
+        }
+    }
+}
+
+#[test]
+fn bf16_is_rounded_once() {
+    for shape in SHAPES {
+        let (sequences, seq_len, _, heads, head_dim) = shape;
+        let (rows, cols) = (sequences * seq_len, heads * head_dim);
+        let x: Vec<bf16> = normals(1, rows * cols).into_iter().map(bf16::from_f32).collect();
+        let got = same_everywhere(|cpu| {
+            bits(&turned(cpu, &Tensor::from_bf16(cpu, &x, rows, cols).unwrap(), shape, false))
+        });
+        let cpu = Cpu::scalar(1).unwrap();
+        let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+        let wide = turned(&cpu, &Tensor::from_f32(&cpu, &wide, rows, cols).unwrap(), shape, false);
+        let want = wide.to_f32_vec(&cpu).unwrap();
+        let want: Vec<u32> = want.into_iter().map(|x| u32::from(bf16::from_f32(x).to_bits())).collect();
+        assert!(got == want, "{shape:?}");
+    }
+}

@@ -1,0 +1,261 @@
+//! Ranks as threads: what the collectives compute, and that no failure of one rank leaves another waiting.
+
+use nibble_core::{Backend, Comm, Error, Result};
+use nibble_cpu::{Buf, Cpu, ThreadComm};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// Longer than anything here takes; a rank that is silent for so long hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs each rank on a thread that owns its communicator. `None` for a rank that panicked.
+///
+/// # Panics
+/// If a rank does not return.
+fn ranks<R: Send + 'static>(
+    size: usize,
+    body: impl Fn(&Cpu, ThreadComm) -> R + Clone + Send + 'static,
+) -> Vec<Option<R>> {
+    let (done, results) = mpsc::channel();
+    for (rank, comm) in ThreadComm::world(size).into_iter().enumerate() {
+        let (body, done) = (body.clone(), done.clone());
+        std::thread::spawn(move || {
+            let cpu = Cpu::new(1).unwrap();
+            let body = std::panic::AssertUnwindSafe(|| body(&cpu, comm));
+            let _ = done.send((rank, std::panic::catch_unwind(body).ok()));
+        });
+    }
+    let mut all: Vec<Option<R>> = (0..size).map(|_| None).collect();
+    for _ in 0..size {
+        let (rank, result) = results.recv_timeout(PATIENCE).expect("a rank waits for ever");
+        all[rank] = result;
+    }
+    all
+}
+
+/// The rank, whatever the backend.
+fn rank_of(comm: &ThreadComm) -> usize {
+    Comm::<Cpu>::rank(comm)
+}
+
+fn barrier(comm: &ThreadComm) -> Result<()> {
+    Comm::<Cpu>::barrier(comm)
+}
+
+fn why<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => "no error".to_owned(),
+        Err(e @ Error::Comm { .. }) => e.to_string(),
+        Err(other) => format!("not a communication error: {other}"),
+    }
+}
+
+/// A small generator, so that ranks arrive in ever new orders.
+fn scrambled(x: usize) -> usize {
+    (x.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (x << 7)).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40
+}
+
+/// Rows from rank `from` to rank `to` in this round, none among them.
+fn rows_sent(round: usize, from: usize, to: usize) -> usize {
+    scrambled(round * 64 + from * 8 + to) % 4
+}
+
+/// The byte that fills a row.
+fn filling(round: usize, from: usize, to: usize, row: usize) -> u8 {
+    scrambled(round * 4096 + from * 512 + to * 64 + row) as u8
+}
+
+/// One collective of each kind, checked against what every rank can work out alone.
+fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
+    const ROW: usize = 16;
+    let me = rank_of(comm);
+    for _ in 0..scrambled(round * 8 + me) % 3 {
+        std::thread::yield_now();
+    }
+    let send: Vec<i32> = (0..world).map(|to| rows_sent(round, me, to) as i32).collect();
+    let counts = comm.counts(cpu, &cpu.upload(&send).unwrap()).unwrap();
+    let recv: Vec<usize> = (0..world).map(|from| rows_sent(round, from, me)).collect();
+    assert_eq!(counts.as_slice(), recv.iter().map(|&n| n as i32).collect::<Vec<_>>());
+
+    let send: Vec<usize> = send.into_iter().map(|n| n as usize).collect();
+    let rows_between = |from: usize, to: usize| {
+        (0..rows_sent(round, from, to)).flat_map(move |row| [filling(round, from, to, row); ROW])
+    };
+    let bytes: Vec<u8> = (0..world).flat_map(|to| rows_between(me, to)).collect();
+    let got = comm.all_to_all_v(cpu, &cpu.upload(&bytes).unwrap(), ROW, &send, &recv).unwrap();
+    let want: Vec<u8> = (0..world).flat_map(|from| rows_between(from, me)).collect();
+    assert_eq!(got.as_slice(), want);
+
+    let value = |rank: usize, i: usize| (1.0f32 + i as f32).powi(rank as i32 * 5 - 7) * (round as f32 + 0.3);
+    let len = scrambled(round) % 5;
+    let of = |rank: usize| (0..len).map(move |i| value(rank, i));
+    let mine: Vec<f32> = of(me).collect();
+    let mut sums = cpu.upload(&mine).unwrap();
+    comm.all_reduce_tree(cpu, &mut sums).unwrap();
+    for (i, got) in sums.as_slice().iter().enumerate() {
+        assert_eq!(got.to_bits(), tree((0..world).map(|rank| value(rank, i)).collect()).to_bits());
+    }
+    let gathered = comm.all_gather(cpu, &cpu.upload(&mine).unwrap()).unwrap();
+    assert_eq!(gathered.as_slice(), (0..world).flat_map(of).collect::<Vec<_>>());
+    barrier(comm).unwrap();
+}
+
+/// ((0+1)+(2+3))…, a last one alone as it is.
+fn tree(mut level: Vec<f32>) -> f32 {
+    while level.len() > 1 {
+        level = level.chunks(2).map(|pair| pair.iter().skip(1).fold(pair[0], |a, b| a + b)).collect();
+    }
+    level[0]
+}
+
+#[test]
+fn every_collective_is_right_over_many_rounds_and_orders_of_arrival() {
+    for world in [1, 2, 3, 4, 7] {
+        let done =
+            ranks(world, move |cpu, comm| (0..300).for_each(|round| one_round(cpu, &comm, world, round)));
+        assert!(done.into_iter().all(|rank| rank.is_some()), "a rank of {world} saw something else");
+    }
+}
+
+#[test]
+fn a_reduction_gives_all_ranks_the_bits_of_the_tree_not_of_a_chain() {
+    let terms = [16_777_216.0f32, 1.0, 1.0, 1.0];
+    let all = ranks(4, move |cpu, comm| {
+        let mut x = cpu.upload(&[terms[rank_of(&comm)]]).unwrap();
+        comm.all_reduce_tree(cpu, &mut x).unwrap();
+        x.as_slice()[0]
+    });
+    assert_eq!(all, [Some(16_777_218.0); 4]);
+    assert_eq!(terms.iter().sum::<f32>(), 16_777_216.0);
+}
+
+#[test]
+fn a_panic_fails_every_other_rank_now_and_later() {
+    let all = ranks(3, |_, comm| {
+        // Complete for every rank, even one that looks only after rank 1 is gone.
+        barrier(&comm).unwrap();
+        if rank_of(&comm) == 1 {
+            std::panic::resume_unwind(Box::new("silently"));
+        }
+        (why(barrier(&comm)), why(barrier(&comm)))
+    });
+    assert!(all[1].is_none());
+    for rank in [0, 2] {
+        let (first, later) = all[rank].as_ref().unwrap();
+        assert_eq!(first, &format!("rank {rank}: barrier: rank 1 failed: its thread panicked"));
+        assert_eq!(later, first);
+    }
+}
+
+#[test]
+fn an_abort_reaches_ranks_that_wait_and_ranks_that_come_later() {
+    let all = ranks(4, |cpu, comm| {
+        if rank_of(&comm) == 2 {
+            std::thread::sleep(Duration::from_millis(30));
+            Comm::<Cpu>::abort(&comm, "the disk is full");
+            Comm::<Cpu>::abort(&comm, "a second reason, which nobody hears");
+            return why(barrier(&comm));
+        }
+        if rank_of(&comm) == 3 {
+            std::thread::sleep(Duration::from_millis(60));
+        }
+        why(comm.all_gather(cpu, &cpu.zeros(3).unwrap()))
+    });
+    for (rank, got) in all.into_iter().enumerate() {
+        let call = if rank == 2 { "barrier" } else { "all_gather" };
+        assert_eq!(got.unwrap(), format!("rank {rank}: {call}: rank 2 failed: the disk is full"));
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_missed_only_by_calls_that_need_it() {
+    for _ in 0..200 {
+        let all = ranks(3, |cpu, comm| {
+            let me = rank_of(&comm);
+            let sum = comm.all_gather(cpu, &cpu.upload(&[me as f32]).unwrap());
+            // What rank 1 gave before it left counts, however late the others look at it.
+            assert_eq!(sum.unwrap().as_slice(), [0.0, 1.0, 2.0]);
+            if me == 1 { None } else { Some((why(barrier(&comm)), why(barrier(&comm)))) }
+        });
+        assert_eq!(all[1], Some(None));
+        for rank in [0, 2] {
+            let (first, later) = all[rank].clone().unwrap().unwrap();
+            assert!(first.starts_with(&format!("rank {rank}: barrier: ")), "{first}");
+            assert!(first.contains("rank 1 has left"), "{first}");
+            assert!(later.contains("rank 1 has left"), "{later}");
+        }
+    }
+}
+
+#[test]
+fn different_collectives_at_the_same_time_fail_all_ranks() {
+    let all = ranks(3, |cpu, comm| match rank_of(&comm) {
+        0 => why(barrier(&comm)),
+        _ => why(comm.all_gather(cpu, &cpu.zeros(1).unwrap())),
+    });
+    for (rank, got) in all.into_iter().enumerate() {
+        let got = got.unwrap();
+        assert!(got.starts_with(&format!("rank {rank}: ")), "{got}");
+        assert!(got.contains("at the same time"), "{got}");
+    }
+}
+
+#[test]
+fn contributions_of_different_lengths_fail_all_ranks() {
+    let all = ranks(3, |cpu, comm| {
+        let mut x = cpu.zeros::<f32>(if rank_of(&comm) == 1 { 4 } else { 5 }).unwrap();
+        (why(comm.all_reduce_tree(cpu, &mut x)), why(barrier(&comm)))
+    });
+    for got in all {
+        let (first, later) = got.unwrap();
+        assert!(first.contains("values"), "{first}");
+        assert!(later.contains("failed: all_reduce_tree: "), "{later}");
+    }
+}
+
+#[test]
+fn counts_need_one_number_a_rank() {
+    for len in [1, 3] {
+        let all = ranks(2, move |cpu, comm| why(comm.counts(cpu, &cpu.zeros(len).unwrap())));
+        for got in all {
+            assert!(got.unwrap().contains(&format!("{len} counts for 2 ranks")));
+        }
+    }
+}
+
+/// The all-to-all that a rank makes instead of a right one.
+type Mistake = fn(&Cpu, &ThreadComm) -> Result<Buf<u8>>;
+
+#[test]
+fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
+    let mistakes: [(&str, Mistake); 5] = [
+        ("1 and 2 counts for 2 ranks", |cpu, comm| {
+            comm.all_to_all_v(cpu, &cpu.zeros(16).unwrap(), 16, &[1], &[1, 1])
+        }),
+        ("17 bytes given are not [1, 1] rows of 16", |cpu, comm| {
+            comm.all_to_all_v(cpu, &cpu.zeros(17).unwrap(), 16, &[1, 1], &[1, 1])
+        }),
+        ("33 bytes given are not [1, 1] rows of 16", |cpu, comm| {
+            comm.all_to_all_v(cpu, &cpu.zeros(33).unwrap(), 16, &[1, 1], &[1, 1])
+        }),
+        ("32 bytes given are not [1, 18446744073709551615] rows of 16", |cpu, comm| {
+            comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, usize::MAX], &[1, 1])
+        }),
+        ("18446744073709551615 rows of 16 bytes expected from rank 1, 16 bytes came", |cpu, comm| {
+            comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, 1], &[1, usize::MAX])
+        }),
+    ];
+    for (message, mistake) in mistakes {
+        let all = ranks(2, move |cpu, comm| {
+            if rank_of(&comm) == 0 {
+                return why(mistake(cpu, &comm));
+            }
+            let right = comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, 1], &[1, 1]);
+            // The mistake may show only in what rank 0 makes of the answers: then the next call fails.
+            why(right.and_then(|_| barrier(&comm)))
+        });
+        let of = |rank: usize| all[rank].clone().unwrap();
+        assert_eq!(of(0), format!("rank 0: all_to_all_v: {message}"));
+        assert!(of(1).ends_with(&format!("rank 0 failed: all_to_all_v: {message}")), "{}", of(1));
+    }
+}

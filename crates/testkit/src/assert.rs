@@ -1,0 +1,287 @@
+//! What an output can be held to: the same bits, some units in the last place, or a relative L2 error. A failure names
+//! the output, how many values are wrong, and the first of them with its bits.
+
+use half::bf16;
+use nibble_core::Agreement;
+use std::fmt;
+
+/// A value whose bits can be compared.
+pub trait Bits: Copy {
+    /// Whether the bits are equal, or both are NaN.
+    fn same(self, other: Self) -> bool;
+    /// The value and its bits.
+    fn show(self) -> String;
+}
+
+macro_rules! integer_bits {
+    ($($t:ty: $hex:literal),*) => {$(
+        impl Bits for $t {
+            fn same(self, other: Self) -> bool {
+                self == other
+            }
+            fn show(self) -> String {
+                format!(concat!("{} (", $hex, ")"), self, self)
+            }
+        }
+    )*};
+}
+integer_bits!(u8: "{:#04x}", i8: "{:#04x}", i32: "{:#x}", u16: "{:#06x}", u32: "{:#x}", u64: "{:#x}");
+
+macro_rules! float_bits {
+    ($($t:ty: $hex:literal),*) => {$(
+        impl Bits for $t {
+            fn same(self, other: Self) -> bool {
+                self.to_bits() == other.to_bits() || (self.is_nan() && other.is_nan())
+            }
+            fn show(self) -> String {
+                format!(concat!("{:e} (", $hex, ")"), self, self.to_bits())
+            }
+        }
+    )*};
+}
+float_bits!(f32: "{:#010x}", f64: "{:#018x}", bf16: "{:#06x}");
+
+/// Why two outputs do not agree.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Mismatch {
+    /// They have different lengths.
+    Length {
+        /// Length of the one under test.
+        got: usize,
+        /// Length expected.
+        want: usize,
+    },
+    /// Single values are wrong.
+    Values {
+        /// How many.
+        wrong: usize,
+        /// Of how many.
+        len: usize,
+        /// Index of the first wrong one.
+        first: usize,
+        /// That value and its bits.
+        got: String,
+        /// What it should have been.
+        want: String,
+        /// What was allowed.
+        bound: String,
+    },
+    /// The relative L2 error is too large.
+    RelL2 {
+        /// ‖got − want‖ / ‖want‖.
+        error: f64,
+        /// What was allowed.
+        bound: f64,
+        /// Index of the largest absolute error.
+        worst: usize,
+        /// The value there.
+        got: String,
+        /// What it should have been.
+        want: String,
+    },
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Length { got, want } => write!(f, "{got} values, expected {want}"),
+            Self::Values { wrong, len, first, got, want, bound } => {
+                write!(f, "{wrong} of {len} values differ ({bound}); first [{first}]: {got}, expected {want}")
+            }
+            Self::RelL2 { error, bound, worst, got, want } => write!(
+                f,
+                "relative L2 error {error:.3e} is above {bound:.3e}; largest error at [{worst}]: {got}, expected {want}"
+            ),
+        }
+    }
+}
+
+fn compare<T: Bits>(
+    got: &[T],
+    want: &[T],
+    bound: impl fmt::Display,
+    good: impl Fn(T, T) -> bool,
+) -> Result<(), Mismatch> {
+    if got.len() != want.len() {
+        return Err(Mismatch::Length { got: got.len(), want: want.len() });
+    }
+    let mut wrong = (0..got.len()).filter(|&i| !good(got[i], want[i]));
+    let Some(first) = wrong.next() else { return Ok(()) };
+    Err(Mismatch::Values {
+        wrong: 1 + wrong.count(),
+        len: got.len(),
+        first,
+        got: got[first].show(),
+        want: want[first].show(),
+        bound: bound.to_string(),
+    })
+}
+
+/// Compares bits, NaN with NaN.
+///
+/// # Errors
+/// What differs.
+pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
+    compare(got, want, "same bits", T::same)
+}
+
+/// Position of a number on the line of all singles: neighbours differ by one, ±0 coincide.
+fn ordinal(x: f32) -> i64 {
+    let magnitude = i64::from(x.to_bits() & 0x7FFF_FFFF);
+    if x.is_sign_negative() { -magnitude } else { magnitude }
+}
+
+/// Units in the last place between two singles; NaN is 0 away from NaN and infinitely far from all else.
+pub fn ulps_between(a: f32, b: f32) -> u64 {
+    match (a.is_nan(), b.is_nan()) {
+        (true, true) => 0,
+        (false, false) => ordinal(a).abs_diff(ordinal(b)),
+        _ => u64::MAX,
+    }
+}
+
+/// Compares to so many units in the last place.
+///
+/// # Errors
+/// What differs.
+pub fn compare_ulps(got: &[f32], want: &[f32], max: u32) -> Result<(), Mismatch> {
+    compare(got, want, format_args!("at most {max} ulps"), |a, b| ulps_between(a, b) <= u64::from(max))
+}
+
+/// ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 where both are all zeros.
+pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (&got, &want) in got.iter().zip(want).filter(|(g, w)| g.is_finite() && w.is_finite()) {
+        let (got, want) = (f64::from(got), f64::from(want));
+        error += (got - want) * (got - want);
+        norm += want * want;
+    }
+    if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
+}
+
+/// Compares to a relative L2 error. A NaN or infinity must stand where one is expected.
+///
+/// # Errors
+/// What differs.
+pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatch> {
+    compare(got, want, "finite where finite is expected", |a, b| {
+        if a.is_finite() && b.is_finite() { true } else { a.same(b) }
+    })?;
+    let error = rel_l2(got, want);
+    if error <= max {
+        return Ok(());
+    }
+    let distance = |i: usize| {
+        let d = (f64::from(got[i]) - f64::from(want[i])).abs();
+        if d.is_finite() { d } else { 0.0 }
+    };
+    // Some error is above `max` ≥ 0, so there is at least one value.
+    let worst = (0..got.len()).max_by(|&i, &j| distance(i).total_cmp(&distance(j))).unwrap_or(0);
+    let (got, want) = (got[worst].show(), want[worst].show());
+    Err(Mismatch::RelL2 { error, bound: max, worst, got, want })
+}
+
+/// Compares by what an operation declares.
+///
+/// # Errors
+/// What differs.
+pub fn compare_agreement(agreement: Agreement, got: &[f32], want: &[f32]) -> Result<(), Mismatch> {
+    match agreement {
+        Agreement::Bitwise => compare_bits(got, want),
+        Agreement::Ulps(max) => compare_ulps(got, want, max),
+        Agreement::RelL2(max) => compare_rel_l2(got, want, max),
+    }
+}
+
+#[track_caller]
+fn require(what: &str, compared: Result<(), Mismatch>) {
+    if let Err(mismatch) = compared {
+        panic!("{what}: {mismatch}");
+    }
+}
+
+/// Asserts equal bits, NaN compared as NaN.
+///
+/// # Panics
+/// With a report, if they differ.
+#[track_caller]
+pub fn assert_bits_equal<T: Bits>(what: &str, got: &[T], want: &[T]) {
+    require(what, compare_bits(got, want));
+}
+
+/// Asserts that values are at most `max` units in the last place apart.
+///
+/// # Panics
+/// With a report, if they are not.
+#[track_caller]
+pub fn assert_ulps(what: &str, got: &[f32], want: &[f32], max: u32) {
+    require(what, compare_ulps(got, want, max));
+}
+
+/// Asserts a relative L2 error of at most `max`.
+///
+/// # Panics
+/// With a report, if it is larger.
+#[track_caller]
+pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
+    require(what, compare_rel_l2(got, want, max));
+}
+
+/// Asserts what an operation declares.
+///
+/// # Panics
+/// With a report, if it does not hold.
+#[track_caller]
+pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f32]) {
+    require(what, compare_agreement(agreement, got, want));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_counts_and_shows_the_first() {
+        let e = compare_bits(&[1.0f32, -0.0, 3.0], &[1.0, 0.0, 4.0]).unwrap_err();
+        let want = "2 of 3 values differ (same bits); first [1]: -0e0 (0x80000000), expected 0e0 (0x00000000)";
+        assert_eq!(e.to_string(), want);
+        let e = compare_bits(&[0x1Fu8], &[0x0F]).unwrap_err();
+        assert!(e.to_string().ends_with("first [0]: 31 (0x1f), expected 15 (0x0f)"), "{e}");
+        assert_eq!(compare_bits(&[1u8], &[]).unwrap_err().to_string(), "1 values, expected 0");
+    }
+
+    #[test]
+    fn nans_are_equal_whatever_their_payload() {
+        let other = f32::from_bits(0xFFC0_1234);
+        assert!(compare_bits(&[f32::NAN], &[other]).is_ok());
+        assert!(compare_ulps(&[f32::NAN], &[other], 0).is_ok());
+        assert!(compare_rel_l2(&[f32::NAN], &[other], 0.0).is_ok());
+        assert!(compare_ulps(&[f32::NAN], &[1.0], u32::MAX).is_err());
+        assert!(compare_rel_l2(&[1.0], &[f32::INFINITY], 1.0).is_err());
+        assert!(compare_rel_l2(&[f32::NEG_INFINITY], &[f32::INFINITY], 1.0).is_err());
+    }
+
+    #[test]
+    fn ulps_cross_zero_and_binades() {
+        assert_eq!(ulps_between(0.0, -0.0), 0);
+        assert_eq!(ulps_between(f32::from_bits(1), -f32::from_bits(1)), 2);
+        assert_eq!(ulps_between(1.0, 1.0f32.next_down()), 1);
+        assert!(compare_ulps(&[1.0f32.next_up()], &[1.0], 1).is_ok());
+        assert!(compare_ulps(&[1.0f32.next_up().next_up()], &[1.0], 1).is_err());
+    }
+
+    #[test]
+    fn relative_errors_are_of_the_whole() {
+        assert!((rel_l2(&[3.0, 4.1], &[3.0, 4.0]) - 0.1 / 5.0).abs() < 1e-7);
+        assert_eq!(rel_l2(&[0.0], &[0.0]), 0.0);
+        assert_eq!(rel_l2(&[1.0], &[0.0]), f64::INFINITY);
+        let e = compare_rel_l2(&[3.0, 4.1], &[3.0, 4.0], 0.01).unwrap_err().to_string();
+        assert!(e.starts_with("relative L2 error 2.000e-2 is above 1.000e-2; largest error at [1]"), "{e}");
+    }
+
+    #[test]
+    #[should_panic(expected = "codes: 1 of 2 values differ")]
+    fn assertions_name_the_output() {
+        assert_bits_equal("codes", &[1u8, 2], &[1, 3]);
+    }
+}

@@ -1,0 +1,356 @@
+//! The conformance suite: every operation of two backends, compared at what the operation declares.
+//!
+//! A [`Pair`] is the specification `a` and the backend under test `b`. Each function here runs one operation over shapes
+//! of real models, lopsided and empty groups, and values that are hard on number formats. Ragged operands are run
+//! twice, the second time with pads of NaN bytes wherever the contract does not promise zeros; no valid output may
+//! change by a bit. Operations that promise a relative error must still give the same bits on integers whose partial sums
+//! are exact.
+//!
+//! ```ignore
+//! nibble_testkit::conformance!(avx2, Pair::strict(Cpu::scalar(1).unwrap(), Cpu::with(3, Isa::Avx2, Path::Simd).unwrap()));
+//! ```
+
+pub use crate::ops::*;
+
+use crate::assert::{Mismatch, compare_bits, compare_rel_l2, compare_ulps};
+use crate::host::zero_pads;
+use crate::testdata::skip;
+use half::bf16;
+use nibble_core::ops::{Counts, Emitted};
+use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Kernels, Operand, Plain, Result, Scales, Tensor};
+use std::fmt::Debug;
+
+/// Two backends to compare.
+#[derive(Debug, Clone)]
+pub struct Pair<A, B> {
+    /// The specification.
+    pub a: A,
+    /// The backend under test.
+    pub b: B,
+    /// The same bits are owed everywhere, products and attention included (two paths of one machine).
+    pub strict: bool,
+}
+
+impl<A: Kernels, B: Kernels> Pair<A, B> {
+    /// Each operation at its own `AGREEMENT`.
+    pub fn new(a: A, b: B) -> Self {
+        Self { a, b, strict: false }
+    }
+
+    /// The same bits everywhere.
+    pub fn strict(a: A, b: B) -> Self {
+        Self { a, b, strict: true }
+    }
+
+    /// Runs one case on both and compares.
+    ///
+    /// # Panics
+    /// With a report, if one refuses the case or they do not agree.
+    #[track_caller]
+    pub(crate) fn check<C: Case>(&self, case: &C) {
+        let a = run(&self.a, case, Pads::Zero);
+        let b = run(&self.b, case, Pads::Zero);
+        let agreement = if self.strict { Agreement::Bitwise } else { case.agreement::<A>() };
+        b.require_agreement(agreement, &a, &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()));
+        if C::RAGGED {
+            let on = |name: String| format!("{case:?}\n  {name}, with pads of NaN against pads of zeros");
+            run(&self.a, case, Pads::Poison).require_agreement(Agreement::Bitwise, &a, &on(self.a.name()));
+            run(&self.b, case, Pads::Poison).require_agreement(Agreement::Bitwise, &b, &on(self.b.name()));
+        }
+    }
+
+    /// Both must refuse the case with such an error.
+    ///
+    /// # Panics
+    /// With a report, if one does not.
+    #[track_caller]
+    pub(crate) fn check_refused<C: Case>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
+        let results = [
+            (self.a.name(), case.run(&self.a, Pads::Zero).err()),
+            (self.b.name(), case.run(&self.b, Pads::Zero).err()),
+        ];
+        for (name, error) in results {
+            let good = error.as_ref().is_some_and(&expected);
+            assert!(good, "{case:?}\n  {name}: should have been refused, got {error:?}");
+        }
+    }
+}
+
+/// Runs one operation's conformance test on a pair, or says that it was skipped where the pair is `None` (an instruction
+/// set or a device this machine lacks).
+#[track_caller]
+pub fn on<A: Kernels, B: Kernels>(pair: impl Into<Option<Pair<A, B>>>, name: &str, op: impl Fn(&Pair<A, B>)) {
+    match pair.into() {
+        Some(pair) => op(&pair),
+        None => skip(&format!("{name}: this machine lacks what the backend needs")),
+    }
+}
+
+#[track_caller]
+fn run<B: Kernels, C: Case>(b: &B, case: &C, pads: Pads) -> Outputs {
+    match case.run(b, pads) {
+        Ok(outputs) => outputs,
+        Err(e) => panic!("{case:?}\n  {}: {e}", b.name()),
+    }
+}
+
+/// What the pads of ragged operands hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pads {
+    /// Zeros.
+    Zero,
+    /// NaN bytes.
+    Poison,
+}
+
+/// One run of one operation. The struct holds its parameters alone, so that `Debug` says what failed; values are made
+/// anew from streams.
+pub(crate) trait Case: Debug {
+    /// Whether operands have pads that may hold anything.
+    const RAGGED: bool = false;
+
+    /// What is owed.
+    fn agreement<B: Kernels>(&self) -> Agreement;
+
+    /// Makes the operands, runs the operation, brings its results to the host.
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs>;
+}
+
+/// Results on the host, by name.
+#[derive(Debug, Default)]
+pub(crate) struct Outputs(Vec<(String, Values)>);
+
+/// The values of one result.
+#[derive(Debug)]
+pub(crate) enum Values {
+    U8(Vec<u8>),
+    I32(Vec<i32>),
+    U64(Vec<u64>),
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+    Bf16(Vec<bf16>),
+}
+
+/// A scalar type of [`Values`].
+pub(crate) trait Recorded: Plain + Default {
+    fn values(values: Vec<Self>) -> Values;
+}
+
+macro_rules! recorded {
+    ($($t:ty => $variant:ident),*) => {$(
+        impl Recorded for $t {
+            fn values(values: Vec<Self>) -> Values {
+                Values::$variant(values)
+            }
+        }
+    )*};
+}
+recorded!(u8 => U8, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
+
+/// Which rows of a result are compared: all of them, or those that are not padding.
+pub(crate) type Rows<'a> = Option<&'a [bool]>;
+
+impl Outputs {
+    /// Host values.
+    pub(crate) fn values<T: Recorded>(&mut self, name: &str, values: Vec<T>) {
+        self.0.push((name.to_owned(), T::values(values)));
+    }
+
+    /// A buffer; rows that are not compared count as zeros.
+    pub(crate) fn buf<B: Backend, T: Recorded>(
+        &mut self,
+        b: &B,
+        name: &str,
+        buf: &B::Buf<T>,
+        rows: Rows<'_>,
+    ) -> Result<()> {
+        let mut values = b.download(buf)?;
+        if let Some(is_valid) = rows {
+            zero_pads(&mut values, is_valid);
+        }
+        self.values(name, values);
+        Ok(())
+    }
+
+    /// A plain tensor and its shape.
+    pub(crate) fn tensor<B: Backend>(&mut self, b: &B, name: &str, x: &Tensor<B>) -> Result<()> {
+        self.shape(name, &[x.rows, x.cols]);
+        match &x.data {
+            Data::F32(buf) => self.buf(b, name, buf, None),
+            Data::Bf16(buf) => self.buf(b, name, buf, None),
+        }
+    }
+
+    /// A quantized tensor: its shape, codes and scales. `rows` applies to row planes.
+    pub(crate) fn block<B: Backend>(
+        &mut self,
+        b: &B,
+        name: &str,
+        x: &BlockScaled<B>,
+        rows: Rows<'_>,
+    ) -> Result<()> {
+        self.shape(name, &[x.rows, x.cols, x.stack, x.axis as usize, x.format as usize, x.rule as usize]);
+        self.buf(b, &format!("{name}.codes"), &x.codes, rows)?;
+        let name = format!("{name}.scales");
+        match &x.scales {
+            Scales::E8m0(s) => self.buf(b, &name, s, rows),
+            Scales::F32(s) => self.buf(b, &name, s, rows),
+        }
+    }
+
+    /// A plain or quantized operand.
+    pub(crate) fn operand<B: Backend>(&mut self, b: &B, name: &str, x: &Operand<B>) -> Result<()> {
+        match x {
+            Operand::Plain(x) => self.tensor(b, name, x),
+            Operand::Block(x) => self.block(b, name, x, None),
+        }
+    }
+
+    /// Counts of a conversion.
+    pub(crate) fn counts<B: Backend>(&mut self, b: &B, name: &str, counts: &Counts<B>) -> Result<()> {
+        self.buf(b, &format!("{name}.counts"), &counts.0, None)
+    }
+
+    /// Whatever a fused operation wrote.
+    pub(crate) fn emitted<B: Backend>(&mut self, b: &B, name: &str, x: &Emitted<B>) -> Result<()> {
+        for (plane, operand) in [("rows", &x.rows), ("cols", &x.cols)] {
+            if let Some(operand) = operand {
+                self.operand(b, &format!("{name}.{plane}"), operand)?;
+            }
+        }
+        match &x.counts {
+            Some(counts) => self.counts(b, name, counts),
+            None => Ok(()),
+        }
+    }
+
+    fn shape(&mut self, name: &str, sizes: &[usize]) {
+        self.values(&format!("{name}.shape"), sizes.iter().map(|&s| s as u64).collect());
+    }
+}
+
+/// Runs an operation that writes to a tensor, and checks that another handle to the same buffer keeps its values.
+pub(crate) fn in_place<B: Backend, R>(
+    b: &B,
+    x: &Tensor<B>,
+    op: impl FnOnce(&mut Tensor<B>) -> Result<R>,
+) -> Result<(Tensor<B>, R)> {
+    let before = x.to_f32_vec(b)?;
+    let mut written = x.clone();
+    let result = op(&mut written)?;
+    if let Err(e) = compare_bits(&x.to_f32_vec(b)?, &before) {
+        panic!("{}: a write through one handle changed a tensor that another holds: {e}", b.name());
+    }
+    Ok((written, result))
+}
+
+/// Results of one run beside those of another.
+trait Compared {
+    fn require_agreement(&self, agreement: Agreement, want: &Outputs, case: &str);
+}
+
+impl Compared for Outputs {
+    #[track_caller]
+    fn require_agreement(&self, agreement: Agreement, want: &Outputs, case: &str) {
+        let names = |o: &Outputs| o.0.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(self), names(want), "{case}: results");
+        for ((name, got), (_, want)) in self.0.iter().zip(&want.0) {
+            if let Err(mismatch) = compare(agreement, got, want) {
+                panic!("{case}\n  {name}: {mismatch}");
+            }
+        }
+    }
+}
+
+fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Result<(), Mismatch> {
+    let widen = |v: &[bf16]| v.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+    match (agreement, got, want) {
+        (Agreement::Ulps(max), Values::F32(got), Values::F32(want)) => compare_ulps(got, want, max),
+        (Agreement::RelL2(max), Values::F32(got), Values::F32(want)) => compare_rel_l2(got, want, max),
+        (Agreement::RelL2(max), Values::Bf16(got), Values::Bf16(want)) => {
+            compare_rel_l2(&widen(got), &widen(want), after_rounding_to_bf16(max))
+        }
+        (_, Values::U8(got), Values::U8(want)) => compare_bits(got, want),
+        (_, Values::I32(got), Values::I32(want)) => compare_bits(got, want),
+        (_, Values::U64(got), Values::U64(want)) => compare_bits(got, want),
+        (_, Values::F32(got), Values::F32(want)) => compare_bits(got, want),
+        (_, Values::F64(got), Values::F64(want)) => compare_bits(got, want),
+        (_, Values::Bf16(got), Values::Bf16(want)) => compare_bits(got, want),
+        (_, got, want) => panic!("results of different types: {got:?}, expected {want:?}"),
+    }
+}
+
+/// The relative L2 error that rounding to BF16 makes of `e`: values that differ by e fall on different sides of a
+/// rounding boundary once in u / e times (u the unit in the last place, up to 2⁻⁷ of the value), and are then u apart, so
+/// that the mean square is e · u. Twice its root, for luck of the draw.
+fn after_rounding_to_bf16(e: f64) -> f64 {
+    e + 2.0 * (e / 128.0).sqrt()
+}
+
+/// Makes a module of this name with one `#[test]` for every operation, on a [`Pair`](crate::conformance::Pair) or an
+/// `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
+#[macro_export]
+macro_rules! conformance {
+    ($name:ident, $pair:expr) => {
+        $crate::conformance!(@tests $name, $pair,
+            quantize dequantize transcode cast transpose init_normal
+            route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
+            swiglu swiglu_backward
+            gemm grouped_gemm grouped_wgrad
+            embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
+            add sum_shards sum_squares adamw
+        );
+    };
+    (@tests $name:ident, $pair:expr, $($op:ident)*) => {
+        mod $name {
+            #[allow(unused_imports)]
+            use super::*;
+            $(
+                #[test]
+                fn $op() {
+                    let name = concat!(stringify!($name), "::", stringify!($op));
+                    $crate::conformance::on($pair, name, $crate::conformance::$op);
+                }
+            )*
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A kernel trait's new method must come with its conformance test.
+    #[test]
+    fn every_operation_of_the_backend_traits_is_tested() {
+        let list = include_str!("conformance.rs");
+        let from = list.find("quantize dequantize").unwrap();
+        let mut listed: Vec<&str> = list[from..from + list[from..].find(");").unwrap()].split_whitespace().collect();
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");
+        let backend = std::fs::read_to_string(path).unwrap();
+        let method = |line: &str| line.trim().strip_prefix("fn ")?.split_once("(&self, op: ").map(|m| m.0.to_owned());
+        let mut methods: Vec<String> = backend.lines().filter_map(method).collect();
+        assert!(methods.len() > 30);
+        listed.sort();
+        methods.sort();
+        assert_eq!(listed, methods);
+    }
+
+    #[test]
+    fn each_agreement_is_applied_to_the_types_it_is_about() {
+        let (got, want) = (Values::F32(vec![1.0, 2.0]), Values::F32(vec![1.0, 2.0f32.next_up()]));
+        assert!(compare(Agreement::Bitwise, &got, &want).is_err());
+        assert!(compare(Agreement::Ulps(1), &got, &want).is_ok());
+        assert!(compare(Agreement::RelL2(1e-6), &got, &want).is_ok());
+        assert!(compare(Agreement::RelL2(1e-9), &got, &want).is_err());
+        let bytes = |b| Values::U8(vec![b]);
+        assert!(compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(), "codes have no relative error");
+        // One BF16 in a thousand, one unit off: far above 1e-6 itself, and what 1e-6 makes of it when rounded.
+        let mut other = vec![bf16::from_f32(1.0); 10_000];
+        let ones = Values::Bf16(other.clone());
+        other[77] = bf16::from_f32(1.0078125);
+        assert!(compare(Agreement::RelL2(1e-6), &Values::Bf16(other.clone()), &ones).is_ok());
+        other[..100].fill(bf16::from_f32(1.0078125));
+        assert!(compare(Agreement::RelL2(1e-6), &Values::Bf16(other), &ones).is_err());
+    }
+}

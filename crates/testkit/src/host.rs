@@ -1,0 +1,260 @@
+//! Quantized tensors made on the host with the scalar codecs alone, so that the operations that take them can be
+//! compared without trusting any backend's `quantize`.
+
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Codec, Format, Scale, ScaleLayout, ScaleRule, Stream};
+use nibble_core::{Backend, BlockScaled, DType, Result, Scales, Tensor};
+
+/// The scales of a [`HostBlock`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum HostScales {
+    /// One E8M0 byte a block.
+    E8m0(Vec<u8>),
+    /// One F32 a block.
+    F32(Vec<f32>),
+}
+
+/// A [`BlockScaled`] tensor on the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HostBlock {
+    /// The format of the codes.
+    pub format: Format,
+    /// Along what a block runs.
+    pub axis: BlockAxis,
+    /// How the scales were chosen.
+    pub rule: ScaleRule,
+    /// Rows of the logical matrix.
+    pub rows: usize,
+    /// Columns of the logical matrix.
+    pub cols: usize,
+    /// Matrices stacked.
+    pub stack: usize,
+    /// Packed codes.
+    pub codes: Vec<u8>,
+    /// Row-major scales.
+    pub scales: HostScales,
+}
+
+impl HostBlock {
+    /// Quantizes x `[rows, cols]`, one code at a time. `stack` counts for tiles only.
+    ///
+    /// # Panics
+    /// If the codec rounds by random bits.
+    pub fn quantize(codec: Codec, axis: BlockAxis, x: &[f32], rows: usize, cols: usize, stack: usize) -> Self {
+        assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
+        let block = codec.format().spec().block;
+        // Blocks are `block` wide along the contiguous axis; tiles are as high, others one row high.
+        let (x, lines, width) = match axis {
+            BlockAxis::Col => (transposed(x, rows, cols), cols, rows),
+            BlockAxis::Row | BlockAxis::Tile => (x.to_vec(), rows, cols),
+        };
+        let (height, stack) = if axis == BlockAxis::Tile { (block, stack) } else { (1, 1) };
+        let mut codes = vec![0; lines * width];
+        let mut scales = Vec::new();
+        let lines_each = lines / stack.max(1);
+        for matrix in 0..stack {
+            for top in (0..lines_each).step_by(height) {
+                let lines = matrix * lines_each + top..matrix * lines_each + lines_each.min(top + height);
+                for left in (0..width).step_by(block) {
+                    let at: Vec<usize> = lines
+                        .clone()
+                        .flat_map(|l| (left..width.min(left + block)).map(move |c| l * width + c))
+                        .collect();
+                    let values: Vec<f32> = at.iter().map(|&i| x[i]).collect();
+                    let mut block_codes = vec![0; at.len()];
+                    let no_random = |_| panic!("host operands are rounded without random bits");
+                    scales.push(codec.quantize_block(&values, no_random, &mut block_codes).0);
+                    for (&i, code) in at.iter().zip(block_codes) {
+                        codes[i] = code;
+                    }
+                }
+            }
+        }
+        let scales = if codec.rule() == ScaleRule::Amax {
+            HostScales::F32(scales.into_iter().map(Scale::decode).collect())
+        } else {
+            let byte = |s| match s {
+                Scale::E8M0(byte) => byte,
+                Scale::F32(_) => unreachable!("only the rule amax makes F32 scales"),
+            };
+            HostScales::E8m0(scales.into_iter().map(byte).collect())
+        };
+        let codes = packed(codec.format(), &codes, width);
+        Self { format: codec.format(), axis, rule: codec.rule(), rows, cols, stack, codes, scales }
+    }
+
+    /// Any code under any scale: what conversions must survive. Scale bytes of a line lie around one exponent and spread
+    /// by up to 24 octaves; one in 31 is 0x00 and one in 37 is 0xFF (then the codes are 0, as every producer writes).
+    ///
+    /// # Panics
+    /// If blocks are tiles.
+    pub fn random(format: Format, axis: BlockAxis, rows: usize, cols: usize, stream: &Stream) -> Self {
+        let (lines, width) = match axis {
+            BlockAxis::Row => (rows, cols),
+            BlockAxis::Col => (cols, rows),
+            BlockAxis::Tile => panic!("random blocks lie along rows or columns"),
+        };
+        let (line_bytes, per_line) = (format.row_code_bytes(width), format.scales_per_row(width));
+        let mut codes: Vec<u8> = (0..(lines * line_bytes) as u64).map(|i| stream.u32_at(i) as u8).collect();
+        let scale = |i: usize| {
+            let bits = stream.u32_at((1 << 40) + i as u64);
+            let line = stream.u32_at((1 << 41) + (i / per_line) as u64);
+            match bits % 1147 {
+                b if b % 31 == 0 => 0,
+                b if b % 37 == 0 => 0xFF,
+                b => (line % 224 + b % (1 + line / 256 % 24) + 4) as u8,
+            }
+        };
+        let scales: Vec<u8> = (0..lines * per_line).map(scale).collect();
+        if per_line > 0 {
+            let block_bytes = format.row_code_bytes(format.spec().block);
+            for (line, scales) in codes.chunks_mut(line_bytes).zip(scales.chunks(per_line)) {
+                for (codes, _) in line.chunks_mut(block_bytes).zip(scales).filter(|(_, s)| **s == 0xFF) {
+                    codes.fill(0);
+                }
+            }
+        }
+        let scales = HostScales::E8m0(scales);
+        Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales }
+    }
+
+    /// The same values with F32 scales, which here are powers of two.
+    pub fn with_f32_scales(mut self) -> Self {
+        if let HostScales::E8m0(bytes) = &self.scales {
+            self.scales = HostScales::F32(bytes.iter().map(|&b| Scale::E8M0(b).decode()).collect());
+            self.rule = ScaleRule::Amax;
+        }
+        self
+    }
+
+    /// Overwrites the rows that are not valid with NaN bytes, codes and scales (blocks along rows only).
+    ///
+    /// # Panics
+    /// If blocks run otherwise.
+    pub fn poison_pads(&mut self, is_valid: &[bool]) {
+        assert_eq!(self.axis, BlockAxis::Row, "rows of a column plane are not contiguous");
+        let poison = |valid: &bool| !valid;
+        fill_lines(&mut self.codes, is_valid, poison, 0xFF);
+        match &mut self.scales {
+            HostScales::E8m0(s) => fill_lines(s, is_valid, poison, 0xFF),
+            HostScales::F32(s) => fill_lines(s, is_valid, poison, f32::NAN),
+        }
+    }
+
+    /// On a device.
+    ///
+    /// # Errors
+    /// What the backend reports.
+    pub fn upload<B: Backend>(&self, b: &B) -> Result<BlockScaled<B>> {
+        Ok(BlockScaled {
+            format: self.format,
+            axis: self.axis,
+            rule: self.rule,
+            rows: self.rows,
+            cols: self.cols,
+            stack: self.stack,
+            codes: b.upload(&self.codes)?,
+            scales: match &self.scales {
+                HostScales::E8m0(s) => Scales::E8m0(b.upload(s)?),
+                HostScales::F32(s) => Scales::F32(b.upload(s)?),
+            },
+            scale_layout: ScaleLayout::RowMajor,
+        })
+    }
+}
+
+/// Fills the lines, of equal length, whose flag `chosen` picks.
+fn fill_lines<T: Copy>(values: &mut [T], flags: &[bool], chosen: impl Fn(&bool) -> bool, value: T) {
+    let width = (values.len() / flags.len().max(1)).max(1);
+    for (line, _) in values.chunks_mut(width).zip(flags).filter(|(_, flag)| chosen(flag)) {
+        line.fill(value);
+    }
+}
+
+/// Sets the lines that are not valid to zero: what no one promises is not compared.
+pub(crate) fn zero_pads<T: Copy + Default>(values: &mut [T], is_valid: &[bool]) {
+    fill_lines(values, is_valid, |valid| !valid, T::default());
+}
+
+/// A plain tensor of either type on a device.
+pub(crate) fn plain<B: Backend>(b: &B, dtype: DType, x: &[f32], rows: usize, cols: usize) -> Result<Tensor<B>> {
+    match dtype {
+        DType::F32 => Tensor::from_f32(b, x, rows, cols),
+        DType::Bf16 => {
+            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_bf16(b, &x, rows, cols)
+        }
+    }
+}
+
+fn packed(format: Format, codes: &[u8], width: usize) -> Vec<u8> {
+    if format.spec().code_bits == 8 || width == 0 {
+        return codes.to_vec();
+    }
+    let pair = |pair: &[u8]| pair[0] | pair.get(1).map_or(0, |high| high << 4);
+    codes.chunks(width).flat_map(|line| line.chunks(2).map(pair).collect::<Vec<u8>>()).collect()
+}
+
+fn transposed(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..cols).flat_map(|c| (0..rows).map(move |r| x[r * cols + c])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::input::{Input, stream};
+    use nibble_core::formats::Rounding;
+
+    #[test]
+    fn planes_have_the_lengths_of_the_contract() {
+        let lengths = |format, axis, rows, cols, stack| {
+            let codec = Codec::new(format, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+            let x = Input::Normal.values(&stream("host"), rows * cols);
+            let q = HostBlock::quantize(codec, axis, &x, rows, cols, stack);
+            let HostScales::E8m0(scales) = &q.scales else { panic!("{:?}", q.scales) };
+            (q.codes.len(), scales.len())
+        };
+        use BlockAxis::{Col, Row, Tile};
+        assert_eq!(lengths(Format::E4m3, Row, 130, 200, 1), (26_000, 260));
+        assert_eq!(lengths(Format::E4m3, Col, 130, 200, 1), (26_000, 400));
+        assert_eq!(lengths(Format::E4m3, Tile, 130, 200, 1), (26_000, 4));
+        assert_eq!(lengths(Format::E4m3, Tile, 130, 200, 2), (26_000, 4));
+        assert_eq!(lengths(Format::E4m3, Tile, 260, 200, 2), (52_000, 8));
+        assert_eq!(lengths(Format::Mxfp4, Row, 3, 160, 1), (240, 15));
+        assert_eq!(lengths(Format::Mxfp4, Col, 96, 5, 1), (240, 15));
+    }
+
+    /// By hand: a 2 × 32 matrix of MXFP4, its second row four times the first.
+    #[test]
+    fn a_small_matrix_by_hand() {
+        let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+        let mut x = vec![0.0; 64];
+        (x[0], x[1], x[32]) = (6.0, -1.0, 24.0);
+        let q = HostBlock::quantize(codec, BlockAxis::Row, &x, 2, 32, 1);
+        assert_eq!(q.scales, HostScales::E8m0(vec![127, 129]));
+        assert_eq!((q.codes[0], q.codes[16], q.codes.len()), (0xA7, 0x07, 32));
+        let turned = HostBlock::quantize(codec, BlockAxis::Col, &transposed(&x, 2, 32), 32, 2, 1);
+        assert_eq!((turned.codes, turned.scales), (q.codes, q.scales));
+    }
+
+    #[test]
+    fn random_scales_reach_both_ends_and_nan_blocks_hold_zeros() {
+        let q = HostBlock::random(Format::Mxfp4, BlockAxis::Row, 64, 640, &stream("random"));
+        let HostScales::E8m0(scales) = &q.scales else { panic!("{:?}", q.scales) };
+        assert!(scales.contains(&0) && scales.contains(&0xFF));
+        for (codes, scale) in q.codes.chunks(16).zip(scales) {
+            assert_eq!(*scale == 0xFF, codes.iter().all(|c| *c == 0), "of 16 random bytes one is not 0");
+        }
+    }
+
+    #[test]
+    fn poison_touches_pads_alone() {
+        let mut q = HostBlock::random(Format::E4m3, BlockAxis::Row, 3, 130, &stream("poison"));
+        let clean = q.clone();
+        q.poison_pads(&[true, false, true]);
+        assert_eq!((&q.codes[..130], &q.codes[260..]), (&clean.codes[..130], &clean.codes[260..]));
+        assert!(q.codes[130..260].iter().all(|c| *c == 0xFF));
+        let (HostScales::E8m0(got), HostScales::E8m0(want)) = (&q.scales, &clean.scales) else { unreachable!() };
+        assert_eq!(got[..], [want[0], want[1], 0xFF, 0xFF, want[4], want[5]]);
+    }
+}

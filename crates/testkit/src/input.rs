@@ -1,0 +1,123 @@
+//! Reproducible values that are hard on number formats. Every one is a function of a stream and an index.
+
+use nibble_core::formats::{Purpose, Stream, fnv1a32};
+
+/// A stream of test values, named after what they are for.
+pub fn stream(name: &str) -> Stream {
+    Stream::new(0x4E69_6262_6C65, Purpose::Data, fnv1a32(name), 0)
+}
+
+/// A kind of values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Input {
+    /// Standard normal numbers.
+    Normal,
+    /// Cubes of normal numbers: most of them small, a few large.
+    HeavyTailed,
+    /// Normal numbers, and one in 97 a thousand times larger.
+    Outliers,
+    /// Zeros.
+    Zeros,
+    /// Zeros of both signs, and one number in three.
+    SignedZeros,
+    /// Below the smallest normal single, and zeros.
+    Subnormals,
+    /// Every exponent a single has, block by block and within blocks.
+    ExtremeExponents,
+    /// Normal numbers sprinkled with NaN and both infinities.
+    NonFinite,
+    /// Integers of magnitude at most 4: exact in every format, and so are the partial sums of their products.
+    Integers,
+}
+
+impl Input {
+    /// Every kind.
+    pub const ALL: [Input; 9] = [
+        Input::Normal,
+        Input::HeavyTailed,
+        Input::Outliers,
+        Input::Zeros,
+        Input::SignedZeros,
+        Input::Subnormals,
+        Input::ExtremeExponents,
+        Input::NonFinite,
+        Input::Integers,
+    ];
+
+    /// The kinds whose sums of products stay finite, so that they can be compared by relative error.
+    pub const TAME: [Input; 5] =
+        [Input::Normal, Input::HeavyTailed, Input::Outliers, Input::Zeros, Input::Integers];
+
+    /// Value `i` of a stream.
+    pub fn at(self, stream: &Stream, i: u64) -> f32 {
+        let normal = || stream.normal_at(i);
+        let bits = || stream.u32_at(i);
+        match self {
+            Input::Normal => normal(),
+            Input::HeavyTailed => normal() * normal() * normal(),
+            Input::Outliers if i % 97 == 13 => 1000.0 * normal(),
+            Input::Outliers => normal(),
+            Input::Zeros => 0.0,
+            Input::SignedZeros => match bits() % 3 {
+                0 => 0.0,
+                1 => -0.0,
+                _ => normal(),
+            },
+            // The sign and a random part of the mantissa; every eighth a zero.
+            Input::Subnormals if i % 8 == 5 => 0.0,
+            Input::Subnormals => f32::from_bits(bits() & 0x807F_FFFF & (u32::MAX >> (i % 20)) | bits() & 1 << 31),
+            Input::ExtremeExponents => {
+                // Exponents of a run of 64 lie within 16 of each other; the runs wander over the whole range.
+                let run = stream.block(i / 64 + (1 << 40))[0] % 240;
+                let exponent = (run + bits() % 16).min(254);
+                f32::from_bits(bits() & 0x807F_FFFF | exponent << 23)
+            }
+            Input::NonFinite => match bits() % 211 {
+                0 => f32::NAN,
+                1 => f32::INFINITY,
+                2 => f32::NEG_INFINITY,
+                _ => normal(),
+            },
+            Input::Integers => (bits() % 9) as f32 - 4.0,
+        }
+    }
+
+    /// The first `len` values of a stream.
+    pub fn values(self, stream: &Stream, len: usize) -> Vec<f32> {
+        (0..len as u64).map(|i| self.at(stream, i)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_is_what_it_says() {
+        let of = |input: Input| input.values(&stream("kinds"), 20_000);
+        let any = |input: Input, f: fn(&f32) -> bool| of(input).iter().any(f);
+        assert!(of(Input::Zeros).iter().all(|x| x.to_bits() == 0));
+        assert!(any(Input::SignedZeros, |x| x.to_bits() == 1 << 31) && any(Input::SignedZeros, |x| *x > 0.1));
+        assert!(of(Input::Subnormals).iter().all(|x| x.abs() < f32::MIN_POSITIVE));
+        assert!(of(Input::Subnormals).iter().filter(|x| **x != 0.0).count() > 10_000);
+        assert!(any(Input::Subnormals, |x| *x < 0.0) && any(Input::Subnormals, |x| *x > 1e-39));
+        assert!(of(Input::ExtremeExponents).iter().all(|x| x.is_finite()));
+        assert!(any(Input::ExtremeExponents, |x| x.abs() > 1e36) && any(Input::ExtremeExponents, |x| x.abs() < 1e-36));
+        for class in [f32::is_nan, f32::is_infinite, f32::is_finite] as [fn(f32) -> bool; 3] {
+            assert!(of(Input::NonFinite).into_iter().any(class));
+        }
+        assert!(of(Input::Integers).iter().all(|x| x.fract() == 0.0 && x.abs() <= 4.0));
+        assert!(any(Input::Outliers, |x| x.abs() > 1000.0) && any(Input::HeavyTailed, |x| x.abs() > 20.0));
+    }
+
+    #[test]
+    fn values_are_a_function_of_stream_and_index() {
+        for input in Input::ALL {
+            let (all, name) = (input.values(&stream("a"), 300), stream("b"));
+            assert_eq!(all[299].to_bits(), input.at(&stream("a"), 299).to_bits());
+            let other = input.values(&name, 300);
+            let differ = all.iter().zip(&other).any(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(differ, input != Input::Zeros, "{input:?}");
+        }
+    }
+}

@@ -1,0 +1,103 @@
+use super::PLAIN;
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::plain;
+use crate::input::{Input, stream};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionOut};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    sequences: usize,
+    seq_len: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl Heads {
+    fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize) -> Result<Tensor<B>> {
+        let (rows, cols) = (self.sequences * self.seq_len, heads * self.head_dim);
+        plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
+    }
+
+    fn qkv<B: Kernels>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
+        Ok([
+            self.tensor(b, "attention.q", self.heads)?,
+            self.tensor(b, "attention.k", self.kv_heads)?,
+            self.tensor(b, "attention.v", self.kv_heads)?,
+        ])
+    }
+
+    fn forward<B: Kernels>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
+        Attention { q, k, v, head_dim: self.head_dim, seq_len: self.seq_len }.run(b)
+    }
+}
+
+#[derive(Debug)]
+struct Forward(Heads);
+
+impl Case for Forward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Attention::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let made = self.0.forward(b, &self.0.qkv(b)?)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &made.out)?;
+        out.buf(b, "lse", &made.lse, None)?;
+        Ok(out)
+    }
+}
+
+#[derive(Debug)]
+struct Backward(Heads);
+
+impl Case for Backward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        AttentionBackward::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Heads { head_dim, seq_len, heads, .. } = self.0;
+        let qkv = self.0.qkv(b)?;
+        let made = self.0.forward(b, &qkv)?;
+        let dout = self.0.tensor(b, "attention.dout", heads)?;
+        let [q, k, v] = &qkv;
+        let grads =
+            AttentionBackward { q, k, v, out: &made.out, lse: &made.lse, dout: &dout, head_dim, seq_len }.run(b)?;
+        let mut out = Outputs::default();
+        for (name, x) in [("dq", &grads.dq), ("dk", &grads.dk), ("dv", &grads.dv)] {
+            out.tensor(b, name, x)?;
+        }
+        Ok(out)
+    }
+}
+
+/// One query or many, one head or groups of them, lengths around the vectors' width.
+fn cases(strict: bool) -> Vec<Heads> {
+    let mut cases = Vec::new();
+    let shapes = [(1, 1, 1, 1, 8), (3, 17, 4, 2, 16), (2, 65, 6, 1, 32), (1, 130, 2, 2, 64), (2, 33, 3, 3, 20)];
+    for (sequences, seq_len, heads, kv_heads, head_dim) in shapes {
+        for dtype in PLAIN {
+            let heads = Heads { sequences, seq_len, heads, kv_heads, head_dim, dtype, input: Input::Normal };
+            cases.push(heads);
+            // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
+            let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
+            cases.extend(hard.into_iter().filter(|_| strict).map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
+/// Conformance of [`Attention`].
+pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    cases(pair.strict).into_iter().for_each(|heads| pair.check(&Forward(heads)));
+}
+
+/// Conformance of [`AttentionBackward`].
+pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    cases(pair.strict).into_iter().for_each(|heads| pair.check(&Backward(heads)));
+}

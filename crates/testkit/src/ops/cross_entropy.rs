@@ -1,0 +1,53 @@
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::input::{Input, stream};
+use nibble_core::ops::CrossEntropy;
+use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
+
+#[derive(Debug)]
+struct Rows {
+    rows: usize,
+    vocab: usize,
+    input: Input,
+    grad: Option<DType>,
+    /// The largest target; negative ones are among them too.
+    max_target: usize,
+}
+
+impl Case for Rows {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        CrossEntropy::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let logits = self.input.values(&stream("logits"), self.rows * self.vocab);
+        let logits = Tensor::from_f32(b, &logits, self.rows, self.vocab)?;
+        let bits = stream("targets");
+        let target = |r| match bits.u32_at(r as u64) as usize % (self.max_target + 4) {
+            t if t > self.max_target => self.max_target as i32 - t as i32,
+            t => t as i32,
+        };
+        // The first row has the largest target, so that one out of range is sure to be seen.
+        let targets: Vec<i32> =
+            (0..self.rows).map(|r| if r == 0 { self.max_target as i32 } else { target(r) }).collect();
+        let targets = b.upload(&targets)?;
+        let made = CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, grad: self.grad }.run(b)?;
+        let mut out = Outputs::default();
+        out.buf(b, "loss", &made.loss, None)?;
+        if let Some(dlogits) = &made.dlogits {
+            out.tensor(b, "dlogits", dlogits)?;
+        }
+        Ok(out)
+    }
+}
+
+/// Conformance of [`CrossEntropy`], and the refusal of a target outside the vocabulary.
+pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for (i, input) in Input::ALL.into_iter().enumerate() {
+        for (rows, vocab) in [(1, 1), (5, 33), (70, 257), (96, 1000)] {
+            let grad = [None, Some(DType::F32), Some(DType::Bf16)][(i + rows) % 3];
+            pair.check(&Rows { rows, vocab, input, grad, max_target: vocab - 1 });
+        }
+    }
+    let outside = Rows { rows: 4, vocab: 7, input: Input::Normal, grad: None, max_target: 7 };
+    pair.check_refused(&outside, |e| matches!(e, Error::Shape { argument: "targets", .. }));
+}

@@ -1,0 +1,34 @@
+//! One file an operation, named as in `nibble_core::ops`: its conformance test.
+
+mod adamw;
+mod attention;
+mod cross_entropy;
+mod elementwise;
+mod embed;
+mod gemm;
+mod permute;
+mod quantize;
+mod rms_norm;
+mod rope;
+mod route;
+mod swiglu;
+mod transcode;
+
+pub use adamw::adamw;
+pub use attention::{attention, attention_backward};
+pub use cross_entropy::cross_entropy;
+pub use elementwise::{add, cast, init_normal, sum_shards, sum_squares, transpose};
+pub use embed::{embed, embed_backward};
+pub use gemm::{gemm, grouped_gemm, grouped_wgrad};
+pub use permute::{combine_slots, gather_scalars, pack_rows, permute, plan_permute, unpack_rows, unpermute};
+pub use quantize::{dequantize, quantize};
+pub use rms_norm::{rms_norm, rms_norm_backward};
+pub use rope::rope;
+pub use route::{route, route_backward};
+pub use swiglu::{swiglu, swiglu_backward};
+pub use transcode::transcode;
+
+use nibble_core::DType;
+
+/// Both plain types.
+const PLAIN: [DType; 2] = [DType::F32, DType::Bf16];

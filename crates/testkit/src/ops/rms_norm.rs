@@ -1,0 +1,89 @@
+use super::PLAIN;
+use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::host::plain;
+use crate::input::{Input, stream};
+use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+
+#[derive(Debug, Clone, Copy)]
+struct Rows {
+    rows: usize,
+    d: usize,
+    shards: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl Rows {
+    fn x<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
+        plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.d), self.rows, self.d)
+    }
+
+    fn weight<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::from_f32(b, &Input::Normal.values(&stream("rms_norm.weight"), self.d), 1, self.d)
+    }
+
+    fn forward<B: Kernels>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
+        RmsNorm { x, weight: &self.weight(b)?, eps: 1e-6 }.run(b)
+    }
+
+    fn all() -> impl Iterator<Item = Rows> {
+        let sizes = [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1)];
+        PLAIN.into_iter().flat_map(move |dtype| {
+            Input::ALL.into_iter().flat_map(move |input| {
+                sizes.into_iter().map(move |(rows, d, shards)| Rows { rows, d, shards, dtype, input })
+            })
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Forward(Rows);
+
+impl Case for Forward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        RmsNorm::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let made = self.0.forward(b, &self.0.x(b, "rms_norm.x")?)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "y", &made.y)?;
+        out.buf(b, "inv_rms", &made.inv_rms, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`RmsNorm`].
+pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Rows::all().for_each(|rows| pair.check(&Forward(rows)));
+}
+
+#[derive(Debug)]
+struct Backward(Rows);
+
+impl Case for Backward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        RmsNormBackward::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Rows { d, shards, .. } = self.0;
+        let (x, dy, weight) = (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.weight(b)?);
+        let inv_rms = self.0.forward(b, &x)?.inv_rms;
+        let dweight = Input::Normal.values(&stream("rms_norm.dweight"), shards * d);
+        let dweight = Tensor::from_f32(b, &dweight, shards, d)?;
+        let (dweight, dx) = in_place(b, &dweight, |dweight| {
+            RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &dy, dweight }.run(b)
+        })?;
+        let mut out = Outputs::default();
+        out.tensor(b, "dx", &dx)?;
+        out.tensor(b, "dweight", &dweight)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`RmsNormBackward`].
+pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Rows::all().for_each(|rows| pair.check(&Backward(rows)));
+}

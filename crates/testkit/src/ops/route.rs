@@ -1,0 +1,103 @@
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::input::{Input, stream};
+use crate::shapes::MoeShape;
+use nibble_core::ops::{Route, RouteBackward, Routing};
+use nibble_core::{Agreement, Kernels, Result, Tensor};
+
+#[derive(Debug, Clone, Copy)]
+struct Tokens {
+    tokens: usize,
+    experts: usize,
+    top_k: usize,
+    normalize: bool,
+    shards: usize,
+    input: Input,
+}
+
+impl Tokens {
+    fn logits<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
+        let logits = self.input.values(&stream("router"), self.tokens * self.experts);
+        Tensor::from_f32(b, &logits, self.tokens, self.experts)
+    }
+
+    fn forward<B: Kernels>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
+        Route { logits, top_k: self.top_k, normalize: self.normalize, shards: self.shards }.run(b)
+    }
+
+    /// The routers of real models, whole; [`Input::Zeros`] and [`Input::Integers`] are full of ties.
+    fn all() -> Vec<Tokens> {
+        let mut all = Vec::new();
+        for input in Input::ALL {
+            for (i, shape) in MoeShape::ALL.into_iter().enumerate() {
+                let (normalize, shards) = (i % 2 == 0, [4, 1, 2, 8][i]);
+                let MoeShape { experts, top_k, .. } = shape;
+                all.push(Tokens { tokens: 96, experts, top_k, normalize, shards, input });
+            }
+            all.push(Tokens { tokens: 12, experts: 5, top_k: 5, normalize: true, shards: 4, input });
+            all.push(Tokens { tokens: 1, experts: 1, top_k: 1, normalize: false, shards: 1, input });
+        }
+        all
+    }
+}
+
+#[derive(Debug)]
+struct Forward(Tokens);
+
+impl Case for Forward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Route::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let routing = self.0.forward(b, &self.0.logits(b)?)?;
+        let mut out = Outputs::default();
+        out.buf(b, "expert", &routing.expert, None)?;
+        out.buf(b, "weight", &routing.weight, None)?;
+        out.tensor(b, "probs", &routing.probs)?;
+        out.buf(b, "load", &routing.load, None)?;
+        out.buf(b, "losses", &routing.losses, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Route`].
+pub fn route<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Tokens::all().into_iter().for_each(|tokens| pair.check(&Forward(tokens)));
+}
+
+#[derive(Debug)]
+struct Backward(Tokens);
+
+impl Case for Backward {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        RouteBackward::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Tokens { tokens, top_k, normalize, shards, .. } = self.0;
+        let logits = self.0.logits(b)?;
+        let routing = self.0.forward(b, &logits)?;
+        let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * top_k))?;
+        let dlogits = RouteBackward {
+            logits: &logits,
+            routing: &routing,
+            top_k,
+            normalize,
+            shards,
+            dweight: &dweight,
+            aux_scale: 0.01,
+            z_scale: 0.001,
+        }
+        .run(b)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "dlogits", &dlogits)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`RouteBackward`].
+pub fn route_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    // Where the logits hold a NaN there is no routing to go back through.
+    let finite = Tokens::all().into_iter().filter(|t| t.input != Input::NonFinite);
+    finite.for_each(|tokens| pair.check(&Backward(tokens)));
+}

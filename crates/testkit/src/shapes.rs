@@ -1,0 +1,262 @@
+//! Sizes of real models, scaled down so that the scalar specification can run them, and uneven divisions of rows among
+//! experts.
+
+use crate::input;
+use nibble_core::{Backend, Groups, Result, round_up};
+
+/// The sizes of a model's expert layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MoeShape {
+    /// The model.
+    pub name: &'static str,
+    /// Width of the model.
+    pub d: usize,
+    /// Width of an expert.
+    pub f: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts a token.
+    pub top_k: usize,
+}
+
+impl MoeShape {
+    /// DeepSeek-V3.
+    pub const DEEPSEEK_V3: MoeShape = MoeShape { name: "deepseek-v3", d: 7168, f: 2048, experts: 256, top_k: 8 };
+    /// DeepSeek-V2.
+    pub const DEEPSEEK_V2: MoeShape = MoeShape { name: "deepseek-v2", d: 5120, f: 1536, experts: 160, top_k: 6 };
+    /// Qwen3-30B-A3B.
+    pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
+    /// Llama 4 Scout.
+    pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
+
+    /// All of them.
+    pub const ALL: [MoeShape; 4] = [Self::DEEPSEEK_V3, Self::DEEPSEEK_V2, Self::QWEN3_30B, Self::SCOUT];
+
+    /// Widths divided by `divisor` and rounded up to MX blocks of 32; at most `max_experts` experts.
+    ///
+    /// By 16, the widths of V2 (320 and 96) and Qwen3 (128 and 64) end within a 128-block.
+    pub fn scaled(self, divisor: usize, max_experts: usize) -> Self {
+        let shrink = |n: usize| round_up(n / divisor.max(1), 32);
+        let experts = self.experts.min(max_experts);
+        Self { d: shrink(self.d), f: shrink(self.f), experts, top_k: self.top_k.min(experts), ..self }
+    }
+}
+
+/// How rows are divided among groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spread {
+    /// As evenly as possible.
+    Balanced,
+    /// Group g gets a share proportional to 1 / (g + 1).
+    Zipf,
+    /// One group has all rows but one in each other group.
+    OneTakesMost,
+    /// Every second group, the first among them, is empty.
+    EmptyGroups,
+    /// One row a group, whatever the number of rows asked for.
+    OneRowEach,
+    /// All rows in the last group.
+    AllEmptyButOne,
+    /// No rows at all.
+    AllEmpty,
+}
+
+impl Spread {
+    /// Every way.
+    pub const ALL: [Spread; 7] = [
+        Spread::Balanced,
+        Spread::Zipf,
+        Spread::OneTakesMost,
+        Spread::EmptyGroups,
+        Spread::OneRowEach,
+        Spread::AllEmptyButOne,
+        Spread::AllEmpty,
+    ];
+
+    /// Rows of each group. They sum to `rows`, except for [`Spread::OneRowEach`] and [`Spread::AllEmpty`].
+    pub fn lengths(self, groups: usize, rows: usize) -> Vec<usize> {
+        let weights: Vec<f64> = (0..groups)
+            .map(|g| match self {
+                Spread::Balanced => 1.0,
+                Spread::Zipf => 1.0 / (g + 1) as f64,
+                Spread::EmptyGroups => (g % 2) as f64,
+                Spread::AllEmptyButOne => f64::from(u8::from(g + 1 == groups)),
+                Spread::OneTakesMost | Spread::OneRowEach | Spread::AllEmpty => 0.0,
+            })
+            .collect();
+        match self {
+            Spread::OneRowEach => return vec![1; groups],
+            Spread::AllEmpty => return vec![0; groups],
+            Spread::OneTakesMost => {
+                let mut lengths = vec![1; groups];
+                lengths[groups / 2] = rows.saturating_sub(groups - 1);
+                return lengths;
+            }
+            _ => {}
+        }
+        // Shares are cut where the running total of the weights falls, so that no row is lost to rounding.
+        let total: f64 = weights.iter().sum();
+        if total == 0.0 {
+            return Spread::AllEmptyButOne.lengths(groups, rows);
+        }
+        let (mut sum, mut given) = (0.0, 0);
+        weights
+            .iter()
+            .map(|w| {
+                sum += w;
+                let end = (rows as f64 * sum / total).round() as usize;
+                let len = end - given;
+                given = end;
+                len
+            })
+            .collect()
+    }
+}
+
+/// Ragged rows on the host: what [`Groups`] holds on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RaggedRows {
+    /// First row of each group, and the end of the last one's padding.
+    pub start: Vec<i32>,
+    /// Rows of each group that count.
+    pub len: Vec<i32>,
+    /// Token · k + slot of each row, −1 for padding.
+    pub row_id: Vec<i32>,
+    /// What every start is a multiple of.
+    pub align: usize,
+    /// Rows the buffers hold.
+    pub capacity: usize,
+}
+
+impl RaggedRows {
+    /// Groups of these lengths. The capacity is the largest that so many rows could need: there are pads within groups'
+    /// spans and past the last one.
+    pub fn new(lengths: &[usize], align: usize) -> Self {
+        let rows: usize = lengths.iter().sum();
+        let capacity = round_up(rows + lengths.len() * (align - 1), align);
+        let mut start = vec![0];
+        let mut row_id = vec![-1; capacity];
+        let mut end = 0;
+        for (g, &len) in lengths.iter().enumerate() {
+            for i in 0..len {
+                // Ascending within a group, different between groups, and not the row's own index.
+                row_id[end + i] = (i * lengths.len() + g) as i32 + 1000;
+            }
+            end += round_up(len, align);
+            start.push(end as i32);
+        }
+        Self { start, len: lengths.iter().map(|&l| l as i32).collect(), row_id, align, capacity }
+    }
+
+    /// `rows` rows of groups divided by `spread`, with starts at multiples of `align`.
+    pub fn of(spread: Spread, groups: usize, rows: usize, align: usize) -> Self {
+        Self::new(&spread.lengths(groups, rows), align)
+    }
+
+    /// Number of groups.
+    pub fn num_groups(&self) -> usize {
+        self.len.len()
+    }
+
+    /// For each row, whether it belongs to a group (and is not padding).
+    pub fn is_valid(&self) -> Vec<bool> {
+        let mut valid = vec![false; self.capacity];
+        for (&start, &len) in self.start.iter().zip(&self.len) {
+            valid[start as usize..(start + len) as usize].fill(true);
+        }
+        valid
+    }
+
+    /// Overwrites the padding rows of a matrix of `width` values a row.
+    pub fn fill_pads<T: Copy>(&self, values: &mut [T], width: usize, pad: T) {
+        for (row, valid) in values.chunks_exact_mut(width.max(1)).zip(self.is_valid()) {
+            if !valid {
+                row.fill(pad);
+            }
+        }
+    }
+
+    /// On a device.
+    ///
+    /// # Errors
+    /// What the backend reports.
+    pub fn upload<B: Backend>(&self, b: &B) -> Result<Groups<B>> {
+        Ok(Groups {
+            start: b.upload(&self.start)?,
+            len: b.upload(&self.len)?,
+            row_id: b.upload(&self.row_id)?,
+            num_groups: self.num_groups(),
+            align: self.align,
+            capacity: self.capacity,
+        })
+    }
+}
+
+/// Experts of `tokens · top_k` slots whose numbers follow `spread`, dealt out in an order without pattern; a token may
+/// have the same expert twice. Slots left over are −1 (an expert of another rank).
+pub fn slots(spread: Spread, experts: usize, tokens: usize, top_k: usize) -> Vec<i32> {
+    let total = tokens * top_k;
+    let mut slots = Vec::with_capacity(total);
+    // About one slot in five goes elsewhere.
+    for (e, len) in spread.lengths(experts, total - total / 5).into_iter().enumerate() {
+        slots.extend(std::iter::repeat_n(e as i32, len));
+    }
+    slots.resize(total, -1);
+    let stream = input::stream("slots");
+    for i in (1..slots.len()).rev() {
+        slots.swap(i, stream.u32_at(i as u64) as usize % (i + 1));
+    }
+    slots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scaled_shapes_keep_whole_mx_blocks() {
+        let widths = MoeShape::ALL.map(|s| s.scaled(16, 8)).map(|s| (s.d, s.f, s.experts, s.top_k));
+        assert_eq!(widths, [(448, 128, 8, 8), (320, 96, 8, 6), (128, 64, 8, 8), (320, 512, 8, 1)]);
+    }
+
+    #[test]
+    fn spreads_are_what_they_say() {
+        let of = |spread: Spread| spread.lengths(5, 100);
+        assert_eq!(of(Spread::Balanced), [20; 5]);
+        assert_eq!(of(Spread::Zipf), [44, 22, 14, 11, 9]);
+        assert_eq!(of(Spread::OneTakesMost), [1, 1, 96, 1, 1]);
+        assert_eq!(of(Spread::EmptyGroups), [0, 50, 0, 50, 0]);
+        assert_eq!(of(Spread::OneRowEach), [1; 5]);
+        assert_eq!(of(Spread::AllEmptyButOne), [0, 0, 0, 0, 100]);
+        assert_eq!(of(Spread::AllEmpty), [0; 5]);
+        assert_eq!(Spread::EmptyGroups.lengths(1, 7), [7], "a single group cannot be every second");
+    }
+
+    #[test]
+    fn ragged_rows_are_aligned_and_within_capacity() {
+        for spread in Spread::ALL {
+            for align in [1, 128] {
+                let r = RaggedRows::of(spread, 5, 300, align);
+                assert!(r.start.iter().all(|s| *s as usize % align == 0), "{spread:?}");
+                assert!(*r.start.last().unwrap() as usize <= r.capacity);
+                let valid = r.is_valid();
+                assert_eq!(valid.iter().filter(|v| **v).count() as i32, r.len.iter().sum::<i32>());
+                assert!(r.row_id.iter().zip(&valid).all(|(id, valid)| (*id >= 0) == *valid));
+                let mut ids: Vec<i32> = r.row_id.iter().copied().filter(|id| *id >= 0).collect();
+                ids.sort();
+                ids.dedup();
+                assert_eq!(ids.len() as i32, r.len.iter().sum::<i32>(), "row ids are unique");
+            }
+        }
+    }
+
+    #[test]
+    fn slots_follow_the_spread() {
+        let slots = slots(Spread::Balanced, 4, 50, 2);
+        for e in 0..4 {
+            assert_eq!(slots.iter().filter(|s| **s == e).count(), 20);
+        }
+        assert_eq!(slots.iter().filter(|s| **s == -1).count(), 20);
+        assert!(slots.windows(2).any(|w| w[0] > w[1]), "shuffled");
+    }
+}

@@ -1,0 +1,186 @@
+//! Golden vectors: safetensors files made by independent implementations.
+
+use half::bf16;
+use safetensors::{Dtype, SafeTensors};
+use std::path::{Path, PathBuf};
+
+/// The folder of golden vectors and data: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the repository; `None`
+/// where there is no such folder.
+///
+/// # Panics
+/// If the variable is set and names no folder: whoever set it wanted the tests that need it.
+pub fn testdata() -> Option<PathBuf> {
+    match std::env::var_os("NIBBLE_TESTDATA") {
+        Some(path) => {
+            let path = PathBuf::from(path);
+            assert!(path.is_dir(), "NIBBLE_TESTDATA is {}, which is not a folder", path.display());
+            Some(path)
+        }
+        None => {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
+            path.is_dir().then_some(path)
+        }
+    }
+}
+
+/// Says that a test, or a part of one, did not run.
+pub fn skip(what: &str) {
+    println!("skipped: {what}");
+}
+
+/// One safetensors file.
+#[derive(Debug, Clone)]
+pub struct Vectors {
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl Vectors {
+    /// `vectors/NAME.safetensors` of [`testdata`], or `None` with a skip line where there is no test data at all.
+    ///
+    /// # Panics
+    /// If there is test data without this file.
+    pub fn open(name: &str) -> Option<Self> {
+        let Some(root) = testdata() else {
+            skip(&format!("golden vectors {name} (set NIBBLE_TESTDATA to the folder that holds vectors/)"));
+            return None;
+        };
+        Some(Self::read(&root.join("vectors").join(format!("{name}.safetensors"))))
+    }
+
+    /// A file of any place.
+    ///
+    /// # Panics
+    /// If it cannot be read or is not a safetensors file.
+    pub fn read(path: &Path) -> Self {
+        let name = path.display().to_string();
+        let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let vectors = Self { name, bytes };
+        vectors.file();
+        vectors
+    }
+
+    fn file(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.bytes).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+    }
+
+    fn with<T>(&self, tensor: &str, read: impl FnOnce(Dtype, &[usize], &[u8]) -> T) -> T {
+        let file = self.file();
+        let view = file.tensor(tensor).unwrap_or_else(|e| panic!("{}: {tensor}: {e}", self.name));
+        read(view.dtype(), view.shape(), view.data())
+    }
+
+    fn typed<T: bytemuck::Pod>(&self, tensor: &str, dtypes: &[Dtype]) -> Vec<T> {
+        self.with(tensor, |dtype, _, data| {
+            assert!(
+                dtypes.contains(&dtype),
+                "{}: {tensor} holds {dtype:?}, expected one of {dtypes:?}",
+                self.name
+            );
+            bytemuck::pod_collect_to_vec(data)
+        })
+    }
+
+    /// The tensors' names, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.file().names().into_iter().map(str::to_owned).collect();
+        names.sort();
+        names
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, tensor: &str) -> bool {
+        self.file().tensor(tensor).is_ok()
+    }
+
+    /// A tensor's shape.
+    ///
+    /// # Panics
+    /// If there is none of this name, as all functions below; those also if it holds another type.
+    pub fn shape(&self, tensor: &str) -> Vec<usize> {
+        self.with(tensor, |_, shape, _| shape.to_vec())
+    }
+
+    /// A matrix's shape.
+    pub fn matrix_shape(&self, tensor: &str) -> [usize; 2] {
+        let shape = self.shape(tensor);
+        shape.try_into().unwrap_or_else(|s| panic!("{}: {tensor} is {s:?}, expected a matrix", self.name))
+    }
+
+    /// Bytes, of an unsigned or signed tensor.
+    pub fn u8s(&self, tensor: &str) -> Vec<u8> {
+        self.typed(tensor, &[Dtype::U8, Dtype::I8])
+    }
+
+    /// Signed bytes.
+    pub fn i8s(&self, tensor: &str) -> Vec<i8> {
+        self.typed(tensor, &[Dtype::I8])
+    }
+
+    /// 32-bit integers.
+    pub fn i32s(&self, tensor: &str) -> Vec<i32> {
+        self.typed(tensor, &[Dtype::I32])
+    }
+
+    /// 64-bit integers.
+    pub fn i64s(&self, tensor: &str) -> Vec<i64> {
+        self.typed(tensor, &[Dtype::I64])
+    }
+
+    /// BF16 values as they are.
+    pub fn bf16s(&self, tensor: &str) -> Vec<bf16> {
+        self.typed(tensor, &[Dtype::BF16])
+    }
+
+    /// Doubles.
+    pub fn f64s(&self, tensor: &str) -> Vec<f64> {
+        self.typed(tensor, &[Dtype::F64])
+    }
+
+    /// Singles, of a tensor of singles or BF16 (widened).
+    pub fn f32s(&self, tensor: &str) -> Vec<f32> {
+        match self.with(tensor, |dtype, _, _| dtype) {
+            Dtype::BF16 => self.bf16s(tensor).into_iter().map(bf16::to_f32).collect(),
+            _ => self.typed(tensor, &[Dtype::F32]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    fn sample() -> Vectors {
+        let (codes, x) = ([1u8, 2, 255], [1.5f32, -2.0].map(f32::to_le_bytes).concat());
+        let y = [bf16::from_f32(0.5)].map(|v| v.to_bits().to_le_bytes()).concat();
+        let tensors = [
+            ("codes", TensorView::new(Dtype::U8, vec![3], &codes).unwrap()),
+            ("x", TensorView::new(Dtype::F32, vec![1, 2], &x).unwrap()),
+            ("y", TensorView::new(Dtype::BF16, vec![1], &y).unwrap()),
+        ];
+        Vectors { name: "sample".into(), bytes: safetensors::serialize(tensors, None).unwrap() }
+    }
+
+    #[test]
+    fn tensors_come_out_typed() {
+        let v = sample();
+        assert_eq!(v.names(), ["codes", "x", "y"]);
+        assert_eq!(v.u8s("codes"), [1, 2, 255]);
+        assert_eq!((v.f32s("x"), v.matrix_shape("x")), (vec![1.5, -2.0], [1, 2]));
+        assert_eq!((v.f32s("y"), v.shape("y")), (vec![0.5], vec![1]));
+        assert!(v.has("x") && !v.has("z"));
+    }
+
+    #[test]
+    #[should_panic(expected = "sample: codes holds U8, expected one of [F32]")]
+    fn a_wrong_type_is_named() {
+        sample().f32s("codes");
+    }
+
+    #[test]
+    fn golden_vectors_open() {
+        let Some(v) = Vectors::open("decode_tables") else { return };
+        assert_eq!(v.f32s("decode_e8m0").len(), 256);
+    }
+}
