@@ -42,9 +42,9 @@ impl Env {
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
-            Ok(text) => text
-                .parse()
-                .map_err(|_| Error::usage(format!("{THREADS}: got `{text}`, expected a number of threads")))?,
+            Ok(text) => text.parse().map_err(|_| {
+                Error::usage(format!("{THREADS}: got `{text}`, expected a number of threads"))
+            })?,
         };
         let (isa, path) = match std::env::var(ISA) {
             Err(_) => (Isa::best(), Path::Simd),

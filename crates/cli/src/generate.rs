@@ -10,10 +10,12 @@ use std::path::PathBuf;
 
 /// Text from a checkpoint.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The text is a function of the checkpoint and the options alone: the same seed, the same text.\n\n\
+#[command(
+    after_help = "The text is a function of the checkpoint and the options alone: the same seed, the same text.\n\n\
     Examples:\n  \
     nibble generate runs/shakespeare --prompt 'ROMEO:' --tokens 400 --temperature 0.8\n  \
-    nibble generate runs/tiny --temperature 0 --tokens 64")]
+    nibble generate runs/tiny --temperature 0 --tokens 64"
+)]
 pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
     #[arg(value_name = "RUN_OR_CHECKPOINT")]

@@ -16,7 +16,7 @@ mod run_dir;
 mod train;
 
 use clap::{Parser, Subcommand};
-use error::{Error, Result};
+use error::Result;
 use std::process::ExitCode;
 
 /// Train mixture-of-experts models with activations stored in four bits and products in eight.

@@ -45,7 +45,10 @@ fn first_cause<T>(results: Vec<Result<T>>) -> Result<T> {
             Ok(value) if rank == 0 => first = Some(value),
             Ok(_) => {}
             Err(e) => {
-                let replace = matches!((&error, &e), (None, _) | (Some(Error::Echo(_)), Error::Usage(_) | Error::Failed(_)));
+                let replace = matches!(
+                    (&error, &e),
+                    (None, _) | (Some(Error::Echo(_)), Error::Usage(_) | Error::Failed(_))
+                );
                 if replace {
                     error = Some(e);
                 }

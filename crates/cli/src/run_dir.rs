@@ -40,7 +40,8 @@ pub fn latest(dir: &Path, named_by_user: bool) -> Result<PathBuf> {
     for entry in entries {
         let entry = entry.map_err(Error::io(parent))?;
         let entry_name = entry.file_name();
-        let number = entry_name.to_string_lossy().strip_prefix(&format!("{name}-")).and_then(|n| n.parse().ok());
+        let number =
+            entry_name.to_string_lossy().strip_prefix(&format!("{name}-")).and_then(|n| n.parse().ok());
         if let Some(number) = number.filter(|_| entry.path().join("checkpoints").is_dir()) {
             highest = highest.max(number);
         }

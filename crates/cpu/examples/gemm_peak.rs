@@ -2,9 +2,9 @@
 //!
 //! `cargo run --release -p nibble-cpu --example gemm_peak`
 //!
-//! The peak is measured first and again beside every shape: independent chains of the instruction that the dot is
-//! made of, on as many threads. Of both, the fastest of several runs counts, so that the ratio stands even while the
-//! machine is doing other things. Conversions and packing count as the product's time.
+//! The peak is that of independent chains of the instruction that the dot is made of, on as many threads. Of the peak
+//! and of each product the fastest of many short runs counts, so that the ratio stands even while the machine does
+//! other things now and then. Conversions and packing count as the product's time.
 
 use half::bf16;
 use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, Output, ScaleValues, Scales, Shape};
@@ -16,12 +16,17 @@ fn main() {
     for threads in [1, std::thread::available_parallelism().map_or(1, usize::from)] {
         // Building a pool fails only where the system gives no threads; then there is nothing to measure.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool of threads");
-        let (f32_peak, bf16_peak) = (peak(&pool, threads, Dot::F32), peak(&pool, threads, Dot::Bf16));
-        println!("\n{threads} thread(s): peak F32 {f32_peak:.0}, BF16 {bf16_peak:.0}");
-        for (m, n, k) in [(2048, 384, 128), (2048, 128, 384), (2048, 512, 512), (4096, 1024, 1024), (1, 512, 512)] {
-            pool.install(|| dense(&engine, threads, &pool, m, n, k));
+        let peaks = Peaks::measure(&pool, threads);
+        println!("\n{threads} thread(s): peak F32 {:.0}, BF16 {:.0}", peaks.f32, peaks.bf16);
+        for (m, n, k) in
+            [(2048, 384, 128), (2048, 128, 384), (2048, 512, 512), (4096, 1024, 1024), (1, 512, 512)]
+        {
+            pool.install(|| dense(&engine, &peaks, m, n, k));
         }
-        pool.install(|| groups(&engine, threads, &pool));
+        pool.install(|| groups(&engine, &peaks));
+        if threads == 1 {
+            pool.install(|| every_isa(&peaks));
+        }
     }
 }
 
@@ -31,17 +36,58 @@ enum Dot {
     Bf16,
 }
 
-/// Best rates of `work` and of the peak, in turn; GFLOP/s.
-fn report(name: &str, flops: f64, pool: &rayon::ThreadPool, threads: usize, dot: Dot, mut work: impl FnMut()) {
-    let (mut best, mut top) = (0f64, 0f64);
-    let repeats = (2e8 / flops).clamp(1.0, 2000.0) as usize;
-    for _ in 0..12 {
-        let start = Instant::now();
-        (0..repeats).for_each(|_| work());
-        best = best.max(flops * repeats as f64 / start.elapsed().as_secs_f64() / 1e9);
-        top = top.max(peak(pool, threads, dot));
+/// GFLOP/s of threads that do nothing but a dot's instruction.
+struct Peaks {
+    f32: f64,
+    bf16: f64,
+}
+
+impl Peaks {
+    fn measure(pool: &rayon::ThreadPool, threads: usize) -> Self {
+        let best = |dot| (0..300).map(|_| peak(pool, threads, dot)).fold(0.0, f64::max);
+        Self { f32: best(Dot::F32), bf16: best(Dot::Bf16) }
     }
-    println!("  {name:<42} {best:7.1}  ({:4.1} %)", 100.0 * best / top);
+}
+
+/// Prints the best rate of `work` in GFLOP/s and its share of the peak.
+fn report(name: &str, flops: f64, peaks: &Peaks, dot: Dot, mut work: impl FnMut()) {
+    let peak = match dot {
+        Dot::F32 => peaks.f32,
+        Dot::Bf16 => peaks.bf16,
+    };
+    let (mut best, begin) = (0f64, Instant::now());
+    for run in 0..300 {
+        let start = Instant::now();
+        work();
+        best = best.max(flops / start.elapsed().as_secs_f64() / 1e9);
+        if run >= 5 && begin.elapsed().as_secs_f64() > 0.4 {
+            break;
+        }
+    }
+    println!("  {name:<42} {best:7.1}  ({:4.1} %)", 100.0 * best / peak);
+}
+
+/// One small BF16 product on each instruction set, on one thread.
+fn every_isa(peaks: &Peaks) {
+    let (m, n, k) = (256, 256, 256);
+    let x: Vec<bf16> = narrow(&values(m * k).collect::<Vec<_>>());
+    let mut out = vec![0f32; m * n];
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+        let engine = Engine::with_isa(isa).expect("support was asked for");
+        let operand = Operand::rows(Data::Bf16(&x), k);
+        report(
+            &format!("(256, 256, 256) BF16 on {isa:?}"),
+            2.0 * (m * n * k) as f64,
+            pool,
+            1,
+            Dot::Bf16,
+            || {
+                engine
+                    .gemm(Shape { m, n, k }, &operand, &operand, Output::f32(&mut out, n))
+                    .expect("the shapes agree");
+            },
+        );
+    }
 }
 
 /// Deterministic values in −1 .. 1.
@@ -49,7 +95,7 @@ fn values(len: usize) -> impl Iterator<Item = f32> {
     (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0)
 }
 
-fn dense(engine: &Engine, threads: usize, pool: &rayon::ThreadPool, m: usize, n: usize, k: usize) {
+fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
     let shape = Shape { m, n, k };
     let flops = 2.0 * (m * n * k) as f64;
     let (a, b): (Vec<f32>, Vec<f32>) = (values(m * k).collect(), values(n * k).collect());
@@ -57,35 +103,44 @@ fn dense(engine: &Engine, threads: usize, pool: &rayon::ThreadPool, m: usize, n:
     let mut out = vec![0f32; m * n];
     let mut out16 = vec![bf16::ZERO; m * n];
     let title = format!("({m}, {n}, {k})");
-    report(&format!("{title} F32"), flops, pool, threads, Dot::F32, || {
+    report(&format!("{title} F32"), flops, peaks, Dot::F32, || {
         let (a, b) = (Operand::rows(Data::F32(&a), k), Operand::rows(Data::F32(&b), k));
         engine.gemm(shape, &a, &b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
     let (rows_a, rows_b) = (Operand::rows(Data::Bf16(&ha), k), Operand::rows(Data::Bf16(&hb), k));
-    report(&format!("{title} BF16 -> F32"), flops, pool, threads, Dot::Bf16, || {
+    report(&format!("{title} BF16 -> F32"), flops, peaks, Dot::Bf16, || {
         engine.gemm(shape, &rows_a, &rows_b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
-    report(&format!("{title} BF16 -> BF16"), flops, pool, threads, Dot::Bf16, || {
+    report(&format!("{title} BF16 -> BF16"), flops, peaks, Dot::Bf16, || {
         engine.gemm(shape, &rows_a, &rows_b, Output::bf16(&mut out16, n)).expect("the shapes agree");
     });
-    let (columns_a, columns_b) = (Operand::transposed(Data::Bf16(&ha), m), Operand::transposed(Data::Bf16(&hb), n));
-    report(&format!("{title} BF16, both transposed"), flops, pool, threads, Dot::Bf16, || {
+    let (columns_a, columns_b) =
+        (Operand::transposed(Data::Bf16(&ha), m), Operand::transposed(Data::Bf16(&hb), n));
+    report(&format!("{title} BF16, both transposed"), flops, peaks, Dot::Bf16, || {
         engine.gemm(shape, &columns_a, &columns_b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
     let (codes_a, codes_b) = (codes(m * k), codes(n * k));
     for block in [128, 32] {
         let blocks = k.div_ceil(block);
         let (sa, sb) = (vec![120u8; m * blocks], vec![121u8; n * blocks]);
-        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(Scales::rows(ScaleValues::E8m0(&sa), block, blocks));
-        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(Scales::tiles(ScaleValues::E8m0(&sb), block, blocks));
-        report(&format!("{title} E4M3, blocks of {block}"), flops, pool, threads, Dot::Bf16, || {
+        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(Scales::rows(
+            ScaleValues::E8m0(&sa),
+            block,
+            blocks,
+        ));
+        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(Scales::tiles(
+            ScaleValues::E8m0(&sb),
+            block,
+            blocks,
+        ));
+        report(&format!("{title} E4M3, blocks of {block}"), flops, peaks, Dot::Bf16, || {
             engine.gemm(shape, &a, &b, Output::bf16(&mut out16, n)).expect("the shapes agree");
         });
     }
 }
 
 /// Eight experts of 100 to 300 rows: fprop, and wgrad of the same rows.
-fn groups(engine: &Engine, threads: usize, pool: &rayon::ThreadPool) {
+fn groups(engine: &Engine, peaks: &Peaks) {
     let (n, k) = (384, 128);
     let lens = [100, 300, 180, 256, 128, 220, 150, 290];
     let mut groups = Vec::new();
@@ -102,18 +157,18 @@ fn groups(engine: &Engine, threads: usize, pool: &rayon::ThreadPool) {
     let mut dw = vec![0f32; lens.len() * n * k];
     let weights: Vec<_> = (0..lens.len()).map(|g| Operand::rows(Data::Bf16(&w), k).at(g * n * k)).collect();
     let a = Operand::rows(Data::Bf16(&x), k);
-    report("groups of 100-300: fprop BF16 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+    report("groups of 100-300: fprop BF16 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.grouped(&groups, n, k, &a, &weights, Output::bf16(&mut y, n)).expect("the shapes agree");
     });
     let (a, b) = (Operand::transposed(Data::Bf16(&dy), n), Operand::transposed(Data::Bf16(&x), k));
-    report("groups of 100-300: wgrad BF16 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+    report("groups of 100-300: wgrad BF16 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
     });
     let (dy, x, scales) = (codes(rows * n), codes(rows * k), vec![120u8; n * rows / 128]);
     let scales = Scales::rows(ScaleValues::E8m0(&scales), 128, rows / 128);
     let a = Operand::rows(Data::E4m3(&dy), rows).scaled(scales);
     let b = Operand::rows(Data::E4m3(&x), rows).scaled(scales);
-    report("groups of 100-300: wgrad E4M3 (384, 128)", flops, pool, threads, Dot::Bf16, || {
+    report("groups of 100-300: wgrad E4M3 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
     });
 }
@@ -129,7 +184,7 @@ fn codes(len: usize) -> Vec<u8> {
 
 /// GFLOP/s of `threads` threads that do nothing but the dot's instruction, on independent chains.
 fn peak(pool: &rayon::ThreadPool, threads: usize, dot: Dot) -> f64 {
-    const ROUNDS: usize = 100_000;
+    const ROUNDS: usize = 50_000;
     let start = Instant::now();
     pool.broadcast(|_| chains(ROUNDS, dot));
     (threads * ROUNDS) as f64 * flops_per_round(dot) / start.elapsed().as_secs_f64() / 1e9

@@ -122,14 +122,17 @@ pub(crate) const LANES: usize = 16;
 
 /// Closes 16 lanes by the tree 8, 4, 2, 1.
 #[inline(always)]
-pub(crate) fn tree_sum<T: Copy + std::ops::AddAssign>(mut lanes: [T; LANES]) -> T {
-    for width in [8, 4, 2, 1] {
-        for i in 0..width {
-            let upper = lanes[i + width];
-            lanes[i] += upper;
-        }
-    }
-    lanes[0]
+pub(crate) fn tree_sum<T: Copy + std::ops::Add<Output = T>>(lanes: [T; LANES]) -> T {
+    tree(lanes, |a, b| a + b)
+}
+
+/// A level at a time in arrays of its size, which the compiler keeps in registers.
+#[inline(always)]
+fn tree<T: Copy>(lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
+    let eight: [T; 8] = std::array::from_fn(|i| join(lanes[i], lanes[i + 8]));
+    let four: [T; 4] = std::array::from_fn(|i| join(eight[i], eight[i + 4]));
+    let two: [T; 2] = std::array::from_fn(|i| join(four[i], four[i + 2]));
+    join(two[0], two[1])
 }
 
 /// Σ a[i]·b[i] over the 16 lanes, each in order by fma, closed by the tree.
@@ -160,19 +163,45 @@ pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
             lanes[i] = larger(x[i], lanes[i]);
         }
     }
-    let max = lanes.into_iter().chain(tail.iter().copied()).fold(f32::NEG_INFINITY, |max, x| larger(x, max));
+    for (lane, x) in lanes.iter_mut().zip(&*tail) {
+        *lane = larger(*x, *lane);
+    }
+    let max = tree(lanes, larger);
+    // Two passes: with the sums in the loop of the exponentials the compiler keeps them in memory.
+    for x in full.iter_mut() {
+        for x in x {
+            *x = exp(*x - max);
+        }
+    }
+    for x in tail.iter_mut() {
+        *x = exp(*x - max);
+    }
     let mut lanes = [0.0f32; LANES];
     for x in full {
         for i in 0..LANES {
-            x[i] = exp(x[i] - max);
             lanes[i] += x[i];
         }
     }
     for (lane, x) in lanes.iter_mut().zip(tail) {
-        *x = exp(*x - max);
         *lane += *x;
     }
     (max, tree_sum(lanes))
+}
+
+/// `to`\[i\] = f(a\[i\], b\[i\]), 16 at a time: rows of 16 or 32 elements would fall through the compiler's own, longer
+/// unrolling into its scalar remainder.
+#[inline(always)]
+pub(crate) fn map_lanes<A: Copy, B: Copy, T>(a: &[A], b: &[B], to: &mut [T], f: impl Fn(A, B) -> T) {
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let (to, to_tail) = to.as_chunks_mut::<LANES>();
+    for ((a, b), to) in a.iter().zip(b).zip(to) {
+        for i in 0..LANES {
+            to[i] = f(a[i], b[i]);
+        }
+    }
+    for ((a, b), to) in a_tail.iter().zip(b_tail).zip(to_tail) {
+        *to = f(*a, *b);
+    }
 }
 
 /// Elements below which waking another thread costs more than it saves.

@@ -243,7 +243,8 @@ mod tests {
     #[test]
     fn a_report_counts_and_shows_the_first() {
         let e = compare_bits(&[1.0f32, -0.0, 3.0], &[1.0, 0.0, 4.0]).unwrap_err();
-        let want = "2 of 3 values differ (same bits); first [1]: -0e0 (0x80000000), expected 0e0 (0x00000000)";
+        let want =
+            "2 of 3 values differ (same bits); first [1]: -0e0 (0x80000000), expected 0e0 (0x00000000)";
         assert_eq!(e.to_string(), want);
         let e = compare_bits(&[0x1Fu8], &[0x0F]).unwrap_err();
         assert!(e.to_string().ends_with("first [0]: 31 (0x1f), expected 15 (0x0f)"), "{e}");

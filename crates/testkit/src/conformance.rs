@@ -17,7 +17,9 @@ use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
-use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Kernels, Operand, Plain, Result, Scales, Tensor};
+use nibble_core::{
+    Agreement, Backend, BlockScaled, Data, Error, Kernels, Operand, Plain, Result, Scales, Tensor,
+};
 use std::fmt::Debug;
 
 /// Two backends to compare.
@@ -51,7 +53,11 @@ impl<A: Kernels, B: Kernels> Pair<A, B> {
         let a = run(&self.a, case, Pads::Zero);
         let b = run(&self.b, case, Pads::Zero);
         let agreement = if self.strict { Agreement::Bitwise } else { case.agreement::<A>() };
-        b.require_agreement(agreement, &a, &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()));
+        b.require_agreement(
+            agreement,
+            &a,
+            &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()),
+        );
         if C::RAGGED {
             let on = |name: String| format!("{case:?}\n  {name}, with pads of NaN against pads of zeros");
             run(&self.a, case, Pads::Poison).require_agreement(Agreement::Bitwise, &a, &on(self.a.name()));
@@ -325,10 +331,12 @@ mod tests {
     fn every_operation_of_the_backend_traits_is_tested() {
         let list = include_str!("conformance.rs");
         let from = list.find("quantize dequantize").unwrap();
-        let mut listed: Vec<&str> = list[from..from + list[from..].find(");").unwrap()].split_whitespace().collect();
+        let mut listed: Vec<&str> =
+            list[from..from + list[from..].find(");").unwrap()].split_whitespace().collect();
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");
         let backend = std::fs::read_to_string(path).unwrap();
-        let method = |line: &str| line.trim().strip_prefix("fn ")?.split_once("(&self, op: ").map(|m| m.0.to_owned());
+        let method =
+            |line: &str| line.trim().strip_prefix("fn ")?.split_once("(&self, op: ").map(|m| m.0.to_owned());
         let mut methods: Vec<String> = backend.lines().filter_map(method).collect();
         assert!(methods.len() > 30);
         listed.sort();
@@ -344,7 +352,10 @@ mod tests {
         assert!(compare(Agreement::RelL2(1e-6), &got, &want).is_ok());
         assert!(compare(Agreement::RelL2(1e-9), &got, &want).is_err());
         let bytes = |b| Values::U8(vec![b]);
-        assert!(compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(), "codes have no relative error");
+        assert!(
+            compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(),
+            "codes have no relative error"
+        );
         // One BF16 in a thousand, one unit off: far above 1e-6 itself, and what 1e-6 makes of it when rounded.
         let mut other = vec![bf16::from_f32(1.0); 10_000];
         let ones = Values::Bf16(other.clone());

@@ -40,7 +40,14 @@ impl HostBlock {
     ///
     /// # Panics
     /// If the codec rounds by random bits.
-    pub fn quantize(codec: Codec, axis: BlockAxis, x: &[f32], rows: usize, cols: usize, stack: usize) -> Self {
+    pub fn quantize(
+        codec: Codec,
+        axis: BlockAxis,
+        x: &[f32],
+        rows: usize,
+        cols: usize,
+        stack: usize,
+    ) -> Self {
         assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
         let block = codec.format().spec().block;
         // Blocks are `block` wide along the contiguous axis; tiles are as high, others one row high.
@@ -177,7 +184,13 @@ pub(crate) fn zero_pads<T: Copy + Default>(values: &mut [T], is_valid: &[bool]) 
 }
 
 /// A plain tensor of either type on a device.
-pub(crate) fn plain<B: Backend>(b: &B, dtype: DType, x: &[f32], rows: usize, cols: usize) -> Result<Tensor<B>> {
+pub(crate) fn plain<B: Backend>(
+    b: &B,
+    dtype: DType,
+    x: &[f32],
+    rows: usize,
+    cols: usize,
+) -> Result<Tensor<B>> {
     match dtype {
         DType::F32 => Tensor::from_f32(b, x, rows, cols),
         DType::Bf16 => {
@@ -254,7 +267,9 @@ mod tests {
         q.poison_pads(&[true, false, true]);
         assert_eq!((&q.codes[..130], &q.codes[260..]), (&clean.codes[..130], &clean.codes[260..]));
         assert!(q.codes[130..260].iter().all(|c| *c == 0xFF));
-        let (HostScales::E8m0(got), HostScales::E8m0(want)) = (&q.scales, &clean.scales) else { unreachable!() };
+        let (HostScales::E8m0(got), HostScales::E8m0(want)) = (&q.scales, &clean.scales) else {
+            unreachable!()
+        };
         assert_eq!(got[..], [want[0], want[1], 0xFF, 0xFF, want[4], want[5]]);
     }
 }

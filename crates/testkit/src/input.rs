@@ -65,7 +65,9 @@ impl Input {
             },
             // The sign and a random part of the mantissa; every eighth a zero.
             Input::Subnormals if i % 8 == 5 => 0.0,
-            Input::Subnormals => f32::from_bits(bits() & 0x807F_FFFF & (u32::MAX >> (i % 20)) | bits() & 1 << 31),
+            Input::Subnormals => {
+                f32::from_bits(bits() & 0x807F_FFFF & (u32::MAX >> (i % 20)) | bits() & 1 << 31)
+            }
             Input::ExtremeExponents => {
                 // Exponents of a run of 64 lie within 16 of each other; the runs wander over the whole range.
                 let run = stream.block(i / 64 + (1 << 40))[0] % 240;
@@ -102,7 +104,10 @@ mod tests {
         assert!(of(Input::Subnormals).iter().filter(|x| **x != 0.0).count() > 10_000);
         assert!(any(Input::Subnormals, |x| *x < 0.0) && any(Input::Subnormals, |x| *x > 1e-39));
         assert!(of(Input::ExtremeExponents).iter().all(|x| x.is_finite()));
-        assert!(any(Input::ExtremeExponents, |x| x.abs() > 1e36) && any(Input::ExtremeExponents, |x| x.abs() < 1e-36));
+        assert!(
+            any(Input::ExtremeExponents, |x| x.abs() > 1e36)
+                && any(Input::ExtremeExponents, |x| x.abs() < 1e-36)
+        );
         for class in [f32::is_nan, f32::is_infinite, f32::is_finite] as [fn(f32) -> bool; 3] {
             assert!(of(Input::NonFinite).into_iter().any(class));
         }

@@ -21,9 +21,11 @@ pub struct MoeShape {
 
 impl MoeShape {
     /// DeepSeek-V3.
-    pub const DEEPSEEK_V3: MoeShape = MoeShape { name: "deepseek-v3", d: 7168, f: 2048, experts: 256, top_k: 8 };
+    pub const DEEPSEEK_V3: MoeShape =
+        MoeShape { name: "deepseek-v3", d: 7168, f: 2048, experts: 256, top_k: 8 };
     /// DeepSeek-V2.
-    pub const DEEPSEEK_V2: MoeShape = MoeShape { name: "deepseek-v2", d: 5120, f: 1536, experts: 160, top_k: 6 };
+    pub const DEEPSEEK_V2: MoeShape =
+        MoeShape { name: "deepseek-v2", d: 5120, f: 1536, experts: 160, top_k: 6 };
     /// Qwen3-30B-A3B.
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
@@ -151,6 +153,12 @@ impl RaggedRows {
     /// `rows` rows of groups divided by `spread`, with starts at multiples of `align`.
     pub fn of(spread: Spread, groups: usize, rows: usize, align: usize) -> Self {
         Self::new(&spread.lengths(groups, rows), align)
+    }
+
+    /// Raises the capacity with padding rows.
+    pub fn pad_to(&mut self, capacity: usize) {
+        self.capacity = self.capacity.max(capacity);
+        self.row_id.resize(self.capacity, -1);
     }
 
     /// Number of groups.

@@ -29,9 +29,15 @@ enum Fill {
     Integer,
     /// Magnitudes about 2⁻⁶³, so that products lie about 2⁻¹²⁶; zeros and subnormals among them.
     Tiny,
+    /// 2⁻⁶³ against 2⁻⁷⁵ and 2⁻⁷⁶: sums half a step or a quarter below the smallest normal number.
+    Edge,
+    /// The largest magnitudes with which a sum can still be tiny, by cancellation.
+    Borderline,
     /// Any bits at all.
     Bits,
 }
+
+const FILLS: [Fill; 6] = [Fill::Normal, Fill::Integer, Fill::Tiny, Fill::Edge, Fill::Borderline, Fill::Bits];
 
 fn bf16_value(fill: Fill, r: &mut Random) -> bf16 {
     match fill {
@@ -42,6 +48,10 @@ fn bf16_value(fill: Fill, r: &mut Random) -> bf16 {
             1 => bf16::ZERO,
             _ => bf16::from_bits((r.next() & 0x807F) as u16 | ((60 + r.below(6)) << 7) as u16),
         },
+        Fill::Edge => {
+            bf16::from_bits((r.next() & 0x8000) as u16 | [64, 64, 52, 51][r.below(4) as usize] << 7)
+        }
+        Fill::Borderline => bf16::from_bits((r.next() & 0x807F) as u16 | 70 << 7),
         Fill::Bits => bf16::from_bits(r.next() as u16),
     }
 }
@@ -162,7 +172,7 @@ fn bf16_products_equal_the_specification() {
     let nan = bf16::NAN;
     for shape in SHAPES {
         let (m, n, k) = shape;
-        for fill in [Fill::Normal, Fill::Integer, Fill::Tiny, Fill::Bits] {
+        for fill in FILLS {
             for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
                 let a = Matrix::new(m, k, ta, nan, || bf16_value(fill, &mut r));
                 let b = Matrix::new(n, k, tb, nan, || bf16_value(fill, &mut r));
@@ -173,6 +183,24 @@ fn bf16_products_equal_the_specification() {
                 }
             }
         }
+    }
+}
+
+/// 2⁻¹³⁰ goes into a sum early on, and is all that is left of it when large numbers have cancelled thousands of elements
+/// later: whether sums can be tiny depends on all that came before.
+#[test]
+fn tiny_remainders_are_flushed_however_late_they_show() {
+    let (m, n, k) = (3, 20, 4100);
+    let power = |e: i32| bf16::from_bits(((127 + e) << 7) as u16);
+    let mut a = vec![bf16::ZERO; m * k];
+    for row in a.chunks_mut(k) {
+        (row[0], row[2], row[k - 1]) = (power(-55), power(-75), -power(-55));
+    }
+    let b = vec![power(-55); n * k];
+    assert_eq!(spec::dot_bf16(&a[..k], &b[..k]), 0.0);
+    for isa in isas() {
+        let (a, b) = (Operand::rows(Data::Bf16(&a), k), Operand::rows(Data::Bf16(&b), k));
+        assert_same(&run(isa, (m, n, k), &a, &b), &vec![0.0; m * n], isa);
     }
 }
 

@@ -99,6 +99,7 @@ impl Kernels {
 }
 
 const SHORT: &[usize] = &[1, 2, 4];
+#[cfg(target_arch = "x86_64")]
 const TALL: &[usize] = &[1, 2, 4, 6, 8, 10, 12];
 
 /// `body` for `i` = 0, 1, … below the constant `n`, at most 12, written out: indices must be literals for the

@@ -155,23 +155,21 @@ pub(super) enum Pads {
     Refused,
 }
 
-/// Every index below `rows`.
+/// Every index below `len`.
 pub(super) fn check_index(
     op: &'static str,
     argument: &'static str,
     index: &[i32],
-    rows: usize,
+    len: usize,
     pads: Pads,
 ) -> Result<()> {
-    let good = |&i: &i32| usize::try_from(i).map_or(pads == Pads::Allowed, |i| i < rows);
+    let good = |&i: &i32| usize::try_from(i).map_or(pads == Pads::Allowed, |i| i < len);
     match index.iter().position(|i| !good(i)) {
         None => Ok(()),
-        Some(at) => Err(Error::shape(
-            op,
-            argument,
-            format!("{} at {at}", index[at]),
-            format!("below {rows} (the rows)"),
-        )),
+        Some(at) => {
+            let least = if pads == Pads::Allowed { "" } else { "at least 0 and " };
+            Err(Error::shape(op, argument, format!("{} at {at}", index[at]), format!("{least}below {len}")))
+        }
     }
 }
 

@@ -12,9 +12,11 @@ pub(crate) mod spec;
 #[cfg(test)]
 pub(crate) mod fixture;
 #[cfg(test)]
+mod speed;
+#[cfg(test)]
 mod tests;
 
-pub(crate) use dequantize::{dequantize, element_of};
+pub(crate) use dequantize::{decodable, dequantize};
 
 use crate::{Cpu, Path};
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};

@@ -3,7 +3,7 @@
 //! One body serves as specification and as vectorised code: it is a loop over the 16 lanes of a row.
 
 use crate::Cpu;
-use crate::simd::{LANES, Real, lane_dot, per_isa, rows_per_task, tree_sum};
+use crate::simd::{LANES, Real, lane_dot, map_lanes, per_isa, rows_per_task, tree_sum};
 use half::bf16;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
@@ -55,9 +55,7 @@ fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], in
     let d = weight.len();
     for ((x, y), inv_rms) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(inv_rms) {
         let inv = rsqrt(lane_dot(x, x) / d as f32 + eps);
-        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-            *y = T::round(x.widen() * inv * w);
-        }
+        map_lanes(x, weight, y, |x, w| T::round(x.widen() * inv * w));
         *inv_rms = inv;
     }
 }

@@ -34,9 +34,14 @@ per_isa!(fn softmax = softmax_body; (logits: &[f32], experts: usize, probs: &mut
 /// last.
 fn choose(probs: &[f32], normalize: bool, expert: &mut [i32], weight: &mut [f32]) {
     let top_k = expert.len();
+    let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());
     for (j, &p) in probs.iter().enumerate() {
         let kept = j.min(top_k);
-        let place = weight[..kept].iter().position(|&w| p > w || (w.is_nan() && !p.is_nan())).unwrap_or(kept);
+        // From the end: most are behind the last one kept.
+        let mut place = kept;
+        while place > 0 && ahead(p, weight[place - 1]) {
+            place -= 1;
+        }
         if place < top_k {
             let last = (kept + 1).min(top_k);
             weight[place..last].rotate_right(1);

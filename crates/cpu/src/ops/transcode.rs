@@ -1,12 +1,14 @@
 //! See `nibble_core::ops::Transcode`.
 
+mod lift;
+mod simd;
 mod spec;
 #[cfg(test)]
 mod tests;
 
 use super::quantize::planes::unwritten;
 use super::quantize::spans::Spans;
-use crate::Cpu;
+use crate::{Cpu, Path};
 use nibble_core::Result;
 use nibble_core::ops::{Counts, Transcode, Transcoded};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding};
@@ -22,15 +24,25 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         BlockAxis::Col => (spans.capacity, op.x.rule),
         BlockAxis::Row | BlockAxis::Tile => (op.x.rows, op.x.rule),
     };
-    let rule = if op.to == Format::Mxfp4 { op.rule } else { rule };
+    // Only MXFP4 gets scales chosen anew.
+    let codec = if op.to == Format::Mxfp4 {
+        Some(Codec::new(Format::Mxfp4, op.rule, Rounding::NearestEven)?)
+    } else {
+        None
+    };
+    let rule = codec.map_or(rule, |codec| codec.rule());
     let mut out = unwritten(cpu, op.to, rule, op.axis, (rows, op.x.cols, 1));
-    let [non_zero, inexact, non_finite] = match (op.x.format, op.axis) {
-        (_, BlockAxis::Col) => spec::to_cols(op.x, &spans, &mut out),
-        (Format::Mxfp4, _) => spec::lift_rows(op.x, &spans, &mut out),
-        _ => {
-            let codec = Codec::new(Format::Mxfp4, op.rule, Rounding::NearestEven)?;
-            spec::requantize_rows(op.x, codec, &spans, &mut out)
-        }
+    if cpu.path() == Path::Simd {
+        return match (codec, op.axis) {
+            (Some(codec), _) => simd::requantize_rows(cpu, op.x, codec, &spans, out),
+            (None, BlockAxis::Col) => simd::to_cols(cpu, op.x, &spans, out),
+            (None, _) => simd::lift_rows(cpu, op.x, &spans, out),
+        };
+    }
+    let [non_zero, inexact, non_finite] = match (codec, op.axis) {
+        (Some(codec), _) => spec::requantize_rows(op.x, codec, &spans, &mut out),
+        (None, BlockAxis::Col) => spec::to_cols(op.x, &spans, &mut out),
+        (None, _) => spec::lift_rows(op.x, &spans, &mut out),
     };
     Ok(Transcoded { out, counts: Counts::new(cpu, non_zero, inexact, non_finite)? })
 }

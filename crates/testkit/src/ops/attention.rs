@@ -67,7 +67,8 @@ impl Case for Backward {
         let dout = self.0.tensor(b, "attention.dout", heads)?;
         let [q, k, v] = &qkv;
         let grads =
-            AttentionBackward { q, k, v, out: &made.out, lse: &made.lse, dout: &dout, head_dim, seq_len }.run(b)?;
+            AttentionBackward { q, k, v, out: &made.out, lse: &made.lse, dout: &dout, head_dim, seq_len }
+                .run(b)?;
         let mut out = Outputs::default();
         for (name, x) in [("dq", &grads.dq), ("dk", &grads.dk), ("dv", &grads.dv)] {
             out.tensor(b, name, x)?;
@@ -79,7 +80,8 @@ impl Case for Backward {
 /// One query or many, one head or groups of them, lengths around the vectors' width.
 fn cases(strict: bool) -> Vec<Heads> {
     let mut cases = Vec::new();
-    let shapes = [(1, 1, 1, 1, 8), (3, 17, 4, 2, 16), (2, 65, 6, 1, 32), (1, 130, 2, 2, 64), (2, 33, 3, 3, 20)];
+    let shapes =
+        [(1, 1, 1, 1, 8), (3, 17, 4, 2, 16), (2, 65, 6, 1, 32), (1, 130, 2, 2, 64), (2, 33, 3, 3, 20)];
     for (sequences, seq_len, heads, kv_heads, head_dim) in shapes {
         for dtype in PLAIN {
             let heads = Heads { sequences, seq_len, heads, kv_heads, head_dim, dtype, input: Input::Normal };

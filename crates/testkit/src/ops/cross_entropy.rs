@@ -30,7 +30,8 @@ impl Case for Rows {
         let targets: Vec<i32> =
             (0..self.rows).map(|r| if r == 0 { self.max_target as i32 } else { target(r) }).collect();
         let targets = b.upload(&targets)?;
-        let made = CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, grad: self.grad }.run(b)?;
+        let made =
+            CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, grad: self.grad }.run(b)?;
         let mut out = Outputs::default();
         out.buf(b, "loss", &made.loss, None)?;
         if let Some(dlogits) = &made.dlogits {

@@ -53,7 +53,16 @@ pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (sequences, seq_len, heads, head_dim, first_position) in sizes {
             for dtype in PLAIN {
                 let inverse = (i + heads) % 2 == 0;
-                pair.check(&Heads { sequences, seq_len, heads, head_dim, first_position, inverse, dtype, input });
+                pair.check(&Heads {
+                    sequences,
+                    seq_len,
+                    heads,
+                    head_dim,
+                    first_position,
+                    inverse,
+                    dtype,
+                    input,
+                });
             }
         }
     }

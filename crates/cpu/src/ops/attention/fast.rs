@@ -7,7 +7,6 @@ use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real};
-use nibble_formats::math::log;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -135,15 +134,14 @@ impl<'a> Space<'a> {
                     width,
                 );
                 self.against_keys(&self.q, &self.k_panels, first).run(self.isa, &mut self.p);
-                let mut terms = [(0.0, 0.0); TILE];
-                softmax_rows(self.isa, &mut self.p, self.stride, first, keys_of(first), &mut terms);
+                let softmax = softmax_rows(self.isa, &mut self.p, self.stride, first, keys_of(first));
                 over_keys(&self.p, self.stride, &self.v, width, rows.end).run(self.isa, &mut self.tile);
-                for ((i, x), (max, sum)) in rows.zip(self.tile.chunks_exact(width)).zip(terms) {
+                for (row, (i, x)) in rows.zip(self.tile.chunks_exact(width)).enumerate() {
                     let token = unit.sequence * sizes.seq_len + i;
                     // SAFETY: no other unit has this sequence and query head.
                     let (out, lse) = unsafe { (output.out.row(token, head), output.lse.row(token, head)) };
-                    store_row(self.isa, x, 1.0 / sum, out);
-                    lse[0] = max + log(sum);
+                    store_row(self.isa, x, softmax.inv_sum[row], out);
+                    lse[0] = softmax.lse[row];
                 }
             }
         }

@@ -4,8 +4,8 @@
 //! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
 
 use crate::gemm::Isa;
-use crate::simd::{LANES, Real, lane_dot, per_isa, softmax_terms};
-use nibble_formats::math::exp;
+use crate::simd::{LANES, Real, lane_dot, map_lanes, per_isa, softmax_terms};
+use nibble_formats::math::{exp, log};
 
 /// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
 pub(super) const TILE: usize = 8;
@@ -99,30 +99,38 @@ fn tile_body<const WIDTH: usize>(product: &Product<'_>, panel: usize, column: us
     }
 }
 
-per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sums: &mut [(f32, f32); TILE]));
+/// Of the softmax of a tile of rows: the factors that make the weights sum to one, and log Σ exp(score).
+#[derive(Default)]
+pub(super) struct Softmax {
+    pub inv_sum: [f32; TILE],
+    pub lse: [f32; TILE],
+}
+
+per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize) -> Softmax);
 
 /// For the tile of queries from `first` on: scores of later keys become weight 0, the others exp(s − max). `keys` is
-/// the number of scores in a row, masked ones included. Leaves (max, sum) of each row.
+/// the number of scores in a row, masked ones included.
 #[inline(always)]
-fn softmax_rows_body(
-    scores: &mut [f32],
-    stride: usize,
-    first: usize,
-    keys: usize,
-    sums: &mut [(f32, f32); TILE],
-) {
-    for (row, (scores, sums)) in scores.chunks_exact_mut(stride).zip(sums).enumerate() {
+fn softmax_rows_body(scores: &mut [f32], stride: usize, first: usize, keys: usize) -> Softmax {
+    let (mut max, mut sum) = ([0.0f32; TILE], [0.0f32; TILE]);
+    for (row, scores) in scores.chunks_exact_mut(stride).enumerate().take(TILE) {
         let scores = &mut scores[..keys];
         // exp(−∞) is +0: it changes neither the sum nor a product.
         scores[first + row + 1..].fill(f32::NEG_INFINITY);
-        *sums = softmax_terms(scores);
+        (max[row], sum[row]) = softmax_terms(scores);
     }
+    let mut softmax = Softmax::default();
+    for row in 0..TILE {
+        softmax.inv_sum[row] = 1.0 / sum[row];
+        softmax.lse[row] = max[row] + log(sum[row]);
+    }
+    softmax
 }
 
 per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: usize, lse: &[f32; TILE], delta: &[f32; TILE]));
 
 /// For the tile of queries from `first` on: scores become P = exp(s − lse), dP becomes dS = P · (dP − delta); both 0 for
-/// later keys.
+/// later keys. `keys` is a multiple of 16.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],
@@ -135,9 +143,11 @@ fn score_grads_body(
 ) {
     for (row, (p, ds)) in p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride)).enumerate() {
         let (p, ds) = (&mut p[..keys], &mut ds[..keys]);
-        for (p, ds) in p.iter_mut().zip(ds.iter_mut()) {
-            *p = exp(*p - lse[row]);
-            *ds = *p * (*ds - delta[row]);
+        for (p, ds) in p.as_chunks_mut::<LANES>().0.iter_mut().zip(ds.as_chunks_mut::<LANES>().0) {
+            for i in 0..LANES {
+                p[i] = exp(p[i] - lse[row]);
+                ds[i] = p[i] * (ds[i] - delta[row]);
+            }
         }
         p[first + row + 1..].fill(0.0);
         ds[first + row + 1..].fill(0.0);
@@ -158,10 +168,9 @@ fn widen_rows_body<T: Real>(
 ) {
     for (row, to) in to.chunks_exact_mut(to_row).enumerate() {
         let from = from.get(row * from_row..row * from_row + cols).unwrap_or(&[]);
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.widen() * factor;
-        }
-        to[from.len()..].fill(0.0);
+        let (to, padding) = to.split_at_mut(from.len());
+        map_lanes(from, from, to, |x, _| x.widen() * factor);
+        padding.fill(0.0);
     }
 }
 
@@ -194,7 +203,6 @@ per_isa!(pub(super) fn store_row<T: Real> = store_row_body; (x: &[f32], factor: 
 /// `to` = x · factor, rounded once; x may be longer.
 #[inline(always)]
 fn store_row_body<T: Real>(x: &[f32], factor: f32, to: &mut [T]) {
-    for (to, x) in to.iter_mut().zip(x) {
-        *to = T::round(x * factor);
-    }
+    let x = &x[..to.len()];
+    map_lanes(x, x, to, |x, _| T::round(x * factor));
 }

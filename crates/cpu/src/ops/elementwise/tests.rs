@@ -66,8 +66,8 @@ fn a_cast_rounds_to_nearest_even_and_back_is_exact() {
         f32::MAX,
         f32::MIN_POSITIVE,
         1e-45,
-        1.00390625,
-        1.01171875,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
     ]);
     x.extend([f32::NAN, f32::from_bits(0x7F80_0001)]);
     let got = same_everywhere(|cpu| {

@@ -1,22 +1,76 @@
 //! Decoding a quantized tensor.
 
+use super::emit::{STRIP_ROWS, Sink, SinkWork, TILE_COLS, for_strips};
+use super::encode::Tile;
+use super::source::{Lines, Source};
+use super::spans::Spans;
 use super::spec;
-use crate::Cpu;
-use nibble_core::ops::Dequantize;
-use nibble_core::{Error, Result, Tensor};
-use nibble_formats::{Element, Format};
+use crate::{Cpu, Path};
+use nibble_core::ops::{Dequantize, Emit};
+use nibble_core::{Backend, BlockScaled, Error, Result, Scales, Tensor};
+use nibble_formats::{BlockAxis, Element};
 
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    const OP: &str = "dequantize";
     let x = op.x;
-    let element = element_of("dequantize", x.format)?;
-    spec::plain(cpu, &spec::decode(x, element, 0..x.rows), op.dtype, x.rows)
+    let element = decodable(OP, x)?;
+    if cpu.path() == Path::Scalar {
+        return spec::plain(cpu, &spec::decode(x, element, 0..x.rows), op.dtype, x.rows);
+    }
+    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(x, element)));
+    let spans = Spans::new(OP, x.rows, None, 1)?;
+    let sink = Sink::new(cpu, &spans, x.cols, Emit::Plain(op.dtype), None);
+    let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], vec![0.0; STRIP_ROWS]);
+    for_strips(cpu, &spans, (STRIP_ROWS, x.cols), scratch, |(values, line), strip| {
+        for col in (0..x.cols).step_by(TILE_COLS) {
+            let width = TILE_COLS.min(x.cols - col);
+            match x.axis {
+                BlockAxis::Row | BlockAxis::Tile => {
+                    for (i, out) in values.chunks_exact_mut(width).take(strip.rows).enumerate() {
+                        lines.load(isa, strip.row + i, col, out);
+                    }
+                }
+                BlockAxis::Col => {
+                    for i in 0..width {
+                        let line = &mut line[..strip.rows];
+                        lines.load(isa, col + i, strip.row, line);
+                        for (out, value) in values[i..].iter_mut().step_by(width).zip(line) {
+                            *out = *value;
+                        }
+                    }
+                }
+            }
+            let tile = Tile { values, rows: strip.rows, width, stride: width };
+            sink.write(isa, &mut SinkWork::default(), strip, tile, col);
+        }
+    });
+    Ok(sink.finish(cpu)?.take_rows(OP)?.plain(OP)?.clone())
 }
 
-/// The element of a block format.
+/// The element of a tensor whose planes have the lengths that its shape asks for.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a plain one.
-pub(crate) fn element_of(op: &'static str, format: Format) -> Result<Element> {
-    format.spec().element.ok_or_else(|| Error::unsupported(op, format, "it has no block scales to decode by"))
+/// [`Error::Unsupported`] for a plain format, [`Error::Shape`] for planes of other lengths.
+pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<Element> {
+    let Some(element) = x.format.spec().element else {
+        return Err(Error::unsupported(op, x.format, "it has no block scales to decode by"));
+    };
+    if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
+        return Err(Error::shape(op, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
+    }
+    let scales = match &x.scales {
+        Scales::E8m0(s) => Cpu::len(s),
+        Scales::F32(s) => Cpu::len(s),
+    };
+    let got = (Cpu::len(&x.codes), scales);
+    let expected = (
+        BlockScaled::<Cpu>::code_bytes(x.format, x.axis, x.rows, x.cols),
+        BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack),
+    );
+    if got != expected {
+        let say = |(bytes, scales)| format!("{bytes} bytes of codes and {scales} scales");
+        return Err(Error::shape(op, "planes", say(got), say(expected)));
+    }
+    Ok(element)
 }

@@ -136,6 +136,12 @@ impl<'a> Lines<'a> {
         }
     }
 
+    /// Codes of `width` values of a line from `first` on, whole bytes.
+    pub fn codes(&self, line: usize, first: usize, width: usize) -> &'a [u8] {
+        let bits = self.element.code_bits() as usize;
+        &self.codes[line * self.line_bytes + first * bits / 8..][..width * bits / 8]
+    }
+
     /// Values `first..` of a line.
     pub fn load(&self, isa: Isa, line: usize, first: usize, out: &mut [f32]) {
         let matrix = line / self.lines_per_matrix;

@@ -1,8 +1,9 @@
 //! The specification: element by element into matrices of F32, then written as every quantization is.
 
-use crate::ops::quantize::element_of;
+use crate::ops::quantize::decodable;
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Matrix, decode, emit};
+use crate::simd::{LANES, tree_sum};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Emit, Emitted, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Backend, BlockScaled, Operand, Result};
@@ -43,7 +44,7 @@ pub(super) fn taken_block(emitted: Emitted<Cpu>) -> Result<Option<BlockScaled<Cp
 pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
     let h = match op.h {
         Operand::Plain(h) => Matrix::of(h, spans),
-        Operand::Block(h) => decode(h, element_of("swiglu_backward", h.format)?, spans.valid()),
+        Operand::Block(h) => decode(h, decodable("swiglu_backward", h)?, spans.valid()),
     };
     let da = Matrix::of(op.da, spans);
     let f = da.cols;
@@ -52,7 +53,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     let mut dweight = vec![0.0; spans.rows];
     for row in spans.valid() {
         let weight = weight_of(op.weight, row);
-        let mut lanes = [0.0f32; 16];
+        let mut lanes = [0.0f32; LANES];
         for i in 0..f {
             let (gate, up) = (h.values[row * 2 * f + i], h.values[row * 2 * f + f + i]);
             let da = da.values[row * f + i];
@@ -61,7 +62,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
             a.values[row * f + i] = silu * up * weight;
             dh.values[row * 2 * f + i] = da * weight * up * s * (1.0 + gate * (1.0 - s));
             dh.values[row * 2 * f + f + i] = da * weight * silu;
-            lanes[i % 16] = (silu * up).mul_add(da, lanes[i % 16]);
+            lanes[i % LANES] = (silu * up).mul_add(da, lanes[i % LANES]);
         }
         dweight[row] = tree_sum(lanes);
     }
@@ -70,14 +71,4 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
         a: emit(cpu, &a, op.a, spans, None)?,
         dweight: cpu.upload(&dweight)?,
     })
-}
-
-/// Closes 16 lanes by the tree 8, 4, 2, 1.
-pub(super) fn tree_sum(mut lanes: [f32; 16]) -> f32 {
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            lanes[i] += lanes[i + half];
-        }
-    }
-    lanes[0]
 }

@@ -111,7 +111,7 @@ fn mistakes_are_errors() {
     for bad in [3, -1] {
         let index = cpu.upload(&[0, bad]).unwrap();
         let e = pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap_err().to_string();
-        assert_eq!(e, format!("pack_rows: `index` is {bad} at 1, expected below 3 (the rows)"));
+        assert_eq!(e, format!("pack_rows: `index` is {bad} at 1, expected at least 0 and below 3"));
     }
     let index = cpu.upload(&[0]).unwrap();
     let Operand::Block(q) = x else { unreachable!("E4M3 is a block format") };

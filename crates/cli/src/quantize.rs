@@ -1,0 +1,421 @@
+//! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
+//!
+//! For a matrix `NAME` `[rows, cols]` the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
+//! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32), and in the
+//! file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
+
+use crate::checkpoint;
+use crate::console::{bytes, say};
+use crate::error::{Error, Result};
+use half::{bf16, f16};
+use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
+use nibble_core::{Backend, BlockScaled, DType, Operand, Scales, Tensor};
+use nibble_cpu::Cpu;
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
+use nibble_train::config::Config;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::json;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+/// Quantizes every matrix (F32, BF16 or F16) of a safetensors file, or brings a quantized file back to plain numbers.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Tensors that are\n\
+    not matrices of floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
+    Examples:\n  \
+    nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
+    nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \
+    nibble quantize model-mxfp4.safetensors plain.safetensors --back"
+)]
+pub struct Args {
+    /// The safetensors file to read.
+    input: PathBuf,
+    /// The safetensors file to write.
+    output: PathBuf,
+    /// Block format: mxfp4, e4m3 or e5m2.
+    #[arg(long, required_unless_present = "back", conflicts_with = "back")]
+    format: Option<Format>,
+    /// Along what blocks run: row, col or tile (FP8 only).
+    #[arg(long, default_value = "row", conflicts_with = "back")]
+    axis: BlockAxis,
+    /// Scale rule: amax (F32 scales, FP8 only), floor, rceil, ceil or even. The format's default where left out.
+    #[arg(long, value_name = "RULE", conflicts_with = "back")]
+    scale: Option<ScaleRule>,
+    /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
+    #[arg(long, value_name = "ROUNDING", default_value = "nearest-even", conflicts_with = "back")]
+    round: Rounding,
+    /// Seed of random roundings; the bits depend on it and on the tensor's name.
+    #[arg(long, default_value_t = 0, conflicts_with = "back")]
+    seed: u64,
+    /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
+    #[arg(long, value_name = "GLOB", conflicts_with = "back")]
+    only: Vec<String>,
+    /// Copies matrices whose sizes the format cannot take, with a message, instead of stopping.
+    #[arg(long, conflicts_with = "back")]
+    skip_unfit: bool,
+    /// Brings quantized tensors back to plain numbers of their original type.
+    #[arg(long)]
+    back: bool,
+}
+
+pub fn run(args: Args) -> Result<()> {
+    let input = std::fs::read(&args.input).map_err(Error::io(&args.input))?;
+    let wrong = |e| Error::usage(format!("{}: not a safetensors file: {e}", args.input.display()));
+    let (_, header) = SafeTensors::read_metadata(&input).map_err(wrong)?;
+    let file = SafeTensors::deserialize(&input).map_err(wrong)?;
+    if same_file(&args.input, &args.output) {
+        let input = args.input.display();
+        return Err(Error::usage(format!(
+            "{input}: the output would overwrite the input; name another file"
+        )));
+    }
+    let mut out = Output { metadata: header.metadata().clone().unwrap_or_default(), ..Output::default() };
+    let cpu = checkpoint::cpu(&Config::default())?;
+    let converted =
+        if args.back { restore(&cpu, &file, &mut out)? } else { quantize(&cpu, &args, &file, &mut out)? };
+    let size = out.write(&args.output)?;
+    let what = if args.back { "restored" } else { "quantized" };
+    say!("{converted} tensors {what}, {} copied", out.copied);
+    say!(
+        "{}: {} → {}: {}",
+        args.input.display(),
+        bytes(input.len() as u64),
+        args.output.display(),
+        bytes(size)
+    );
+    Ok(())
+}
+
+fn same_file(input: &Path, output: &Path) -> bool {
+    // A file that does not exist yet is no file's other name.
+    matches!((input.canonicalize(), output.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// The file to be written.
+#[derive(Default)]
+struct Output<'d> {
+    tensors: BTreeMap<String, Plane<'d>>,
+    metadata: HashMap<String, String>,
+    copied: usize,
+}
+
+struct Plane<'d> {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    data: Cow<'d, [u8]>,
+}
+
+impl safetensors::View for &Plane<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.data)
+    }
+    fn data_len(&self) -> usize {
+        self.data.len()
+    }
+}
+
+impl<'d> Output<'d> {
+    fn put(
+        &mut self,
+        name: String,
+        dtype: Dtype,
+        shape: Vec<usize>,
+        data: impl Into<Cow<'d, [u8]>>,
+    ) -> Result<()> {
+        let plane = Plane { dtype, shape, data: data.into() };
+        match self.tensors.insert(name.clone(), plane) {
+            None => Ok(()),
+            Some(_) => Err(Error::usage(format!("the output would have two tensors called `{name}`"))),
+        }
+    }
+
+    fn copy(&mut self, name: &str, view: &safetensors::tensor::TensorView<'d>) -> Result<()> {
+        self.copied += 1;
+        self.put(name.to_owned(), view.dtype(), view.shape().to_vec(), view.data())
+    }
+
+    /// Writes beside the place and renames, so that no half file ever bears the name.
+    fn write(&self, path: &Path) -> Result<u64> {
+        let metadata = (!self.metadata.is_empty()).then(|| self.metadata.clone());
+        let content =
+            safetensors::serialize(&self.tensors, metadata).map_err(|e| Error::Failed(e.to_string()))?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let tmp = path.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
+        let written = (|| {
+            let mut file = std::fs::File::create(&tmp)?;
+            std::io::Write::write_all(&mut file, &content)?;
+            file.sync_all()?;
+            std::fs::rename(&tmp, path)
+        })();
+        if written.is_err() {
+            // The first error is the one to tell.
+            let _ = std::fs::remove_file(&tmp);
+        }
+        written.map_err(Error::io(path))?;
+        Ok(content.len() as u64)
+    }
+}
+
+fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Result<usize> {
+    // The parser asks for a format unless `--back` is there.
+    let format = args.format.unwrap_or(Format::Mxfp4);
+    let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
+    let codec = Codec::new(format, rule, args.round).map_err(Error::usage)?;
+    let mut converted = 0;
+    for (name, view) in file.iter() {
+        let wanted =
+            args.only.is_empty() || args.only.iter().any(|glob| matches(glob.as_bytes(), name.as_bytes()));
+        let (Some(values), &[rows, cols]) = (floats(view.dtype(), view.data()), view.shape()) else {
+            out.copy(name, &view)?;
+            continue;
+        };
+        if !wanted {
+            out.copy(name, &view)?;
+            continue;
+        }
+        let x = Tensor::from_f32(cpu, &values, rows, cols)?;
+        let random =
+            args.round.is_random().then(|| Stream::new(args.seed, Purpose::Rounding, fnv1a32(name), 0));
+        let op = Quantize { random, ..Quantize::new(&x, codec, planes(args.axis)) };
+        if let Err(why) = op.check() {
+            if !args.skip_unfit {
+                let advice = "--skip-unfit copies such tensors as they are";
+                return Err(Error::usage(format!("tensor `{name}` [{rows}, {cols}]: {why}; {advice}")));
+            }
+            say!("copied `{name}` [{rows}, {cols}]: {why}");
+            out.copy(name, &view)?;
+            continue;
+        }
+        let emitted = op.run(cpu)?;
+        let plane = if args.axis == BlockAxis::Col {
+            emitted.take_cols("quantize")
+        } else {
+            emitted.take_rows("quantize")
+        };
+        let Operand::Block(q) = plane? else {
+            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
+        };
+        if let Some(counts) = &emitted.counts {
+            let bad = cpu.download(&counts.0)?[Counts::<Cpu>::NON_FINITE];
+            if bad > 0 {
+                say!("warning: `{name}`: {bad} blocks hold a NaN or an infinity; their scales are NaN");
+            }
+        }
+        store(cpu, name, &view, &q, args.round, out)?;
+        converted += 1;
+    }
+    Ok(converted)
+}
+
+fn planes(axis: BlockAxis) -> Planes {
+    match axis {
+        BlockAxis::Row => Planes::Rows,
+        BlockAxis::Col => Planes::Cols,
+        BlockAxis::Tile => Planes::Tiles,
+    }
+}
+
+/// The numbers of a tensor, exactly; `None` for types that are not quantized.
+fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
+    // Not casts: the file's bytes need not be aligned in memory.
+    let halves = || data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    match dtype {
+        Dtype::F32 => Some(words(data)),
+        Dtype::BF16 => Some(halves().map(|b| bf16::from_bits(b).to_f32()).collect()),
+        Dtype::F16 => Some(halves().map(|b| f16::from_bits(b).to_f32()).collect()),
+        _ => None,
+    }
+}
+
+fn words(data: &[u8]) -> Vec<f32> {
+    data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+/// Rows of the code plane and of the scale plane.
+fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usize, usize) {
+    match axis {
+        BlockAxis::Row => (rows, rows),
+        BlockAxis::Col => (cols, cols),
+        BlockAxis::Tile => (rows, rows.div_ceil(format.spec().block)),
+    }
+}
+
+/// Puts the two planes of a quantized tensor and what one must know to read them.
+fn store(
+    cpu: &Cpu,
+    name: &str,
+    view: &safetensors::tensor::TensorView<'_>,
+    q: &BlockScaled<Cpu>,
+    round: Rounding,
+    out: &mut Output<'_>,
+) -> Result<()> {
+    let (code_rows, scale_rows) = plane_rows(q.axis, q.format, q.rows, q.cols);
+    let shape = |rows: usize, len: usize| vec![rows, len.checked_div(rows).unwrap_or(0)];
+    let codes = cpu.download(&q.codes)?;
+    out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
+    let scales = format!("{name}.scales");
+    match &q.scales {
+        Scales::E8m0(s) => {
+            let s = cpu.download(s)?;
+            out.put(scales, Dtype::U8, shape(scale_rows, s.len()), s)?;
+        }
+        Scales::F32(s) => {
+            let s = cpu.download(s)?;
+            let bytes: Vec<u8> = s.iter().flat_map(|s| s.to_le_bytes()).collect();
+            out.put(scales, Dtype::F32, shape(scale_rows, s.len()), bytes)?;
+        }
+    }
+    let about = json!({
+        "format": q.format.to_string(),
+        "axis": q.axis.to_string(),
+        "scale": q.rule.to_string(),
+        "round": round.to_string(),
+        "shape": view.shape(),
+        "dtype": view.dtype().to_string(),
+    });
+    out.metadata.insert(format!("{PREFIX}{name}"), about.to_string());
+    Ok(())
+}
+
+/// What the metadata keys of quantized tensors begin with.
+const PREFIX: &str = "nibble.";
+
+/// One quantized tensor as the metadata describes it.
+struct About {
+    format: Format,
+    axis: BlockAxis,
+    rule: ScaleRule,
+    rows: usize,
+    cols: usize,
+    dtype: Dtype,
+}
+
+impl About {
+    fn parse(name: &str, text: &str) -> Result<Self> {
+        let wrong = |what: &str| Error::usage(format!("metadata `{PREFIX}{name}`: {what}"));
+        let value: serde_json::Value = serde_json::from_str(text).map_err(|e| wrong(&e.to_string()))?;
+        let text = |key: &str| value[key].as_str().ok_or_else(|| wrong(&format!("has no `{key}`")));
+        let size = |i: usize| {
+            let n = value["shape"][i].as_u64().and_then(|n| usize::try_from(n).ok());
+            n.ok_or_else(|| wrong("has no `shape` of two sizes"))
+        };
+        let dtype = match text("dtype")? {
+            "F32" => Dtype::F32,
+            "BF16" => Dtype::BF16,
+            "F16" => Dtype::F16,
+            other => return Err(wrong(&format!("has dtype `{other}`, expected F32, BF16 or F16"))),
+        };
+        let unknown = |e: nibble_formats::Error| wrong(&e.to_string());
+        let format: Format = text("format")?.parse().map_err(unknown)?;
+        let axis: BlockAxis = text("axis")?.parse().map_err(unknown)?;
+        let rule: ScaleRule = text("scale")?.parse().map_err(unknown)?;
+        let (rows, cols) = (size(0)?, size(1)?);
+        Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
+        format
+            .check_contraction("shape", if axis == BlockAxis::Col { rows } else { cols })
+            .map_err(unknown)?;
+        // Far from overflow even in bytes, whatever a damaged file says.
+        if rows.checked_mul(cols).is_none_or(|n| n > isize::MAX as usize / 16) {
+            return Err(wrong("has a `shape` beyond any memory"));
+        }
+        Ok(Self { format, axis, rule, rows, cols, dtype })
+    }
+}
+
+fn restore<'d>(cpu: &Cpu, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Result<usize> {
+    let described: Vec<(String, String)> = out
+        .metadata
+        .iter()
+        .filter_map(|(key, text)| Some((key.strip_prefix(PREFIX)?.to_owned(), text.clone())))
+        .collect();
+    if described.is_empty() {
+        return Err(Error::usage("the input holds nothing that nibble quantized: no `nibble.` metadata"));
+    }
+    let mut planes = std::collections::BTreeSet::new();
+    for (name, text) in &described {
+        let about = About::parse(name, text)?;
+        let (codes, scales) = (format!("{name}.codes"), format!("{name}.scales"));
+        let data = plain(cpu, &about, plane(file, &codes)?, plane(file, &scales)?)
+            .map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?;
+        out.put(name.clone(), about.dtype, vec![about.rows, about.cols], data)?;
+        out.metadata.remove(&format!("{PREFIX}{name}"));
+        planes.extend([codes, scales]);
+    }
+    for (name, view) in file.iter().filter(|(name, _)| !planes.contains(*name)) {
+        out.copy(name, &view)?;
+    }
+    Ok(described.len())
+}
+
+fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
+    let view = file.tensor(name).map_err(|_| Error::usage(format!("tensor `{name}` is missing")))?;
+    Ok(view.data())
+}
+
+/// Decodes two planes to bytes of the original type.
+fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
+    let q = BlockScaled {
+        format: about.format,
+        axis: about.axis,
+        rule: about.rule,
+        rows: about.rows,
+        cols: about.cols,
+        stack: 1,
+        codes: cpu.upload(codes)?,
+        scales: match about.rule {
+            ScaleRule::Amax => Scales::F32(cpu.upload(&words(scales))?),
+            _ => Scales::E8m0(cpu.upload(scales)?),
+        },
+        scale_layout: ScaleLayout::RowMajor,
+    };
+    let dtype = if about.dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
+    let x = Dequantize { x: &q, dtype }.run(cpu)?;
+    let values = x.to_f32_vec(cpu)?;
+    Ok(match about.dtype {
+        Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    })
+}
+
+/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.
+fn matches(glob: &[u8], name: &[u8]) -> bool {
+    match (glob, name) {
+        ([], []) => true,
+        ([b'*', glob @ ..], _) => (0..=name.len()).any(|skip| matches(glob, &name[skip..])),
+        ([b'?', glob @ ..], [_, name @ ..]) => matches(glob, name),
+        ([g, glob @ ..], [n, name @ ..]) => g == n && matches(glob, name),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn globs() {
+        let is = |glob: &str, name: &str| matches(glob.as_bytes(), name.as_bytes());
+        assert!(is("*.mlp.*", "model.layers.0.mlp.gate.weight"));
+        assert!(is("l?.w", "l1.w") && is("*", "") && is("a*b*c", "aXbYc"));
+        assert!(!is("*.mlp", "model.mlp.x") && !is("?", "") && !is("a", "ab"));
+    }
+
+    #[test]
+    fn metadata_that_makes_no_sense_is_named() {
+        let of = |text| About::parse("w", text).map(drop).unwrap_err().to_string();
+        assert!(of("{}").contains("`nibble.w`: has no `dtype`"));
+        let text = r#"{"dtype":"F32","format":"mxfp5","axis":"row","scale":"rceil","shape":[1,32]}"#;
+        assert!(of(text).contains("mxfp5") && of(text).contains("mxfp4"));
+        let text = r#"{"dtype":"F32","format":"mxfp4","axis":"row","scale":"rceil","shape":[1]}"#;
+        assert!(of(text).contains("two sizes"));
+    }
+}

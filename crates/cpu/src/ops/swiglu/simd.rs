@@ -1,0 +1,172 @@
+//! By strips of rows on several threads; within a row the compiler vectorises.
+
+use super::spec::taken_block;
+use crate::Cpu;
+use crate::ops::quantize::decodable;
+use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
+use crate::ops::quantize::encode::Tile;
+use crate::ops::quantize::shared::Shared;
+use crate::ops::quantize::source::{Lines, Source};
+use crate::ops::quantize::spans::Spans;
+use crate::simd::{LANES, per_isa, tree_sum};
+use nibble_core::ops::{Emit, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
+use nibble_core::{Operand, Result};
+use nibble_formats::math::{sigmoid, silu};
+
+#[inline(always)]
+fn forward_row_body(gate: &[f32], up: &[f32], weight: f32, a: &mut [f32]) {
+    for ((a, &gate), &up) in a.iter_mut().zip(gate).zip(up) {
+        *a = silu(gate) * up * weight;
+    }
+}
+
+per_isa! {
+    fn forward_row = forward_row_body; (gate: &[f32], up: &[f32], weight: f32, a: &mut [f32])
+}
+
+pub(super) fn forward(
+    cpu: &Cpu,
+    op: &Swiglu<'_, Cpu>,
+    saved: Option<Emit>,
+    spans: &Spans,
+) -> Result<SwigluOut<Cpu>> {
+    let (isa, f, h) = (cpu.isa(), op.h.cols / 2, Source::plain(op.h));
+    let weights = op.weight.map(|w| w.as_slice());
+    let sink_a = Sink::new(cpu, spans, f, op.a, None);
+    let sink_h = saved.map(|saved| Sink::new(cpu, spans, 2 * f, saved, None));
+    let height = strip_rows(has_cols(op.a), 2 * f);
+    let scratch = || (vec![0.0; height * 2 * f], vec![0.0; height * f], SinkWork::default());
+    for_strips(cpu, spans, (height, 2 * f), scratch, |(h_rows, a_rows, memory), strip| {
+        for i in 0..strip.rows {
+            let h_row = &mut h_rows[i * 2 * f..][..2 * f];
+            h.load(isa, strip.row + i, 0, h_row);
+            let (gate, up) = h_row.split_at(f);
+            let weight = weights.map_or(1.0, |w| w[strip.row + i]);
+            forward_row(isa, gate, up, weight, &mut a_rows[i * f..][..f]);
+        }
+        let a_tile = Tile { values: a_rows, rows: strip.rows, width: f, stride: f };
+        sink_a.write(isa, memory, strip, a_tile, 0);
+        if let Some(sink_h) = &sink_h {
+            let h_tile = Tile { values: h_rows, rows: strip.rows, width: 2 * f, stride: 2 * f };
+            sink_h.write(isa, memory, strip, h_tile, 0);
+        }
+    });
+    let h = match sink_h {
+        Some(sink_h) => taken_block(sink_h.finish(cpu)?)?,
+        None => None,
+    };
+    Ok(SwigluOut { a: sink_a.finish(cpu)?, h })
+}
+
+/// What one element gives: dg, du, a, and silu(g)·u.
+#[inline(always)]
+fn element(gate: f32, up: f32, da: f32, weight: f32) -> [f32; 4] {
+    let s = sigmoid(gate);
+    let silu = gate * s;
+    let dg = da * weight * up * s * (1.0 + gate * (1.0 - s));
+    [dg, da * weight * silu, silu * up * weight, silu * up]
+}
+
+#[inline(always)]
+fn backward_row_body(
+    [gate, up, da]: [&[f32]; 3],
+    weight: f32,
+    [dg, du, a]: [&mut [f32]; 3],
+    lanes: &mut [f32; LANES],
+) {
+    let whole = a.len() / LANES * LANES;
+    for first in (0..whole).step_by(LANES) {
+        let at = |x: &[f32]| -> [f32; LANES] { *x[first..].first_chunk().unwrap_or(&[0.0; LANES]) };
+        let (gate, up, da) = (at(gate), at(up), at(da));
+        let (mut dg16, mut du16, mut a16) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
+        for i in 0..LANES {
+            let [dg, du, a, silu_up] = element(gate[i], up[i], da[i], weight);
+            (dg16[i], du16[i], a16[i]) = (dg, du, a);
+            lanes[i] = silu_up.mul_add(da[i], lanes[i]);
+        }
+        dg[first..][..LANES].copy_from_slice(&dg16);
+        du[first..][..LANES].copy_from_slice(&du16);
+        a[first..][..LANES].copy_from_slice(&a16);
+    }
+    for i in whole..a.len() {
+        let silu_up;
+        [dg[i], du[i], a[i], silu_up] = element(gate[i], up[i], da[i], weight);
+        lanes[i - whole] = silu_up.mul_add(da[i], lanes[i - whole]);
+    }
+}
+
+per_isa! {
+    // One row of a panel; the lanes go on from panel to panel.
+    fn backward_row = backward_row_body;
+    (from: [&[f32]; 3], weight: f32, to: [&mut [f32]; 3], lanes: &mut [f32; LANES])
+}
+
+/// Reused memory of [`backward`].
+struct Work {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    da: Vec<f32>,
+    /// `[rows][2 · panel]`: dg, then du.
+    dh: Vec<f32>,
+    /// `[rows][panel]`.
+    a: Vec<f32>,
+    lanes: Vec<[f32; LANES]>,
+    memory: SinkWork,
+}
+
+pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
+    let (isa, f, da) = (cpu.isa(), op.da.cols, Source::plain(op.da));
+    let h = match op.h {
+        Operand::Plain(h) => Source::plain(h),
+        Operand::Block(h) => Source::Lines(Lines::of(h, decodable("swiglu_backward", h)?)),
+    };
+    let weights = op.weight.map(|w| w.as_slice());
+    let (sink_dh, sink_a) = (Sink::new(cpu, spans, 2 * f, op.dh, None), Sink::new(cpu, spans, f, op.a, None));
+    let mut dweight = cpu.scratch(spans.rows);
+    let shared_dweight = Shared::of(&mut dweight);
+    // Panels of whole blocks in both halves of dh, or all of it where a block lies across the halves.
+    let panel = if f.is_multiple_of(TILE_COLS) { TILE_COLS } else { f };
+    let height = strip_rows(has_cols(op.dh) || has_cols(op.a), 3 * panel);
+    let scratch = || Work {
+        gate: vec![0.0; panel],
+        up: vec![0.0; panel],
+        da: vec![0.0; panel],
+        dh: vec![0.0; height * 2 * panel],
+        a: vec![0.0; height * panel],
+        lanes: vec![[0.0; LANES]; height],
+        memory: SinkWork::default(),
+    };
+    for_strips(cpu, spans, (height, 2 * f), scratch, |work, strip| {
+        work.lanes.fill([0.0; LANES]);
+        for col in (0..f).step_by(panel.max(1)) {
+            for i in 0..strip.rows {
+                let row = strip.row + i;
+                h.load(isa, row, col, &mut work.gate);
+                h.load(isa, row, f + col, &mut work.up);
+                da.load(isa, row, col, &mut work.da);
+                let (dg, du) = work.dh[i * 2 * panel..][..2 * panel].split_at_mut(panel);
+                let to = [dg, du, &mut work.a[i * panel..][..panel]];
+                let from = [&*work.gate, &*work.up, &*work.da];
+                let weight = weights.map_or(1.0, |w| w[row]);
+                backward_row(isa, from, weight, to, &mut work.lanes[i]);
+            }
+            let tile = |values, width, stride| Tile { values, rows: strip.rows, width, stride };
+            if panel == TILE_COLS {
+                let (dg, du) = (&work.dh[..], &work.dh[panel..]);
+                sink_dh.write(isa, &mut work.memory, strip, tile(dg, panel, 2 * panel), col);
+                sink_dh.write(isa, &mut work.memory, strip, tile(du, panel, 2 * panel), f + col);
+            } else {
+                sink_dh.write(isa, &mut work.memory, strip, tile(&work.dh, 2 * f, 2 * f), 0);
+            }
+            sink_a.write(isa, &mut work.memory, strip, tile(&work.a, panel, panel), col);
+        }
+        let plane_rows = strip.out_rows.min(spans.rows - strip.row.min(spans.rows));
+        // SAFETY: strips have rows of their own; `dweight` is not touched before they are done.
+        let out = unsafe { shared_dweight.slice_mut(strip.row.min(spans.rows), plane_rows) };
+        out.fill(0.0);
+        for (out, lanes) in out.iter_mut().zip(&work.lanes).take(strip.rows) {
+            *out = tree_sum(*lanes);
+        }
+    });
+    Ok(SwigluGrads { dh: sink_dh.finish(cpu)?, a: sink_a.finish(cpu)?, dweight })
+}

@@ -1,0 +1,122 @@
+//! Changes of scale by table, vectorised: the twins of `lift_code` and `shift_code`.
+
+use crate::simd::per_isa;
+use nibble_core::ops::Counts;
+use nibble_formats::{e8m0, lift_table, shift_code};
+use std::sync::LazyLock;
+
+use super::super::quantize::source::unpack;
+use super::super::quantize::spec::Tally;
+
+/// Octaves past which every code has vanished.
+const FAR: i32 = 32;
+
+/// E4M3 codes of the E2M1 codes under one pair of scales.
+#[derive(Clone, Copy)]
+pub(super) struct Lift {
+    /// Codes of the eight magnitudes, one a byte.
+    magnitudes: u64,
+    /// The sign bit, or 0 for a NaN block, whose code is 0x7F throughout.
+    sign: u8,
+    /// Bit c is set where code c changes its value.
+    changed: u16,
+}
+
+/// [`Lift`] for source − target = −32 … 6, and for a NaN source.
+static LIFTS: LazyLock<[Lift; 40]> = LazyLock::new(|| {
+    std::array::from_fn(|i| {
+        // Any pair with that difference will do; 0xFF is the NaN.
+        let source = if i == 39 { e8m0::NAN } else { 64 + i as u8 };
+        let (table, changed) = lift_table(source, 64 + FAR as u8);
+        let magnitudes: [u8; 8] = std::array::from_fn(|c| table[c]);
+        let sign = if i == 39 { 0 } else { 0x80 };
+        Lift { magnitudes: u64::from_le_bytes(magnitudes), sign, changed }
+    })
+});
+
+/// The table of a source scale under a target at most 6 octaves below it.
+pub(super) fn lift(source: u8, target: u8) -> &'static Lift {
+    if source == e8m0::NAN {
+        return &LIFTS[39];
+    }
+    let octaves = (i32::from(source) - i32::from(target)).clamp(-FAR, 6);
+    &LIFTS[(octaves + FAR) as usize]
+}
+
+#[inline(always)]
+fn lift_block_body(by: &Lift, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
+    let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) else {
+        return; // blocks are whole: the shape check of the op
+    };
+    let mut codes = [0u8; 32];
+    unpack(packed, &mut codes);
+    for (out, &code) in out.iter_mut().zip(&codes) {
+        let magnitude = (by.magnitudes >> (8 * u64::from(code & 7))) as u8;
+        *out = magnitude | code << 4 & by.sign;
+    }
+    let any = codes.iter().fold(0, |any, code| any | code & 7);
+    tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any != 0);
+    if by.changed != 0 {
+        let seen = codes.iter().fold(0u32, |seen, &code| seen | 1 << code);
+        tally[Counts::<crate::Cpu>::INEXACT] += u64::from(seen & u32::from(by.changed) != 0);
+    }
+    tally[Counts::<crate::Cpu>::NON_FINITE] += u64::from(by.sign == 0);
+}
+
+#[inline(always)]
+fn lift_blocks_body(scales: &[u8], target: u8, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
+    for (b, &source) in scales.iter().enumerate() {
+        lift_block_body(lift(source, target), &packed[16 * b..], &mut out[32 * b..], tally);
+    }
+}
+
+per_isa! {
+    // A run of MXFP4 blocks of one row under one target scale.
+    pub(super) fn lift_blocks = lift_blocks_body;
+    (scales: &[u8], target: u8, packed: &[u8], out: &mut [u8], tally: &mut Tally)
+}
+
+/// In the entries of [`Shift`]: the value changed, the source is not zero, it is a NaN.
+const CHANGED: u16 = 0x100;
+const NON_ZERO: u16 = 0x200;
+const IS_NAN: u16 = 0x400;
+
+/// E4M3 codes (and what is to be counted) of all E4M3 codes under one pair of scales.
+type Shift = [u16; 256];
+
+/// [`Shift`] for target − source = 0 … 32, and for a NaN source.
+static SHIFTS: LazyLock<Vec<Shift>> = LazyLock::new(|| {
+    (0..=FAR as u8 + 1)
+        .map(|octaves| {
+            let source = if octaves > FAR as u8 { e8m0::NAN } else { 64 };
+            std::array::from_fn(|code| {
+                let code = code as u8;
+                let (shifted, changed) = shift_code(code, source, 64 + octaves);
+                let flag = |set, flag| if set { flag } else { 0 };
+                u16::from(shifted)
+                    | flag(changed, CHANGED)
+                    | flag(code & 0x7F != 0, NON_ZERO)
+                    | flag(code & 0x7F == 0x7F || source == e8m0::NAN, IS_NAN)
+            })
+        })
+        .collect()
+});
+
+/// Codes of one E4M3 block under a target scale not below its own.
+pub(super) fn shift_block(source: u8, target: u8, codes: &[u8], out: &mut [u8], tally: &mut Tally) {
+    let octaves = match source {
+        e8m0::NAN => FAR as usize + 1,
+        _ => usize::from(target.saturating_sub(source)).min(FAR as usize),
+    };
+    let table = &SHIFTS[octaves];
+    let mut flags = 0;
+    for (out, &code) in out.iter_mut().zip(codes) {
+        let entry = table[usize::from(code)];
+        *out = entry as u8;
+        flags |= entry;
+    }
+    let is_nan = source == e8m0::NAN || flags & IS_NAN != 0;
+    tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(flags & NON_ZERO != 0);
+    tally[Counts::<crate::Cpu>::INEXACT] += u64::from(flags & CHANGED != 0);
+    tally[Counts::<crate::Cpu>::NON_FINITE] += u64::from(is_nan);
+}

@@ -1,0 +1,186 @@
+//! The conversions by strips of rows, on several threads.
+
+use super::lift::{lift_blocks, shift_block};
+use crate::Cpu;
+use crate::ops::quantize::emit::{
+    STRIP_ROWS, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
+};
+use crate::ops::quantize::encode::{ScalesMut, encode_row, transpose};
+use crate::ops::quantize::planes::ScalesRef;
+use crate::ops::quantize::source::{Coded, Lines, decode_row};
+use crate::ops::quantize::spans::Spans;
+use crate::ops::quantize::spec::Tally;
+use nibble_core::ops::{Counts, Transcoded};
+use nibble_core::{BlockScaled, Result};
+use nibble_formats::{Codec, Element, Format, Scale, lift_target, shift_target};
+use std::sync::atomic::AtomicU64;
+
+/// A row-blocked source with E8M0 scales.
+struct Rows<'a> {
+    format: Format,
+    codes: &'a [u8],
+    scales: &'a [u8],
+    cols: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
+        let scales = x.e8m0_scales("transcode")?.as_slice();
+        Ok(Self { format: x.format, codes: x.codes.as_slice(), scales, cols: x.cols })
+    }
+
+    /// Codes of `width` columns from `col` on, the start of a block.
+    fn codes(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
+        let start = row * self.format.row_code_bytes(self.cols) + self.format.row_code_bytes(col);
+        &self.codes[start..][..self.format.row_code_bytes(width)]
+    }
+
+    /// Their scales.
+    fn scales(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
+        let start = row * self.format.scales_per_row(self.cols) + self.format.scales_per_row(col);
+        &self.scales[start..][..self.format.scales_per_row(width)]
+    }
+}
+
+/// MXFP4 rows → E4M3 rows.
+pub(super) fn lift_rows(
+    cpu: &Cpu,
+    x: &BlockScaled<Cpu>,
+    spans: &Spans,
+    out: BlockScaled<Cpu>,
+) -> Result<Transcoded<Cpu>> {
+    let (isa, rows, out) = (cpu.isa(), Rows::of(x)?, Target::new(out));
+    let sum: [AtomicU64; 3] = Default::default();
+    let height = strip_rows(false, x.cols);
+    for_strips(cpu, spans, (height, x.cols), || (), |(), strip| {
+        let mut tally = Tally::default();
+        for row in strip.row..strip.row + strip.rows {
+            for col in (0..x.cols).step_by(TILE_COLS) {
+                let width = TILE_COLS.min(x.cols - col);
+                let sources = rows.scales(row, col, width);
+                let target = lift_target(sources.iter().copied());
+                // SAFETY: strips have rows of their own, and each of their columns is written once.
+                let (codes, mut scales) =
+                    unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
+                lift_blocks(isa, sources, target, rows.codes(row, col, width), codes, &mut tally);
+                scales.set(0, Scale::E8M0(target));
+            }
+        }
+        clear_padding(&out, strip, x.cols);
+        add_tally(&sum, tally);
+    });
+    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+}
+
+/// Zeros on a strip's padding.
+fn clear_padding(out: &Target, strip: Strip, cols: usize) {
+    for row in strip.row + strip.rows..strip.row + strip.out_rows {
+        // SAFETY: strips have rows of their own, and padding is written here only.
+        unsafe { out.clear_row(row, 0, cols) };
+    }
+}
+
+/// Reused memory of [`to_cols`].
+#[derive(Default)]
+struct Turn {
+    codes: Vec<u8>,
+    turned: Vec<u8>,
+    scales: Vec<Scale>,
+}
+
+/// MXFP4 or E4M3 rows → E4M3 columns.
+pub(super) fn to_cols(
+    cpu: &Cpu,
+    x: &BlockScaled<Cpu>,
+    spans: &Spans,
+    out: BlockScaled<Cpu>,
+) -> Result<Transcoded<Cpu>> {
+    let (isa, rows, out) = (cpu.isa(), Rows::of(x)?, Target::new(out));
+    let sum: [AtomicU64; 3] = Default::default();
+    for_strips(cpu, spans, (STRIP_ROWS, x.cols), Turn::default, |memory, strip| {
+        let Turn { codes, turned, scales } = memory;
+        let mut tally = Tally::default();
+        for col in (0..x.cols).step_by(TILE_COLS) {
+            let width = TILE_COLS.min(x.cols - col);
+            codes.clear();
+            codes.resize(strip.out_rows * width, 0);
+            scales.clear();
+            let block = x.format.spec().block;
+            for first in (0..width).step_by(block) {
+                let block = block.min(width - first);
+                let of_row = |i: usize| rows.scales(strip.row + i, col + first, block)[0];
+                let bytes = (0..strip.rows).map(of_row);
+                let target =
+                    if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+                scales.resize(first + block, Scale::E8M0(target));
+                for i in 0..strip.rows {
+                    let row = strip.row + i;
+                    let source = rows.scales(row, col + first, block);
+                    let from = rows.codes(row, col + first, block);
+                    let to = &mut codes[i * width + first..][..block];
+                    match x.format {
+                        Format::Mxfp4 => lift_blocks(isa, source, target, from, to, &mut tally),
+                        _ => shift_block(source[0], target, from, to, &mut tally),
+                    }
+                }
+            }
+            transpose(isa, codes, strip.out_rows, width, turned);
+            let place = (strip.row, col, width);
+            // SAFETY: strips have rows of their own, and each of their columns is written once.
+            unsafe {
+                out.put_columns(place, turned);
+                out.put_column_scales(place, scales);
+            }
+        }
+        add_tally(&sum, tally);
+    });
+    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+}
+
+/// E4M3 rows → MXFP4 rows.
+pub(super) fn requantize_rows(
+    cpu: &Cpu,
+    x: &BlockScaled<Cpu>,
+    codec: Codec,
+    spans: &Spans,
+    out: BlockScaled<Cpu>,
+) -> Result<Transcoded<Cpu>> {
+    let (isa, lines, out) = (cpu.isa(), Lines::of(x, Element::E4m3), Target::new(out));
+    let sum: [AtomicU64; 3] = Default::default();
+    let height = strip_rows(false, x.cols);
+    for_strips(cpu, spans, (height, x.cols), || (), |(), strip| {
+        let mut tally = Tally::default();
+        for row in strip.row..strip.row + strip.rows {
+            for col in (0..x.cols).step_by(TILE_COLS) {
+                let width = TILE_COLS.min(x.cols - col);
+                let (mut values, mut again) = ([0.0; TILE_COLS], [0.0; TILE_COLS]);
+                let (values, again) = (&mut values[..width], &mut again[..width]);
+                lines.load(isa, row, col, values);
+                // SAFETY: strips have rows of their own, and each of their columns is written once.
+                let (codes, mut scales) =
+                    unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
+                let mut blocks = Tally::default();
+                encode_row(isa, codec, values, &[], codes, &mut scales, &mut blocks);
+                if let ScalesMut::E8m0(scales) = &scales {
+                    let coded = Coded {
+                        element: codec.element(),
+                        codes,
+                        scales: ScalesRef::E8m0(scales),
+                        first_scale: 0,
+                    };
+                    decode_row(isa, coded, again);
+                }
+                let source = lines.codes(row, col, width);
+                let non_zero = source.iter().any(|code| code & 0x7F != 0);
+                // A NaN in `again` is a block marked so, and counted as that.
+                let inexact = values.iter().zip(&*again).any(|(x, y)| x != y && !y.is_nan());
+                tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero);
+                tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
+                tally[Counts::<Cpu>::NON_FINITE] += u64::from(blocks[Counts::<Cpu>::NON_FINITE] != 0);
+            }
+        }
+        clear_padding(&out, strip, x.cols);
+        add_tally(&sum, tally);
+    });
+    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+}

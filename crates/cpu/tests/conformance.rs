@@ -1,0 +1,23 @@
+//! Every operation, vectorised and threaded, against the scalar specification: the same bits on every instruction set
+//! and for every number of threads.
+
+use nibble_cpu::gemm::Isa;
+use nibble_cpu::{Cpu, Path};
+use nibble_testkit::{Pair, conformance};
+
+/// The specification on one thread, against an instruction set; `None` where this machine lacks it.
+fn against(isa: Isa, threads: usize) -> Option<Pair<Cpu, Cpu>> {
+    let specification = Cpu::scalar(1).expect("one thread");
+    let cpu = isa.is_supported().then(|| Cpu::with(threads, isa, Path::Simd).expect("a few threads"))?;
+    Some(Pair::strict(specification, cpu))
+}
+
+conformance!(best, Pair::strict(Cpu::scalar(1).expect("one thread"), Cpu::new(2).expect("two threads")));
+conformance!(portable, against(Isa::Portable, 3));
+conformance!(avx2, against(Isa::Avx2, 2));
+conformance!(avx512, against(Isa::Avx512, 1));
+conformance!(avx512_bf16, against(Isa::Avx512Bf16, 3));
+conformance!(
+    threaded_specification,
+    Pair::strict(Cpu::scalar(1).expect("one thread"), Cpu::scalar(3).expect("threads"))
+);

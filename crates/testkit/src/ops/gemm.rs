@@ -1,0 +1,264 @@
+use super::PLAIN;
+use super::quantize::codec;
+use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::host::{HostBlock, plain};
+use crate::input::{Input, stream};
+use crate::shapes::{MoeShape, RaggedRows, Spread};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::{Agreement, DType, Kernels, Operand, Result, Tensor};
+
+/// How one operand is stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Stored {
+    Plain(DType),
+    Block(Format, ScaleRule, BlockAxis),
+}
+
+use BlockAxis::{Col, Row, Tile};
+use Format::{E4m3, E5m2, Mxfp4};
+use ScaleRule::{Amax, Rceil};
+
+/// A matrix as the operand says; `pads` are rows that hold NaN bytes or zeros.
+struct Matrix<'a> {
+    name: &'a str,
+    input: Input,
+    rows: usize,
+    cols: usize,
+    stack: usize,
+    ragged: Option<(&'a RaggedRows, Pads)>,
+}
+
+impl Matrix<'_> {
+    fn upload<B: Kernels>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
+        let (rows, cols) = (self.rows, self.cols);
+        let mut x = self.input.values(&stream(self.name), rows * cols);
+        // Column planes are zero past a group's length by contract, so only rows can be poisoned.
+        let poisoned = self.ragged.filter(|(_, pads)| *pads == Pads::Poison).map(|(ragged, _)| ragged);
+        if let Some((ragged, _)) = self.ragged {
+            ragged.fill_pads(&mut x, cols, 0.0);
+        }
+        match stored {
+            Stored::Plain(dtype) => {
+                if let Some(ragged) = poisoned {
+                    ragged.fill_pads(&mut x, cols, f32::NAN);
+                }
+                Ok(Operand::Plain(plain(b, dtype, &x, rows, cols)?))
+            }
+            Stored::Block(format, rule, axis) => {
+                // Integers are exact under powers of two only, which F32 scales can be as well.
+                let exact = self.input == Input::Integers && rule == Amax;
+                let codec = codec(format, if exact { Rceil } else { rule }, Rounding::NearestEven);
+                let mut q = HostBlock::quantize(codec, axis, &x, rows, cols, self.stack);
+                if exact {
+                    q = q.with_f32_scales();
+                }
+                if let (Some(ragged), Row) = (poisoned, axis) {
+                    q.poison_pads(&ragged.is_valid());
+                }
+                Ok(Operand::Block(q.upload(b)?))
+            }
+        }
+    }
+}
+
+/// What products owe each other: on integers whose sums are exact, the bits.
+fn owed(agreement: Agreement, input: Input) -> Agreement {
+    if input == Input::Integers { Agreement::Bitwise } else { agreement }
+}
+
+/// The kinds of values for a pair: those that stay finite, or all of them.
+fn inputs(strict: bool) -> &'static [Input] {
+    if strict { &Input::ALL } else { &Input::TAME }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Product {
+    a: Stored,
+    b: Stored,
+    m: usize,
+    n: usize,
+    k: usize,
+    out: DType,
+    input: Input,
+}
+
+/// The combinations the recipes use, in fprop and dgrad.
+fn pairs() -> Vec<(Stored, Stored)> {
+    let mut pairs = PLAIN.map(|t| (Stored::Plain(t), Stored::Plain(t))).to_vec();
+    for (a, b) in [
+        ((E4m3, Amax), (E4m3, Amax, Tile)),
+        ((E4m3, Rceil), (E4m3, Rceil, Tile)),
+        ((E4m3, Rceil), (E4m3, Amax, Tile)),
+        ((E4m3, Rceil), (E4m3, Rceil, Row)),
+        ((E5m2, Rceil), (E4m3, Rceil, Tile)),
+        ((Mxfp4, Rceil), (Mxfp4, Rceil, Row)),
+    ] {
+        pairs.push((Stored::Block(a.0, a.1, Row), Stored::Block(b.0, b.1, b.2)));
+    }
+    pairs
+}
+
+impl Case for Product {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        owed(Gemm::<B>::AGREEMENT, self.input)
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { m, n, k, input, .. } = *self;
+        let matrix = |name, rows| Matrix { name, input, rows, cols: k, stack: 1, ragged: None };
+        let (x, w) = (matrix("gemm.a", m).upload(b, self.a)?, matrix("gemm.b", n).upload(b, self.b)?);
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &Gemm { a: &x, b: &w, out: self.out }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Gemm`].
+pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let mut shapes = vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 130, 128)];
+    shapes.extend(MoeShape::ALL[..3].iter().map(|s| s.scaled(16, 8)).map(|s| (48, s.f, s.d)));
+    for (a, b) in pairs() {
+        for &input in inputs(pair.strict) {
+            for (i, &(m, n, k)) in shapes.iter().enumerate() {
+                pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input });
+            }
+        }
+        if !matches!(a, Stored::Block(Mxfp4, ..)) {
+            pair.check(&Product { a, b, m: 5, n: 9, k: 201, out: DType::F32, input: Input::Normal });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Grouped {
+    x: Stored,
+    w: Stored,
+    spread: Spread,
+    rows: usize,
+    n: usize,
+    k: usize,
+    out: DType,
+    input: Input,
+}
+
+/// Plain products need no alignment; blocks start at multiples of 128.
+fn align(stored: Stored) -> usize {
+    if matches!(stored, Stored::Plain(_)) { 1 } else { 128 }
+}
+
+const GROUPS: usize = 5;
+
+impl Case for Grouped {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        owed(GroupedGemm::<B>::AGREEMENT, self.input)
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self { n, k, input, .. } = *self;
+        // One more than needed also where nothing is aligned, so that there are pads.
+        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
+        ragged.pad_to(ragged.capacity + align(self.x));
+        let x = Matrix {
+            name: "grouped.x",
+            input,
+            rows: ragged.capacity,
+            cols: k,
+            stack: 1,
+            ragged: Some((&ragged, pads)),
+        };
+        let w = Matrix { name: "grouped.w", input, rows: GROUPS * n, cols: k, stack: GROUPS, ragged: None };
+        let (x, w, groups) = (x.upload(b, self.x)?, w.upload(b, self.w)?, ragged.upload(b)?);
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &GroupedGemm { x: &x, w: &w, groups: &groups, out: self.out }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`GroupedGemm`].
+pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
+    for (i, (x, w)) in pairs().into_iter().enumerate() {
+        for (j, spread) in Spread::ALL.into_iter().enumerate() {
+            let (f, d) = widths[(i + j) % 3];
+            for (n, k, out) in [(2 * f, d, DType::Bf16), (d, f, DType::F32)] {
+                for input in [Input::Normal, Input::Integers] {
+                    pair.check(&Grouped { x, w, spread, rows: 150, n, k, out, input });
+                }
+            }
+        }
+        let (n, k) = (96, 160);
+        for &input in inputs(pair.strict) {
+            pair.check(&Grouped { x, w, spread: Spread::Zipf, rows: 60, n, k, out: DType::F32, input });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Wgrad {
+    dy: Stored,
+    x: Stored,
+    spread: Spread,
+    rows: usize,
+    n: usize,
+    k: usize,
+    accumulate: bool,
+    input: Input,
+}
+
+impl Case for Wgrad {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        owed(GroupedWgrad::<B>::AGREEMENT, self.input)
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self { n, k, input, accumulate, .. } = *self;
+        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
+        ragged.pad_to(ragged.capacity + align(self.x));
+        let matrix = |name, cols| Matrix {
+            name,
+            input,
+            rows: ragged.capacity,
+            cols,
+            stack: 1,
+            ragged: Some((&ragged, pads)),
+        };
+        let (dy, x) = (matrix("wgrad.dy", n).upload(b, self.dy)?, matrix("wgrad.x", k).upload(b, self.x)?);
+        let groups = ragged.upload(b)?;
+        let grad = Input::Integers.values(&stream("wgrad.grad"), GROUPS * n * k);
+        let grad = Tensor::from_f32(b, &grad, GROUPS * n, k)?;
+        let (grad, ()) = in_place(b, &grad, |grad| {
+            GroupedWgrad { dy: &dy, x: &x, groups: &groups, grad, accumulate }.run(b)
+        })?;
+        let mut out = Outputs::default();
+        out.tensor(b, "grad", &grad)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`GroupedWgrad`].
+pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let mut stored = PLAIN.map(|t| (Stored::Plain(t), Stored::Plain(t))).to_vec();
+    for (dy, x) in
+        [((E4m3, Amax), (E4m3, Amax)), ((E4m3, Rceil), (E4m3, Rceil)), ((E5m2, Rceil), (E4m3, Amax))]
+    {
+        stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
+    }
+    let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
+    for (i, (dy, x)) in stored.into_iter().enumerate() {
+        for (j, spread) in Spread::ALL.into_iter().enumerate() {
+            let (n, k) = widths[(i + j) % 3];
+            for input in [Input::Normal, Input::Integers] {
+                pair.check(&Wgrad { dy, x, spread, rows: 300, n, k, accumulate: j % 2 == 0, input });
+            }
+        }
+        for (j, &input) in inputs(pair.strict).iter().enumerate() {
+            let (spread, accumulate) = (Spread::Zipf, j % 2 == 0);
+            pair.check(&Wgrad { dy, x, spread, rows: 90, n: 33, k: 20, accumulate, input });
+        }
+    }
+}

@@ -1,0 +1,320 @@
+use super::PLAIN;
+use super::quantize::codec;
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::{HostBlock, plain};
+use crate::input::{Input, stream};
+use crate::shapes::{MoeShape, RaggedRows, Spread, slots};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
+use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
+
+/// Received tokens and where their slots go.
+#[derive(Debug, Clone, Copy)]
+struct Received {
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    align: usize,
+    spread: Spread,
+}
+
+impl Received {
+    /// The routings of real models, few experts of them local, under every division.
+    fn all() -> Vec<Received> {
+        let mut all = Vec::new();
+        for spread in Spread::ALL {
+            for (i, shape) in MoeShape::ALL.into_iter().enumerate() {
+                let MoeShape { experts, top_k, .. } = shape.scaled(16, 5);
+                all.push(Received { tokens: 40 + i, top_k, experts, align: [128, 1][i % 2], spread });
+            }
+        }
+        all.push(Received { tokens: 0, top_k: 2, experts: 3, align: 128, spread: Spread::Balanced });
+        all
+    }
+
+    fn slots(&self) -> Vec<i32> {
+        let mut slots = slots(self.spread, self.experts, self.tokens, self.top_k);
+        slots.truncate(self.tokens * self.top_k);
+        slots
+    }
+
+    /// What the plan must make of the slots, as far as lengths go.
+    fn rows(&self) -> RaggedRows {
+        let slots = self.slots();
+        let count = |e: usize| slots.iter().filter(|&&s| s == e as i32).count();
+        RaggedRows::new(&(0..self.experts).map(count).collect::<Vec<_>>(), self.align)
+    }
+
+    fn plan<B: Kernels>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
+        let token_id: Vec<i32> = (0..self.tokens as i32).map(|t| 3 * t + 17).collect();
+        let (expert, token_id) = (b.upload(&self.slots())?, b.upload(&token_id)?);
+        PlanPermute {
+            expert: &expert,
+            token_id: &token_id,
+            top_k: self.top_k,
+            num_groups: self.experts,
+            align: self.align,
+            capacity,
+        }
+        .run(b)
+    }
+}
+
+#[derive(Debug)]
+struct Planning(Received, usize);
+
+impl Case for Planning {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        PlanPermute::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let map = self.0.plan(b, self.1)?;
+        let mut out = Outputs::default();
+        let buffers = [
+            ("start", &map.groups.start),
+            ("len", &map.groups.len),
+            ("row_id", &map.groups.row_id),
+            ("source_row", &map.source_row),
+            ("row_slot", &map.row_slot),
+            ("slot_row", &map.slot_row),
+        ];
+        for (name, buf) in buffers {
+            out.buf(b, name, buf, None)?;
+        }
+        let g = &map.groups;
+        out.values("sizes", [map.num_slots, g.num_groups, g.align, g.capacity].map(|n| n as u64).to_vec());
+        Ok(out)
+    }
+}
+
+/// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for.
+pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for received in Received::all() {
+        let rows = received.rows();
+        pair.check(&Planning(received, rows.capacity));
+        // Exactly enough, and one step too little.
+        let needed = *rows.start.last().unwrap_or(&0) as usize;
+        pair.check(&Planning(received, needed));
+        if needed > 0 {
+            let short = Planning(received, needed - received.align);
+            pair.check_refused(&short, |e| matches!(e, Error::Capacity { needed: n, .. } if *n == needed));
+        }
+    }
+}
+
+/// What a row is made of.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Plain(DType),
+    Block(Format, ScaleRule),
+}
+
+const KINDS: [Kind; 6] = [
+    Kind::Plain(DType::F32),
+    Kind::Plain(DType::Bf16),
+    Kind::Block(Format::E4m3, ScaleRule::Amax),
+    Kind::Block(Format::E4m3, ScaleRule::Rceil),
+    Kind::Block(Format::E5m2, ScaleRule::Amax),
+    Kind::Block(Format::Mxfp4, ScaleRule::Rceil),
+];
+
+impl Kind {
+    fn rows<B: Kernels>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
+        let x = Input::NonFinite.values(&stream("rows"), rows * cols);
+        Ok(match self {
+            Kind::Plain(dtype) => Operand::Plain(plain(b, dtype, &x, rows, cols)?),
+            Kind::Block(format, rule) => {
+                let codec = codec(format, rule, Rounding::NearestEven);
+                Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, &x, rows, cols, 1).upload(b)?)
+            }
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Permuting(Received, Kind, usize);
+
+impl Case for Permuting {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Permute::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self(received, kind, cols) = *self;
+        let map = received.plan(b, received.rows().capacity)?;
+        let rows = kind.rows(b, received.tokens, cols)?;
+        let mut out = Outputs::default();
+        out.operand(b, "out", &Permute { rows: &rows, map: &map }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Permute`]: pads are promised, and compared.
+pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for received in Received::all() {
+        for (i, kind) in KINDS.into_iter().enumerate() {
+            pair.check(&Permuting(received, kind, [96, 160][i % 2]));
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Unpermuting(Received, DType, usize);
+
+impl Case for Unpermuting {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Unpermute::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self(received, dtype, cols) = *self;
+        let rows = received.rows();
+        let map = received.plan(b, rows.capacity)?;
+        let x = super::quantize::ragged_values(Input::Normal, "unpermute", &rows, cols, pads);
+        let x = plain(b, dtype, &x, rows.capacity, cols)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &Unpermute { rows: &x, map: &map }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Unpermute`].
+pub fn unpermute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for received in Received::all() {
+        PLAIN.into_iter().for_each(|dtype| pair.check(&Unpermuting(received, dtype, 96)));
+    }
+}
+
+#[derive(Debug)]
+struct Gathering(Received);
+
+impl Case for Gathering {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        GatherScalars::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let received = self.0;
+        let map = received.plan(b, received.rows().capacity)?;
+        let mut out = Outputs::default();
+        let values =
+            b.upload(&Input::SignedZeros.values(&stream("gather"), received.tokens * received.top_k))?;
+        let to_rows = GatherScalars { values: &values, index: &map.row_slot }.run(b)?;
+        out.buf(b, "to rows", &to_rows, None)?;
+        let to_slots = GatherScalars { values: &to_rows, index: &map.slot_row }.run(b)?;
+        out.buf(b, "to slots", &to_slots, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`GatherScalars`].
+pub fn gather_scalars<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Received::all().into_iter().for_each(|received| pair.check(&Gathering(received)));
+}
+
+#[derive(Debug)]
+struct Combining {
+    tokens: usize,
+    top_k: usize,
+    cols: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl Case for Combining {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        CombineSlots::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { top_k, cols, .. } = *self;
+        let rows = self.tokens * top_k;
+        let rows = plain(b, self.dtype, &self.input.values(&stream("combine"), rows * cols), rows, cols)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &CombineSlots { rows: &rows, top_k }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`CombineSlots`].
+pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for input in Input::ALL {
+        for dtype in PLAIN {
+            for (tokens, top_k, cols) in [(1, 1, 1), (5, 3, 33), (17, 8, 300), (64, 6, 448)] {
+                pair.check(&Combining { tokens, top_k, cols, dtype, input });
+            }
+        }
+    }
+}
+
+/// Rows sent, and on the other side unpacked.
+#[derive(Debug)]
+struct Wire {
+    kind: Kind,
+    rows: usize,
+    cols: usize,
+    sent: usize,
+}
+
+impl Wire {
+    fn index(&self) -> Vec<i32> {
+        (0..self.sent as u64).map(|i| (stream("wire").u32_at(i) as usize % self.rows) as i32).collect()
+    }
+
+    fn pack<B: Kernels>(&self, b: &B) -> Result<(B::Buf<u8>, RowKind)> {
+        let rows = self.kind.rows(b, self.rows, self.cols)?;
+        let index = b.upload(&self.index())?;
+        Ok((PackRows { rows: &rows, index: &index }.run(b)?, rows.row_kind()))
+    }
+
+    fn all() -> Vec<Wire> {
+        let sizes = [(1, 32, 1), (9, 96, 20), (64, 448, 300), (5, 160, 0)];
+        let of = |kind| sizes.map(|(rows, cols, sent)| Wire { kind, rows, cols, sent });
+        KINDS.into_iter().flat_map(of).collect()
+    }
+}
+
+#[derive(Debug)]
+struct Packing(Wire);
+
+impl Case for Packing {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        PackRows::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (bytes, _) = self.0.pack(b)?;
+        let mut out = Outputs::default();
+        out.buf(b, "bytes", &bytes, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`PackRows`].
+pub fn pack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Wire::all().into_iter().for_each(|wire| pair.check(&Packing(wire)));
+}
+
+#[derive(Debug)]
+struct Unpacking(Wire);
+
+impl Case for Unpacking {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        UnpackRows::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (bytes, kind) = self.0.pack(b)?;
+        let mut out = Outputs::default();
+        out.operand(b, "out", &UnpackRows { bytes: &bytes, kind }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`UnpackRows`].
+pub fn unpack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    Wire::all().into_iter().for_each(|wire| pair.check(&Unpacking(wire)));
+}

@@ -1,0 +1,221 @@
+use super::PLAIN;
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::{HostBlock, plain};
+use crate::input::{Input, stream};
+use crate::shapes::{RaggedRows, Spread};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::{Agreement, DType, Kernels, Result};
+
+/// Every rule of every block format, to nearest.
+pub(super) fn codecs() -> impl Iterator<Item = Codec> {
+    let all = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
+    Format::ALL.into_iter().flat_map(all).map(|(format, rule)| codec(format, rule, Rounding::NearestEven))
+}
+
+pub(super) fn codec(format: Format, rule: ScaleRule, rounding: Rounding) -> Codec {
+    Codec::new(format, rule, rounding).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A matrix of NaN where pads may hold anything, else of zeros there.
+pub(super) fn ragged_values(
+    input: Input,
+    name: &str,
+    rows: &RaggedRows,
+    cols: usize,
+    pads: Pads,
+) -> Vec<f32> {
+    let mut x = input.values(&stream(name), rows.capacity * cols);
+    rows.fill_pads(&mut x, cols, if pads == Pads::Poison { f32::NAN } else { 0.0 });
+    x
+}
+
+#[derive(Debug)]
+struct Dense {
+    codec: Codec,
+    planes: Planes,
+    rows: usize,
+    cols: usize,
+    stack: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl Case for Dense {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { codec, planes, rows, cols, .. } = *self;
+        let x = plain(b, self.dtype, &self.input.values(&stream("quantize"), rows * cols), rows, cols)?;
+        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let made = Quantize { stack: self.stack, random, ..Quantize::new(&x, codec, planes) }.run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+#[derive(Debug)]
+struct Ragged {
+    codec: Codec,
+    planes: Planes,
+    spread: Spread,
+    rows: usize,
+    cols: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl Case for Ragged {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self { codec, planes, cols, .. } = *self;
+        let rows = RaggedRows::of(self.spread, 5, self.rows, 128);
+        let x = ragged_values(self.input, "quantize", &rows, cols, pads);
+        let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
+        let groups = rows.upload(b)?;
+        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let made = Quantize { groups: Some(&groups), random, ..Quantize::new(&x, codec, planes) }.run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+/// The planes a format has, and a shape for each with short last blocks where the format allows them.
+fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
+    let ragged = format.spec().ragged;
+    let (rows, cols) = if ragged { (70, 200) } else { (96, 160) };
+    let mut shapes: Vec<_> = [Planes::Rows, Planes::Cols, Planes::Both].map(|p| (p, rows, cols, 1)).to_vec();
+    if format.spec().tiles {
+        shapes.extend([(Planes::Tiles, 150, 200, 1), (Planes::Tiles, 3 * 40, 130, 3)]);
+    }
+    shapes
+}
+
+/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows.
+pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for codec in codecs() {
+        for (planes, rows, cols, stack) in shapes(codec.format()) {
+            for (i, input) in Input::ALL.into_iter().enumerate() {
+                pair.check(&Dense { codec, planes, rows, cols, stack, dtype: PLAIN[i % 2], input });
+            }
+        }
+    }
+    let roundings = [
+        Rounding::NearestAway,
+        Rounding::Stochastic,
+        Rounding::Dither { delta_q16: 0x4000 },
+        Rounding::NearestEven,
+    ];
+    for rounding in roundings {
+        for (format, rule) in [
+            (Format::Mxfp4, ScaleRule::Rceil),
+            (Format::E4m3, ScaleRule::Amax),
+            (Format::E4m3, ScaleRule::Rceil),
+        ] {
+            let codec = codec(format, rule, rounding);
+            for dtype in PLAIN {
+                let (planes, input) = (Planes::Both, Input::Normal);
+                // Large enough for several threads, at the widths of DeepSeek-V3 over 16.
+                pair.check(&Dense { codec, planes, rows: 320, cols: 448, stack: 1, dtype, input });
+            }
+            for (i, spread) in Spread::ALL.into_iter().enumerate() {
+                let input = [Input::HeavyTailed, Input::NonFinite, Input::SignedZeros][i % 3];
+                let dtype = PLAIN[(i + 1) % 2];
+                pair.check(&Ragged {
+                    codec,
+                    planes: Planes::Both,
+                    spread,
+                    rows: 300,
+                    cols: 96,
+                    dtype,
+                    input,
+                });
+            }
+            let spread = Spread::Zipf;
+            for planes in [Planes::Rows, Planes::Cols] {
+                let (dtype, input) = (DType::Bf16, Input::Normal);
+                pair.check(&Ragged { codec, planes, spread, rows: 200, cols: 64, dtype, input });
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Decoding {
+    codec: Codec,
+    axis: BlockAxis,
+    rows: usize,
+    cols: usize,
+    stack: usize,
+    input: Input,
+    dtype: DType,
+}
+
+impl Case for Decoding {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Dequantize::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { codec, axis, rows, cols, stack, dtype, .. } = *self;
+        let x = self.input.values(&stream("dequantize"), rows * cols);
+        let x = HostBlock::quantize(codec, axis, &x, rows, cols, stack).upload(b)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &Dequantize { x: &x, dtype }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Any code under any scale.
+#[derive(Debug)]
+struct DecodingAny {
+    format: Format,
+    axis: BlockAxis,
+    dtype: DType,
+}
+
+impl Case for DecodingAny {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Dequantize::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (rows, cols) = (128, 320);
+        let x = HostBlock::random(self.format, self.axis, rows, cols, &stream("dequantize")).upload(b)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &Dequantize { x: &x, dtype: self.dtype }.run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Dequantize`].
+pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for codec in codecs() {
+        for (planes, rows, cols, stack) in shapes(codec.format()) {
+            let axis = match planes {
+                Planes::Rows => BlockAxis::Row,
+                Planes::Cols => BlockAxis::Col,
+                Planes::Tiles => BlockAxis::Tile,
+                Planes::Both => continue,
+            };
+            for (i, input) in Input::ALL.into_iter().enumerate() {
+                let dtype = PLAIN[i % 2];
+                pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
+            }
+        }
+    }
+    for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
+        for axis in [BlockAxis::Row, BlockAxis::Col] {
+            PLAIN.into_iter().for_each(|dtype| pair.check(&DecodingAny { format, axis, dtype }));
+        }
+    }
+}

@@ -1,0 +1,193 @@
+use super::quantize::{codec, ragged_values};
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::{HostBlock, plain};
+use crate::input::Input;
+use crate::shapes::{MoeShape, RaggedRows, Spread};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
+use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
+
+/// The rows of a case, and how they are divided.
+#[derive(Debug, Clone, Copy)]
+struct Rows {
+    /// `None`: dense rows.
+    spread: Option<Spread>,
+    rows: usize,
+    /// Columns of `a`; h has twice as many.
+    f: usize,
+    dtype: DType,
+    input: Input,
+    weighted: bool,
+}
+
+impl Rows {
+    /// Dense rows are one group without padding.
+    fn ragged(&self) -> RaggedRows {
+        match self.spread {
+            Some(spread) => RaggedRows::of(spread, 5, self.rows, 128),
+            None => RaggedRows::new(&[self.rows], 1),
+        }
+    }
+
+    fn groups<B: Backend>(&self, b: &B) -> Result<Option<Groups<B>>> {
+        self.spread.map(|_| self.ragged().upload(b)).transpose()
+    }
+
+    fn weight<B: Backend>(&self, b: &B, pads: Pads) -> Result<Option<B::Buf<f32>>> {
+        let weight = || ragged_values(Input::Normal, "swiglu.weight", &self.ragged(), 1, pads);
+        self.weighted.then(|| b.upload(&weight())).transpose()
+    }
+
+    fn plain<B: Backend>(
+        &self,
+        b: &B,
+        name: &str,
+        cols: usize,
+        pads: Pads,
+    ) -> Result<nibble_core::Tensor<B>> {
+        let rows = self.ragged();
+        plain(b, self.dtype, &ragged_values(self.input, name, &rows, cols, pads), rows.capacity, cols)
+    }
+}
+
+#[derive(Debug)]
+struct Forward {
+    rows: Rows,
+    a: Emit,
+    save: bool,
+}
+
+impl Case for Forward {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Swiglu::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let h = self.rows.plain(b, "swiglu.h", 2 * self.rows.f, pads)?;
+        let (weight, groups) = (self.rows.weight(b, pads)?, self.rows.groups(b)?);
+        let save_h = self.save.then(|| codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven));
+        let made =
+            Swiglu { h: &h, weight: weight.as_ref(), groups: groups.as_ref(), a: self.a, save_h }.run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "a", &made.a)?;
+        if let Some(saved) = &made.h {
+            // `a` is zero on padding; of h's padding nothing is promised.
+            out.block(b, "h", saved, Some(&self.rows.ragged().is_valid()))?;
+        }
+        Ok(out)
+    }
+}
+
+/// Widths of the experts of real models over 16.
+fn widths() -> [usize; 4] {
+    MoeShape::ALL.map(|s| s.scaled(16, 8).f)
+}
+
+fn block(format: Format, rule: ScaleRule, planes: Planes) -> Emit {
+    Emit::Block { codec: codec(format, rule, Rounding::NearestEven), planes }
+}
+
+/// Every division of rows under several kinds of values, and every kind on dense rows.
+fn all_rows() -> Vec<Rows> {
+    let mut all = Vec::new();
+    let dtypes = super::PLAIN;
+    for (i, input) in Input::ALL.into_iter().enumerate() {
+        let (f, dtype) = (widths()[i % 4], dtypes[i % 2]);
+        all.push(Rows { spread: None, rows: [1, 7, 130][i % 3], f, dtype, input, weighted: i % 2 == 0 });
+    }
+    for (i, spread) in Spread::ALL.into_iter().enumerate() {
+        for input in [Input::Normal, Input::NonFinite] {
+            let (f, dtype) = (widths()[i % 3], dtypes[(i + 1) % 2]);
+            all.push(Rows { spread: Some(spread), rows: 300, f, dtype, input, weighted: i % 3 > 0 });
+        }
+    }
+    all
+}
+
+/// Conformance of [`Swiglu`].
+pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let emits = [
+        Emit::Plain(DType::F32),
+        Emit::Plain(DType::Bf16),
+        block(Format::E4m3, ScaleRule::Amax, Planes::Rows),
+        block(Format::E4m3, ScaleRule::Rceil, Planes::Rows),
+        block(Format::Mxfp4, ScaleRule::Rceil, Planes::Rows),
+    ];
+    for (i, rows) in all_rows().into_iter().enumerate() {
+        for (j, a) in emits.into_iter().enumerate() {
+            pair.check(&Forward { rows, a, save: (i + j) % 2 == 0 });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Backward {
+    rows: Rows,
+    /// h as MXFP4 rows rather than plain.
+    saved: bool,
+    dh: Emit,
+    a: Emit,
+}
+
+impl Case for Backward {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        SwigluBackward::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let (rows, cols) = (self.rows.ragged(), 2 * self.rows.f);
+        let h = if self.saved {
+            let x = ragged_values(self.rows.input, "swiglu.h", &rows, cols, Pads::Zero);
+            let codec = codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven);
+            let mut h = HostBlock::quantize(codec, BlockAxis::Row, &x, rows.capacity, cols, 1);
+            if pads == Pads::Poison {
+                h.poison_pads(&rows.is_valid());
+            }
+            Operand::Block(h.upload(b)?)
+        } else {
+            Operand::Plain(self.rows.plain(b, "swiglu.h", cols, pads)?)
+        };
+        let da = self.rows.plain(b, "swiglu.da", self.rows.f, pads)?;
+        let (weight, groups) = (self.rows.weight(b, pads)?, self.rows.groups(b)?);
+        let grads = SwigluBackward {
+            h: &h,
+            da: &da,
+            weight: weight.as_ref(),
+            groups: groups.as_ref(),
+            dh: self.dh,
+            a: self.a,
+        }
+        .run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "dh", &grads.dh)?;
+        out.emitted(b, "a", &grads.a)?;
+        out.buf(b, "dweight", &grads.dweight, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`SwigluBackward`].
+pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let emits = [
+        (Emit::Plain(DType::F32), Emit::Plain(DType::F32)),
+        (Emit::Plain(DType::Bf16), Emit::Plain(DType::Bf16)),
+        (
+            block(Format::E4m3, ScaleRule::Rceil, Planes::Both),
+            block(Format::E4m3, ScaleRule::Rceil, Planes::Cols),
+        ),
+        (
+            block(Format::E4m3, ScaleRule::Amax, Planes::Both),
+            block(Format::E4m3, ScaleRule::Amax, Planes::Cols),
+        ),
+        (block(Format::E4m3, ScaleRule::Rceil, Planes::Rows), Emit::Plain(DType::Bf16)),
+    ];
+    for (i, rows) in all_rows().into_iter().enumerate() {
+        for (j, (dh, a)) in emits.into_iter().enumerate() {
+            pair.check(&Backward { rows, saved: (i + j) % 2 == 0, dh, a });
+        }
+    }
+}

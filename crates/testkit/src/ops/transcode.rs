@@ -1,0 +1,127 @@
+use super::quantize::{codec, ragged_values};
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::HostBlock;
+use crate::input::{Input, stream};
+use crate::shapes::{RaggedRows, Spread};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::ops::Transcode;
+use nibble_core::{Agreement, Kernels, Result};
+
+/// Where the source's codes and scales come from.
+#[derive(Debug, Clone, Copy)]
+enum Source {
+    /// These values, quantized by this rule.
+    Values(Input, ScaleRule),
+    /// Any code under any scale, scales of one row up to 24 octaves apart.
+    Any,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Conversion {
+    from: Format,
+    to: Format,
+    axis: BlockAxis,
+    rule: ScaleRule,
+}
+
+#[derive(Debug)]
+struct Dense {
+    conversion: Conversion,
+    source: Source,
+    rows: usize,
+    cols: usize,
+}
+
+impl Source {
+    fn block(self, from: Format, rows: usize, cols: usize, x: impl FnOnce(Input) -> Vec<f32>) -> HostBlock {
+        match self {
+            Source::Any => HostBlock::random(from, BlockAxis::Row, rows, cols, &stream("transcode")),
+            Source::Values(input, rule) => {
+                let codec = codec(from, rule, Rounding::NearestEven);
+                HostBlock::quantize(codec, BlockAxis::Row, &x(input), rows, cols, 1)
+            }
+        }
+    }
+}
+
+impl Case for Dense {
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Transcode::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (Conversion { from, to, axis, rule }, rows, cols) = (self.conversion, self.rows, self.cols);
+        let values = |input: Input| input.values(&stream("transcode"), rows * cols);
+        let x = self.source.block(from, rows, cols, values).upload(b)?;
+        let made = Transcode { x: &x, to, axis, rule, groups: None }.run(b)?;
+        let mut out = Outputs::default();
+        out.block(b, "out", &made.out, None)?;
+        out.counts(b, "out", &made.counts)?;
+        Ok(out)
+    }
+}
+
+#[derive(Debug)]
+struct Ragged {
+    conversion: Conversion,
+    source: Source,
+    spread: Spread,
+    cols: usize,
+}
+
+impl Case for Ragged {
+    const RAGGED: bool = true;
+
+    fn agreement<B: Kernels>(&self) -> Agreement {
+        Transcode::<B>::AGREEMENT
+    }
+
+    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let (Conversion { from, to, axis, rule }, cols) = (self.conversion, self.cols);
+        let rows = RaggedRows::of(self.spread, 5, 300, 128);
+        let is_valid = rows.is_valid();
+        let values = |input| ragged_values(input, "transcode", &rows, cols, Pads::Zero);
+        let mut x = self.source.block(from, rows.capacity, cols, values);
+        if pads == Pads::Poison {
+            x.poison_pads(&is_valid);
+        }
+        let (x, groups) = (x.upload(b)?, rows.upload(b)?);
+        let made = Transcode { x: &x, to, axis, rule, groups: Some(&groups) }.run(b)?;
+        let mut out = Outputs::default();
+        // Columns are zero past each group's length; of padding rows nothing is promised.
+        let compared = (axis == BlockAxis::Row).then_some(&is_valid[..]);
+        out.block(b, "out", &made.out, compared)?;
+        out.counts(b, "out", &made.counts)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Transcode`]: each conversion there is, exact and inexact, dense and ragged.
+pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    use BlockAxis::{Col, Row};
+    use Format::{E4m3, Mxfp4};
+    use ScaleRule::{Amax, Ceil, Even, Floor, Rceil};
+    let mut cases = Vec::new();
+    for axis in [Row, Col] {
+        cases.push((Conversion { from: Mxfp4, to: E4m3, axis, rule: Rceil }, vec![Rceil, Floor]));
+    }
+    cases.push((Conversion { from: E4m3, to: E4m3, axis: Col, rule: Rceil }, vec![Rceil, Ceil]));
+    for rule in [Rceil, Floor, Ceil, Even] {
+        cases.push((Conversion { from: E4m3, to: Mxfp4, axis: Row, rule }, vec![Amax, Rceil]));
+    }
+    for (conversion, source_rules) in cases {
+        let of = |input: Input| source_rules.iter().map(move |&rule| Source::Values(input, rule));
+        let values = Input::ALL.into_iter().flat_map(of);
+        for (i, source) in values.chain([Source::Any]).enumerate() {
+            for (rows, cols) in [(1, 32), (70, 160), (130, 320)] {
+                pair.check(&Dense { conversion, source, rows, cols });
+            }
+            let spread = Spread::ALL[i % Spread::ALL.len()];
+            pair.check(&Ragged { conversion, source, spread, cols: 96 });
+        }
+        for spread in Spread::ALL {
+            pair.check(&Ragged { conversion, source: Source::Any, spread, cols: 160 });
+        }
+        pair.check(&Dense { conversion, source: Source::Any, rows: 384, cols: 448 });
+    }
+}

@@ -1,0 +1,32 @@
+//! Running commands at the root of the repository.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The root of the repository.
+pub fn root() -> PathBuf {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask).to_path_buf()
+}
+
+/// A command that runs there. `cargo` is the one that runs this program.
+pub fn command(program: &str, arguments: &[&str]) -> Command {
+    let program = match program {
+        "cargo" => std::env::var("CARGO").unwrap_or_else(|_| program.to_owned()),
+        _ => program.to_owned(),
+    };
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(root());
+    command
+}
+
+/// What a command prints; its messages go to the terminal.
+pub fn output(program: &str, arguments: &[&str]) -> Result<String, String> {
+    let shown = format!("{program} {}", arguments.join(" "));
+    let output = command(program, arguments).stderr(Stdio::inherit()).output();
+    let output = output.map_err(|e| format!("`{shown}` did not start: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("`{shown}` failed ({})", output.status));
+    }
+    String::from_utf8(output.stdout).map_err(|e| format!("`{shown}` printed something other than UTF-8: {e}"))
+}
