@@ -2,7 +2,7 @@
 
 use crate::checkpoint;
 use crate::console::{bits, say, thousands};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::train::RecipeArg;
 use nibble_train::data::Entropy;
 use nibble_train::tokenizer::Tokenizer;
@@ -34,6 +34,12 @@ pub fn run(args: Args) -> Result<()> {
     let unit = unit(trainer.data().tokenizer());
     let entropy = trainer.data().entropy();
     let loss = trainer.evaluate(0)?;
+    if !loss.is_finite() {
+        let path = checkpoint.path().display();
+        return Err(Error::Failed(format!(
+            "{path}: the held-out loss is {loss}; weights are not finite, or overflow"
+        )));
+    }
     let step = thousands(checkpoint.position().step);
     say!("checkpoint: {} (step {step})", checkpoint.path().display());
     say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);

@@ -78,8 +78,7 @@ fn every_isa(peaks: &Peaks) {
         report(
             &format!("(256, 256, 256) BF16 on {isa:?}"),
             2.0 * (m * n * k) as f64,
-            pool,
-            1,
+            peaks,
             Dot::Bf16,
             || {
                 engine
@@ -184,7 +183,8 @@ fn codes(len: usize) -> Vec<u8> {
 
 /// GFLOP/s of `threads` threads that do nothing but the dot's instruction, on independent chains.
 fn peak(pool: &rayon::ThreadPool, threads: usize, dot: Dot) -> f64 {
-    const ROUNDS: usize = 50_000;
+    // More than a millisecond, beside which waking the threads does not count.
+    const ROUNDS: usize = 400_000;
     let start = Instant::now();
     pool.broadcast(|_| chains(ROUNDS, dot));
     (threads * ROUNDS) as f64 * flops_per_round(dot) / start.elapsed().as_secs_f64() / 1e9

@@ -11,5 +11,5 @@ pub mod gemm;
 pub mod ops;
 mod simd;
 
-pub use backend::{Buf, Cpu, Path};
+pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;

@@ -155,27 +155,46 @@ pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
 /// then the tree). A NaN is passed over as maximum and returns through its exponential.
 #[inline(always)]
 pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
+    let max = lane_max(x);
+    exp_less(x, max);
+    (max, lane_sum(x))
+}
+
+/// The largest x; −∞ of none. A NaN is passed over.
+#[inline(always)]
+pub(crate) fn lane_max(x: &[f32]) -> f32 {
     let larger = |x: f32, max: f32| if x > max { x } else { max };
-    let (full, tail) = x.as_chunks_mut::<LANES>();
+    let (full, tail) = x.as_chunks::<LANES>();
     let mut lanes = [f32::NEG_INFINITY; LANES];
-    for x in &*full {
+    for x in full {
         for i in 0..LANES {
             lanes[i] = larger(x[i], lanes[i]);
         }
     }
-    for (lane, x) in lanes.iter_mut().zip(&*tail) {
+    for (lane, x) in lanes.iter_mut().zip(tail) {
         *lane = larger(*x, *lane);
     }
-    let max = tree(lanes, larger);
-    // Two passes: with the sums in the loop of the exponentials the compiler keeps them in memory.
-    for x in full.iter_mut() {
+    tree(lanes, larger)
+}
+
+/// Replaces each x by exp(x − max).
+#[inline(always)]
+pub(crate) fn exp_less(x: &mut [f32], max: f32) {
+    let (full, tail) = x.as_chunks_mut::<LANES>();
+    for x in full {
         for x in x {
             *x = exp(*x - max);
         }
     }
-    for x in tail.iter_mut() {
+    for x in tail {
         *x = exp(*x - max);
     }
+}
+
+/// Σ x over 16 lanes, each in order, closed by the tree.
+#[inline(always)]
+pub(crate) fn lane_sum(x: &[f32]) -> f32 {
+    let (full, tail) = x.as_chunks::<LANES>();
     let mut lanes = [0.0f32; LANES];
     for x in full {
         for i in 0..LANES {
@@ -185,22 +204,34 @@ pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
     for (lane, x) in lanes.iter_mut().zip(tail) {
         *lane += *x;
     }
-    (max, tree_sum(lanes))
+    tree_sum(lanes)
 }
 
-/// `to`\[i\] = f(a\[i\], b\[i\]), 16 at a time: rows of 16 or 32 elements would fall through the compiler's own, longer
-/// unrolling into its scalar remainder.
+/// `to`\[i\] = f(a\[i\], b\[i\]) rounded once, 16 at a time: rows of 16 or 32 elements would fall through the compiler's
+/// own, longer unrolling into its scalar remainder.
 #[inline(always)]
-pub(crate) fn map_lanes<A: Copy, B: Copy, T>(a: &[A], b: &[B], to: &mut [T], f: impl Fn(A, B) -> T) {
+pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
+    a: &[A],
+    b: &[B],
+    to: &mut [T],
+    f: impl Fn(f32, f32) -> f32,
+) {
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     let (to, to_tail) = to.as_chunks_mut::<LANES>();
     for ((a, b), to) in a.iter().zip(b).zip(to) {
+        // Whole before it is stored: as far as the compiler knows, `to` might overlap a.
+        let mut lanes = [0.0f32; LANES];
         for i in 0..LANES {
-            to[i] = f(a[i], b[i]);
+            lanes[i] = f(a[i].widen(), b[i].widen());
         }
+        let mut rounded = [T::zeroed(); LANES];
+        for i in 0..LANES {
+            rounded[i] = T::round(lanes[i]);
+        }
+        *to = rounded;
     }
     for ((a, b), to) in a_tail.iter().zip(b_tail).zip(to_tail) {
-        *to = f(*a, *b);
+        *to = T::round(f(a.widen(), b.widen()));
     }
 }
 

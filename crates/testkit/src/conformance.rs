@@ -2,7 +2,7 @@
 //!
 //! A [`Pair`] is the specification `a` and the backend under test `b`. Each function here runs one operation over shapes
 //! of real models, lopsided and empty groups, and values that are hard on number formats. Ragged operands are run
-//! twice, the second time with pads of NaN bytes wherever the contract does not promise zeros; no valid output may
+//! twice on `b`, the second time with pads of NaN bytes wherever the contract does not promise zeros; no valid output may
 //! change by a bit. Operations that promise a relative error must still give the same bits on integers whose partial sums
 //! are exact.
 //!
@@ -59,9 +59,9 @@ impl<A: Kernels, B: Kernels> Pair<A, B> {
             &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()),
         );
         if C::RAGGED {
-            let on = |name: String| format!("{case:?}\n  {name}, with pads of NaN against pads of zeros");
-            run(&self.a, case, Pads::Poison).require_agreement(Agreement::Bitwise, &a, &on(self.a.name()));
-            run(&self.b, case, Pads::Poison).require_agreement(Agreement::Bitwise, &b, &on(self.b.name()));
+            // Only of `b`: the specification is itself put under test as the `b` of another pair.
+            let case_name = format!("{case:?}\n  {}, with pads of NaN against pads of zeros", self.b.name());
+            run(&self.b, case, Pads::Poison).require_agreement(Agreement::Bitwise, &b, &case_name);
         }
     }
 

@@ -4,13 +4,13 @@
 mod dequantize;
 pub(crate) mod emit;
 pub(crate) mod encode;
-pub(crate) mod shared;
-pub(crate) mod source;
-pub(crate) mod planes;
-pub(crate) mod spans;
-pub(crate) mod spec;
 #[cfg(test)]
 pub(crate) mod fixture;
+pub(crate) mod planes;
+pub(crate) mod shared;
+pub(crate) mod source;
+pub(crate) mod spans;
+pub(crate) mod spec;
 #[cfg(test)]
 mod speed;
 #[cfg(test)]
@@ -116,7 +116,12 @@ pub(crate) fn check_emits(
 }
 
 /// Rows of the longest column block written, 1 where no columns are: what every group's start must be a multiple of.
-fn column_block(op: &'static str, emits: &[Emit], rows: usize, groups: Option<&Groups<Cpu>>) -> Result<usize> {
+fn column_block(
+    op: &'static str,
+    emits: &[Emit],
+    rows: usize,
+    groups: Option<&Groups<Cpu>>,
+) -> Result<usize> {
     let mut longest = 1;
     for emit in emits {
         if let Emit::Block { codec, planes: Planes::Cols | Planes::Both } = emit {

@@ -55,7 +55,7 @@ fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], in
     let d = weight.len();
     for ((x, y), inv_rms) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(inv_rms) {
         let inv = rsqrt(lane_dot(x, x) / d as f32 + eps);
-        map_lanes(x, weight, y, |x, w| T::round(x.widen() * inv * w));
+        map_lanes(x, weight, y, |x, w| x * inv * w);
         *inv_rms = inv;
     }
 }

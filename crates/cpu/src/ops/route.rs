@@ -36,18 +36,18 @@ fn choose(probs: &[f32], normalize: bool, expert: &mut [i32], weight: &mut [f32]
     let top_k = expert.len();
     let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());
     for (j, &p) in probs.iter().enumerate() {
-        let kept = j.min(top_k);
-        // From the end: most are behind the last one kept.
-        let mut place = kept;
+        let mut place = j;
+        if j >= top_k {
+            place = top_k - 1;
+            if !ahead(p, weight[place]) {
+                continue;
+            }
+        }
         while place > 0 && ahead(p, weight[place - 1]) {
+            (weight[place], expert[place]) = (weight[place - 1], expert[place - 1]);
             place -= 1;
         }
-        if place < top_k {
-            let last = (kept + 1).min(top_k);
-            weight[place..last].rotate_right(1);
-            expert[place..last].rotate_right(1);
-            (weight[place], expert[place]) = (p, j as i32);
-        }
+        (weight[place], expert[place]) = (p, j as i32);
     }
     if normalize {
         let sum = slot_sum(weight.iter().copied());

@@ -5,8 +5,8 @@ mod spec;
 #[cfg(test)]
 mod tests;
 
-use super::quantize::{check_emits, decodable};
 use super::quantize::spans::Spans;
+use super::quantize::{check_emits, decodable};
 use crate::{Cpu, Path};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Error, Operand, Result};

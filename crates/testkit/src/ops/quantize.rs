@@ -92,10 +92,10 @@ impl Case for Ragged {
 /// The planes a format has, and a shape for each with short last blocks where the format allows them.
 fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
     let ragged = format.spec().ragged;
-    let (rows, cols) = if ragged { (70, 200) } else { (96, 160) };
+    let (rows, cols) = if ragged { (37, 200) } else { (96, 96) };
     let mut shapes: Vec<_> = [Planes::Rows, Planes::Cols, Planes::Both].map(|p| (p, rows, cols, 1)).to_vec();
     if format.spec().tiles {
-        shapes.extend([(Planes::Tiles, 150, 200, 1), (Planes::Tiles, 3 * 40, 130, 3)]);
+        shapes.extend([(Planes::Tiles, 140, 70, 1), (Planes::Tiles, 3 * 20, 130, 3)]);
     }
     shapes
 }

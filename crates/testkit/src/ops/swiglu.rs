@@ -24,7 +24,7 @@ impl Rows {
     /// Dense rows are one group without padding.
     fn ragged(&self) -> RaggedRows {
         match self.spread {
-            Some(spread) => RaggedRows::of(spread, 5, self.rows, 128),
+            Some(spread) => RaggedRows::of(spread, 4, self.rows, 128),
             None => RaggedRows::new(&[self.rows], 1),
         }
     }
@@ -100,7 +100,7 @@ fn all_rows() -> Vec<Rows> {
     for (i, spread) in Spread::ALL.into_iter().enumerate() {
         for input in [Input::Normal, Input::NonFinite] {
             let (f, dtype) = (widths()[i % 3], dtypes[(i + 1) % 2]);
-            all.push(Rows { spread: Some(spread), rows: 300, f, dtype, input, weighted: i % 3 > 0 });
+            all.push(Rows { spread: Some(spread), rows: 200, f, dtype, input, weighted: i % 3 > 0 });
         }
     }
     all

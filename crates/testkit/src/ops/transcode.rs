@@ -78,7 +78,7 @@ impl Case for Ragged {
 
     fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let (Conversion { from, to, axis, rule }, cols) = (self.conversion, self.cols);
-        let rows = RaggedRows::of(self.spread, 5, 300, 128);
+        let rows = RaggedRows::of(self.spread, 4, 200, 128);
         let is_valid = rows.is_valid();
         let values = |input| ragged_values(input, "transcode", &rows, cols, Pads::Zero);
         let mut x = self.source.block(from, rows.capacity, cols, values);
@@ -113,7 +113,7 @@ pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         let of = |input: Input| source_rules.iter().map(move |&rule| Source::Values(input, rule));
         let values = Input::ALL.into_iter().flat_map(of);
         for (i, source) in values.chain([Source::Any]).enumerate() {
-            for (rows, cols) in [(1, 32), (70, 160), (130, 320)] {
+            for (rows, cols) in [(1, 32), (70, 160), (130, 96)] {
                 pair.check(&Dense { conversion, source, rows, cols });
             }
             let spread = Spread::ALL[i % Spread::ALL.len()];

@@ -4,7 +4,7 @@
 //! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
 
 use crate::gemm::Isa;
-use crate::simd::{LANES, Real, lane_dot, map_lanes, per_isa, softmax_terms};
+use crate::simd::{LANES, Real, exp_less, lane_dot, lane_max, lane_sum, map_lanes, per_isa};
 use nibble_formats::math::{exp, log};
 
 /// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
@@ -113,11 +113,18 @@ per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], st
 #[inline(always)]
 fn softmax_rows_body(scores: &mut [f32], stride: usize, first: usize, keys: usize) -> Softmax {
     let (mut max, mut sum) = ([0.0f32; TILE], [0.0f32; TILE]);
-    for (row, scores) in scores.chunks_exact_mut(stride).enumerate().take(TILE) {
-        let scores = &mut scores[..keys];
+    // Stage by stage, so that the latencies of one row hide behind another's.
+    for (row, max) in max.iter_mut().enumerate() {
+        let scores = &mut scores[row * stride..][..keys];
         // exp(−∞) is +0: it changes neither the sum nor a product.
-        scores[first + row + 1..].fill(f32::NEG_INFINITY);
-        (max[row], sum[row]) = softmax_terms(scores);
+        mask(scores, first + row, f32::NEG_INFINITY);
+        *max = lane_max(scores);
+    }
+    for (row, &max) in max.iter().enumerate() {
+        exp_less(&mut scores[row * stride..][..keys], max);
+    }
+    for (row, sum) in sum.iter_mut().enumerate() {
+        *sum = lane_sum(&scores[row * stride..][..keys]);
     }
     let mut softmax = Softmax::default();
     for row in 0..TILE {
@@ -125,6 +132,16 @@ fn softmax_rows_body(scores: &mut [f32], stride: usize, first: usize, keys: usiz
         softmax.lse[row] = max[row] + log(sum[row]);
     }
     softmax
+}
+
+/// Sets what lies past the query: less than one panel, since rows end with the panel of the tile.
+#[inline(always)]
+fn mask(row: &mut [f32], query: usize, value: f32) {
+    let Some(at) = row.len().checked_sub(LANES) else { return };
+    let seen = (query + 1).saturating_sub(at) as u32;
+    for (lane, x) in row[at..].iter_mut().enumerate() {
+        *x = if lane as u32 >= seen { value } else { *x };
+    }
 }
 
 per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: usize, lse: &[f32; TILE], delta: &[f32; TILE]));
@@ -149,8 +166,8 @@ fn score_grads_body(
                 ds[i] = p[i] * (ds[i] - delta[row]);
             }
         }
-        p[first + row + 1..].fill(0.0);
-        ds[first + row + 1..].fill(0.0);
+        mask(p, first + row, 0.0);
+        mask(ds, first + row, 0.0);
     }
 }
 
@@ -169,7 +186,7 @@ fn widen_rows_body<T: Real>(
     for (row, to) in to.chunks_exact_mut(to_row).enumerate() {
         let from = from.get(row * from_row..row * from_row + cols).unwrap_or(&[]);
         let (to, padding) = to.split_at_mut(from.len());
-        map_lanes(from, from, to, |x, _| x.widen() * factor);
+        map_lanes(from, from, to, |x, _| x * factor);
         padding.fill(0.0);
     }
 }
@@ -204,5 +221,5 @@ per_isa!(pub(super) fn store_row<T: Real> = store_row_body; (x: &[f32], factor: 
 #[inline(always)]
 fn store_row_body<T: Real>(x: &[f32], factor: f32, to: &mut [T]) {
     let x = &x[..to.len()];
-    map_lanes(x, x, to, |x, _| T::round(x * factor));
+    map_lanes(x, x, to, |x, _| x * factor);
 }

@@ -4,7 +4,10 @@
 //! [`Sink`], which writes the planes that were asked for. Threads divide strips of rows; a strip never holds rows of two
 //! groups.
 
-use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fixed_bits, reads_bits, transpose};
+use super::encode::{
+    ScalesMut, Tile, Work, encode_cols, encode_row, encode_square, fill_random, fixed_bits, reads_bits,
+    transpose,
+};
 use super::planes::unwritten_as;
 use super::shared::{Shared, SharedScales};
 use super::spans::Spans;
@@ -117,7 +120,7 @@ impl Target {
     ///
     /// # Safety
     /// As [`row_codes`](Self::row_codes).
-    pub unsafe fn row_scales(&self, row: usize, col: usize, width: usize) -> crate::ops::quantize::encode::ScalesMut<'_> {
+    pub unsafe fn row_scales(&self, row: usize, col: usize, width: usize) -> ScalesMut<'_> {
         let start = row * self.blocks(self.tensor.cols) + self.blocks(col);
         // SAFETY: as above.
         unsafe { self.scales.slice_mut(start, self.blocks(width)) }
@@ -254,8 +257,7 @@ impl<'a> Sink<'a> {
         match emit {
             Emit::Plain(dtype) => sink.plain = Some(Plain::new(cpu, dtype, spans.rows * cols)),
             Emit::Block { codec, planes } => {
-                let target =
-                    |axis, rows| Some(Target::new(unwritten_as(cpu, codec, axis, (rows, cols, 1))));
+                let target = |axis, rows| Some(Target::new(unwritten_as(cpu, codec, axis, (rows, cols, 1))));
                 sink.codec = Some(codec);
                 if matches!(planes, Planes::Rows | Planes::Both) {
                     sink.row_plane = target(BlockAxis::Row, spans.rows);
@@ -283,7 +285,7 @@ impl<'a> Sink<'a> {
         }
         let Some(codec) = self.codec else { return };
         let SinkWork { work, turned, bits } = memory;
-        fill_bits(bits, codec, self.random, self.spans, self.cols, (strip.row, tile, col));
+        fill_bits(isa, bits, codec, self.random, self.spans, self.cols, (strip.row, tile, col));
         let mut tally = Tally::default();
         if let Some(out) = &self.row_plane {
             for i in 0..plane_rows {
@@ -355,6 +357,7 @@ pub(crate) fn counts(cpu: &Cpu, sum: &[AtomicU64; 3]) -> Result<Counts<Cpu>> {
 
 /// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); none for nearest-even.
 fn fill_bits(
+    isa: Isa,
     bits: &mut Vec<u16>,
     codec: Codec,
     random: Option<Stream>,
@@ -369,7 +372,7 @@ fn fill_bits(
     bits.resize(tile.rows * tile.width, fixed_bits(codec.rounding()).unwrap_or(0));
     let (true, Some(stream)) = (codec.rounding().is_random(), random) else { return };
     for (i, bits) in bits.chunks_exact_mut(tile.width.max(1)).enumerate() {
-        stream.fill_u16(spans.row_index(row + i) * cols as u64 + col as u64, bits);
+        fill_random(isa, stream, spans.row_index(row + i) * cols as u64 + col as u64, bits);
     }
 }
 
@@ -395,9 +398,8 @@ impl<'a> SquareSink<'a> {
         codec: Codec,
         random: Option<Stream>,
     ) -> Self {
-        let target = |rows, cols| {
-            Target::new(unwritten_as(cpu, codec, BlockAxis::Tile, (stack * rows, cols, stack)))
-        };
+        let target =
+            |rows, cols| Target::new(unwritten_as(cpu, codec, BlockAxis::Tile, (stack * rows, cols, stack)));
         let (upright, turned) = (target(n, k), target(k, n));
         Self { spans, shape: (n, k), codec, random, upright, turned, tally: Default::default() }
     }
@@ -407,7 +409,7 @@ impl<'a> SquareSink<'a> {
         let SinkWork { work, turned, bits } = memory;
         let ((n, k), codec) = (self.shape, self.codec);
         let block = codec.format().spec().block;
-        fill_bits(bits, codec, self.random, self.spans, k, (row, tile, col));
+        fill_bits(isa, bits, codec, self.random, self.spans, k, (row, tile, col));
         let mut tally = Tally::default();
         encode_square(isa, codec, tile, bits, work, &mut tally);
         transpose(isa, &work.codes, tile.rows, tile.width, turned);

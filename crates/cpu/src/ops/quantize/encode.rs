@@ -6,7 +6,7 @@
 use super::spec::Tally;
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
-use nibble_formats::{Codec, Element, Rounding, Scale};
+use nibble_formats::{Codec, Element, Rounding, Scale, Stream};
 
 /// What the encoder needs to know of an element format, as constants.
 pub(crate) trait Small {
@@ -186,7 +186,12 @@ fn pack(codes: &[u8], packed: &mut [u8]) {
 
 /// Codes of one block as an array, so that its loops have a known length. A short block is zero-extended.
 #[inline(always)]
-fn encode_block<E: Small, R: Round, const B: usize>(round: &R, x: &[f32; B], inv: f32, bits: &[u16]) -> [u8; B] {
+fn encode_block<E: Small, R: Round, const B: usize>(
+    round: &R,
+    x: &[f32; B],
+    inv: f32,
+    bits: &[u16],
+) -> [u8; B] {
     let mut codes = [0; B];
     if R::READS_BITS {
         for ((code, &x), &bits) in codes.iter_mut().zip(x).zip(bits) {
@@ -499,4 +504,24 @@ per_isa! {
     // Bytes `[rows][width]` → `[width][rows]`.
     pub(crate) fn transpose = transpose_body;
     (from: &[u8], rows: usize, width: usize, to: &mut Vec<u8>)
+}
+
+#[inline(always)]
+fn fill_random_body(stream: Stream, first: u64, bits: &mut [u16]) {
+    let (blocks, tail) = bits.as_chunks_mut::<8>();
+    if !first.is_multiple_of(8) || !tail.is_empty() {
+        stream.fill_u16(first, bits);
+        return;
+    }
+    // Whole blocks of Philox, which are independent of each other.
+    for (block, bits) in (first / 8..).zip(blocks) {
+        for (pair, word) in bits.as_chunks_mut::<2>().0.iter_mut().zip(stream.block(block)) {
+            *pair = [word as u16, (word >> 16) as u16];
+        }
+    }
+}
+
+per_isa! {
+    // `Stream::fill_u16`.
+    pub(crate) fn fill_random = fill_random_body; (stream: Stream, first: u64, bits: &mut [u16])
 }

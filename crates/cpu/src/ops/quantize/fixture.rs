@@ -7,7 +7,7 @@ use crate::{Cpu, Path};
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{Backend, BlockScaled, Data, Groups, Operand, Tensor};
-use nibble_formats::{Codec, Format, Purpose, Rounding, Scale, ScaleRule, Stream};
+use nibble_formats::{Codec, Format, Purpose, Rounding, Scale, Stream};
 
 /// Every vectorised backend of this machine, with one to three threads.
 pub(crate) fn simd_backends() -> Vec<Cpu> {
@@ -57,19 +57,26 @@ impl Words {
             8..12 => f32::from_bits(self.next() & 0x7FFF_FFFF).clamp(0.0, 3e38) * sign,
             12..16 => unit * 1e-38 * sign,
             16..24 => (unit * 16.0).floor() / 2.0 * sign, // ties
-            24 if specials && self.next() % 16 == 0 => f32::NAN,
-            25 if specials && self.next() % 16 == 0 => f32::INFINITY * sign,
+            24 if specials && self.next().is_multiple_of(16) => f32::NAN,
+            25 if specials && self.next().is_multiple_of(16) => f32::INFINITY * sign,
             _ => unit * sign * 4.0,
         }
     }
 }
 
 /// A tensor of [`Words::value`]s; about every eighth run of 64 values is zero.
-pub(crate) fn tensor(cpu: &Cpu, is_bf16: bool, rows: usize, cols: usize, seed: u64, specials: bool) -> Tensor<Cpu> {
+pub(crate) fn tensor(
+    cpu: &Cpu,
+    is_bf16: bool,
+    rows: usize,
+    cols: usize,
+    seed: u64,
+    specials: bool,
+) -> Tensor<Cpu> {
     let mut words = Words(seed);
     let mut values: Vec<f32> = (0..rows * cols).map(|_| words.value(specials)).collect();
     for run in values.chunks_mut(64) {
-        if words.next() % 8 == 0 {
+        if words.next().is_multiple_of(8) {
             run.fill(0.0);
         }
     }
@@ -171,7 +178,13 @@ pub(crate) fn assert_same_block(got: &BlockScaled<Cpu>, expected: &BlockScaled<C
     }
     let (scales, expected_scales) = (scale_bits(got), scale_bits(expected));
     let at = scales.iter().zip(&expected_scales).position(|(a, b)| a != b);
-    assert_eq!(at, None, "{what}: scales {:?}, expected {:?}", at.map(|i| scales[i]), at.map(|i| expected_scales[i]));
+    assert_eq!(
+        at,
+        None,
+        "{what}: scales {:?}, expected {:?}",
+        at.map(|i| scales[i]),
+        at.map(|i| expected_scales[i])
+    );
 }
 
 pub(crate) fn assert_same_operand(got: &Option<Operand<Cpu>>, expected: &Option<Operand<Cpu>>, what: &str) {

@@ -29,12 +29,7 @@ impl<'a> Spans<'a> {
     ///
     /// # Errors
     /// [`Error::Shape`] for groups that overlap, exceed their capacity or start inside a block.
-    pub fn new(
-        op: &'static str,
-        rows: usize,
-        groups: Option<&'a Groups<Cpu>>,
-        block: usize,
-    ) -> Result<Self> {
+    pub fn new(op: &'static str, rows: usize, groups: Option<&'a Groups<Cpu>>, block: usize) -> Result<Self> {
         match groups {
             Some(groups) => Self::ragged(op, rows, groups, block),
             None => {

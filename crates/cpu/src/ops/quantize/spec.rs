@@ -5,7 +5,7 @@ use super::planes::{ScalesRef, get_code, put_codes, put_scale, unwritten_as};
 use super::spans::Spans;
 use crate::Cpu;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
-use nibble_core::{Backend, BlockScaled, DType, Data, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, Element, Stream, bf16};
 
 /// F32 values `[rows, cols]` with zeros on padding.
@@ -19,8 +19,9 @@ impl Matrix {
     pub fn of(x: &Tensor<Cpu>, spans: &Spans) -> Self {
         let mut values = vec![0.0; x.rows * x.cols];
         for row in spans.valid() {
-            for i in row * x.cols..(row + 1) * x.cols {
-                values[i] = value(x, i);
+            let first = row * x.cols;
+            for (col, out) in values[first..][..x.cols].iter_mut().enumerate() {
+                *out = value(x, first + col);
             }
         }
         Self { values, cols: x.cols }
@@ -60,7 +61,13 @@ fn count(tally: &mut Tally, codec: Codec, codes: &[u8], nonfinite: bool) {
 }
 
 /// Writes a matrix in the form asked for.
-pub(crate) fn emit(cpu: &Cpu, x: &Matrix, emit: Emit, spans: &Spans, random: Option<Stream>) -> Result<Emitted<Cpu>> {
+pub(crate) fn emit(
+    cpu: &Cpu,
+    x: &Matrix,
+    emit: Emit,
+    spans: &Spans,
+    random: Option<Stream>,
+) -> Result<Emitted<Cpu>> {
     match emit {
         Emit::Plain(dtype) => {
             let rows = Some(Operand::Plain(plain(cpu, x, dtype, spans.rows)?));
@@ -151,7 +158,8 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
         let (n0, k0) = (tile_n * block, tile_k * block);
         let (height, width) = (block.min(n - n0), block.min(k - k0));
         let place = |i: usize| (matrix * n + n0 + i / width, k0 + i % width);
-        let tile: Vec<f32> = (0..height * width).map(place).map(|(row, col)| x.values[row * k + col]).collect();
+        let tile: Vec<f32> =
+            (0..height * width).map(place).map(|(row, col)| x.values[row * k + col]).collect();
         let mut codes = vec![0; tile.len()];
         let random = |i| casting.bits(place(i).0, place(i).1, k);
         let (scale, nonfinite) = codec.quantize_block(&tile, random, &mut codes);

@@ -23,9 +23,10 @@ const PLANES: [Planes; 3] = [Planes::Rows, Planes::Cols, Planes::Both];
 #[test]
 fn dense_planes_are_those_of_the_specification() {
     let (spec, backends) = (spec(), simd_backends());
-    for (seed, (rows, cols)) in [(1, 32), (1, 96), (32, 160), (64, 128), (160, 288), (320, 64), (0, 32), (32, 0)]
-        .into_iter()
-        .enumerate()
+    for (seed, (rows, cols)) in
+        [(1, 32), (1, 96), (32, 160), (64, 128), (160, 288), (320, 64), (0, 32), (32, 0)]
+            .into_iter()
+            .enumerate()
     {
         for (i, codec) in codecs().into_iter().enumerate() {
             let x = tensor(&spec, i % 2 == 0, rows, cols, seed as u64, i % 3 == 0);
@@ -134,9 +135,9 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
             let decode = |x| dequantize(&spec, Dequantize { x, dtype: DType::F32 }).unwrap();
             let (upright, turned) = (decode(block(&expected.rows)), decode(block(&expected.cols)));
             let (upright, turned) = (plain_bits(&upright), plain_bits(&turned));
-            for i in 0..stack * n * k {
+            for (i, &upright) in upright.iter().enumerate() {
                 let (matrix, row, col) = (i / (n * k), i / k % n, i % k);
-                assert_eq!(upright[i], turned[matrix * n * k + col * n + row]);
+                assert_eq!(upright, turned[matrix * n * k + col * n + row]);
             }
             for cpu in &backends {
                 let got = quantize(cpu, with_stack()).unwrap();
@@ -166,7 +167,10 @@ fn decoded_values_are_as_near_as_the_format_allows() {
                 let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();
                 let error = (f64::from(y) / f64::from(scale)).abs() - scaled;
                 // Beside the half step: the reciprocal of an F32 scale and the product round once each.
-                assert!(error.abs() <= half_step + scaled * 2.5e-7, "{codec:?} {x:e} → {y:e} under {scale:e}");
+                assert!(
+                    error.abs() <= half_step + scaled * 2.5e-7,
+                    "{codec:?} {x:e} → {y:e} under {scale:e}"
+                );
             }
         }
     }

@@ -90,19 +90,17 @@ fn ragged_backward_is_that_of_the_specification_whatever_the_padding_holds() {
             let weight = weights(&spec, groups.capacity);
             let coded = quantize(&spec, Quantize::new(&plain, mxfp4(), Planes::Rows)).unwrap().rows.unwrap();
             for h in [&Operand::Plain(plain.clone()), &coded] {
-                let groups = Some(&groups);
-                let op = SwigluBackward { h, da: &da, weight: Some(&weight), groups, dh, a };
+                let ragged = Some(&groups);
+                let op = SwigluBackward { h, da: &da, weight: Some(&weight), groups: ragged, dh, a };
                 let Ok(()) = op.check() else { continue };
                 let expected = swiglu_backward(&spec, op).unwrap();
-                let groups = groups.unwrap();
                 let h = &match h {
-                    Operand::Plain(h) => Operand::Plain(poisoned(h, groups)),
-                    Operand::Block(h) => Operand::Block(poisoned_codes(h, groups)),
+                    Operand::Plain(h) => Operand::Plain(poisoned(h, &groups)),
+                    Operand::Block(h) => Operand::Block(poisoned_codes(h, &groups)),
                 };
-                let (da, weight) = (poisoned(&da, groups), poisoned_weights(&spec, &weight, groups));
+                let (da, weight) = (poisoned(&da, &groups), poisoned_weights(&spec, &weight, &groups));
                 for cpu in backends.iter().chain([&spec]) {
-                    let groups = Some(groups);
-                    let op = SwigluBackward { h, da: &da, weight: Some(&weight), groups, dh, a };
+                    let op = SwigluBackward { h, da: &da, weight: Some(&weight), groups: ragged, dh, a };
                     let what = format!("f {f} {dh:?} {a:?} on {cpu:?}");
                     assert_same_grads(&swiglu_backward(cpu, op).unwrap(), &expected, &what);
                 }
@@ -121,7 +119,8 @@ fn dense_shapes_agree_too() {
             let forward = || Swiglu { h: &h, weight: None, groups: None, a, save_h: Some(e4m3()) };
             let h = Operand::Plain(h.clone());
             let backward = || SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: a, a };
-            let (out, grads) = (swiglu(&spec, forward()).unwrap(), swiglu_backward(&spec, backward()).unwrap());
+            let (out, grads) =
+                (swiglu(&spec, forward()).unwrap(), swiglu_backward(&spec, backward()).unwrap());
             for cpu in &backends {
                 let what = format!("{rows}×{f} {a:?} on {cpu:?}");
                 assert_same_out(&swiglu(cpu, forward()).unwrap(), &out, &what);
@@ -154,9 +153,8 @@ fn values_and_gradients_are_those_of_the_formula_in_f64() {
         let weight = Some(&weight);
         let backward = SwigluBackward { h: &h_op, da: &da_t, weight, groups: None, dh: plain, a: plain };
         let grads = swiglu_backward(&cpu, backward).unwrap();
-        let values = |x: &Option<Operand<Cpu>>| {
-            x.as_ref().unwrap().plain("test").unwrap().to_f32_vec(&cpu).unwrap()
-        };
+        let values =
+            |x: &Option<Operand<Cpu>>| x.as_ref().unwrap().plain("test").unwrap().to_f32_vec(&cpu).unwrap();
         assert_eq!(values(&out.a.rows), values(&grads.a.rows));
         let (a, dh) = (values(&out.a.rows), values(&grads.dh.rows));
         for row in 0..rows {

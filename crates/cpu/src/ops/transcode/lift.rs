@@ -1,12 +1,11 @@
 //! Changes of scale by table, vectorised: the twins of `lift_code` and `shift_code`.
 
+use crate::ops::quantize::source::unpack;
+use crate::ops::quantize::spec::Tally;
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
-use nibble_formats::{e8m0, lift_table, shift_code};
+use nibble_formats::{e8m0, lift_table, lift_target, shift_code};
 use std::sync::LazyLock;
-
-use super::super::quantize::source::unpack;
-use super::super::quantize::spec::Tally;
 
 /// Octaves past which every code has vanished.
 const FAR: i32 = 32;
@@ -34,13 +33,16 @@ static LIFTS: LazyLock<[Lift; 40]> = LazyLock::new(|| {
     })
 });
 
+/// The tables, made once.
+pub(super) fn lifts() -> &'static [Lift; 40] {
+    &LIFTS
+}
+
 /// The table of a source scale under a target at most 6 octaves below it.
-pub(super) fn lift(source: u8, target: u8) -> &'static Lift {
-    if source == e8m0::NAN {
-        return &LIFTS[39];
-    }
+#[inline(always)]
+fn lift(lifts: &[Lift; 40], source: u8, target: u8) -> &Lift {
     let octaves = (i32::from(source) - i32::from(target)).clamp(-FAR, 6);
-    &LIFTS[(octaves + FAR) as usize]
+    &lifts[if source == e8m0::NAN { 39 } else { (octaves + FAR) as usize }]
 }
 
 #[inline(always)]
@@ -64,16 +66,55 @@ fn lift_block_body(by: &Lift, packed: &[u8], out: &mut [u8], tally: &mut Tally) 
 }
 
 #[inline(always)]
-fn lift_blocks_body(scales: &[u8], target: u8, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
-    for (b, &source) in scales.iter().enumerate() {
-        lift_block_body(lift(source, target), &packed[16 * b..], &mut out[32 * b..], tally);
+fn lift_row_body(
+    lifts: &[Lift; 40],
+    (scales, packed): (&[u8], &[u8]),
+    (out_scales, out): (&mut [u8], &mut [u8]),
+    tally: &mut Tally,
+) {
+    let sources = scales.chunks(4).zip(packed.chunks(64));
+    for ((target, out), (scales, packed)) in out_scales.iter_mut().zip(out.chunks_mut(128)).zip(sources) {
+        *target = lift_target(scales.iter().copied());
+        for (b, &source) in scales.iter().enumerate() {
+            lift_block_body(lift(lifts, source, *target), &packed[16 * b..], &mut out[32 * b..], tally);
+        }
     }
 }
 
 per_isa! {
-    // A run of MXFP4 blocks of one row under one target scale.
-    pub(super) fn lift_blocks = lift_blocks_body;
-    (scales: &[u8], target: u8, packed: &[u8], out: &mut [u8], tally: &mut Tally)
+    // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under the scale that fits them.
+    pub(super) fn lift_row = lift_row_body;
+    (lifts: &[Lift; 40], from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+}
+
+/// The blocks of one block of columns, row by row: scale and codes of row i at `i · stride` of either plane.
+#[derive(Clone, Copy)]
+pub(super) struct Column<'a> {
+    pub scales: &'a [u8],
+    pub scale_stride: usize,
+    pub codes: &'a [u8],
+    pub code_stride: usize,
+    pub rows: usize,
+}
+
+#[inline(always)]
+fn lift_column_body(
+    lifts: &[Lift; 40],
+    from: Column,
+    target: u8,
+    (out, out_stride): (&mut [u8], usize),
+    tally: &mut Tally,
+) {
+    for i in 0..from.rows {
+        let by = lift(lifts, from.scales[i * from.scale_stride], target);
+        lift_block_body(by, &from.codes[i * from.code_stride..], &mut out[i * out_stride..], tally);
+    }
+}
+
+per_isa! {
+    // One block of columns of a strip under one target scale; row i goes to `i · stride` of the output.
+    pub(super) fn lift_column = lift_column_body;
+    (lifts: &[Lift; 40], from: Column, target: u8, to: (&mut [u8], usize), tally: &mut Tally)
 }
 
 /// In the entries of [`Shift`]: the value changed, the source is not zero, it is a NaN.

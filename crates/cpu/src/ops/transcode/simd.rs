@@ -1,6 +1,6 @@
 //! The conversions by strips of rows, on several threads.
 
-use super::lift::{lift_blocks, shift_block};
+use super::lift::{Column, lift_column, lift_row, lifts, shift_block};
 use crate::Cpu;
 use crate::ops::quantize::emit::{
     STRIP_ROWS, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
@@ -40,6 +40,20 @@ impl<'a> Rows<'a> {
         let start = row * self.format.scales_per_row(self.cols) + self.format.scales_per_row(col);
         &self.scales[start..][..self.format.scales_per_row(width)]
     }
+
+    /// The block of columns from `col` on of a strip's rows that count.
+    fn column(&self, strip: Strip, col: usize) -> Column<'a> {
+        let code_stride = self.format.row_code_bytes(self.cols);
+        let scale_stride = self.format.scales_per_row(self.cols);
+        let from = |plane: &'a [u8], start: usize| plane.get(start..).unwrap_or(&[]);
+        Column {
+            scales: from(self.scales, strip.row * scale_stride + self.format.scales_per_row(col)),
+            scale_stride,
+            codes: from(self.codes, strip.row * code_stride + self.format.row_code_bytes(col)),
+            code_stride,
+            rows: strip.rows,
+        }
+    }
 }
 
 /// MXFP4 rows → E4M3 rows.
@@ -49,26 +63,30 @@ pub(super) fn lift_rows(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, rows, out) = (cpu.isa(), Rows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), Rows::of(x)?, Target::new(out));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
-    for_strips(cpu, spans, (height, x.cols), || (), |(), strip| {
-        let mut tally = Tally::default();
-        for row in strip.row..strip.row + strip.rows {
-            for col in (0..x.cols).step_by(TILE_COLS) {
-                let width = TILE_COLS.min(x.cols - col);
-                let sources = rows.scales(row, col, width);
-                let target = lift_target(sources.iter().copied());
-                // SAFETY: strips have rows of their own, and each of their columns is written once.
-                let (codes, mut scales) =
-                    unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
-                lift_blocks(isa, sources, target, rows.codes(row, col, width), codes, &mut tally);
-                scales.set(0, Scale::E8M0(target));
+    for_strips(
+        cpu,
+        spans,
+        (height, x.cols),
+        || (),
+        |(), strip| {
+            let mut tally = Tally::default();
+            for row in strip.row..strip.row + strip.rows {
+                let from = (rows.scales(row, 0, x.cols), rows.codes(row, 0, x.cols));
+                // SAFETY: strips have rows of their own.
+                let (codes, scales) =
+                    unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
+                // Lifted scales are bytes: the rule is the source's.
+                if let ScalesMut::E8m0(scales) = scales {
+                    lift_row(isa, lifts, from, (scales, codes), &mut tally);
+                }
             }
-        }
-        clear_padding(&out, strip, x.cols);
-        add_tally(&sum, tally);
-    });
+            clear_padding(&out, strip, x.cols);
+            add_tally(&sum, tally);
+        },
+    );
     Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
 }
 
@@ -95,7 +113,7 @@ pub(super) fn to_cols(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, rows, out) = (cpu.isa(), Rows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), Rows::of(x)?, Target::new(out));
     let sum: [AtomicU64; 3] = Default::default();
     for_strips(cpu, spans, (STRIP_ROWS, x.cols), Turn::default, |memory, strip| {
         let Turn { codes, turned, scales } = memory;
@@ -110,18 +128,18 @@ pub(super) fn to_cols(
                 let block = block.min(width - first);
                 let of_row = |i: usize| rows.scales(strip.row + i, col + first, block)[0];
                 let bytes = (0..strip.rows).map(of_row);
-                let target =
-                    if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+                let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
                 scales.resize(first + block, Scale::E8M0(target));
+                if x.format == Format::Mxfp4 {
+                    let from = rows.column(strip, col + first);
+                    lift_column(isa, lifts, from, target, (&mut codes[first..], width), &mut tally);
+                    continue;
+                }
                 for i in 0..strip.rows {
                     let row = strip.row + i;
-                    let source = rows.scales(row, col + first, block);
-                    let from = rows.codes(row, col + first, block);
+                    let source = rows.scales(row, col + first, block)[0];
                     let to = &mut codes[i * width + first..][..block];
-                    match x.format {
-                        Format::Mxfp4 => lift_blocks(isa, source, target, from, to, &mut tally),
-                        _ => shift_block(source[0], target, from, to, &mut tally),
-                    }
+                    shift_block(source, target, rows.codes(row, col + first, block), to, &mut tally);
                 }
             }
             transpose(isa, codes, strip.out_rows, width, turned);
@@ -148,39 +166,45 @@ pub(super) fn requantize_rows(
     let (isa, lines, out) = (cpu.isa(), Lines::of(x, Element::E4m3), Target::new(out));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
-    for_strips(cpu, spans, (height, x.cols), || (), |(), strip| {
-        let mut tally = Tally::default();
-        for row in strip.row..strip.row + strip.rows {
-            for col in (0..x.cols).step_by(TILE_COLS) {
-                let width = TILE_COLS.min(x.cols - col);
-                let (mut values, mut again) = ([0.0; TILE_COLS], [0.0; TILE_COLS]);
-                let (values, again) = (&mut values[..width], &mut again[..width]);
-                lines.load(isa, row, col, values);
-                // SAFETY: strips have rows of their own, and each of their columns is written once.
-                let (codes, mut scales) =
-                    unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
-                let mut blocks = Tally::default();
-                encode_row(isa, codec, values, &[], codes, &mut scales, &mut blocks);
-                if let ScalesMut::E8m0(scales) = &scales {
-                    let coded = Coded {
-                        element: codec.element(),
-                        codes,
-                        scales: ScalesRef::E8m0(scales),
-                        first_scale: 0,
-                    };
-                    decode_row(isa, coded, again);
+    for_strips(
+        cpu,
+        spans,
+        (height, x.cols),
+        || (),
+        |(), strip| {
+            let mut tally = Tally::default();
+            for row in strip.row..strip.row + strip.rows {
+                for col in (0..x.cols).step_by(TILE_COLS) {
+                    let width = TILE_COLS.min(x.cols - col);
+                    let (mut values, mut again) = ([0.0; TILE_COLS], [0.0; TILE_COLS]);
+                    let (values, again) = (&mut values[..width], &mut again[..width]);
+                    lines.load(isa, row, col, values);
+                    // SAFETY: strips have rows of their own, and each of their columns is written once.
+                    let (codes, mut scales) =
+                        unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
+                    let mut blocks = Tally::default();
+                    encode_row(isa, codec, values, &[], codes, &mut scales, &mut blocks);
+                    if let ScalesMut::E8m0(scales) = &scales {
+                        let coded = Coded {
+                            element: codec.element(),
+                            codes,
+                            scales: ScalesRef::E8m0(scales),
+                            first_scale: 0,
+                        };
+                        decode_row(isa, coded, again);
+                    }
+                    let source = lines.codes(row, col, width);
+                    let non_zero = source.iter().any(|code| code & 0x7F != 0);
+                    // A NaN in `again` is a block marked so, and counted as that.
+                    let inexact = values.iter().zip(&*again).any(|(x, y)| x != y && !y.is_nan());
+                    tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero);
+                    tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
+                    tally[Counts::<Cpu>::NON_FINITE] += u64::from(blocks[Counts::<Cpu>::NON_FINITE] != 0);
                 }
-                let source = lines.codes(row, col, width);
-                let non_zero = source.iter().any(|code| code & 0x7F != 0);
-                // A NaN in `again` is a block marked so, and counted as that.
-                let inexact = values.iter().zip(&*again).any(|(x, y)| x != y && !y.is_nan());
-                tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero);
-                tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
-                tally[Counts::<Cpu>::NON_FINITE] += u64::from(blocks[Counts::<Cpu>::NON_FINITE] != 0);
             }
-        }
-        clear_padding(&out, strip, x.cols);
-        add_tally(&sum, tally);
-    });
+            clear_padding(&out, strip, x.cols);
+            add_tally(&sum, tally);
+        },
+    );
     Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
 }

@@ -6,9 +6,7 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Tally, decoded};
 use nibble_core::BlockScaled;
 use nibble_core::ops::Counts;
-use nibble_formats::{
-    Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target,
-};
+use nibble_formats::{Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target};
 
 /// Scale byte of a row's block; 0 for F32 scales, which the caller's check keeps out.
 fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
@@ -39,12 +37,12 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     let mut valid = vec![false; x.rows];
     spans.valid().for_each(|row| valid[row] = true);
     let (from, to) = (x.format.spec().block, out.format.spec().block);
-    for row in 0..x.rows {
+    for (row, &valid) in valid.iter().enumerate() {
         for (target_block, first) in (0..x.cols).step_by(to).enumerate() {
             let width = to.min(x.cols - first);
             let sources = first / from..(first + width) / from;
             let scale_idx = row * x.cols.div_ceil(to) + target_block;
-            if !valid[row] {
+            if !valid {
                 put_codes(&mut out.codes, out.format, (row, x.cols), first, &vec![0; width]);
                 put_scale(&mut out.scales, scale_idx, Scale::E8M0(0));
                 continue;
@@ -114,12 +112,12 @@ pub(super) fn requantize_rows(
     let mut valid = vec![false; x.rows];
     spans.valid().for_each(|row| valid[row] = true);
     let (from, to) = (x.format.spec().block, codec.format().spec().block);
-    for row in 0..x.rows {
+    for (row, &valid) in valid.iter().enumerate() {
         for first in (0..x.cols).step_by(from) {
             let cols = first..x.cols.min(first + from);
             let (mut inexact, mut nan) = (false, false);
             for block in cols.clone().step_by(to) {
-                let value = |col| if valid[row] { decoded(x, Element::E4m3, row, col) } else { 0.0 };
+                let value = |col| if valid { decoded(x, Element::E4m3, row, col) } else { 0.0 };
                 let values: Vec<f32> = (block..block + to).map(value).collect();
                 let mut codes = vec![0; to];
                 let (scale, nonfinite) = codec.quantize_block(&values, |_| 0, &mut codes);
@@ -129,7 +127,7 @@ pub(super) fn requantize_rows(
                 let changed = |(&code, &value)| codec.decode_element(code, scale) != value;
                 inexact |= !nonfinite && codes.iter().zip(&values).any(changed);
             }
-            if valid[row] {
+            if valid {
                 let codes = cols.map(|col| get_code(x.codes.as_slice(), x.format, (row, x.cols), col));
                 count(&mut tally, x.format, codes, inexact, nan);
             }

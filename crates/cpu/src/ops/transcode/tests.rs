@@ -5,9 +5,7 @@ use crate::ops::quantize::planes::put_codes;
 use crate::ops::quantize::{dequantize, quantize};
 use nibble_core::ops::{Dequantize, Planes, Quantize, Transcode};
 use nibble_core::{Backend, BlockScaled, DType, Groups, Scales};
-use nibble_formats::{
-    BlockAxis, Codec, Element, Format, Rounding, Scale, ScaleLayout, ScaleRule, e8m0,
-};
+use nibble_formats::{BlockAxis, Codec, Element, Format, Rounding, Scale, ScaleLayout, ScaleRule, e8m0};
 
 fn op<'a>(
     x: &'a BlockScaled<Cpu>,
@@ -30,7 +28,7 @@ fn random_rows(
     let mut codes: Vec<u8> = (0..rows * format.row_code_bytes(cols)).map(|_| words.next() as u8).collect();
     // Some blocks of zeros of either sign.
     for run in codes.chunks_mut(16) {
-        if words.next() % 6 == 0 {
+        if words.next().is_multiple_of(6) {
             run.fill(if format == Format::Mxfp4 { 0x80 } else { 0 });
         }
     }
@@ -144,7 +142,8 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
             assert_eq!(scale_bits(&lifted.out)[usize::from(source)], target as u32);
             let mut changed = false;
             for (&code, &lifted) in all.iter().zip(lifted_codes) {
-                let exact = f64::from(Element::E2m1.decode(code)) * f64::from(i32::from(source) - target).exp2();
+                let exact =
+                    f64::from(Element::E2m1.decode(code)) * f64::from(i32::from(source) - target).exp2();
                 let got = f64::from(Element::E4m3.decode(lifted));
                 changed |= got != exact;
                 assert_eq!(got.is_sign_negative(), code >= 8, "signs stay, of zeros too");
@@ -162,11 +161,9 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
 #[test]
 fn exact_lifts_decode_to_the_source() {
     for cpu in simd_backends() {
-        for (format, axis) in [
-            (Format::Mxfp4, BlockAxis::Row),
-            (Format::Mxfp4, BlockAxis::Col),
-            (Format::E4m3, BlockAxis::Col),
-        ] {
+        for (format, axis) in
+            [(Format::Mxfp4, BlockAxis::Row), (Format::Mxfp4, BlockAxis::Col), (Format::E4m3, BlockAxis::Col)]
+        {
             let spread = if format == Format::Mxfp4 { 7 } else { 0 };
             let x = random_rows(&cpu, format, (256, 96), (127, spread), false);
             let got = transcode(&cpu, op(&x, Format::E4m3, axis, None)).unwrap();
@@ -256,7 +253,12 @@ fn every_code_decodes() {
                 x.scales = Scales::E8m0(cpu.upload(&scales).unwrap());
                 let got = plain_bits(&dequantize(&cpu, Dequantize { x: &x, dtype: DType::F32 }).unwrap());
                 for (i, got) in got.into_iter().enumerate() {
-                    let code = crate::ops::quantize::planes::get_code(x.codes.as_slice(), format, (i / 128, 128), i % 128);
+                    let code = crate::ops::quantize::planes::get_code(
+                        x.codes.as_slice(),
+                        format,
+                        (i / 128, 128),
+                        i % 128,
+                    );
                     let value = element.decode(code) * Scale::E8M0(byte).decode();
                     let expected = if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() };
                     assert_eq!(got, expected, "{format} {code:#x} under {byte}");

@@ -1,0 +1,146 @@
+//! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
+
+mod kill;
+mod mistakes;
+mod models;
+mod quantize;
+mod runs;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// What a command did.
+#[derive(Debug)]
+struct Done {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Done {
+    /// Asserts success.
+    fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}\n{}", self.stdout, self.stderr);
+        assert_eq!(self.stderr, "");
+        self
+    }
+
+    /// Asserts a failure with this exit code, told in one `error:` line without a trace of a panic, and returns it.
+    fn failed(self, code: i32) -> String {
+        assert_eq!(self.code, Some(code), "{}\n{}", self.stdout, self.stderr);
+        assert!(self.stderr.starts_with("error: "), "{}", self.stderr);
+        assert!(
+            !self.stderr.contains("panicked") && !self.stderr.contains("internal error"),
+            "{}",
+            self.stderr
+        );
+        self.stderr
+    }
+
+    /// Asserts what was printed.
+    fn contains(&self, text: &str) -> &Self {
+        assert!(self.stdout.contains(text), "no {text:?} in\n{}", self.stdout);
+        self
+    }
+}
+
+/// The command in a directory of its own.
+struct Place {
+    dir: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    /// A place with `text.txt` in it, 12 kB.
+    fn with_text() -> Self {
+        let place = Self::new();
+        std::fs::write(place.path("text.txt"), text()).unwrap();
+        place
+    }
+
+    fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nibble"));
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS"] {
+            command.env_remove(variable);
+        }
+        command
+    }
+
+    fn nibble(&self, args: &[&str]) -> Done {
+        let out = self.command(args).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Done { code: out.status.code(), stdout: text(&out.stdout), stderr: text(&out.stderr) }
+    }
+
+    /// `nibble train small.toml` with more arguments.
+    fn train(&self, args: &[&str]) -> Done {
+        std::fs::write(self.path("small.toml"), SMALL).unwrap();
+        self.nibble(&[&["train", "small.toml"], args].concat())
+    }
+}
+
+/// A model that trains in a fraction of a second, on shards of 128 tokens as the block recipes ask.
+const SMALL: &str = r#"
+[model]
+d_model = 32
+layers = 1
+heads = 2
+kv_heads = 1
+head_dim = 16
+experts = 4
+top_k = 2
+expert_ffn = 32
+
+[data]
+source = "text.txt"
+seq_len = 64
+
+[train]
+steps = 12
+batch_size = 4
+shards = 2
+warmup_steps = 2
+
+[eval]
+every = 5
+batches = 1
+
+[checkpoint]
+every = 4
+
+[run]
+log_every = 1
+threads = 1
+"#;
+
+/// Text in which there is something to learn.
+fn text() -> Vec<u8> {
+    let words = ["nibble ", "trains ", "experts ", "in ", "four ", "bits, ", "and ", "eight.\n"];
+    let mut state = 1u32;
+    let mut text = Vec::new();
+    while text.len() < 12_000 {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        text.extend_from_slice(words[(state >> 29) as usize].as_bytes());
+    }
+    text
+}
+
+fn read(path: impl AsRef<Path>) -> Vec<u8> {
+    let path = path.as_ref();
+    std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Steps and losses of a metrics file's training lines.
+fn losses(path: impl AsRef<Path>) -> Vec<(u64, f64)> {
+    let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap();
+    metrics.into_iter().filter_map(|m| Some((m.step, m.loss?))).collect()
+}

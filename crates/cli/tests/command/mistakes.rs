@@ -1,0 +1,153 @@
+//! What goes wrong: each a clear message and the right exit code, never a panic.
+
+use crate::{Place, read};
+use nibble_train::checkpoint::{Checkpoint, Contents, Store, TensorRef, Tensors};
+
+#[test]
+fn mistakes_in_the_configuration_name_key_file_and_line() {
+    let place = Place::with_text();
+    let fails = |set: &str, expected: &[&str]| {
+        let error = place.train(&["--set", set]).failed(2);
+        for text in expected {
+            assert!(error.contains(text), "no {text:?} in {error}");
+        }
+    };
+    fails("train.stpes=5", &["`train.stpes`", "unknown key", "did you mean `train.steps`"]);
+    fails("train.steps", &["key=value"]);
+    fails("train.steps=many", &["`train.steps`", "many"]);
+    fails("recipe=mxfp4-hoper", &["mxfp4-hoper", "mxfp4-hopper"]);
+    fails("model.kv_heads=3", &["`model.kv_heads`", "3", "does not divide"]);
+    fails("model.expert_ffn=48", &["`model.expert_ffn`", "48"]);
+    fails("train.batch_size=2", &["`train.batch_size`", "128 tokens"]);
+    fails("run.ranks=3", &["`run.ranks`", "3"]);
+    std::fs::write(place.path("bad.toml"), "[train]\nsteps = 3\nlearning_rate = 1.0\n").unwrap();
+    let error = place.nibble(&["train", "bad.toml"]).failed(2);
+    assert!(error.contains("bad.toml:3") && error.contains("train.learning_rate"), "{error}");
+    let error = place.nibble(&["train", "tny"]).failed(2);
+    assert!(error.contains("did you mean `tiny`"), "{error}");
+    place.nibble(&["train", "missing.toml"]).failed(2);
+    place.nibble(&["train", "--no-such-flag"]).failed(2);
+    let error = place.nibble(&["recipe", "fp8-flo"]).failed(2);
+    assert!(error.contains("fp8-flow"), "{error}");
+}
+
+#[test]
+fn bad_data_is_named() {
+    let place = Place::with_text();
+    std::fs::write(place.path("empty.txt"), b"").unwrap();
+    std::fs::write(place.path("short.txt"), b"too short").unwrap();
+    let mut gzip = vec![0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3];
+    gzip.extend([1, 2, 3]);
+    std::fs::write(place.path("cut.gz"), gzip).unwrap();
+    for (file, why) in [
+        ("none.txt", "cannot be read"),
+        ("empty.txt", "is empty"),
+        ("short.txt", "too short"),
+        ("cut.gz", "gzip"),
+    ] {
+        let error = place.train(&["--set", &format!("data.source={file}")]).failed(2);
+        assert!(error.contains(file) && error.contains(why), "{error}");
+    }
+    // The ranks of a run fail together, and the cause is told once.
+    let error = place.train(&["--set", "data.source=none.txt", "--set", "run.ranks=2"]).failed(2);
+    assert_eq!(error.matches("none.txt").count(), 1, "{error}");
+}
+
+#[test]
+fn a_run_that_cannot_be_resumed_says_why() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    let changed = place.train(&["--set", "run.dir=run", "--resume", "--set", "train.lr=0.1"]);
+    let error = changed.failed(1);
+    assert!(error.contains("train.lr: 0.003 → 0.1"), "{error}");
+    let error = place.nibble(&["eval", "nowhere"]).failed(2);
+    assert!(error.contains("no such run"), "{error}");
+    std::fs::create_dir(place.path("bare")).unwrap();
+    let error = place.nibble(&["eval", "bare"]).failed(2);
+    assert!(error.contains("holds no checkpoint"), "{error}");
+    let model = place.path("run/checkpoints/step-00000012/model.safetensors");
+    let mut bytes = read(&model);
+    let at = bytes.len() - 7;
+    bytes[at] ^= 1;
+    std::fs::write(&model, bytes).unwrap();
+    let error = place.nibble(&["eval", "run/checkpoints/step-00000012"]).failed(1);
+    assert!(error.contains("model.safetensors") && error.contains("altered"), "{error}");
+}
+
+#[test]
+fn samples_need_a_prompt_that_the_model_can_read() {
+    let place = Place::new();
+    let short =
+        ["train", "tiny", "--set", "run.dir=run", "--set", "train.steps=1", "--set", "train.warmup_steps=0"];
+    let tiny = ["--set", "model.layers=1", "--set", "train.batch_size=4", "--set", "train.shards=4"];
+    place.nibble(&[&short[..], &tiny].concat()).ok();
+    let error = place.nibble(&["generate", "run", "--prompt", "(Hab"]).failed(2);
+    assert!(error.contains("`prompt`") && error.contains("'H'"), "{error}");
+    let error = place.nibble(&["generate", "run", "--temperature", "-1"]).failed(2);
+    assert!(error.contains("--temperature"), "{error}");
+    assert_eq!(place.nibble(&["generate", "run", "--tokens", "3"]).ok().stdout.trim_end().chars().count(), 3);
+}
+
+/// A tensor of a checkpoint.
+struct Named {
+    name: String,
+    shape: Vec<usize>,
+    data: Vec<f32>,
+}
+
+impl Named {
+    fn all(mut tensors: Tensors) -> Vec<Self> {
+        let shapes: Vec<_> =
+            tensors.shapes().map(|(name, shape)| (name.to_owned(), shape.to_vec())).collect();
+        let take = |(name, shape): (String, Vec<usize>)| {
+            let data = tensors.take(&name, &shape).unwrap();
+            Self { name, shape, data }
+        };
+        shapes.into_iter().map(take).collect()
+    }
+
+    fn as_ref(&self) -> TensorRef<'_> {
+        TensorRef { name: self.name.clone(), shape: self.shape.clone(), data: &self.data }
+    }
+}
+
+/// Puts a NaN into the second projection of the newest checkpoint's experts, as a diverged run would have left it.
+fn poison(place: &Place, step: u64) {
+    let path = place.path(format!("run/checkpoints/step-{step:08}"));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let (mut model, optim) =
+        (Named::all(checkpoint.model().unwrap()), Named::all(checkpoint.optim().unwrap()));
+    let poisoned = model.iter_mut().find(|t| t.name.contains("experts") && t.name.contains("down_proj"));
+    poisoned.unwrap().data[5] = f32::NAN;
+    let contents = Contents {
+        model: model.iter().map(Named::as_ref).collect(),
+        optim: optim.iter().map(Named::as_ref).collect(),
+        config_json: "{}",
+        tokenizer_json: "{}",
+        position: checkpoint.position().clone(),
+    };
+    Store::open(&place.path("run")).unwrap().save(contents, 0).unwrap();
+}
+
+#[test]
+fn weights_that_are_not_numbers_stop_the_run_and_are_named() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run", "--set", "checkpoint.keep=0"]).ok();
+    for step in [8, 12] {
+        std::fs::remove_dir_all(place.path(format!("run/checkpoints/step-{step:08}"))).unwrap();
+    }
+    poison(&place, 4);
+    let error = place.train(&["--set", "run.dir=run", "--resume"]).failed(1);
+    assert!(
+        error.contains("down_proj") && error.contains("not finite") && error.contains("step 4"),
+        "{error}"
+    );
+    let error = place.nibble(&["eval", "run"]).failed(1);
+    assert!(error.contains("not finite"), "{error}");
+    let error = place.nibble(&["generate", "run"]).failed(1);
+    assert!(error.contains("not finite"), "{error}");
+    // On ranks: told once, by the rank that met it.
+    let error = place.train(&["--set", "run.dir=run", "--resume", "--set", "run.ranks=2"]).failed(1);
+    assert_eq!(error.matches("error:").count(), 1, "{error}");
+    assert!(error.contains("down_proj"), "{error}");
+}

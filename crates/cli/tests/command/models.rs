@@ -1,0 +1,96 @@
+//! What one does with a trained model, and what the other commands print.
+
+use crate::Place;
+
+/// A place with a short run in `run`.
+fn trained() -> Place {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    place
+}
+
+#[test]
+fn eval_repeats_the_loss_that_training_ended_with() {
+    let place = trained();
+    let metrics = nibble_train::metrics::read_metrics(&place.path("run/metrics.jsonl")).unwrap();
+    let last = metrics.iter().rev().find_map(|m| m.valid_loss).unwrap();
+    let line = format!("held-out loss: {last:.4} nats a byte");
+    place.nibble(&["eval", "run"]).ok().contains(&line).contains("(step 12)");
+    place.nibble(&["eval", "run/checkpoints/step-00000012"]).ok().contains(&line);
+    let older = place.nibble(&["eval", "run/checkpoints/step-00000008"]).ok();
+    assert!(older.contains("(step 8)").stdout.lines().all(|l| !l.starts_with(&line)), "{}", older.stdout);
+    place.nibble(&["eval", "run", "--recipe", "f32"]).ok().contains("recipe: f32");
+}
+
+#[test]
+fn generate_is_a_function_of_its_seed() {
+    let place = trained();
+    let text = |args: &[&str]| {
+        let done = place.nibble(&[&["generate", "run", "--tokens", "80", "--prompt", "nib"], args].concat());
+        done.ok().stdout
+    };
+    let first = text(&[]);
+    assert!(first.starts_with("nib") && first.len() > 40, "{first:?}");
+    assert_eq!(first, text(&["--seed", "0"]));
+    assert_ne!(first, text(&["--seed", "1"]));
+    let greedy = text(&["--temperature", "0"]);
+    assert_eq!(greedy, text(&["--temperature", "0", "--seed", "9"]));
+    assert_eq!(greedy, text(&["--top-k", "1", "--seed", "7"]));
+    assert_ne!(first, greedy);
+}
+
+#[test]
+fn recipes_are_listed_and_traced() {
+    let place = Place::new();
+    for recipe in ["f32", "bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"] {
+        place.nibble(&["recipe"]).ok().contains(recipe);
+    }
+    let flow = place.nibble(&["recipe", "fp8-flow", "--trace"]).ok();
+    flow.contains("stand-alone quantizations: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
+    flow.contains("made from an already quantized tensor: expert.wgrad.x");
+    place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("stand-alone quantizations: 0");
+    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", axis = \"row\", scale = \"floor\" }\n";
+    std::fs::write(place.path("mine.toml"), text).unwrap();
+    place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
+}
+
+#[test]
+fn doctor_says_what_is_there() {
+    let place = Place::new();
+    let done = place.nibble(&["doctor"]).ok();
+    done.contains("backend: cpu")
+        .contains("no CUDA backend")
+        .contains("NIBBLE_THREADS")
+        .contains("mxfp4-hopper");
+    let out =
+        place.command(&["doctor"]).env("NIBBLE_ISA", "scalar").env("NIBBLE_TREADS", "2").output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(
+        text.contains("scalar specification") && text.contains("NIBBLE_TREADS is set, and nothing reads it")
+    );
+    let out = place.command(&["doctor"]).env("NIBBLE_ISA", "mmx").output().unwrap();
+    assert_eq!(out.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("expected one of portable"));
+}
+
+#[test]
+fn the_instruction_set_changes_no_bit() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let model = |isa: &str| {
+        let dir = format!("run.dir={isa}");
+        let mut command = place.command(&["train", "small.toml", "--set", &dir, "--set", "train.steps=3"]);
+        assert!(command.env("NIBBLE_ISA", isa).output().unwrap().status.success());
+        crate::read(place.path(isa).join("checkpoints/step-00000003/model.safetensors"))
+    };
+    assert!(model("portable") == model("scalar"));
+}
+
+#[test]
+fn every_command_explains_itself() {
+    let place = Place::new();
+    place.nibble(&["--help"]).ok().contains("Examples:").contains("NIBBLE_ISA").contains("Exit codes");
+    for command in ["train", "eval", "generate", "quantize", "recipe", "doctor", "bench"] {
+        place.nibble(&[command, "--help"]).ok().contains("Examples:");
+    }
+}

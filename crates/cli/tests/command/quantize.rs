@@ -1,0 +1,166 @@
+//! Files there and back, and their bits against independent ones.
+
+use crate::Place;
+use half::{bf16, f16};
+use nibble_testkit::Vectors;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::HashMap;
+use std::path::Path;
+
+fn bytes<const N: usize>(values: impl Iterator<Item = [u8; N]>) -> Vec<u8> {
+    values.flatten().collect()
+}
+
+/// Values of many sizes, the last block of zeros.
+fn values(len: usize) -> Vec<f32> {
+    let of = |i: usize| ((i * 7919) % 1000) as f32 / 250.0 - 2.0;
+    (0..len).map(|i| if i + 32 >= len { 0.0 } else { of(i) * 2f32.powi((i % 5) as i32) }).collect()
+}
+
+/// Matrices of three types, a vector, integers, and metadata of its own.
+fn write_model(path: &Path) {
+    let w = bytes(values(4 * 64).iter().map(|v| v.to_le_bytes()));
+    let b = bytes(values(32 * 32).iter().map(|v| bf16::from_f32(*v).to_le_bytes()));
+    let h = bytes(values(2 * 32).iter().map(|v| f16::from_f32(*v).to_le_bytes()));
+    let norm = bytes(values(64).iter().map(|v| v.to_le_bytes()));
+    let ids = bytes((0..6i64).map(i64::to_le_bytes));
+    let view = |dtype, shape: &[usize], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
+    let tensors = [
+        ("mlp.w", view(Dtype::F32, &[4, 64], w.as_slice())),
+        ("attn.b", view(Dtype::BF16, &[32, 32], &b)),
+        ("mlp.h", view(Dtype::F16, &[2, 32], &h)),
+        ("norm", view(Dtype::F32, &[64], &norm)),
+        ("ids", view(Dtype::I64, &[2, 3], &ids)),
+    ];
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize_to_file(tensors, Some(metadata), path).unwrap();
+}
+
+/// The largest distance between the values of a tensor in two files, relative to the largest value.
+fn distance(a: &Path, b: &Path, tensor: &str) -> f32 {
+    let (a, b) = (Vectors::read(a).f32s(tensor), Vectors::read(b).f32s(tensor));
+    assert_eq!(a.len(), b.len());
+    let most = a.iter().fold(0f32, |m, v| m.max(v.abs()));
+    a.iter().zip(&b).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / most
+}
+
+#[test]
+fn there_and_back() {
+    let place = Place::new();
+    let (plain, q, back) =
+        (place.path("m.safetensors"), place.path("q.safetensors"), place.path("b.safetensors"));
+    write_model(&plain);
+    let before = std::fs::read(&plain).unwrap();
+    for (format, axis, only, codes, scales, error) in [
+        ("mxfp4", "row", "*", [4, 32], [4, 2], 0.2),
+        ("e4m3", "row", "*", [4, 64], [4, 1], 0.04),
+        ("e4m3", "col", "*", [64, 4], [64, 1], 0.04),
+        ("e5m2", "tile", "*", [4, 64], [1, 1], 0.08),
+        ("mxfp4", "row", "mlp.?", [4, 32], [4, 2], 0.2),
+    ] {
+        let what = format!("{format} {axis} {only}");
+        let args = [
+            "quantize",
+            "m.safetensors",
+            "q.safetensors",
+            "--format",
+            format,
+            "--axis",
+            axis,
+            "--only",
+            only,
+        ];
+        place.nibble(&args).ok();
+        let file = Vectors::read(&q);
+        assert_eq!(
+            (file.shape("mlp.w.codes"), file.shape("mlp.w.scales")),
+            (codes.to_vec(), scales.to_vec()),
+            "{what}"
+        );
+        assert_eq!(file.has("attn.b.codes"), only == "*", "{what}");
+        assert!(!file.has("mlp.w") && file.has("norm") && file.has("ids"), "{what}");
+        place.nibble(&["quantize", "q.safetensors", "b.safetensors", "--back"]).ok();
+        for tensor in ["mlp.w", "attn.b"] {
+            let distance = distance(&plain, &back, tensor);
+            assert!(distance < error, "{what}: {tensor} is off by {distance}");
+        }
+        // The same names, types and shapes as at first; what was not quantized, to the bit.
+        let (old, new) = (std::fs::read(&plain).unwrap(), std::fs::read(&back).unwrap());
+        let (old, new) = (SafeTensors::deserialize(&old).unwrap(), SafeTensors::deserialize(&new).unwrap());
+        assert_eq!(old.len(), new.len());
+        for (name, view) in old.iter() {
+            let other = new.tensor(name).unwrap();
+            assert_eq!((view.dtype(), view.shape()), (other.dtype(), other.shape()), "{what}: {name}");
+            assert!(!["norm", "ids"].contains(&name) || view.data() == other.data(), "{what}: {name}");
+        }
+    }
+    assert!(std::fs::read(&plain).unwrap() == before, "the input was touched");
+    let again = ["quantize", "b.safetensors", "q2.safetensors", "--format", "mxfp4", "--only", "mlp.?"];
+    place.nibble(&again).ok();
+    let (a, b) = (Vectors::read(&q), Vectors::read(&place.path("q2.safetensors")));
+    assert_eq!(a.u8s("mlp.w.codes"), b.u8s("mlp.w.codes"), "quantizing what was dequantized changes nothing");
+}
+
+#[test]
+fn planes_hold_the_bits_that_the_formats_define() {
+    let place = Place::new();
+    let mut x = [0f32; 32];
+    x[..4].copy_from_slice(&[12.0, -2.0, 0.4, 5.0]);
+    let data = bytes(x.iter().map(|v| v.to_le_bytes()));
+    let view = TensorView::new(Dtype::F32, vec![1, 32], &data).unwrap();
+    safetensors::serialize_to_file([("x", view)], None, &place.path("x.safetensors")).unwrap();
+    place.nibble(&["quantize", "x.safetensors", "q.safetensors", "--format", "mxfp4"]).ok();
+    let q = Vectors::read(&place.path("q.safetensors"));
+    // Scale 2 = 2^(128 - 127): 12 → 6 (code 7), -2 → -1 (code 10), 0.4 → 0 (0.2), 5 → 2.5, a tie: 2 (code 4).
+    assert_eq!(q.u8s("x.scales"), [128]);
+    assert_eq!(q.u8s("x.codes")[..3], [7 | 10 << 4, 4 << 4, 0]);
+    let text = String::from_utf8_lossy(&std::fs::read(place.path("q.safetensors")).unwrap()).into_owned();
+    for part in ["nibble.x", "mxfp4", "rceil", "nearest-even"] {
+        assert!(text.contains(part), "no {part} in the metadata");
+    }
+}
+
+#[test]
+fn golden_bits() {
+    let Some(golden) = Vectors::open("mxfp4_rceil_bf16") else { return };
+    let place = Place::new();
+    let input = nibble_testkit::testdata().unwrap().join("vectors/mxfp4_rceil_bf16.safetensors");
+    let input = input.canonicalize().unwrap();
+    let input = input.to_str().unwrap();
+    place.nibble(&["quantize", input, "q.safetensors", "--format", "mxfp4", "--only", "x"]).ok();
+    let q = Vectors::read(&place.path("q.safetensors"));
+    assert_eq!(q.u8s("x.scales"), golden.u8s("scales"));
+    let (codes, expected, scales) = (q.u8s("x.codes"), golden.u8s("codes"), golden.u8s("scales"));
+    for (block, scale) in scales.iter().enumerate().filter(|(_, s)| **s != 0xFF) {
+        let range = block * 16..(block + 1) * 16;
+        assert_eq!(codes[range.clone()], expected[range], "block {block}, scale {scale}");
+    }
+}
+
+#[test]
+fn mistakes() {
+    let place = Place::new();
+    write_model(&place.path("m.safetensors"));
+    let fails = |args: &[&str], expected: &str| {
+        let error = place.nibble(&[&["quantize"], args].concat()).failed(2);
+        assert!(error.contains(expected), "no {expected:?} in {error}");
+    };
+    fails(&["m.safetensors", "m.safetensors", "--format", "mxfp4"], "overwrite the input");
+    fails(&["m.safetensors", "./m.safetensors", "--format", "mxfp4"], "overwrite the input");
+    fails(&["none.safetensors", "q.safetensors", "--format", "mxfp4"], "none.safetensors");
+    fails(&["m.safetensors", "q.safetensors"], "--format");
+    fails(&["m.safetensors", "q.safetensors", "--format", "mxfp5"], "mxfp5");
+    fails(
+        &["m.safetensors", "q.safetensors", "--format", "mxfp4", "--scale", "amax"],
+        "expected one of rceil",
+    );
+    fails(&["m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "tile"], "tile");
+    fails(&["m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "col"], "`mlp.");
+    fails(&["m.safetensors", "q.safetensors", "--back"], "nothing that nibble quantized");
+    std::fs::write(place.path("junk.safetensors"), b"junk").unwrap();
+    fails(&["junk.safetensors", "q.safetensors", "--format", "mxfp4"], "not a safetensors file");
+    assert!(!place.path("q.safetensors").exists(), "a failed command left a file");
+    let skip =
+        ["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "col", "--skip-unfit"];
+    place.nibble(&skip).ok().contains("copied `mlp.w` [4, 64]").contains("1 tensors quantized, 4 copied");
+}

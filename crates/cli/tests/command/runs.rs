@@ -1,0 +1,100 @@
+//! Whole runs: what they print and leave, resuming, ranks, compressed text.
+
+use crate::{Place, losses, read};
+use std::io::Write;
+
+const LAST_MODEL: &str = "checkpoints/step-00000012/model.safetensors";
+
+#[test]
+fn a_run_tells_its_story_and_leaves_its_files() {
+    let place = Place::with_text();
+    let done = place.train(&[]).ok();
+    done.contains("recipe: mxfp4-hopper").contains("parameters: ").contains("total kept by a forward pass");
+    done.contains("step: 1  loss: ").contains("step: 12  loss: ").contains("step: 5  held-out loss: ");
+    done.contains("nats a byte")
+        .contains("metrics: runs/small/metrics.jsonl")
+        .contains("picture: runs/small/loss.svg");
+    assert!(read(place.path("runs/small/loss.svg")).starts_with(b"<svg"));
+    let losses = losses(place.path("runs/small/metrics.jsonl"));
+    assert_eq!(losses.iter().map(|(step, _)| *step).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
+    assert!(losses[11].1 < losses[0].1 - 0.5, "nothing was learnt: {losses:?}");
+    // The stored configuration is the run's.
+    let again = place.nibble(&["train", "runs/small/config.toml", "--dry-run"]).ok();
+    again.contains("dry run: nothing was written").contains("d_model=32");
+}
+
+#[test]
+fn a_dry_run_writes_nothing() {
+    let place = Place::with_text();
+    place.train(&["--dry-run"]).ok().contains("total kept by a forward pass").contains("dry run");
+    assert!(!place.path("runs").exists());
+    // On ranks too.
+    place.train(&["--dry-run", "--set", "run.ranks=2"]).ok().contains("2 ranks");
+}
+
+#[test]
+fn a_second_run_takes_a_directory_of_its_own() {
+    let place = Place::with_text();
+    let short = ["--set", "train.steps=2"];
+    place.train(&short).ok();
+    place.train(&short).ok().contains("runs/small holds an earlier run; this one goes to runs/small-2");
+    let first = read(place.path("runs/small/checkpoints/step-00000002/model.safetensors"));
+    let second = read(place.path("runs/small-2/checkpoints/step-00000002/model.safetensors"));
+    assert!(first == second, "the same configuration, other weights");
+    let error = place.train(&["--set", "train.steps=2", "--set", "run.dir=runs/small"]).failed(2);
+    assert!(error.contains("--resume") && error.contains("run.dir"), "{error}");
+    place.train(&["--set", "train.steps=2", "--resume"]).ok().contains("resuming the run in runs/small-2");
+}
+
+#[test]
+fn a_resumed_run_ends_with_the_same_weights() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=whole"]).ok();
+    place.train(&["--set", "run.dir=parts", "--set", "checkpoint.keep=0"]).ok();
+    for step in ["step-00000012", "step-00000008"] {
+        std::fs::remove_dir_all(place.path("parts/checkpoints").join(step)).unwrap();
+    }
+    place.train(&["--set", "run.dir=parts", "--resume"]).ok().contains("continuing after step 4");
+    assert!(read(place.path("whole").join(LAST_MODEL)) == read(place.path("parts").join(LAST_MODEL)));
+    assert_eq!(losses(place.path("whole/metrics.jsonl")), losses(place.path("parts/metrics.jsonl")));
+}
+
+#[test]
+fn resuming_passes_over_a_damaged_checkpoint() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    let model = place.path("run").join(LAST_MODEL);
+    let whole = read(&model);
+    std::fs::write(&model, &whole[..whole.len() - 1]).unwrap();
+    let done = place.train(&["--set", "run.dir=run", "--resume"]).ok();
+    done.contains("truncated").contains("continuing after step 8");
+    assert!(read(&model) == whole);
+}
+
+#[test]
+fn two_ranks_give_the_same_weights_as_one() {
+    let place = Place::with_text();
+    for (dir, ranks) in [("one", "run.ranks=1"), ("two", "run.ranks=2")] {
+        place.train(&["--set", &format!("run.dir={dir}"), "--set", ranks]).ok();
+    }
+    assert!(read(place.path("one").join(LAST_MODEL)) == read(place.path("two").join(LAST_MODEL)));
+}
+
+#[test]
+fn gzip_is_read_like_the_text_it_holds() {
+    let place = Place::with_text();
+    let file = std::fs::File::create(place.path("text.gz")).unwrap();
+    let mut gzip = flate2::write::GzEncoder::new(file, flate2::Compression::default());
+    gzip.write_all(&crate::text()).unwrap();
+    gzip.finish().unwrap();
+    place.train(&["--set", "run.dir=plain"]).ok();
+    place.train(&["--set", "run.dir=packed", "--set", "data.source=text.gz"]).ok();
+    assert!(read(place.path("plain").join(LAST_MODEL)) == read(place.path("packed").join(LAST_MODEL)));
+}
+
+#[test]
+fn the_built_in_language_is_judged_against_its_entropy() {
+    let place = Place::new();
+    let done = place.nibble(&["train", "tiny", "--dry-run", "--recipe", "bf16"]).ok();
+    done.contains("entropy H 1.0765").contains("recipe: bf16").contains("source=\"synthetic\"");
+}

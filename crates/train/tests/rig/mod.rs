@@ -1,0 +1,166 @@
+//! What the tests of training share: a small run that has every kind of layer, ranks as threads, and reproducible
+//! values.
+#![allow(dead_code)] // every test file takes a part of it
+
+use nibble_core::formats::{Purpose, Stream, fnv1a32};
+use nibble_core::{Comm, DType, Recipe, SoloComm, Tensor};
+use nibble_cpu::{Cpu, ThreadComm};
+use nibble_train::config::Config;
+use nibble_train::cx::{Cx, Shards};
+use nibble_train::param::Placement;
+use nibble_train::trainer::Trainer;
+use std::path::Path;
+
+/// Every recipe that ships.
+pub fn recipes() -> Vec<&'static str> {
+    Recipe::names().collect()
+}
+
+/// Two decoder layers with grouped query heads, four experts and a shared one, 512 tokens a step in four shards of
+/// 128: the smallest run whose shards hold whole FP8 blocks and whose widths hold whole MXFP4 blocks.
+const SMALL: &str = r#"
+seed = 7
+[model]
+d_model = 64
+layers = 2
+heads = 2
+kv_heads = 1
+head_dim = 32
+experts = 4
+top_k = 2
+expert_ffn = 32
+shared_ffn = 32
+[data]
+seq_len = 128
+[train]
+steps = 20
+batch_size = 4
+shards = 4
+lr = 5e-3
+min_lr = 1e-3
+warmup_steps = 5
+[eval]
+every = 0
+batches = 1
+[checkpoint]
+every = 0
+"#;
+
+/// The small run under a recipe, with `key=value` changes.
+pub fn small(recipe: &str, changes: &[&str]) -> Config {
+    let mut overrides = vec![format!("recipe={recipe}")];
+    overrides.extend(changes.iter().map(|c| (*c).to_owned()));
+    Config::from_text(SMALL, Path::new("small.toml"), &overrides).unwrap()
+}
+
+/// What a run ended with, over all ranks.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Loss of each step.
+    pub losses: Vec<f64>,
+    /// Gradient norm of each step.
+    pub norms: Vec<f64>,
+    /// Every parameter; experts one after the other, whichever rank had them.
+    pub weights: Vec<(String, Vec<f32>)>,
+}
+
+impl Outcome {
+    /// Asserts that another run gave the same bits.
+    #[track_caller]
+    pub fn assert_same(&self, other: &Outcome, what: &str) {
+        for (step, (a, b)) in self.losses.iter().zip(&other.losses).enumerate() {
+            assert_eq!(a.to_bits(), b.to_bits(), "{what}: loss of step {}: {a} and {b}", step + 1);
+        }
+        for (step, (a, b)) in self.norms.iter().zip(&other.norms).enumerate() {
+            assert_eq!(a.to_bits(), b.to_bits(), "{what}: gradient norm of step {}: {a} and {b}", step + 1);
+        }
+        assert_eq!(self.losses.len(), other.losses.len(), "{what}: steps");
+        assert_eq!(self.weights.len(), other.weights.len(), "{what}: parameters");
+        for ((name, a), (other_name, b)) in self.weights.iter().zip(&other.weights) {
+            assert_eq!(name, other_name, "{what}");
+            assert_eq!(a.len(), b.len(), "{what}: {name}");
+            let differ = a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            assert_eq!(differ, 0, "{what}: {differ} of {} values of {name} differ", a.len());
+        }
+    }
+}
+
+/// A parameter as one rank has it.
+struct Part {
+    name: String,
+    divided: bool,
+    values: Vec<f32>,
+}
+
+/// Trains for `steps` on one rank.
+fn train_rank(cpu: &Cpu, comm: &dyn Comm<Cpu>, config: &Config, steps: u64) -> (Vec<f64>, Vec<f64>, Vec<Part>) {
+    let mut trainer = Trainer::new(cpu, comm, config).unwrap();
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for _ in 0..steps {
+        let metrics = trainer.train_step().unwrap();
+        losses.push(metrics.loss.unwrap());
+        norms.push(metrics.grad_norm.unwrap());
+    }
+    let parts = trainer.model.params().into_iter().map(|p| Part {
+        name: p.name.clone(),
+        divided: p.placement != Placement::Replicated,
+        values: p.master.to_f32_vec(cpu).unwrap(),
+    });
+    (losses, norms, parts.collect())
+}
+
+/// Trains for `steps` with `world` ranks as threads, each on a backend of its own.
+pub fn train(config: &Config, world: usize, steps: u64, cpu: impl Fn() -> Cpu + Sync) -> Outcome {
+    let ranks: Vec<_> = std::thread::scope(|scope| {
+        let (config, cpu) = (&config, &cpu);
+        let spawn = |comm: ThreadComm| scope.spawn(move || train_rank(&cpu(), &comm, config, steps));
+        let threads: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let mut ranks = ranks.into_iter();
+    let (losses, norms, mut parts) = ranks.next().unwrap();
+    for (other_losses, other_norms, other) in ranks {
+        assert_eq!(losses, other_losses, "every rank reports the same losses");
+        assert_eq!(norms, other_norms, "every rank reports the same gradient norms");
+        for (part, more) in parts.iter_mut().zip(other) {
+            if part.divided {
+                part.values.extend(more.values);
+            } else {
+                assert_eq!(part.values, more.values, "every rank has the same {}", part.name);
+            }
+        }
+    }
+    Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
+}
+
+/// Normal numbers, a function of their name.
+pub fn normals(name: &str, len: usize) -> Vec<f32> {
+    let stream = Stream::new(11, Purpose::Data, fnv1a32(name), 0);
+    (0..len as u64).map(|i| stream.normal_at(i)).collect()
+}
+
+/// A matrix of normal numbers, rounded to `dtype`.
+pub fn matrix(cpu: &Cpu, name: &str, (rows, cols): (usize, usize), dtype: DType) -> Tensor<Cpu> {
+    let x = Tensor::from_f32(cpu, &normals(name, rows * cols), rows, cols).unwrap();
+    nibble_core::ops::Cast { x: &x, dtype }.run(cpu).unwrap()
+}
+
+/// One rank.
+pub static SOLO: SoloComm = SoloComm;
+
+/// The context of a training pass on one rank, with so many shards of `rows_each` tokens.
+pub fn cx<'a>(cpu: &'a Cpu, recipe: &'a Recipe, shards: usize, rows_each: usize) -> Cx<'a, Cpu> {
+    rank_cx(cpu, &SOLO, recipe, shards, rows_each)
+}
+
+/// The context of a training pass on one of several ranks.
+pub fn rank_cx<'a>(
+    cpu: &'a Cpu,
+    comm: &'a dyn Comm<Cpu>,
+    recipe: &'a Recipe,
+    shards: usize,
+    rows_each: usize,
+) -> Cx<'a, Cpu> {
+    let shards = Shards::new(cpu, shards, rows_each, comm.rank()).unwrap();
+    Cx { training: true, seed: 3, ..Cx::inference(cpu, comm, recipe, shards, 0.0) }
+}
