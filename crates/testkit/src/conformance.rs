@@ -230,9 +230,32 @@ impl Outputs {
         }
     }
 
+    /// Checks a promise that comparing two backends cannot: padding rows of this plain tensor, or of the codes of this
+    /// row plane, are zero.
+    pub(crate) fn require_zero_pads(&self, name: &str, is_valid: &[bool]) {
+        let codes = format!("{name}.codes");
+        let recorded = self.0.iter().find(|(n, _)| n == name || *n == codes);
+        let (_, values) = recorded.unwrap_or_else(|| panic!("{name} was not recorded"));
+        let good = match values {
+            Values::U8(v) => pads_are_zero(v, is_valid),
+            Values::I32(v) => pads_are_zero(v, is_valid),
+            Values::U64(v) => pads_are_zero(v, is_valid),
+            Values::F32(v) => pads_are_zero(v, is_valid),
+            Values::F64(v) => pads_are_zero(v, is_valid),
+            Values::Bf16(v) => pads_are_zero(v, is_valid),
+        };
+        assert!(good, "{name}: padding rows are promised to be zero, and are not");
+    }
+
     fn shape(&mut self, name: &str, sizes: &[usize]) {
         self.values(&format!("{name}.shape"), sizes.iter().map(|&s| s as u64).collect());
     }
+}
+
+fn pads_are_zero<T: Copy + Default + PartialEq>(values: &[T], is_valid: &[bool]) -> bool {
+    let width = (values.len() / is_valid.len().max(1)).max(1);
+    let pads = values.chunks(width).zip(is_valid).filter(|(_, valid)| !**valid);
+    pads.flat_map(|(row, _)| row).all(|x| *x == T::default())
 }
 
 /// Runs an operation that writes to a tensor, and checks that another handle to the same buffer keeps its values.
@@ -342,6 +365,15 @@ mod tests {
         listed.sort();
         methods.sort();
         assert_eq!(listed, methods);
+    }
+
+    #[test]
+    #[should_panic(expected = "out: padding rows are promised to be zero, and are not")]
+    fn a_pad_that_is_not_zero_is_found() {
+        let mut out = Outputs::default();
+        out.values("out", vec![1.0f32, 2.0, 0.0, 0.0, 0.0, f32::NAN]);
+        out.require_zero_pads("out", &[true, false, true]);
+        out.require_zero_pads("out", &[true, true, false]);
     }
 
     #[test]

@@ -57,22 +57,23 @@ pub struct SiteCounts {
 pub struct Shards<B: Kernels> {
     /// Shards on this rank.
     pub local: usize,
-    /// Global index of this rank's first token.
+    /// Index of the first token in the step, over all ranks and micro-batches.
     pub first_token: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
 }
 
 impl<B: Kernels> Shards<B> {
-    /// `local` shards of `rows_each` tokens on this rank; every rank has as many.
+    /// `local` shards of `rows_each` tokens on this rank; every rank has as many. `run` says which run of so many tokens
+    /// of the step this is: micro-batch · ranks + rank.
     ///
     /// # Errors
     /// [`Error::Device`] from the backend.
-    pub fn new(b: &B, local: usize, rows_each: usize, rank: usize) -> Result<Self> {
+    pub fn new(b: &B, local: usize, rows_each: usize, run: usize) -> Result<Self> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
-        let groups = Groups::uniform(b, local, rows_each, align, rank * tokens)?;
-        Ok(Self { local, first_token: rank * tokens, groups })
+        let groups = Groups::uniform(b, local, rows_each, align, run * tokens)?;
+        Ok(Self { local, first_token: run * tokens, groups })
     }
 
     /// Tokens on this rank.

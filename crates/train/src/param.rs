@@ -96,7 +96,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Makes the copies the products take (C6): quantized or cast, and transposed for dgrad.
+    /// Makes the copies the products take: quantized or cast, and transposed for dgrad.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, section: &Section) -> Result<()> {
         let to = section.at(Site::FpropW);
         let stack = self.stack();

@@ -51,6 +51,7 @@ impl<B: Backend> EmbedBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "embed_backward";
+        expect_eq(OP, "type of grad", self.grad.dtype(), DType::F32)?;
         expect_eq(OP, "columns of grad", self.grad.cols, self.dy.cols)?;
         expect_eq(OP, "ids.len()", B::len(self.ids), self.dy.rows)?;
         expect_eq(OP, "rows of grad modulo the shards", self.grad.rows % self.shards.max(1), 0)?;

@@ -8,7 +8,7 @@ use crate::{Agreement, Backend, Convert, Error, Operand, PermuteMap, Result, Row
 pub struct PlanPermute<'a, B: Backend> {
     /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each received token, ascending.
+    /// Global index of each received token, strictly ascending.
     pub token_id: &'a B::Buf<i32>,
     /// Slots a token.
     pub top_k: usize,
@@ -137,7 +137,7 @@ impl<B: Backend> GatherScalars<'_, B> {
     }
 }
 
-/// Sums the `top_k` rows of each token in F32, in slot order, and rounds once to the rows' type: `[t·k, d] → [t, d]`.
+/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: `[t·k, d] → [t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
     /// One row a (token, slot).
@@ -219,6 +219,9 @@ impl<B: Backend> UnpackRows<'_, B> {
 
     /// Checks the length.
     pub fn check(&self) -> Result<()> {
+        if self.kind.cols == 0 {
+            return Err(Error::shape("unpack_rows", "kind.cols", 0, "at least 1"));
+        }
         expect_eq(
             "unpack_rows",
             "bytes modulo the record's length",

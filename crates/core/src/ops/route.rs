@@ -2,6 +2,9 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
 
 /// Softmax over the experts, the `top_k` largest (the lower index first among equals), their weights.
+///
+/// Experts are chosen by probability. Sums over slots run in F32 in slot order, sums over a shard's tokens in F64 in token
+/// order, rounded once. A row with a NaN or +∞ has NaN probabilities and the first k experts.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.

@@ -356,7 +356,7 @@ impl fmt::Display for Recipe {
                 "  override layers {:?}, steps {}..{}: {} sites",
                 o.layers,
                 o.steps.0,
-                o.steps.1,
+                o.steps.1.min(1.0),
                 o.set.len()
             )?;
         }

@@ -72,6 +72,7 @@ impl Case for Forward {
             Swiglu { h: &h, weight: weight.as_ref(), groups: groups.as_ref(), a: self.a, save_h }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "a", &made.a)?;
+        out.require_zero_pads("a.rows", &self.rows.ragged().is_valid());
         if let Some(saved) = &made.h {
             // `a` is zero on padding; of h's padding nothing is promised.
             out.block(b, "h", saved, Some(&self.rows.ragged().is_valid()))?;
@@ -166,6 +167,12 @@ impl Case for Backward {
         out.emitted(b, "dh", &grads.dh)?;
         out.emitted(b, "a", &grads.a)?;
         out.buf(b, "dweight", &grads.dweight, None)?;
+        for (name, made) in [("dh.rows", &grads.dh.rows), ("a.rows", &grads.a.rows)] {
+            if made.is_some() {
+                out.require_zero_pads(name, &rows.is_valid());
+            }
+        }
+        out.require_zero_pads("dweight", &rows.is_valid());
         Ok(out)
     }
 }

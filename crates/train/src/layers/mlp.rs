@@ -5,11 +5,14 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
+use nibble_core::recipe::Site;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
 #[derive(Debug, Clone)]
 pub struct Mlp<B: Kernels> {
+    /// Its name, `model.layers.3.mlp.shared_expert`.
+    pub name: String,
     /// Gate and up projections, one over the other: `[2f, d]`.
     pub gate_up: Linear<B>,
     /// `[d, f]`.
@@ -19,15 +22,16 @@ pub struct Mlp<B: Kernels> {
 /// The inputs of both projections and what lies between.
 #[derive(Debug)]
 pub struct MlpSaved<B: Kernels> {
+    layer: String,
     gate_up: LinearSaved<B>,
-    h: Tensor<B>,
+    h: Operand<B>,
     down: LinearSaved<B>,
 }
 
 impl<B: Kernels> Saved for MlpSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.gate_up.ledger(ledger);
-        ledger.tensor("shared_expert", "h", &self.h);
+        ledger.operand(&self.layer, "h", &self.h);
         self.down.ledger(ledger);
     }
 }
@@ -51,6 +55,7 @@ impl<B: Kernels> Mlp<B> {
             Ok(Linear { weight, name: layer, out: activations, quantized: true })
         };
         Ok(Self {
+            name: name.to_owned(),
             gate_up: linear("gate_up_proj", 2 * f, d, std)?,
             down: linear("down_proj", d, f, out_std)?,
         })
@@ -76,18 +81,20 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());
-        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h: None }.run(cx.b)?;
+        let saved_h = *self.gate_up.section(cx).at(Site::SavedH);
+        let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
+        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
+        let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
         let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();
         let (y_td, down) = self.down.forward(cx, a_tf)?;
-        Ok((y_td, MlpSaved { gate_up, h: h_tf, down }))
+        Ok((y_td, MlpSaved { layer: self.name.clone(), gate_up, h, down }))
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: MlpSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let da = self.down.backward(cx, saved.down, dy_td)?;
         let plain = Emit::Plain(cx.activations());
-        let h = Operand::Plain(saved.h);
-        let grads =
-            SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh: plain, a: plain }.run(cx.b)?;
+        let grads = SwigluBackward { h: &saved.h, da: &da, weight: None, groups: None, dh: plain, a: plain }
+            .run(cx.b)?;
         let dh = grads.dh.take_rows("mlp")?.plain("mlp")?.clone();
         self.gate_up.backward(cx, saved.gate_up, dh)
     }

@@ -80,13 +80,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.step as f64 / self.config.train.steps.max(1) as f64
     }
 
-    /// The context of this step.
-    fn cx<'t>(&'t self, trace: Option<&'t RefCell<Vec<Event>>>) -> Result<Cx<'t, B>> {
+    /// This rank's tokens of a micro-batch.
+    fn shards(&self, micro: usize) -> Result<Shards<B>> {
         let t = &self.config.train;
         let local = t.shards / self.comm.world();
         let rows_each = t.batch_size / t.shards * self.config.data.seq_len;
-        let shards = Shards::new(self.b, local, rows_each, self.comm.rank())?;
-        let inference = Cx::inference(self.b, self.comm, &self.recipe, shards, self.progress());
+        Ok(Shards::new(self.b, local, rows_each, micro * self.comm.world() + self.comm.rank())?)
+    }
+
+    /// The context of this step, at its first micro-batch.
+    fn cx<'t>(&'t self, trace: Option<&'t RefCell<Vec<Event>>>) -> Result<Cx<'t, B>> {
+        let t = &self.config.train;
+        let inference = Cx::inference(self.b, self.comm, &self.recipe, self.shards(0)?, self.progress());
         Ok(Cx {
             step: self.step,
             seed: self.config.seed,
@@ -140,11 +145,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     fn step_with(&self, model: &mut Decoder<B>, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
-        let cx = self.cx(trace)?;
+        let mut cx = self.cx(trace)?;
         let lr = self.config.schedule().lr(self.step);
         model.prepare(&cx)?;
         let mut tally = Tally::default();
         for micro in 0..self.config.train.grad_accum {
+            cx.shards = self.shards(micro)?;
             self.micro_batch(&cx, model, &self.batch(micro), &mut tally)?;
         }
         tally.counts = cx.site_counts()?;

@@ -93,7 +93,12 @@ struct Part {
 }
 
 /// Trains for `steps` on one rank.
-fn train_rank(cpu: &Cpu, comm: &dyn Comm<Cpu>, config: &Config, steps: u64) -> (Vec<f64>, Vec<f64>, Vec<Part>) {
+fn train_rank(
+    cpu: &Cpu,
+    comm: &dyn Comm<Cpu>,
+    config: &Config,
+    steps: u64,
+) -> (Vec<f64>, Vec<f64>, Vec<Part>) {
     let mut trainer = Trainer::new(cpu, comm, config).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for _ in 0..steps {
