@@ -27,7 +27,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
     /// Divides the logits; 0 always takes the likeliest token.
-    #[arg(long, value_name = "T", default_value_t = 1.0)]
+    #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
     temperature: f32,
     /// Samples from the K likeliest tokens only; 0 = from all.
     #[arg(long, value_name = "K", default_value_t = 0)]

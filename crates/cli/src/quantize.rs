@@ -1,8 +1,8 @@
 //! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
 //!
 //! For a matrix `NAME` `[rows, cols]` the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
-//! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32), and in the
-//! file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
+//! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
+//! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
 use crate::checkpoint;
 use crate::console::{bytes, say};
@@ -362,11 +362,16 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
 
 /// Decodes two planes to bytes of the original type.
 fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
+    // Column planes have whole blocks: rows past the matrix hold zeros.
+    let rows = match about.axis {
+        BlockAxis::Col => about.rows.next_multiple_of(about.format.spec().block),
+        BlockAxis::Row | BlockAxis::Tile => about.rows,
+    };
     let q = BlockScaled {
         format: about.format,
         axis: about.axis,
         rule: about.rule,
-        rows: about.rows,
+        rows,
         cols: about.cols,
         stack: 1,
         codes: cpu.upload(codes)?,
@@ -378,7 +383,7 @@ fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::
     };
     let dtype = if about.dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
     let x = Dequantize { x: &q, dtype }.run(cpu)?;
-    let values = x.to_f32_vec(cpu)?;
+    let values = &x.to_f32_vec(cpu)?[..about.rows * about.cols];
     Ok(match about.dtype {
         Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),

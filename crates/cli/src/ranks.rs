@@ -87,4 +87,15 @@ mod tests {
         });
         assert_eq!(done.unwrap_err().to_string(), "rank 1 had enough");
     }
+
+    #[test]
+    fn a_panicking_rank_ends_all_of_them_too() {
+        let env = Env::read().unwrap();
+        let run = RunConfig { ranks: 2, ..RunConfig::default() };
+        let done = on_ranks(&env, &run, |_, comm| {
+            assert_eq!(comm.rank(), 0, "a defect, for this test");
+            Ok(comm.barrier()?)
+        });
+        assert!(done.unwrap_err().to_string().starts_with("internal error"));
+    }
 }

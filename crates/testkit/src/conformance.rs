@@ -316,7 +316,7 @@ fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
 
-/// Makes a module of this name with one `#[test]` for every operation, on a [`Pair`](crate::conformance::Pair) or an
+/// Makes a module of this name with one `#[test]` for every operation, on a [`Pair`] or an
 /// `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
 #[macro_export]
 macro_rules! conformance {

@@ -2,11 +2,11 @@
 //!
 //! * [`shapes`]: sizes of real models scaled down, and uneven divisions of rows among experts.
 //! * [`input`]: reproducible values that are hard on number formats.
-//! * [`assert`]: comparisons that say what an output can honestly be held to, with readable failures.
-//! * [`conformance`]: every operation of two backends compared, one `#[test]` an operation.
+//! * [`mod@assert`]: comparisons that say what an output can honestly be held to, with readable failures.
+//! * [`mod@conformance`]: every operation of two backends compared, one `#[test]` an operation.
 //! * [`gradient`]: finite differences against an analytic gradient.
 //! * [`timing`]: paired timing.
-//! * [`testdata`]: golden vectors, where they are and how they are read.
+//! * [`mod@testdata`]: golden vectors, where they are and how they are read.
 //!
 //! This crate is for tests: its functions panic with a report where a test has to fail.
 

@@ -245,7 +245,7 @@ mod tests {
         for spread in Spread::ALL {
             for align in [1, 128] {
                 let r = RaggedRows::of(spread, 5, 300, align);
-                assert!(r.start.iter().all(|s| *s as usize % align == 0), "{spread:?}");
+                assert!(r.start.iter().all(|s| (*s as usize).is_multiple_of(align)), "{spread:?}");
                 assert!(*r.start.last().unwrap() as usize <= r.capacity);
                 let valid = r.is_valid();
                 assert_eq!(valid.iter().filter(|v| **v).count() as i32, r.len.iter().sum::<i32>());

@@ -36,7 +36,7 @@ pub struct Vectors {
 }
 
 impl Vectors {
-    /// `vectors/NAME.safetensors` of [`testdata`], or `None` with a skip line where there is no test data at all.
+    /// `vectors/NAME.safetensors` of [`testdata()`], or `None` with a skip line where there is no test data at all.
     ///
     /// # Panics
     /// If there is test data without this file.

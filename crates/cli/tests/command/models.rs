@@ -94,3 +94,16 @@ fn every_command_explains_itself() {
         place.nibble(&[command, "--help"]).ok().contains("Examples:");
     }
 }
+
+#[test]
+fn bench_measures_a_step_beside_its_floor() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let args = ["bench", "step", "small.toml", "--recipe", "fp8-flow", "--steps", "1", "--json", "b.json"];
+    place.nibble(&args).ok().contains("fp8-flow").contains("% of the peak").contains("grouped_gemm");
+    let figures: serde_json::Value = serde_json::from_slice(&crate::read(place.path("b.json"))).unwrap();
+    let recipe = &figures["step"]["recipes"][0];
+    let share = recipe["share_of_peak"].as_f64().unwrap();
+    assert!(share > 0.0 && share < 1.0, "{share}");
+    assert!(recipe["tokens_per_second"].as_f64().unwrap() > 0.0);
+}

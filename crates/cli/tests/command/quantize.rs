@@ -54,7 +54,7 @@ fn there_and_back() {
     for (format, axis, only, codes, scales, error) in [
         ("mxfp4", "row", "*", [4, 32], [4, 2], 0.2),
         ("e4m3", "row", "*", [4, 64], [4, 1], 0.04),
-        ("e4m3", "col", "*", [64, 4], [64, 1], 0.04),
+        ("e4m3", "col", "*", [64, 128], [64, 1], 0.04),
         ("e5m2", "tile", "*", [4, 64], [1, 1], 0.08),
         ("mxfp4", "row", "mlp.?", [4, 32], [4, 2], 0.2),
     ] {
@@ -95,10 +95,11 @@ fn there_and_back() {
         }
     }
     assert!(std::fs::read(&plain).unwrap() == before, "the input was touched");
-    let again = ["quantize", "b.safetensors", "q2.safetensors", "--format", "mxfp4", "--only", "mlp.?"];
+    // Codes may change (a block whose largest value was rounded down takes a smaller scale), values may not.
+    let again = ["quantize", "b.safetensors", "q.safetensors", "--format", "mxfp4", "--only", "mlp.?"];
     place.nibble(&again).ok();
-    let (a, b) = (Vectors::read(&q), Vectors::read(&place.path("q2.safetensors")));
-    assert_eq!(a.u8s("mlp.w.codes"), b.u8s("mlp.w.codes"), "quantizing what was dequantized changes nothing");
+    place.nibble(&["quantize", "q.safetensors", "b2.safetensors", "--back"]).ok();
+    assert_eq!(distance(&back, &place.path("b2.safetensors"), "mlp.w"), 0.0);
 }
 
 #[test]

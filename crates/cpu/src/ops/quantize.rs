@@ -12,8 +12,6 @@ pub(crate) mod source;
 pub(crate) mod spans;
 pub(crate) mod spec;
 #[cfg(test)]
-mod speed;
-#[cfg(test)]
 mod tests;
 
 pub(crate) use dequantize::{decodable, dequantize};

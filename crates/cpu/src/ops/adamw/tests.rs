@@ -1,6 +1,5 @@
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
-use nibble_core::Backend;
 
 const LR: f32 = 1e-3;
 const DECAY: f32 = 0.1;

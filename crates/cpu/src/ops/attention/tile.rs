@@ -25,7 +25,7 @@ pub(super) struct Panels {
     pub panel: usize,
 }
 
-/// Eight rows of A times `out.len()`-many panels; each element one chain of fma over ascending k.
+/// Eight rows of A times some panels of B; each element one chain of fma over ascending k.
 pub(super) struct Product<'a> {
     pub a: &'a [f32],
     pub a_at: Rows,

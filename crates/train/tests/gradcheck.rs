@@ -1,0 +1,464 @@
+//! Hand-written backward passes against finite differences, recipe `f32`.
+//!
+//! The loss is L = Σ y·r with fixed random r, added in F64 from the layer's F32 outputs (for the decoder, the mean
+//! cross-entropy; where there is a router, its two losses are added with their factors). For every parameter, and for
+//! the input, the directional derivative along several directions u is compared with Σ gradient·u:
+//!
+//! * D(h) = (L(p + h·u) − L(p − h·u)) / 2h for h = 1 and ½, and Richardson's (4·D(½) − D(1)) / 3, which cancels the
+//!   error in h²;
+//! * u has entries ± s with random signs, s a small share of the parameter's own root mean square.
+//!
+//! Σ gradient·u of such a u has standard deviation s·‖gradient‖, and that is the yardstick: the error must stay below
+//! [`TOLERANCE`] of it. A typical entry of n with a wrong sign moves the sum by 2·s·|g|, 2/√n of the yardstick, 5 % or
+//! more for all sizes here: fifty times the tolerance. What the tolerance is needed for is the rounding of the F32
+//! forward pass, which the small step magnifies: errors are 1e-6 to 1e-4 here, the largest 2e-4.
+
+mod rig;
+
+use nibble_core::ops::CrossEntropy;
+use nibble_core::{DType, Recipe, Tensor};
+use nibble_cpu::Cpu;
+use nibble_train::config::ModelConfig;
+use nibble_train::cx::{Cx, Shards};
+use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
+use nibble_train::model::{Block, Decoder};
+use nibble_train::moe::{Moe, MoeSaved, MoeShape};
+use nibble_train::param::{Param, Placement};
+use rig::{SOLO, cx, matrix, normals};
+
+/// Largest error of a directional derivative, as a share of s·‖gradient‖.
+const TOLERANCE: f64 = 1e-3;
+
+/// Directions for each tensor.
+const DIRECTIONS: usize = 4;
+
+/// s, as a share of the tensor's root mean square.
+const STEP: f32 = 0.01;
+
+/// A layer under test. `L` is cheap to clone: its tensors are shared handles.
+struct Subject<'a, L> {
+    name: &'a str,
+    layer: L,
+    prepare: fn(&mut L, &Cx<'_, Cpu>),
+    params: fn(&mut L) -> Vec<&mut Param<Cpu>>,
+    /// The loss at an input.
+    loss: &'a dyn Fn(&L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> f64,
+    /// Adds the gradients of the parameters; returns the input's, if the input has one.
+    backward: &'a dyn Fn(&mut L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> Option<Tensor<Cpu>>,
+}
+
+fn root_mean_square(values: &[f32]) -> f64 {
+    (values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / values.len() as f64).sqrt()
+}
+
+fn host(cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>) -> Vec<f32> {
+    x.to_f32_vec(cx.b).unwrap()
+}
+
+/// Compares one tensor's gradient with differences of `loss_at`, which takes the tensor's values.
+fn compare(name: &str, at: &[f32], gradient: &[f32], loss_at: &dyn Fn(&[f32]) -> f64) {
+    assert_eq!(at.len(), gradient.len(), "{name}: the gradient has the tensor's size");
+    let s = STEP * root_mean_square(at) as f32;
+    let yardstick = f64::from(s) * root_mean_square(gradient) * (at.len() as f64).sqrt();
+    assert!(yardstick > 0.0, "{name}: a gradient of zero would prove nothing");
+    for direction in 0..DIRECTIONS {
+        let signs = normals(&format!("{name} direction {direction}"), at.len());
+        let moved = |h: f32| -> Vec<f32> {
+            at.iter().zip(&signs).map(|(p, sign)| p + h * s.copysign(*sign)).collect()
+        };
+        let difference = |h: f32| (loss_at(&moved(h)) - loss_at(&moved(-h))) / (2.0 * f64::from(h));
+        let numeric = (4.0 * difference(0.5) - difference(1.0)) / 3.0;
+        let analytic: f64 =
+            gradient.iter().zip(&signs).map(|(g, sign)| f64::from(*g) * f64::from(s.copysign(*sign))).sum();
+        let error = (numeric - analytic).abs() / yardstick;
+        assert!(
+            error <= TOLERANCE,
+            "{name}, direction {direction}: difference quotient {numeric:e}, gradient {analytic:e}; the error is \
+             {error:.2e} of s·‖gradient‖ = {yardstick:e}, allowed is {TOLERANCE:e}"
+        );
+    }
+}
+
+/// Every parameter and the input of a layer.
+fn check<L: Clone>(subject: &Subject<'_, L>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>) {
+    let mut layer = subject.layer.clone();
+    (subject.prepare)(&mut layer, cx);
+    let dx = (subject.backward)(&mut layer, cx, x);
+    for (index, param) in (subject.params)(&mut layer).into_iter().enumerate() {
+        assert!(param.grad.is_some(), "{}: {} has no gradient", subject.name, param.name);
+        param.reduce_grad(cx).unwrap();
+        let gradient = host(cx, param.grad.as_ref().unwrap());
+        let (rows, cols) = param.master.shape();
+        let loss_at = |values: &[f32]| {
+            let mut moved = subject.layer.clone();
+            (subject.params)(&mut moved)[index].master = Tensor::from_f32(cx.b, values, rows, cols).unwrap();
+            (subject.prepare)(&mut moved, cx);
+            (subject.loss)(&moved, cx, x)
+        };
+        compare(&format!("{}: {}", subject.name, param.name), &host(cx, &param.master), &gradient, &loss_at);
+    }
+    let Some(dx) = dx else { return };
+    let loss_at =
+        |values: &[f32]| (subject.loss)(&layer, cx, &Tensor::from_f32(cx.b, values, x.rows, x.cols).unwrap());
+    compare(&format!("{}: input", subject.name), &host(cx, x), &host(cx, &dx), &loss_at);
+}
+
+/// Σ y·r.
+fn weighted(cx: &Cx<'_, Cpu>, y: &Tensor<Cpu>) -> f64 {
+    let r = normals("r", y.rows * y.cols);
+    host(cx, y).iter().zip(&r).map(|(y, r)| f64::from(*y) * f64::from(*r)).sum()
+}
+
+/// The gradient of [`weighted`].
+fn r(cx: &Cx<'_, Cpu>, shape: (usize, usize)) -> Tensor<Cpu> {
+    Tensor::from_f32(cx.b, &normals("r", shape.0 * shape.1), shape.0, shape.1).unwrap()
+}
+
+/// Checks a [`Layer`] that maps a tensor to a tensor of `out` columns.
+fn check_layer<L>(
+    name: &str,
+    layer: L,
+    cx: &Cx<'_, Cpu>,
+    x: &Tensor<Cpu>,
+    out: usize,
+    prepare: fn(&mut L, &Cx<'_, Cpu>),
+    params: fn(&mut L) -> Vec<&mut Param<Cpu>>,
+) where
+    L: Clone + Layer<Cpu, In = Tensor<Cpu>, Out = Tensor<Cpu>>,
+{
+    let loss =
+        |layer: &L, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| weighted(cx, &layer.forward(cx, x.clone()).unwrap().0);
+    let backward = |layer: &mut L, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
+        let (_, saved) = layer.forward(cx, x.clone()).unwrap();
+        Some(layer.backward(cx, saved, r(cx, (x.rows, out))).unwrap())
+    };
+    check(&Subject { name, layer, prepare, params, loss: &loss, backward: &backward }, cx, x);
+}
+
+fn cpu() -> Cpu {
+    Cpu::new(1).unwrap()
+}
+
+fn f32_recipe() -> Recipe {
+    Recipe::builtin("f32").unwrap()
+}
+
+fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
+    let weight = Param::normal(cpu, 1, "linear.weight", (n, k), 0.3, Placement::Replicated, 0).unwrap();
+    Linear { weight, name: "linear".into(), out: DType::F32, quantized: true }
+}
+
+/// Norm weights that are not all ones.
+fn uneven(cpu: &Cpu, norm: &mut Norm<Cpu>) {
+    let (name, cols) = (norm.weight.name.clone(), norm.weight.master.cols);
+    let values: Vec<f32> = normals(&name, cols).iter().map(|v| 1.0 + 0.3 * v).collect();
+    norm.weight.master = Tensor::from_f32(cpu, &values, 1, cols).unwrap();
+}
+
+/// L = Σ p²/2 has the gradient p; here with one entry's sign turned.
+#[test]
+#[should_panic(expected = "allowed is")]
+fn a_single_wrong_sign_is_found() {
+    let at = normals("p", 1000);
+    let mut gradient = at.clone();
+    let typical = (0..1000).find(|i| (0.5..1.0).contains(&at[*i])).unwrap();
+    gradient[typical] = -gradient[typical];
+    compare("wrong", &at, &gradient, &|p| p.iter().map(|p| 0.5 * f64::from(*p).powi(2)).sum());
+}
+
+#[test]
+fn linear_layer() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let cx = cx(&cpu, &recipe, 2, 9);
+    let x = matrix(&cpu, "x", (18, 24), DType::F32);
+    let params: fn(&mut Linear<Cpu>) -> Vec<&mut Param<Cpu>> = |l| vec![&mut l.weight];
+    check_layer("linear", linear(&cpu, 20, 24), &cx, &x, 20, |l, cx| l.prepare(cx).unwrap(), params);
+}
+
+#[test]
+fn norm_layer() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let cx = cx(&cpu, &recipe, 4, 5);
+    let mut norm = Norm::new(&cpu, "norm", 24, 1e-5).unwrap();
+    uneven(&cpu, &mut norm);
+    let x = matrix(&cpu, "x", (20, 24), DType::F32);
+    let params: fn(&mut Norm<Cpu>) -> Vec<&mut Param<Cpu>> = |l| vec![&mut l.weight];
+    check_layer("norm", norm, &cx, &x, 24, |_, _| (), params);
+}
+
+#[test]
+fn attention_layer_with_grouped_query_heads() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    for (heads, kv_heads) in [(4, 2), (4, 1), (2, 2)] {
+        let (d_model, head_dim, seq_len) = (16, 8, 7);
+        let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
+        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, seq_len };
+        let rope = rope_table(&cpu, seq_len, head_dim, 100.0).unwrap();
+        let mut layer =
+            Attention::new(&cpu, 1, "attention", shape, 1e-5, 0.3, 0.3, DType::F32, rope).unwrap();
+        uneven(&cpu, &mut layer.q_norm);
+        uneven(&cpu, &mut layer.k_norm);
+        let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
+        let name = format!("attention {heads}/{kv_heads}");
+        check_layer(&name, layer, &cx, &x, d_model, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
+    }
+}
+
+#[test]
+fn dense_feed_forward_layer() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let cx = cx(&cpu, &recipe, 2, 8);
+    let layer = Mlp::new(&cpu, 1, "mlp", (16, 24), 0.3, 0.3, DType::F32).unwrap();
+    let x = matrix(&cpu, "x", (16, 16), DType::F32);
+    check_layer("mlp", layer, &cx, &x, 16, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
+}
+
+/// What a mixture's router adds to the loss: factor · mean over shards.
+fn router_losses(cx: &Cx<'_, Cpu>, saved: &MoeSaved<Cpu>, shape: &MoeShape) -> f64 {
+    let losses = saved.losses().as_slice();
+    let shards = (losses.len() / 2 * cx.micro_batches) as f64;
+    let one = |pair: &[f32]| {
+        f64::from(shape.aux_coef) * f64::from(pair[0]) + f64::from(shape.z_coef) * f64::from(pair[1])
+    };
+    losses.chunks(2).map(one).sum::<f64>() / shards
+}
+
+/// Tokens whose chosen experts stay chosen while every logit moves by a few steps: the gap between the last chosen
+/// and the first left out is at least `margin`. Differences across a change of experts would be of another function.
+fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) -> Tensor<Cpu> {
+    let (d, k) = (moe.router.shape.d_model, moe.router.shape.top_k);
+    let candidates = matrix(cx.b, "candidates", (40 * tokens, d), DType::F32);
+    let many = rig::cx(cx.b, cx.recipe, 1, 40 * tokens);
+    let logits = host(cx, &moe.router.forward(&many, &candidates).unwrap().logits);
+    let values = host(cx, &candidates);
+    let decided = logits.chunks(moe.router.shape.experts).zip(values.chunks(d)).filter(|(logits, _)| {
+        let mut sorted = logits.to_vec();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        k == sorted.len() || sorted[k - 1] - sorted[k] >= margin
+    });
+    let chosen: Vec<f32> = decided.take(tokens).flat_map(|(_, x)| x.to_vec()).collect();
+    Tensor::from_f32(cx.b, &chosen, tokens, d).unwrap()
+}
+
+#[test]
+fn mixture_of_experts_with_its_losses() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    for (top_k, normalize) in [(2, true), (3, false), (1, false)] {
+        let cx = cx(&cpu, &recipe, 2, 12);
+        let shape =
+            MoeShape { d_model: 16, ffn: 12, experts: 5, top_k, normalize, aux_coef: 3.0, z_coef: 0.5 };
+        let mut layer = Moe::new(&cx, "moe", shape, 0.3, 0.3).unwrap();
+        layer.prepare(&cx).unwrap();
+        let x = decided_tokens(&layer, &cx, 24, 0.3);
+        let chosen = layer.router.forward(&cx, &x).unwrap().routing.expert.as_slice().to_vec();
+        let loss = |layer: &Moe<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
+            let now = layer.router.forward(cx, x).unwrap().routing.expert;
+            let set = |experts: &[i32]| {
+                let mut sets: Vec<Vec<i32>> = experts.chunks(top_k).map(<[i32]>::to_vec).collect();
+                sets.iter_mut().for_each(|s| s.sort());
+                sets
+            };
+            assert_eq!(set(now.as_slice()), set(&chosen), "the differences stay within one routing");
+            let (y, saved) = layer.forward(cx, x).unwrap();
+            weighted(cx, &y) + router_losses(cx, &saved, &layer.router.shape)
+        };
+        let backward = |layer: &mut Moe<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
+            let (_, saved) = layer.forward(cx, x).unwrap();
+            Some(layer.backward(cx, saved, x, &r(cx, x.shape())).unwrap())
+        };
+        let name = format!("moe top-{top_k}");
+        let prepare = |l: &mut Moe<Cpu>, cx: &Cx<'_, Cpu>| l.prepare(cx).unwrap();
+        let subject =
+            Subject { name: &name, layer, prepare, params: |l| l.params(), loss: &loss, backward: &backward };
+        check(&subject, &cx, &x);
+    }
+}
+
+/// A decoder with weights large enough that every part of it matters to the loss. All experts are chosen for every
+/// token, so that no difference straddles a change of experts; the layer's own check has real choices.
+fn decoder(cpu: &Cpu, recipe: &Recipe, tie_embeddings: bool, shared_ffn: usize) -> Decoder<Cpu> {
+    let config = ModelConfig {
+        vocab_size: 13,
+        d_model: 16,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        experts: 3,
+        top_k: 3,
+        expert_ffn: 12,
+        shared_ffn,
+        norm_topk_prob: false,
+        tie_embeddings,
+        aux_loss_coef: 1.0,
+        z_loss_coef: 0.3,
+        ..ModelConfig::default()
+    };
+    let mut decoder = Decoder::new(cpu, &SOLO, recipe, &config, SEQ_LEN, 5).unwrap();
+    for param in decoder.params() {
+        let (rows, cols) = param.master.shape();
+        let values: Vec<f32> = if param.decays {
+            normals(&param.name, rows * cols).iter().map(|v| 0.4 * v).collect()
+        } else {
+            normals(&param.name, rows * cols).iter().map(|v| 1.0 + 0.3 * v).collect()
+        };
+        param.master = Tensor::from_f32(cpu, &values, rows, cols).unwrap();
+    }
+    decoder
+}
+
+const SEQ_LEN: usize = 6;
+
+#[test]
+fn decoder_layer_with_and_without_a_shared_expert() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let cx = cx(&cpu, &recipe, 2, 2 * SEQ_LEN);
+    for shared_ffn in [0, 10] {
+        let layer = decoder(&cpu, &recipe, true, shared_ffn).blocks.remove(0);
+        let loss = |layer: &Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
+            let (y, saved) = layer.forward(cx, x.clone()).unwrap();
+            weighted(cx, &y) + router_losses(cx, &saved.moe, &layer.moe.router.shape)
+        };
+        let backward = |layer: &mut Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
+            let (y, saved) = layer.forward(cx, x.clone()).unwrap();
+            Some(layer.backward(cx, saved, r(cx, y.shape())).unwrap())
+        };
+        let prepare = |l: &mut Block<Cpu>, cx: &Cx<'_, Cpu>| {
+            l.attn.prepare(cx).unwrap();
+            l.moe.prepare(cx).unwrap();
+            l.shared.iter_mut().for_each(|s| s.prepare(cx).unwrap());
+        };
+        fn params(l: &mut Block<Cpu>) -> Vec<&mut Param<Cpu>> {
+            let mut params = vec![&mut l.attn_norm.weight, &mut l.mlp_norm.weight];
+            params.extend(l.attn.params());
+            params.extend(l.moe.params());
+            params.extend(l.shared.iter_mut().flat_map(Mlp::params));
+            params
+        }
+        let name = format!("block, shared {shared_ffn}");
+        let subject = Subject { name: &name, layer, prepare, params, loss: &loss, backward: &backward };
+        check(&subject, &cx, &matrix(&cpu, "x", (4 * SEQ_LEN, 16), DType::F32));
+    }
+}
+
+/// Token ids and targets; the second and every ninth target is not counted.
+fn tokens(len: usize) -> (Vec<i32>, Vec<i32>) {
+    let draw =
+        |name: &str| normals(name, len).iter().map(|v| (v.abs() * 1000.0) as i32 % 13).collect::<Vec<_>>();
+    let mut targets = draw("targets");
+    targets.iter_mut().skip(1).step_by(9).for_each(|t| *t = -1);
+    (draw("ids"), targets)
+}
+
+/// Mean cross-entropy over `counted` tokens and the router losses; then, if asked for, the backward pass.
+fn decoder_loss(
+    decoder: &mut Decoder<Cpu>,
+    cx: &Cx<'_, Cpu>,
+    (ids, targets): (&[i32], &[i32]),
+    counted: usize,
+    backward: bool,
+) -> f64 {
+    use nibble_core::Backend;
+    let (logits, saved) = decoder.forward(cx, cx.b.upload(ids).unwrap()).unwrap();
+    let targets = cx.b.upload(targets).unwrap();
+    let scale = 1.0 / counted as f32;
+    let op = CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(DType::F32) };
+    let out = op.run(cx.b).unwrap();
+    let nats: f64 = out.loss.as_slice().iter().map(|l| f64::from(*l)).sum();
+    let shape = decoder.blocks[0].moe.router.shape;
+    let extra: f64 = saved.blocks.iter().map(|b| router_losses(cx, &b.moe, &shape)).sum();
+    if backward {
+        decoder.backward(cx, saved, out.dlogits.unwrap()).unwrap();
+    }
+    nats / counted as f64 + extra
+}
+
+#[test]
+fn whole_decoder_through_cross_entropy() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let cx = cx(&cpu, &recipe, 2, 2 * SEQ_LEN);
+    let (ids, targets) = tokens(4 * SEQ_LEN);
+    let batch = (ids.as_slice(), targets.as_slice());
+    let counted = targets.iter().filter(|t| **t >= 0).count();
+    for tied in [true, false] {
+        let layer = decoder(&cpu, &recipe, tied, 10);
+        let loss = |decoder: &Decoder<Cpu>, cx: &Cx<'_, Cpu>, _: &Tensor<Cpu>| {
+            decoder_loss(&mut decoder.clone(), cx, batch, counted, false)
+        };
+        let backward = |decoder: &mut Decoder<Cpu>, cx: &Cx<'_, Cpu>, _: &Tensor<Cpu>| {
+            decoder_loss(decoder, cx, batch, counted, true);
+            None
+        };
+        let prepare = |l: &mut Decoder<Cpu>, cx: &Cx<'_, Cpu>| l.prepare(cx).unwrap();
+        let name = if tied { "decoder, tied" } else { "decoder, untied" };
+        let subject =
+            Subject { name, layer, prepare, params: |l| l.params(), loss: &loss, backward: &backward };
+        // The input is token ids, which have no gradient.
+        check(&subject, &cx, &matrix(&cpu, "none", (1, 1), DType::F32));
+    }
+}
+
+/// Gradients of every parameter after reduction.
+fn gradients(decoder: &mut Decoder<Cpu>, cx: &Cx<'_, Cpu>) -> Vec<(String, Vec<f32>)> {
+    let reduced = decoder.params().into_iter().map(|p| {
+        p.reduce_grad(cx).unwrap();
+        (p.name.clone(), host(cx, p.grad.as_ref().unwrap()))
+    });
+    reduced.collect()
+}
+
+/// Sums of the same terms in another order differ by rounding only.
+#[track_caller]
+fn assert_close(what: &str, a: &[(String, Vec<f32>)], b: &[(String, Vec<f32>)]) {
+    for ((name, a), (_, b)) in a.iter().zip(b) {
+        let error: f64 = a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
+        let norm: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();
+        let relative = (error / norm).sqrt();
+        assert!(relative <= 3e-6, "{what}: {name}: relative difference {relative:.2e}");
+    }
+}
+
+#[test]
+fn two_micro_batches_are_one_batch_of_twice_the_size() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let (ids, targets) = tokens(8 * SEQ_LEN);
+    let counted = targets.iter().filter(|t| **t >= 0).count();
+    let half = 4 * SEQ_LEN;
+
+    let whole = cx(&cpu, &recipe, 4, 2 * SEQ_LEN);
+    let mut one = decoder(&cpu, &recipe, true, 10);
+    one.prepare(&whole).unwrap();
+    let loss = decoder_loss(&mut one, &whole, (&ids, &targets), counted, true);
+
+    let mut two = decoder(&cpu, &recipe, true, 10);
+    let halves = Cx { micro_batches: 2, ..cx(&cpu, &recipe, 2, 2 * SEQ_LEN) };
+    two.prepare(&halves).unwrap();
+    let first = decoder_loss(&mut two, &halves, (&ids[..half], &targets[..half]), counted, true);
+    let second = decoder_loss(&mut two, &halves, (&ids[half..], &targets[half..]), counted, true);
+
+    assert!((loss - first - second).abs() < 1e-6, "{loss} is not {first} + {second}");
+    assert_close("micro-batches", &gradients(&mut two, &halves), &gradients(&mut one, &whole));
+}
+
+#[test]
+fn the_number_of_shards_changes_the_rounding_only() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let (ids, targets) = tokens(8 * SEQ_LEN);
+    let of = |shards: usize| {
+        let cx = cx(&cpu, &recipe, shards, 8 * SEQ_LEN / shards);
+        let mut decoder = decoder(&cpu, &recipe, false, 10);
+        // The router's losses are means of losses of shards: those do depend on where a shard ends.
+        for block in &mut decoder.blocks {
+            (block.moe.router.shape.aux_coef, block.moe.router.shape.z_coef) = (0.0, 0.0);
+        }
+        decoder.prepare(&cx).unwrap();
+        decoder_loss(&mut decoder, &cx, (&ids, &targets), ids.len(), true);
+        gradients(&mut decoder, &cx)
+    };
+    let one = of(1);
+    for shards in [2, 4, 8] {
+        assert_close(&format!("{shards} shards"), &of(shards), &one);
+    }
+    let shards = Shards::new(&cpu, 2, 3, 1).unwrap();
+    assert_eq!((shards.first_token, shards.tokens()), (6, 6), "the second rank's tokens follow the first's");
+}

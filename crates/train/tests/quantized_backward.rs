@@ -1,0 +1,479 @@
+//! Under a quantized recipe, each layer's backward pass equals one computed in F64 on the same quantized operands.
+//!
+//! What that can mean, and what is shown here:
+//!
+//! * The operands of every product are made with the operations the recipe names (quantize, transcode), from the very
+//!   tensors that reached the layer or that it saved, and decoded to F64. The weights are the copies the layer made.
+//! * **Weight gradients and gate gradients** leave the layer in F32: relative L2 error at most [`EXACT`] = 1e-5.
+//! * **Input gradients** leave it in BF16, and so does da, the gradient between an expert's two products, which the
+//!   layer stores: every element is the F64 value rounded to BF16, give or take 1e-5 of the tensor's root mean square
+//!   before that rounding ([`assert_rounded`]). The next stage is then computed from the stored tensor, as it is
+//!   in the layer; following unrounded values instead would test BF16, not the layer.
+//! * **SwiGLU's backward pass** in F64 matches the operation's F32 output to 1e-5, and what it writes quantized has
+//!   exactly the values of that F32 output quantized: nothing is rounded twice in between.
+//!
+//! So every number of the backward pass is tied to F64, and no error is forgiven but the roundings that the recipe
+//! itself prescribes.
+
+mod rig;
+
+use nibble_core::formats::BlockAxis;
+use nibble_core::ops::{
+    Cast, Dequantize, Emit, Emitted, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
+};
+use nibble_core::recipe::{From, Kind, Precision, Section, Site};
+use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
+use nibble_cpu::Cpu;
+use nibble_train::cx::Cx;
+use nibble_train::layers::{Layer, Linear};
+use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
+use nibble_train::param::{Param, Placement};
+use rig::{cx, matrix};
+use std::ops::Range;
+
+/// Largest relative L2 error of what is F32.
+const EXACT: f64 = 1e-5;
+
+/// Every recipe that rounds operands.
+const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"];
+
+/// Model width: one whole block of FP8 and a quarter of the next.
+const D: usize = 160;
+/// Width inside an expert: less than a block of FP8.
+const F: usize = 96;
+/// Two shards.
+const TOKENS: usize = 256;
+
+/// A row-major matrix in F64.
+#[derive(Clone)]
+struct Mat {
+    rows: usize,
+    cols: usize,
+    at: Vec<f64>,
+}
+
+impl Mat {
+    fn zeros(rows: usize, cols: usize) -> Self {
+        Self { rows, cols, at: vec![0.0; rows * cols] }
+    }
+
+    fn of(cpu: &Cpu, x: &Operand<Cpu>) -> Self {
+        let plain = match x {
+            Operand::Plain(x) => x.clone(),
+            Operand::Block(x) => Dequantize { x, dtype: DType::F32 }.run(cpu).unwrap(),
+        };
+        Self::tensor(cpu, &plain)
+    }
+
+    fn tensor(cpu: &Cpu, x: &Tensor<Cpu>) -> Self {
+        let at = x.to_f32_vec(cpu).unwrap().into_iter().map(f64::from).collect();
+        Self { rows: x.rows, cols: x.cols, at }
+    }
+
+    fn row(&self, r: usize) -> &[f64] {
+        &self.at[r * self.cols..(r + 1) * self.cols]
+    }
+
+    /// These rows alone.
+    fn part(&self, rows: Range<usize>) -> Self {
+        let at = self.at[rows.start * self.cols..rows.end * self.cols].to_vec();
+        Self { rows: rows.len(), cols: self.cols, at }
+    }
+
+    /// self·otherᵀ.
+    fn times_transposed(&self, other: &Mat) -> Mat {
+        let mut out = Mat::zeros(self.rows, other.rows);
+        for i in 0..self.rows {
+            for j in 0..other.rows {
+                out.at[i * other.rows + j] = self.row(i).iter().zip(other.row(j)).map(|(a, b)| a * b).sum();
+            }
+        }
+        out
+    }
+
+    /// selfᵀ·other over these rows.
+    fn contracted(&self, other: &Mat, rows: Range<usize>) -> Mat {
+        let mut out = Mat::zeros(self.cols, other.cols);
+        for r in rows {
+            for (i, a) in self.row(r).iter().enumerate() {
+                let into = &mut out.at[i * other.cols..(i + 1) * other.cols];
+                into.iter_mut().zip(other.row(r)).for_each(|(sum, b)| *sum += a * b);
+            }
+        }
+        out
+    }
+
+    fn rms(&self) -> f64 {
+        (self.at.iter().map(|v| v * v).sum::<f64>() / self.at.len() as f64).sqrt()
+    }
+}
+
+#[track_caller]
+fn assert_exact(what: &str, got: &[f32], want: &Mat) {
+    assert_eq!(got.len(), want.at.len(), "{what}: size");
+    assert!(want.rms() > 0.0, "{what}: zeros would prove nothing");
+    let error: f64 = got.iter().zip(&want.at).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum();
+    let relative = (error / got.len() as f64).sqrt() / want.rms();
+    assert!(relative <= EXACT, "{what}: relative L2 error {relative:.2e} is above {EXACT:e}");
+}
+
+/// Half a unit in the last place of BF16 at a value.
+fn half_ulp(value: f64) -> f64 {
+    let exponent = (value.abs() as f32).max(f32::MIN_POSITIVE).log2().floor() as i32;
+    2f64.powi(exponent - 8)
+}
+
+/// Every element of a BF16 tensor is within half a unit in its last place of the F64 value, give or take 1e-5 of the
+/// root mean square; `more` allows for further roundings that the layer makes.
+#[track_caller]
+fn assert_rounded(what: &str, got: &Mat, want: &Mat, more: impl Fn(usize) -> f64) {
+    assert_eq!((got.rows, got.cols), (want.rows, want.cols), "{what}: shape");
+    assert!(want.rms() > 0.0, "{what}: zeros would prove nothing");
+    for (i, (g, w)) in got.at.iter().zip(&want.at).enumerate() {
+        let allowed = half_ulp(*w) + more(i) + EXACT * want.rms();
+        let error = (g - w).abs();
+        assert!(error <= allowed, "{what} [{i}]: {g:e}, in F64 {w:e}: {error:e} apart, allowed {allowed:e}");
+    }
+}
+
+fn no_more(_: usize) -> f64 {
+    0.0
+}
+
+fn values(cpu: &Cpu, x: &Tensor<Cpu>) -> Vec<f32> {
+    x.to_f32_vec(cpu).unwrap()
+}
+
+/// A plain tensor as the recipe wants it.
+fn made(cpu: &Cpu, x: &Tensor<Cpu>, to: &Precision, groups: Option<&Groups<Cpu>>) -> Operand<Cpu> {
+    if let Some(dtype) = to.dtype() {
+        return Operand::Plain(Cast { x, dtype }.run(cpu).unwrap());
+    }
+    let quantize =
+        |planes| Quantize { groups, ..Quantize::new(x, to.codec().unwrap(), planes) }.run(cpu).unwrap();
+    match to.axis {
+        BlockAxis::Col => quantize(Planes::Cols).take_cols("made").unwrap(),
+        _ => quantize(Planes::Rows).take_rows("made").unwrap(),
+    }
+}
+
+/// What arrived or was saved as `origin`, as the recipe wants it.
+fn converted(
+    cpu: &Cpu,
+    x: &Operand<Cpu>,
+    origin: &Precision,
+    to: &Precision,
+    groups: &Groups<Cpu>,
+) -> Operand<Cpu> {
+    match x {
+        _ if to.same_bits(origin) => x.clone(),
+        Operand::Plain(x) => made(cpu, x, to, Some(groups)),
+        Operand::Block(x) => {
+            let op = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups: Some(groups) };
+            Operand::Block(op.run(cpu).unwrap().out)
+        }
+    }
+}
+
+/// The rows of each group that count.
+fn ranges(groups: &Groups<Cpu>) -> Vec<Range<usize>> {
+    let bounds = groups.start.as_slice().iter().zip(groups.len.as_slice());
+    bounds.map(|(start, len)| *start as usize..(*start + *len) as usize).collect()
+}
+
+/// Each group's rows times the transpose of its own matrix of the stack; other rows are zero.
+fn grouped(x: &Mat, w: &Mat, groups: &Groups<Cpu>) -> Mat {
+    let n = w.rows / groups.num_groups;
+    let mut out = Mat::zeros(x.rows, n);
+    for (g, rows) in ranges(groups).into_iter().enumerate() {
+        let y = x.part(rows.clone()).times_transposed(&w.part(g * n..(g + 1) * n));
+        out.at[rows.start * n..rows.end * n].copy_from_slice(&y.at);
+    }
+    out
+}
+
+/// Each group's weight gradient, one under the other.
+fn grouped_wgrad(dy: &Mat, x: &Mat, groups: &Groups<Cpu>) -> Mat {
+    let each = ranges(groups).into_iter().flat_map(|rows| dy.contracted(x, rows).at);
+    Mat { rows: groups.num_groups * dy.cols, cols: x.cols, at: each.collect() }
+}
+
+fn scaled(cpu: &Cpu, x: &Tensor<Cpu>, factor: f32) -> Tensor<Cpu> {
+    let small: Vec<f32> = values(cpu, x).iter().map(|v| v * factor).collect();
+    let small = Tensor::from_f32(cpu, &small, x.rows, x.cols).unwrap();
+    Cast { x: &small, dtype: DType::Bf16 }.run(cpu).unwrap()
+}
+
+#[test]
+fn dense_linear_layer() {
+    let cpu = Cpu::new(1).unwrap();
+    for name in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
+        let (section, groups) = (recipe.linear, &cx.shards.groups);
+        let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
+        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, quantized: true };
+        layer.prepare(&cx).unwrap();
+        let x = matrix(&cpu, "x", (TOKENS, D), DType::Bf16);
+        let dy = scaled(&cpu, &matrix(&cpu, "dy", (TOKENS, F), DType::Bf16), 1e-3);
+
+        let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
+        let saved_x = section.at(Site::SavedX);
+        let expected = Mat::of(&cpu, &made(&cpu, &x, saved_x, Some(groups)));
+        assert_eq!(Mat::of(&cpu, &saved.x).at, expected.at, "{name}: what is saved is what the recipe says");
+        let x_cols = converted(&cpu, &saved.x, saved_x, section.at(Site::WgradX), groups);
+        let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
+
+        let dy_rows = made(&cpu, &dy, section.at(Site::DgradDy), Some(groups));
+        let dy_cols = made(&cpu, &dy, section.at(Site::WgradDy), Some(groups));
+        let wt = Mat::of(&cpu, layer.weight.wt().unwrap());
+        let want = Mat::of(&cpu, &dy_rows).times_transposed(&wt);
+        assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
+
+        let want = Mat::of(&cpu, &dy_cols).contracted(&Mat::of(&cpu, &x_cols), 0..TOKENS);
+        layer.weight.reduce_grad(&cx).unwrap();
+        assert_exact(&format!("{name}: dw"), &values(&cpu, layer.weight.grad.as_ref().unwrap()), &want);
+    }
+}
+
+const SHAPE: MoeShape =
+    MoeShape { d_model: D, ffn: F, experts: 3, top_k: 2, normalize: true, aux_coef: 0.5, z_coef: 0.1 };
+
+/// What the experts of a layer must return and accumulate.
+struct Expected {
+    /// BF16 `[r, d]`, checked against F64.
+    dx: Tensor<Cpu>,
+    dgate: Mat,
+    gate_up: Mat,
+    down: Mat,
+}
+
+/// SwiGLU's backward pass in F64: dh, a and the gate weights' gradients.
+fn swiglu_backward(h: &Mat, da: &Mat, gate: &[f32]) -> (Mat, Mat, Mat) {
+    let f = h.cols / 2;
+    let (mut dh, mut a, mut dgate) =
+        (Mat::zeros(h.rows, 2 * f), Mat::zeros(h.rows, f), Mat::zeros(h.rows, 1));
+    for (r, &w) in gate.iter().enumerate() {
+        let w = f64::from(w);
+        for i in 0..f {
+            let (g, u, da) = (h.row(r)[i], h.row(r)[f + i], da.row(r)[i]);
+            let s = 1.0 / (1.0 + (-g).exp());
+            a.at[r * f + i] = g * s * u * w;
+            dh.at[r * 2 * f + i] = da * w * u * s * (1.0 + g * (1.0 - s));
+            dh.at[r * 2 * f + f + i] = da * w * g * s;
+            dgate.at[r] += g * s * u * da;
+        }
+    }
+    (dh, a, dgate)
+}
+
+/// What a fused kernel wrote has the values of its F32 output in the recipe's form. Returns those values.
+fn assert_written(
+    cpu: &Cpu,
+    what: &str,
+    got: &Operand<Cpu>,
+    exact: &Tensor<Cpu>,
+    to: &Precision,
+    groups: &Groups<Cpu>,
+) -> Mat {
+    let want = Mat::of(cpu, &made(cpu, exact, to, Some(groups)));
+    let got = Mat::of(cpu, got);
+    assert!(got.at == want.at, "{what}: not the F32 output in the recipe's form, {to}");
+    got
+}
+
+/// Checks each stage of the experts' backward pass and returns what must come out of it.
+#[allow(clippy::too_many_arguments)]
+fn experts_backward(
+    cx: &Cx<'_, Cpu>,
+    name: &str,
+    section: &Section,
+    experts: &Experts<Cpu>,
+    (saved_x, saved_h): (&Operand<Cpu>, &Operand<Cpu>),
+    dy_rd: &Operand<Cpu>,
+    plan: &Plan<Cpu>,
+) -> Expected {
+    let (cpu, groups, at) = (cx.b, &plan.map.groups, |site| section.at(site));
+    let from_dispatched = |site| match at(site).from {
+        From::Dispatched => converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups),
+        _ => made(cpu, dy_rd.plain("dy").unwrap(), at(site), Some(groups)),
+    };
+    let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
+
+    let w = experts.down.wt().unwrap();
+    let da = GroupedGemm { x: &dy_rows, w, groups, out: DType::Bf16 }.run(cpu).unwrap();
+    let want = grouped(&Mat::of(cpu, &dy_rows), &Mat::of(cpu, w), groups);
+    assert_rounded(&format!("{name}: da"), &Mat::tensor(cpu, &da), &want, no_more);
+
+    let swiglu = |dh: Emit, a: Emit| {
+        let weight = Some(&plan.gate_r);
+        SwigluBackward { h: saved_h, da: &da, weight, groups: Some(groups), dh, a }.run(cpu).unwrap()
+    };
+    let exact = swiglu(Emit::Plain(DType::F32), Emit::Plain(DType::F32));
+    let plain = |x: Emitted<Cpu>| x.take_rows("f32").unwrap().plain("f32").unwrap().clone();
+    let (dh_exact, a_exact) = (plain(exact.dh), plain(exact.a));
+    let gate = plan.gate_r.as_slice();
+    let (dh, a, dgate) = swiglu_backward(&Mat::of(cpu, saved_h), &Mat::tensor(cpu, &da), gate);
+    assert_exact(&format!("{name}: dh"), &values(cpu, &dh_exact), &dh);
+    assert_exact(&format!("{name}: a"), &values(cpu, &a_exact), &a);
+
+    let emit = |site: Site, planes| match at(site).dtype() {
+        Some(dtype) => Emit::Plain(dtype),
+        None => Emit::Block { codec: at(site).codec().unwrap(), planes },
+    };
+    let written = swiglu(emit(Site::DgradDy, Planes::Both), emit(Site::WgradX, Planes::Cols));
+    let dh_rows = written.dh.take_rows("dh").unwrap();
+    let dh_row_values =
+        assert_written(cpu, &format!("{name}: dh rows"), &dh_rows, &dh_exact, at(Site::DgradDy), groups);
+    let dh_cols = written.dh.take_cols("dh").unwrap();
+    let dh_cols =
+        assert_written(cpu, &format!("{name}: dh cols"), &dh_cols, &dh_exact, at(Site::WgradDy), groups);
+    let a_cols = written.a.take_cols("a").unwrap();
+    let a_cols = assert_written(cpu, &format!("{name}: a cols"), &a_cols, &a_exact, at(Site::WgradX), groups);
+
+    let w = experts.gate_up.wt().unwrap();
+    let dx = GroupedGemm { x: &dh_rows, w, groups, out: DType::Bf16 }.run(cpu).unwrap();
+    let want = grouped(&dh_row_values, &Mat::of(cpu, w), groups);
+    assert_rounded(&format!("{name}: dx"), &Mat::tensor(cpu, &dx), &want, no_more);
+
+    let x_cols = converted(cpu, saved_x, at(Site::SavedX), at(Site::WgradX), groups);
+    Expected {
+        dx,
+        dgate,
+        gate_up: grouped_wgrad(&dh_cols, &Mat::of(cpu, &x_cols), groups),
+        down: grouped_wgrad(&Mat::of(cpu, &dy_cols), &a_cols, groups),
+    }
+}
+
+/// The layer, its input, the gradient of its output, and where the tokens go.
+struct Scene {
+    moe: Moe<Cpu>,
+    x: Tensor<Cpu>,
+    dy: Tensor<Cpu>,
+    plan: Plan<Cpu>,
+    x_rd: Operand<Cpu>,
+    dy_rd: Operand<Cpu>,
+}
+
+fn scene(cx: &Cx<'_, Cpu>, section: &Section) -> Scene {
+    let mut moe = Moe::new(cx, "moe", SHAPE, 0.1, 0.1).unwrap();
+    moe.prepare(cx).unwrap();
+    let x = matrix(cx.b, "x", (TOKENS, D), DType::Bf16);
+    let dy = scaled(cx.b, &matrix(cx.b, "dy", (TOKENS, D), DType::Bf16), 1e-3);
+    let exchange = Exchange::new(cx, SHAPE.experts, SHAPE.top_k);
+    let align = if section.has_blocks() { 128 } else { 1 };
+    let plan = exchange.plan(&moe.router.forward(cx, &x).unwrap().routing, align).unwrap();
+    let arrive =
+        |t: &Tensor<Cpu>, site| exchange.dispatch(&plan, &made(cx.b, t, section.at(site), None)).unwrap();
+    let (x_rd, dy_rd) = (arrive(&x, Site::DispatchFwd), arrive(&dy, Site::DispatchBwd));
+    Scene { moe, x, dy, plan, x_rd, dy_rd }
+}
+
+#[test]
+fn experts() {
+    let cpu = Cpu::new(1).unwrap();
+    for name in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
+        let section = cx.section(Kind::Expert, "moe.experts");
+        let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
+        let (_, saved) = moe.experts.forward(&cx, &section, x_rd, &plan).unwrap();
+        for (site, kept) in [(Site::SavedX, &saved.x), (Site::SavedH, &saved.h)] {
+            assert_eq!(kept.format(), section.at(site).format, "{name}: {}", site.key());
+        }
+        let kept = (&saved.x, &saved.h);
+        let want = experts_backward(&cx, name, &section, &moe.experts, kept, &dy_rd, &plan);
+        let (dx, dgate) = moe.experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
+
+        assert_eq!(values(&cpu, &dx), values(&cpu, &want.dx), "{name}: the layer's dx is the one checked");
+        assert_exact(&format!("{name}: dgate"), dgate.as_slice(), &want.dgate);
+        let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+        assert_exact(&format!("{name}: gate_up"), &grad(&moe.experts.gate_up), &want.gate_up);
+        assert_exact(&format!("{name}: down"), &grad(&moe.experts.down), &want.down);
+    }
+}
+
+/// The router's backward pass in F64: the gradient of the logits.
+fn router_backward(logits: &Mat, expert: &[i32], dgate: &[f32], shards: usize) -> Mat {
+    let (t, e, k) = (logits.rows, logits.cols, SHAPE.top_k);
+    let mean = 1.0 / shards as f64;
+    let per_shard = t / shards;
+    let mut dlogits = Mat::zeros(t, e);
+    for token in 0..t {
+        let max = logits.row(token).iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = logits.row(token).iter().map(|l| (l - max).exp()).sum();
+        let p: Vec<f64> = logits.row(token).iter().map(|l| (l - max).exp() / sum).collect();
+        let chosen: Vec<usize> = expert[token * k..(token + 1) * k].iter().map(|e| *e as usize).collect();
+        let total: f64 = chosen.iter().map(|e| p[*e]).sum();
+        let dgate: Vec<f64> = dgate[token * k..(token + 1) * k].iter().map(|d| f64::from(*d)).collect();
+        let inner: f64 = chosen.iter().zip(&dgate).map(|(e, d)| d * p[*e] / total).sum();
+        let shard = token / per_shard;
+        let slots = &expert[shard * per_shard * k..(shard + 1) * per_shard * k];
+        let mut dp: Vec<f64> = (0..e)
+            .map(|i| {
+                let share = slots.iter().filter(|s| **s as usize == i).count() as f64 / slots.len() as f64;
+                f64::from(SHAPE.aux_coef) * mean * e as f64 * share / per_shard as f64
+            })
+            .collect();
+        for (e, d) in chosen.iter().zip(&dgate) {
+            dp[*e] += (d - inner) / total;
+        }
+        let dot: f64 = dp.iter().zip(&p).map(|(d, p)| d * p).sum();
+        let z = f64::from(SHAPE.z_coef) * mean * 2.0 * (max + sum.ln()) / per_shard as f64;
+        for i in 0..e {
+            dlogits.at[token * e + i] = p[i] * (dp[i] - dot) + z * p[i];
+        }
+    }
+    dlogits
+}
+
+#[test]
+fn whole_mixture_of_experts() {
+    let cpu = Cpu::new(1).unwrap();
+    for name in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
+        let section = cx.section(Kind::Expert, "moe.experts");
+        let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
+        let mut experts = moe.experts.clone();
+        let (_, saved) = moe.forward(&cx, &x).unwrap();
+        let dx = moe.backward(&cx, saved, &x, &dy).unwrap();
+
+        // The experts on the rows that arrived: checked above, and the same bits inside the whole layer.
+        let (_, saved) = experts.forward(&cx, &section, x_rd, &plan).unwrap();
+        let (dx_rd, dgate_r) = experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
+        let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+        assert_eq!(grad(&moe.experts.gate_up), grad(&experts.gate_up), "{name}: gate_up");
+        assert_eq!(grad(&moe.experts.down), grad(&experts.down), "{name}: down");
+
+        // The router, from the gate gradients brought back to their slots.
+        let routing = moe.router.forward(&cx, &x).unwrap().routing;
+        let k = SHAPE.top_k;
+        let mut dgate = vec![0.0; TOKENS * k];
+        let mut combined = Mat::zeros(TOKENS, D);
+        let dx_rows = Mat::tensor(&cpu, &dx_rd);
+        for (r, &slot) in plan.map.row_slot.as_slice().iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+            let slot = slot as usize;
+            dgate[slot] = dgate_r.as_slice()[r];
+            let into = &mut combined.at[slot / k * D..(slot / k + 1) * D];
+            into.iter_mut().zip(dx_rows.row(r)).for_each(|(sum, dx)| *sum += dx);
+        }
+        let (x, w) = (Mat::tensor(&cpu, &x), Mat::tensor(&cpu, &moe.router.weight.master));
+        let dlogits = router_backward(&x.times_transposed(&w), routing.expert.as_slice(), &dgate, 2);
+        moe.router.weight.reduce_grad(&cx).unwrap();
+        let want = dlogits.contracted(&x, 0..TOKENS);
+        assert_exact(&format!("{name}: router"), &grad(&moe.router.weight), &want);
+
+        // dx: combined rows and the router's part, each rounded to BF16, then their sum.
+        let wt = Mat { rows: D, cols: SHAPE.experts, at: transposed(&w) };
+        let through_router = dlogits.times_transposed(&wt);
+        let sum = combined.at.iter().zip(&through_router.at).map(|(a, b)| a + b).collect();
+        let want = Mat { rows: TOKENS, cols: D, at: sum };
+        let parts = |i: usize| half_ulp(combined.at[i]) + half_ulp(through_router.at[i]);
+        assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, parts);
+    }
+}
+
+fn transposed(x: &Mat) -> Vec<f64> {
+    (0..x.cols).flat_map(|c| (0..x.rows).map(move |r| x.at[r * x.cols + c])).collect()
+}
