@@ -47,9 +47,15 @@ pub fn cpu(config: &Config) -> Result<Cpu> {
     Ok(env.cpu(env.threads(config.run.threads))?)
 }
 
-/// The checkpoint's model.
-pub fn load<'a>(cpu: &'a Cpu, config: &Config, checkpoint: &Checkpoint) -> Result<Trainer<'a, Cpu>> {
-    let mut trainer = Trainer::new(cpu, &SoloComm, config)?;
+/// The checkpoint's model; with the data it was trained on, or without.
+pub fn load<'a>(
+    cpu: &'a Cpu,
+    config: &Config,
+    checkpoint: &Checkpoint,
+    with_data: bool,
+) -> Result<Trainer<'a, Cpu>> {
+    let make = if with_data { Trainer::new } else { Trainer::without_data };
+    let mut trainer = make(cpu, &SoloComm, config)?;
     trainer.load(checkpoint)?;
     Ok(trainer)
 }

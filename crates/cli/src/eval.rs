@@ -30,16 +30,10 @@ pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
     let config = checkpoint::config(&checkpoint, &args.recipe.after(args.overrides))?;
     let cpu = checkpoint::cpu(&config)?;
-    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint)?;
-    let unit = unit(trainer.data().tokenizer());
-    let entropy = trainer.data().entropy();
+    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint, true)?;
+    let unit = unit(trainer.tokenizer());
+    let entropy = trainer.data()?.entropy();
     let loss = trainer.evaluate(0)?;
-    if !loss.is_finite() {
-        let path = checkpoint.path().display();
-        return Err(Error::Failed(format!(
-            "{path}: the held-out loss is {loss}; weights are not finite, or overflow"
-        )));
-    }
     let step = thousands(checkpoint.position().step);
     say!("checkpoint: {} (step {step})", checkpoint.path().display());
     say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);

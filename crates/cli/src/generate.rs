@@ -45,8 +45,8 @@ pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
     let config = checkpoint::config(&checkpoint, &[])?;
     let cpu = checkpoint::cpu(&config)?;
-    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint)?;
-    let tokenizer = trainer.data().tokenizer();
+    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint, false)?;
+    let tokenizer = trainer.tokenizer();
     let mut ids = match args.prompt.as_str() {
         "" => tokenizer.encode(opening(tokenizer))?,
         prompt => tokenizer.encode(prompt)?,

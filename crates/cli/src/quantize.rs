@@ -172,7 +172,7 @@ fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output
     let mut converted = 0;
     for (name, view) in file.iter() {
         let wanted =
-            args.only.is_empty() || args.only.iter().any(|glob| matches(glob.as_bytes(), name.as_bytes()));
+            args.only.is_empty() || args.only.iter().any(|pattern| nibble_core::recipe::glob(pattern, name));
         let (Some(values), &[rows, cols]) = (floats(view.dtype(), view.data()), view.shape()) else {
             out.copy(name, &view)?;
             continue;
@@ -391,28 +391,9 @@ fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::
     })
 }
 
-/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.
-fn matches(glob: &[u8], name: &[u8]) -> bool {
-    match (glob, name) {
-        ([], []) => true,
-        ([b'*', glob @ ..], _) => (0..=name.len()).any(|skip| matches(glob, &name[skip..])),
-        ([b'?', glob @ ..], [_, name @ ..]) => matches(glob, name),
-        ([g, glob @ ..], [n, name @ ..]) => g == n && matches(glob, name),
-        _ => false,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn globs() {
-        let is = |glob: &str, name: &str| matches(glob.as_bytes(), name.as_bytes());
-        assert!(is("*.mlp.*", "model.layers.0.mlp.gate.weight"));
-        assert!(is("l?.w", "l1.w") && is("*", "") && is("a*b*c", "aXbYc"));
-        assert!(!is("*.mlp", "model.mlp.x") && !is("?", "") && !is("a", "ab"));
-    }
 
     #[test]
     fn metadata_that_makes_no_sense_is_named() {

@@ -106,8 +106,7 @@ fn choose_dir(name: &str, overrides: &[String], resume: bool, config: &mut Confi
 fn dry_run(cpu: &Cpu, comm: &dyn Comm<Cpu>, config: &Config) -> Result<()> {
     let mut trainer = Trainer::new(cpu, comm, config)?;
     let (ledger, _) = trainer.ledger()?;
-    let named = trainer.model.named_tensors();
-    let parameters = named.iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum();
+    let parameters = trainer.parameters();
     if comm.rank() == 0 {
         introduce(&Start {
             step: 0,
@@ -115,7 +114,7 @@ fn dry_run(cpu: &Cpu, comm: &dyn Comm<Cpu>, config: &Config) -> Result<()> {
             recipe: trainer.recipe(),
             ledger: &ledger,
             parameters,
-            entropy: trainer.data().entropy(),
+            entropy: trainer.data()?.entropy(),
             backend: cpu.name(),
         });
         say!("dry run: nothing was written");

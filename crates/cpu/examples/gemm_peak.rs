@@ -7,6 +7,7 @@
 //! other things now and then. Conversions and packing count as the product's time.
 
 use half::bf16;
+use nibble_cpu::gemm::peak::{self, Dot};
 use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, Output, ScaleValues, Scales, Shape};
 use std::time::Instant;
 
@@ -16,7 +17,7 @@ fn main() {
     for threads in [1, std::thread::available_parallelism().map_or(1, usize::from)] {
         // Building a pool fails only where the system gives no threads; then there is nothing to measure.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool of threads");
-        let peaks = Peaks::measure(&pool, threads);
+        let peaks = Peaks::measure(&pool);
         println!("\n{threads} thread(s): peak F32 {:.0}, BF16 {:.0}", peaks.f32, peaks.bf16);
         for (m, n, k) in
             [(2048, 384, 128), (2048, 128, 384), (2048, 512, 512), (4096, 1024, 1024), (1, 512, 512)]
@@ -30,12 +31,6 @@ fn main() {
     }
 }
 
-#[derive(Clone, Copy)]
-enum Dot {
-    F32,
-    Bf16,
-}
-
 /// GFLOP/s of threads that do nothing but a dot's instruction.
 struct Peaks {
     f32: f64,
@@ -43,8 +38,8 @@ struct Peaks {
 }
 
 impl Peaks {
-    fn measure(pool: &rayon::ThreadPool, threads: usize) -> Self {
-        let best = |dot| (0..300).map(|_| peak(pool, threads, dot)).fold(0.0, f64::max);
+    fn measure(pool: &rayon::ThreadPool) -> Self {
+        let best = |dot| peak::measure(pool, dot, 300) / 1e9;
         Self { f32: best(Dot::F32), bf16: best(Dot::Bf16) }
     }
 }
@@ -179,77 +174,4 @@ fn narrow(x: &[f32]) -> Vec<bf16> {
 /// Finite E4M3 codes.
 fn codes(len: usize) -> Vec<u8> {
     (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 & 0xBF).collect()
-}
-
-/// GFLOP/s of `threads` threads that do nothing but the dot's instruction, on independent chains.
-fn peak(pool: &rayon::ThreadPool, threads: usize, dot: Dot) -> f64 {
-    // More than a millisecond, beside which waking the threads does not count.
-    const ROUNDS: usize = 400_000;
-    let start = Instant::now();
-    pool.broadcast(|_| chains(ROUNDS, dot));
-    (threads * ROUNDS) as f64 * flops_per_round(dot) / start.elapsed().as_secs_f64() / 1e9
-}
-
-/// Flops of one round of twelve instructions.
-fn flops_per_round(dot: Dot) -> f64 {
-    match (Isa::best(), dot) {
-        (Isa::Avx512Bf16, Dot::Bf16) => 12.0 * 64.0,
-        (Isa::Avx512Bf16 | Isa::Avx512, _) => 12.0 * 32.0,
-        (Isa::Avx2, _) => 12.0 * 16.0,
-        (Isa::Portable, _) => 12.0 * 16.0,
-    }
-}
-
-fn chains(rounds: usize, dot: Dot) {
-    #[cfg(target_arch = "x86_64")]
-    match (Isa::best(), dot) {
-        // SAFETY: the machine has what `Isa::best` says.
-        (Isa::Avx512Bf16, Dot::Bf16) => return unsafe { x86::dots(rounds) },
-        // SAFETY: as above.
-        (Isa::Avx512Bf16 | Isa::Avx512, _) => return unsafe { x86::fmas_512(rounds) },
-        // SAFETY: as above.
-        (Isa::Avx2, _) => return unsafe { x86::fmas_256(rounds) },
-        (Isa::Portable, _) => {}
-    }
-    let _ = dot;
-    let (x, y) = std::hint::black_box((0.5f32, 0.25f32));
-    let mut sums = [[0f32; 8]; 12];
-    for _ in 0..rounds {
-        sums.iter_mut().flatten().for_each(|sum| *sum = x.mul_add(y, *sum));
-    }
-    std::hint::black_box(sums);
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::asm;
-
-    /// One instruction on twelve independent accumulators, written out: a compiler would see through intrinsics.
-    macro_rules! chains {
-        ($name:ident, $instruction:literal, $register:literal, [$($i:literal)+]) => {
-            /// # Safety
-            /// The machine has the instruction.
-            pub unsafe fn $name(rounds: usize) {
-                // SAFETY: touches nothing but the registers that it declares.
-                unsafe {
-                    asm!(
-                        "vpxor xmm12, xmm12, xmm12",
-                        "2:",
-                        $(concat!($instruction, " ", $register, $i, ", ", $register, "12, ", $register, "12"),)+
-                        "dec {left}",
-                        "jnz 2b",
-                        left = inout(reg) rounds.max(1) => _,
-                        out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _,
-                        out("xmm6") _, out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
-                        out("xmm12") _,
-                        options(nomem, nostack),
-                    )
-                }
-            }
-        };
-    }
-
-    chains!(dots, "vdpbf16ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
-    chains!(fmas_512, "vfmadd231ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
-    chains!(fmas_256, "vfmadd231ps", "ymm", [0 1 2 3 4 5 6 7 8 9 10 11]);
 }

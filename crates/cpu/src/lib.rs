@@ -6,8 +6,8 @@
 
 mod backend;
 mod comm;
-mod kernels;
 pub mod gemm;
+mod kernels;
 pub mod ops;
 mod simd;
 

@@ -2,7 +2,6 @@
 //! beside its scalar specification.
 
 mod ops;
-mod peak;
 mod step;
 
 use crate::error::{Error, Result};

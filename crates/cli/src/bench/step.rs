@@ -1,12 +1,12 @@
 //! Training steps beside the floor, and where their time goes.
 
-use super::peak::{Dot, measure};
 use super::{Args, median};
 use crate::checkpoint;
 use crate::console::{say, thousands};
 use crate::error::Result;
 use nibble_core::{Backend, DType, Recipe, SoloComm};
 use nibble_cpu::Cpu;
+use nibble_cpu::gemm::peak::{Dot, measure};
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ pub fn run(args: &Args) -> Result<Value> {
     let config = Config::load(&args.config, &overrides)?;
     let cpu = checkpoint::cpu(&config)?;
     let flops = step_flops(&config);
-    let rates = [Dot::F32, Dot::Bf16].map(|dot| measure(cpu.pool(), dot));
+    let rates = [Dot::F32, Dot::Bf16].map(|dot| measure(cpu.pool(), dot, 15));
     say!(
         "step of {}: {} tokens, {:.3} Gflop of products",
         args.config,

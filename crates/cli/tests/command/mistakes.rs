@@ -58,7 +58,7 @@ fn a_run_that_cannot_be_resumed_says_why() {
     let place = Place::with_text();
     place.train(&["--set", "run.dir=run"]).ok();
     let changed = place.train(&["--set", "run.dir=run", "--resume", "--set", "train.lr=0.1"]);
-    let error = changed.failed(1);
+    let error = changed.failed(2);
     assert!(error.contains("train.lr: 0.003 → 0.1"), "{error}");
     let error = place.nibble(&["eval", "nowhere"]).failed(2);
     assert!(error.contains("no such run"), "{error}");

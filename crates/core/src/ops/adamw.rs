@@ -43,7 +43,12 @@ impl<B: Backend> AdamW<'_, B> {
         expect_eq(OP, "shape of grad", self.grad.shape(), self.param.shape())?;
         expect_eq(OP, "shape of exp_avg", self.exp_avg.shape(), self.param.shape())?;
         expect_eq(OP, "shape of exp_avg_sq", self.exp_avg_sq.shape(), self.param.shape())?;
-        for (argument, t) in [("type of grad", self.grad), ("type of param", &*self.param)] {
+        for (argument, t) in [
+            ("type of grad", self.grad),
+            ("type of param", &*self.param),
+            ("type of exp_avg", &*self.exp_avg),
+            ("type of exp_avg_sq", &*self.exp_avg_sq),
+        ] {
             expect_eq(OP, argument, t.dtype(), DType::F32)?;
         }
         Ok(())

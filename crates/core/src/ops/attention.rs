@@ -88,6 +88,8 @@ impl<B: Backend> AttentionBackward<'_, B> {
         check_qkv(OP, self.q, self.k, self.v, self.head_dim, self.seq_len)?;
         expect_eq(OP, "shape of out", self.out.shape(), self.q.shape())?;
         expect_eq(OP, "shape of dout", self.dout.shape(), self.q.shape())?;
+        let types = (self.out.dtype(), self.dout.dtype());
+        expect_eq(OP, "types of out and dout", types, (self.q.dtype(), self.q.dtype()))?;
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * (self.q.cols / self.head_dim))
     }
 

@@ -134,8 +134,14 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::unsupported(OP, format, "square tiles exist for FP8 only"));
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
-        if self.codec.rounding() == Rounding::Stochastic && self.random.is_none() {
-            return Err(Error::shape(OP, "random", "none", "a stream: rounding is stochastic"));
+        let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
+        if draws && self.random.is_none() {
+            return Err(Error::shape(
+                OP,
+                "random",
+                "none",
+                format!("a stream: rounding is {}", self.codec.rounding()),
+            ));
         }
         Ok(())
     }

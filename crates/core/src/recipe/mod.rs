@@ -367,8 +367,8 @@ impl fmt::Display for Recipe {
     }
 }
 
-/// Matches `*` (any run of characters) and `?` (any one).
-fn glob(pattern: &str, name: &str) -> bool {
+/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.
+pub fn glob(pattern: &str, name: &str) -> bool {
     let (p, n) = (pattern.as_bytes(), name.as_bytes());
     let (mut pi, mut ni, mut star) = (0, 0, None);
     while ni < n.len() {

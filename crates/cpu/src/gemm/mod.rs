@@ -16,6 +16,7 @@ mod isa;
 mod lanes;
 mod operand;
 mod pack;
+pub mod peak;
 pub mod spec;
 mod tile;
 

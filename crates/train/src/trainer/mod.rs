@@ -13,6 +13,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
 use crate::model::{Decoder, DecoderSaved};
 use crate::optim;
+use crate::tokenizer::Tokenizer;
 use nibble_core::ops::CrossEntropy;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use std::cell::RefCell;
@@ -25,7 +26,7 @@ pub struct Trainer<'a, B: Kernels> {
     comm: &'a dyn Comm<B>,
     config: Config,
     recipe: Recipe,
-    data: Dataset,
+    data: Option<Dataset>,
     /// The model, this rank's part of it.
     pub model: Decoder<B>,
     step: u64,
@@ -49,11 +50,20 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
+        let mut trainer = Self::without_data(b, comm, config)?;
+        trainer.data = Some(Dataset::open(&config.data, config.seed)?);
+        Ok(trainer)
+    }
+
+    /// A model alone, to generate with: the data need not be there.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`], the data aside.
+    pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
         let recipe = load_recipe(&config.recipe)?;
         check_blocks(config, &recipe)?;
-        let data = Dataset::open(&config.data, config.seed)?;
         let model = Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)?;
-        Ok(Self { b, comm, config: config.clone(), recipe, data, model, step: 0 })
+        Ok(Self { b, comm, config: config.clone(), recipe, data: None, model, step: 0 })
     }
 
     /// Optimizer steps done.
@@ -72,8 +82,21 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     /// The run's data.
-    pub fn data(&self) -> &Dataset {
-        &self.data
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] if it was made without.
+    pub fn data(&self) -> Result<&Dataset> {
+        self.data.as_ref().ok_or_else(|| crate::Error::config("data.source", "was not opened"))
+    }
+
+    /// The tokenizer of the run's data.
+    pub fn tokenizer(&self) -> Tokenizer {
+        if self.config.is_synthetic() { Tokenizer::Synthetic } else { Tokenizer::Bytes }
+    }
+
+    /// Trainable numbers over all ranks.
+    pub fn parameters(&mut self) -> usize {
+        self.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum()
     }
 
     fn progress(&self) -> f64 {
@@ -103,11 +126,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     /// This rank's part of a micro-batch.
-    fn batch(&self, micro: usize) -> Batch {
+    fn batch(&self, micro: usize) -> Result<Batch> {
         let size = self.config.train.batch_size;
         let cursor = self.step * self.config.sequences_per_step() + (micro * size) as u64;
         let each = size / self.comm.world();
-        self.data.train_batch(cursor, size).part(self.comm.rank() * each, each)
+        Ok(self.data()?.train_batch(cursor, size).part(self.comm.rank() * each, each))
     }
 
     /// One optimizer step.
@@ -151,7 +174,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let mut tally = Tally::default();
         for micro in 0..self.config.train.grad_accum {
             cx.shards = self.shards(micro)?;
-            self.micro_batch(&cx, model, &self.batch(micro), &mut tally)?;
+            self.micro_batch(&cx, model, &self.batch(micro)?, &mut tally)?;
         }
         tally.counts = cx.site_counts()?;
         let mut metrics = self.metrics(&cx, tally)?;
@@ -227,7 +250,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// them (0), the shorter tail included.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// [`CoreError::NonFinite`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         let mut model = self.take_model()?;
         let done = self.evaluate_with(&mut model, batches);
@@ -237,18 +260,23 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     fn evaluate_with(&self, model: &mut Decoder<B>, batches: usize) -> Result<f64> {
         let size = self.config.train.batch_size;
-        let windows = self.data.valid_windows();
+        let data = self.data()?;
+        let windows = data.valid_windows();
         let last = if batches == 0 { windows } else { windows.min(batches * size) };
         let (mut nats, mut tokens) = (0.0, 0);
         model.prepare(&self.inference_cx(1)?)?;
         for first in (0..last).step_by(size) {
-            let batch = self.data.valid_batch(first, size.min(last - first));
+            let batch = data.valid_batch(first, size.min(last - first));
             nats += self.held_out_nats(model, &batch)?;
             tokens += batch.tokens();
         }
-        if let Some(tail) = self.data.valid_tail().filter(|_| batches == 0) {
+        if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
             nats += self.held_out_nats(model, &tail)?;
             tokens += tail.tokens();
+        }
+        if !nats.is_finite() {
+            let site = "held-out loss".into();
+            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
         }
         Ok(nats / tokens.max(1) as f64)
     }
@@ -307,7 +335,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let done = (|| {
             let cx = self.cx(None)?;
             model.prepare(&cx)?;
-            let batch = self.batch(0);
+            let batch = self.batch(0)?;
             let ids = self.b.upload(&batch.inputs)?;
             cx.counts.borrow_mut().clear();
             let before = self.b.memory().live_bytes - batch.inputs.len() * 4;

@@ -117,9 +117,8 @@ fn run_rank<B: Kernels>(
     }
     let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
     let (ledger, _) = trainer.ledger()?;
-    let parameters =
-        trainer.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum();
-    let entropy = trainer.data().entropy();
+    let parameters = trainer.parameters();
+    let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
         let start = Start {
@@ -205,8 +204,12 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
     let changes = trainer.config().changes_since(&earlier)?;
     if !changes.is_empty() {
-        let why = format!("the configuration differs from the run's: {}", changes.join("; "));
-        return Err(Error::checkpoint(checkpoint.path(), why));
+        let why = format!(
+            "differs from that of the run to be resumed ({}): {}",
+            checkpoint.path().display(),
+            changes.join("; ")
+        );
+        return Err(Error::config("configuration", why));
     }
     trainer.load(&checkpoint)
 }

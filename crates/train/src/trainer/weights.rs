@@ -91,7 +91,7 @@ impl<B: Kernels> Trainer<'_, B> {
             optim.extend(slices(named, ".exp_avg_sq", exp_avg_sq));
         }
         if let Some(store) = store {
-            let tokenizer_json = self.data.tokenizer().to_json();
+            let tokenizer_json = self.tokenizer().to_json();
             let contents = Contents {
                 model,
                 optim,

@@ -1,0 +1,90 @@
+//! What the processor reaches at nothing but multiply-adds: the floor under every product.
+
+use super::Isa;
+use std::time::Instant;
+
+/// The dot products that the matrix products are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dot {
+    /// F32 fused multiply-adds.
+    F32,
+    /// Pairs of BF16, where the machine has an instruction for them; codes of eight and four bits go this way too.
+    Bf16,
+}
+
+/// The best of `runs` measurements on all threads of a pool, flops a second.
+pub fn measure(pool: &rayon::ThreadPool, dot: Dot, runs: usize) -> f64 {
+    // More than a millisecond, beside which waking the threads does not count.
+    const ROUNDS: usize = 400_000;
+    let once = || {
+        let start = Instant::now();
+        pool.broadcast(|_| chains(ROUNDS, dot));
+        let flops = (pool.current_num_threads() * ROUNDS) as f64 * flops_per_round(dot);
+        flops / start.elapsed().as_secs_f64()
+    };
+    (0..runs).map(|_| once()).fold(0.0, f64::max)
+}
+
+/// Flops of one round of twelve instructions.
+fn flops_per_round(dot: Dot) -> f64 {
+    match (Isa::best(), dot) {
+        (Isa::Avx512Bf16, Dot::Bf16) => 12.0 * 64.0,
+        (Isa::Avx512Bf16 | Isa::Avx512, _) => 12.0 * 32.0,
+        (Isa::Avx2, _) => 12.0 * 16.0,
+        (Isa::Portable, _) => 12.0 * 16.0,
+    }
+}
+
+fn chains(rounds: usize, dot: Dot) {
+    #[cfg(target_arch = "x86_64")]
+    match (Isa::best(), dot) {
+        // SAFETY: the machine has what `Isa::best` says.
+        (Isa::Avx512Bf16, Dot::Bf16) => return unsafe { x86::dots(rounds) },
+        // SAFETY: as above.
+        (Isa::Avx512Bf16 | Isa::Avx512, _) => return unsafe { x86::fmas_512(rounds) },
+        // SAFETY: as above.
+        (Isa::Avx2, _) => return unsafe { x86::fmas_256(rounds) },
+        (Isa::Portable, _) => {}
+    }
+    let _ = dot;
+    let (x, y) = std::hint::black_box((0.5f32, 0.25f32));
+    let mut sums = [[0f32; 8]; 12];
+    for _ in 0..rounds {
+        sums.iter_mut().flatten().for_each(|sum| *sum = x.mul_add(y, *sum));
+    }
+    std::hint::black_box(sums);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::asm;
+
+    /// One instruction on twelve independent accumulators, written out: a compiler would see through intrinsics.
+    macro_rules! chains {
+        ($name:ident, $instruction:literal, $register:literal, [$($i:literal)+]) => {
+            /// # Safety
+            /// The machine has the instruction.
+            pub unsafe fn $name(rounds: usize) {
+                // SAFETY: touches nothing but the registers that it declares.
+                unsafe {
+                    asm!(
+                        "vpxor xmm12, xmm12, xmm12",
+                        "2:",
+                        $(concat!($instruction, " ", $register, $i, ", ", $register, "12, ", $register, "12"),)+
+                        "dec {left}",
+                        "jnz 2b",
+                        left = inout(reg) rounds.max(1) => _,
+                        out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _,
+                        out("xmm6") _, out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
+                        out("xmm12") _,
+                        options(nomem, nostack),
+                    )
+                }
+            }
+        };
+    }
+
+    chains!(dots, "vdpbf16ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+    chains!(fmas_512, "vfmadd231ps", "zmm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+    chains!(fmas_256, "vfmadd231ps", "ymm", [0 1 2 3 4 5 6 7 8 9 10 11]);
+}

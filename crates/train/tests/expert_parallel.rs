@@ -1,0 +1,307 @@
+//! Expert and data parallelism with ranks as threads: 1, 2 and 4 ranks give the same bits; what goes over the wire is
+//! counted; a rank that fails ends all the others with its error.
+
+mod rig;
+
+use nibble_core::{Backend, Comm, DType, Error, Recipe, Result};
+use nibble_cpu::{Buf, Cpu, ThreadComm};
+use nibble_train::config::Config;
+use nibble_train::metrics::Metrics;
+use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use rig::{matrix, rank_cx, small, train};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+fn cpu() -> Cpu {
+    Cpu::new(1).unwrap()
+}
+
+#[test]
+fn any_number_of_ranks_gives_the_same_bits() {
+    for recipe in rig::recipes() {
+        let config = small(recipe, &[]);
+        let one = train(&config, 1, config.train.steps, cpu);
+        assert!(one.losses.iter().all(|l| l.is_finite()));
+        for world in [2, 4] {
+            let many = train(&config, world, config.train.steps, cpu);
+            one.assert_same(&many, &format!("{recipe}, {world} ranks"));
+        }
+    }
+}
+
+#[test]
+fn micro_batches_and_an_uneven_choice_of_experts_keep_the_bits() {
+    let changes = ["train.grad_accum=2", "model.top_k=3", "model.experts=8", "model.aux_loss_coef=0"];
+    let config = small("mxfp4-hopper", &changes);
+    let one = train(&config, 1, 4, cpu);
+    for world in [2, 4] {
+        one.assert_same(&train(&config, world, 4, cpu), &format!("{world} ranks"));
+    }
+}
+
+/// What one call of `all_to_all_v` sent.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Leg {
+    row_bytes: usize,
+    rows: usize,
+}
+
+/// What a communicator does beside passing everything on to a [`ThreadComm`].
+#[derive(Debug)]
+enum Also {
+    /// Notes every exchange of rows.
+    Count(Mutex<Vec<Leg>>),
+    /// Fails the exchange of this number.
+    FailAt(usize, AtomicUsize),
+    /// Panics in the exchange of this number.
+    PanicAt(usize, AtomicUsize),
+}
+
+#[derive(Debug)]
+struct Wrapped {
+    inner: ThreadComm,
+    also: Also,
+}
+
+impl Wrapped {
+    fn legs(&self) -> Vec<Leg> {
+        match &self.also {
+            Also::Count(legs) => legs.lock().unwrap().clone(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl Comm<Cpu> for Wrapped {
+    fn rank(&self) -> usize {
+        Comm::<Cpu>::rank(&self.inner)
+    }
+    fn world(&self) -> usize {
+        Comm::<Cpu>::world(&self.inner)
+    }
+    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
+        self.inner.counts(b, send)
+    }
+    fn all_to_all_v(
+        &self,
+        b: &Cpu,
+        send: &Buf<u8>,
+        row_bytes: usize,
+        send_rows: &[usize],
+        recv_rows: &[usize],
+    ) -> Result<Buf<u8>> {
+        match &self.also {
+            Also::Count(legs) => {
+                let rows = send_rows.iter().sum();
+                assert_eq!(Cpu::len(send), rows * row_bytes, "what is sent is what is announced");
+                legs.lock().unwrap().push(Leg { row_bytes, rows });
+            }
+            Also::FailAt(at, calls) if calls.fetch_add(1, Ordering::Relaxed) == *at => {
+                let rank = Comm::<Cpu>::rank(self);
+                return Err(Error::Comm { call: "all_to_all_v", rank, why: "the cable is unplugged".into() });
+            }
+            Also::PanicAt(at, calls) if calls.fetch_add(1, Ordering::Relaxed) == *at => {
+                panic!("a planned panic");
+            }
+            _ => {}
+        }
+        self.inner.all_to_all_v(b, send, row_bytes, send_rows, recv_rows)
+    }
+    fn all_reduce_tree(&self, b: &Cpu, values: &mut Buf<f32>) -> Result<()> {
+        self.inner.all_reduce_tree(b, values)
+    }
+    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
+        self.inner.all_gather(b, values)
+    }
+    fn barrier(&self) -> Result<()> {
+        Comm::<Cpu>::barrier(&self.inner)
+    }
+    fn abort(&self, why: &str) {
+        Comm::<Cpu>::abort(&self.inner, why);
+    }
+}
+
+/// Bytes of one value in each of the four legs of an expert layer: dispatch and combine, forward and backward; and the
+/// rows of each, all ranks together.
+#[derive(Debug, Clone, Copy)]
+struct Wire {
+    bytes: [f64; 4],
+    rows: [usize; 4],
+}
+
+impl Wire {
+    fn total(&self) -> f64 {
+        self.bytes.iter().zip(&self.rows).map(|(bytes, rows)| bytes * *rows as f64).sum()
+    }
+}
+
+/// The exchanges of one forward and backward pass of one expert layer on two ranks. Also the number of different
+/// (token, rank) pairs that the routing asked for.
+fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
+    const TOKENS: usize = 128;
+    let recipe = Recipe::builtin(recipe).unwrap();
+    let shape = MoeShape { d_model, ffn: 32, experts: 4, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
+    let one_rank = |comm: Wrapped| {
+        let cpu = cpu();
+        let cx = rank_cx(&cpu, &comm, &recipe, 1, TOKENS);
+        let mut moe = Moe::new(&cx, "moe", shape, 0.02, 0.02).unwrap();
+        moe.prepare(&cx).unwrap();
+        let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, d_model), DType::Bf16);
+        let (y, saved) = moe.forward(&cx, &x).unwrap();
+        moe.backward(&cx, saved, &x, &y).unwrap();
+        let expert = moe.router.forward(&cx, &x).unwrap().routing.expert;
+        let pairs: usize = expert
+            .as_slice()
+            .chunks(top_k)
+            .map(|e| (0..2).filter(|rank| e.iter().any(|e| e / 2 == *rank)).count())
+            .sum();
+        // First comes the routing itself, last the gate weights' gradients: one number a slot.
+        (comm.legs()[1..5].to_vec(), pairs)
+    };
+    let ranks: Vec<(Vec<Leg>, usize)> = std::thread::scope(|scope| {
+        let one_rank = &one_rank;
+        let wrap = |inner| Wrapped { inner, also: Also::Count(Mutex::default()) };
+        let threads: Vec<_> =
+            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(wrap(c)))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let bytes = [0, 1, 2, 3].map(|i| ranks[0].0[i].row_bytes as f64 / d_model as f64);
+    let rows = [0, 1, 2, 3].map(|i| ranks.iter().map(|(legs, _)| legs[i].rows).sum());
+    (Wire { bytes, rows }, ranks.iter().map(|(_, pairs)| pairs).sum())
+}
+
+#[test]
+fn dispatch_sends_half_a_byte_a_value_and_the_four_legs_two_thirds_of_bf16() {
+    // DeepSeek-V3's width. One expert a token, so that all legs carry the same rows.
+    const D: usize = 7168;
+    let (bf16, _) = wire("bf16", D, 1);
+    let (flow, _) = wire("fp8-flow", D, 1);
+    let (fp4, _) = wire("mxfp4-hopper", D, 1);
+    assert_eq!(bf16.rows, [256; 4]);
+    assert_eq!((bf16.rows, bf16.rows), (flow.rows, fp4.rows));
+    assert_eq!(bf16.bytes, [2.0; 4]);
+    // 7168 codes and 56 scale bytes, to a multiple of 16: 7232.
+    let fp8 = 7232.0 / 7168.0;
+    assert_eq!(flow.bytes, [fp8, 2.0, fp8, 2.0]);
+    // 3584 bytes of codes and 224 of scales, a multiple of 16.
+    assert_eq!(fp4.bytes[0], 17.0 / 32.0, "forward dispatch: 4.25 bits a value");
+    assert_eq!(fp4.bytes, [17.0 / 32.0, 2.0, fp8, 2.0]);
+    let share = fp4.total() / bf16.total();
+    assert!((share - 0.69).abs() < 0.005, "the four legs take {share:.3} of BF16's bytes");
+}
+
+#[test]
+fn a_token_is_sent_once_to_each_rank_that_needs_it() {
+    let (wire, pairs) = wire("mxfp4-hopper", 512, 3);
+    let slots = 256 * 3;
+    assert_eq!(wire.bytes[0], 17.0 / 32.0, "multiples of 512 need no padding");
+    assert_eq!(wire.rows, [pairs, slots, pairs, slots], "dispatch sends tokens, combine returns slots");
+    assert!(pairs < slots, "three of four experts on two ranks: some two are on one");
+}
+
+/// Sees nothing.
+struct Blind;
+
+impl Observer for Blind {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &std::path::Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &std::path::Path) {}
+}
+
+/// Runs four ranks, of which the third does `also`, and returns what each rank's run gave; `None` for a panic. Panics
+/// if they have not all ended within two minutes.
+fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::Result<()>>> {
+    let (done, results) = mpsc::channel();
+    for (rank, inner) in ThreadComm::world(4).into_iter().enumerate() {
+        let (config, done) = (config.clone(), done.clone());
+        std::thread::spawn(move || {
+            let also = if rank == 2 { also() } else { Also::Count(Mutex::default()) };
+            let train = move || {
+                let comm = Wrapped { inner, also };
+                run(&cpu(), &comm, &config, Options::default(), &mut Blind).map(|_| ())
+            };
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(train)).ok();
+            done.send((rank, result)).unwrap();
+        });
+    }
+    let mut all: Vec<Option<nibble_train::Result<()>>> = (0..4).map(|_| None).collect();
+    for _ in 0..4 {
+        let wait = Duration::from_secs(120);
+        let (rank, result) = results.recv_timeout(wait).expect("a rank waits for one that will not come");
+        all[rank] = result;
+    }
+    all
+}
+
+fn run_config(dir: &tempfile::TempDir) -> Config {
+    let dir = format!("run.dir={}", dir.path().display());
+    small("mxfp4-hopper", &["model.layers=1", "run.ranks=4", &dir])
+}
+
+#[test]
+fn a_rank_that_fails_in_the_middle_of_a_step_ends_the_others_with_its_error() {
+    let dir = tempfile::tempdir().unwrap();
+    // A step of one layer makes six exchanges; the one before the first step, for the ledger, makes three.
+    let results = four_ranks(&run_config(&dir), || Also::FailAt(3 + 2 * 6 + 1, AtomicUsize::new(0)));
+    for (rank, result) in results.into_iter().enumerate() {
+        let error = result.expect("no rank panicked").expect_err("no rank went on").to_string();
+        assert!(error.contains("the cable is unplugged"), "rank {rank}: {error}");
+        assert_eq!(error.contains("rank 2 failed"), rank != 2, "rank {rank}: {error}");
+    }
+    let metrics = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().count(), 2, "two whole steps were done: {metrics}");
+    assert!(!dir.path().join("checkpoints").join("step-00000020").exists());
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let results = four_ranks(&run_config(&dir), || Also::PanicAt(9, AtomicUsize::new(0)));
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            None => assert_eq!(rank, 2),
+            Some(result) => {
+                let error = result.expect_err("no rank went on").to_string();
+                assert!(error.contains("rank 2 failed: its thread panicked"), "rank {rank}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
+    let config = small("mxfp4-hopper", &[]);
+    let one_rank = |comm: ThreadComm| {
+        let cpu = cpu();
+        let mut trainer = Trainer::new(&cpu, &comm, &config).unwrap();
+        trainer.train_step().unwrap();
+        if Comm::<Cpu>::rank(&comm) == 1 {
+            let down = &mut trainer.model.blocks[1].moe.experts.down;
+            let mut values = down.master.to_f32_vec(&cpu).unwrap();
+            values[5] = f32::NAN;
+            let (rows, cols) = down.master.shape();
+            down.master = nibble_core::Tensor::from_f32(&cpu, &values, rows, cols).unwrap();
+        }
+        let error = trainer.train_step().unwrap_err().to_string();
+        Comm::<Cpu>::abort(&comm, &error);
+        error
+    };
+    let errors: Vec<String> = std::thread::scope(|scope| {
+        let one_rank = &one_rank;
+        let threads: Vec<_> =
+            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert!(
+        errors[1].contains("model.layers.1.mlp.experts") && errors[1].contains("step 1"),
+        "{}",
+        errors[1]
+    );
+    // The first rank may have met the NaN itself, in rows that came back, or hears of the second's.
+    assert!(errors[0].contains("not finite"), "{}", errors[0]);
+}
