@@ -2,7 +2,7 @@
 
 use crate::checkpoint;
 use crate::console::{bits, say, thousands};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::train::RecipeArg;
 use nibble_train::data::Entropy;
 use nibble_train::tokenizer::Tokenizer;

@@ -4,7 +4,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, ScaleRule, Stream, fnv1a32};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
-use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Recipe, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -217,6 +217,31 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
         self.keep_counts(layer, &format!("{tensor}→{axis}"), Some(&done.counts));
         Ok(done.out)
+    }
+
+    /// `x`, which is what `origin` says, as `to` wants it: the same buffers if those are the same bits, else one
+    /// conversion of it.
+    #[allow(clippy::too_many_arguments)]
+    pub fn converted(
+        &self,
+        pass: Pass,
+        layer: &str,
+        tensor: &'static str,
+        x: &Operand<B>,
+        origin: &Precision,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        let quantize = |x, planes| self.quantize(pass, layer, tensor, x, to, planes, groups);
+        match (x, to.dtype()) {
+            _ if to.same_bits(origin) => Ok(x.clone()),
+            (Operand::Block(x), _) => Ok(Operand::Block(self.transcode(pass, layer, tensor, x, to, groups)?)),
+            (Operand::Plain(x), Some(dtype)) => Ok(Operand::Plain(self.cast(x, dtype)?)),
+            (Operand::Plain(x), None) if to.axis == BlockAxis::Col => {
+                quantize(x, Planes::Cols)?.take_cols("converted")
+            }
+            (Operand::Plain(x), None) => quantize(x, Planes::Rows)?.take_rows("converted"),
+        }
     }
 
     /// A plain tensor in another type; the same tensor if it already is.
