@@ -35,16 +35,20 @@ const DIRECTIONS: usize = 4;
 /// s, as a share of the tensor's root mean square.
 const STEP: f32 = 0.01;
 
+/// The loss at an input.
+type Loss<'a, L> = dyn Fn(&L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> f64 + 'a;
+
+/// Adds the gradients of the parameters; returns the input's, if the input has one.
+type Backward<'a, L> = dyn Fn(&mut L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> Option<Tensor<Cpu>> + 'a;
+
 /// A layer under test. `L` is cheap to clone: its tensors are shared handles.
 struct Subject<'a, L> {
     name: &'a str,
     layer: L,
     prepare: fn(&mut L, &Cx<'_, Cpu>),
     params: fn(&mut L) -> Vec<&mut Param<Cpu>>,
-    /// The loss at an input.
-    loss: &'a dyn Fn(&L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> f64,
-    /// Adds the gradients of the parameters; returns the input's, if the input has one.
-    backward: &'a dyn Fn(&mut L, &Cx<'_, Cpu>, &Tensor<Cpu>) -> Option<Tensor<Cpu>>,
+    loss: &'a Loss<'a, L>,
+    backward: &'a Backward<'a, L>,
 }
 
 fn root_mean_square(values: &[f32]) -> f64 {

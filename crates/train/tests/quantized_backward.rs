@@ -28,7 +28,7 @@ use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::param::{Param, Placement};
-use rig::{cx, matrix};
+use rig::cx;
 use std::ops::Range;
 
 /// Largest relative L2 error of what is F32.
@@ -199,10 +199,20 @@ fn grouped_wgrad(dy: &Mat, x: &Mat, groups: &Groups<Cpu>) -> Mat {
     Mat { rows: groups.num_groups * dy.cols, cols: x.cols, at: each.collect() }
 }
 
-fn scaled(cpu: &Cpu, x: &Tensor<Cpu>, factor: f32) -> Tensor<Cpu> {
-    let small: Vec<f32> = values(cpu, x).iter().map(|v| v * factor).collect();
-    let small = Tensor::from_f32(cpu, &small, x.rows, x.cols).unwrap();
-    Cast { x: &small, dtype: DType::Bf16 }.run(cpu).unwrap()
+/// How many octaves row `r` of the input lies below the largest.
+fn fall(r: usize) -> usize {
+    r * 7 % 10
+}
+
+/// Normal numbers with row `r` multiplied by 2^−`octave(r)`. Inputs fall by up to nine octaves, and gradients rise where
+/// inputs fall, so that all rows matter to a weight gradient: columns made from quantized rows by shifting exponents
+/// are then not the columns one would make from the rows themselves, and the difference shows.
+fn uneven(cpu: &Cpu, name: &str, cols: usize, octave: impl Fn(usize) -> usize) -> Tensor<Cpu> {
+    let normal = rig::normals(name, TOKENS * cols);
+    let scaled = |(i, v): (usize, &f32)| v * 2f32.powi(-(octave(i / cols) as i32));
+    let values: Vec<f32> = normal.iter().enumerate().map(scaled).collect();
+    let x = Tensor::from_f32(cpu, &values, TOKENS, cols).unwrap();
+    Cast { x: &x, dtype: DType::Bf16 }.run(cpu).unwrap()
 }
 
 #[test]
@@ -215,8 +225,8 @@ fn dense_linear_layer() {
         let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
         let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, quantized: true };
         layer.prepare(&cx).unwrap();
-        let x = matrix(&cpu, "x", (TOKENS, D), DType::Bf16);
-        let dy = scaled(&cpu, &matrix(&cpu, "dy", (TOKENS, F), DType::Bf16), 1e-3);
+        let x = uneven(&cpu, "x", D, fall);
+        let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));
 
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
         let saved_x = section.at(Site::SavedX);
@@ -359,8 +369,9 @@ struct Scene {
 fn scene(cx: &Cx<'_, Cpu>, section: &Section) -> Scene {
     let mut moe = Moe::new(cx, "moe", SHAPE, 0.1, 0.1).unwrap();
     moe.prepare(cx).unwrap();
-    let x = matrix(cx.b, "x", (TOKENS, D), DType::Bf16);
-    let dy = scaled(cx.b, &matrix(cx.b, "dy", (TOKENS, D), DType::Bf16), 1e-3);
+    let x = uneven(cx.b, "x", D, fall);
+    // dh falls with x once more than dy.
+    let dy = uneven(cx.b, "dy", D, |r| 27 - 2 * fall(r));
     let exchange = Exchange::new(cx, SHAPE.experts, SHAPE.top_k);
     let align = if section.has_blocks() { 128 } else { 1 };
     let plan = exchange.plan(&moe.router.forward(cx, &x).unwrap().routing, align).unwrap();

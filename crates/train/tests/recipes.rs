@@ -1,16 +1,331 @@
+//! What a recipe says is what a training step does: every change of representation of an expert layer with what it was
+//! made from, what is saved and sent, overrides, and stochastic rounding.
+
 mod rig;
-use std::cell::RefCell;
+
+use nibble_core::formats::fnv1a32;
 use nibble_cpu::Cpu;
+use nibble_train::config::Config;
+use nibble_train::cx::{Event, Pass};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
-#[test]
-fn print() {
-    for recipe in rig::recipes() {
-        println!("=== {recipe}");
-        let cpu = Cpu::new(1).unwrap();
-        let mut t = Trainer::new(&cpu, &SOLO, &small(recipe, &["model.layers=1"])).unwrap();
+use rig::{SOLO, small, train};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+/// The events of each of the first `steps` steps.
+fn traces(config: &Config, steps: usize) -> Vec<Vec<Event>> {
+    let cpu = Cpu::new(1).unwrap();
+    let mut trainer = Trainer::new(&cpu, &SOLO, config).unwrap();
+    let step = |_| {
         let trace = RefCell::new(Vec::new());
-        t.traced_step(Some(&trace)).unwrap();
-        for e in trace.borrow().iter() { println!("{e:?}"); }
+        trainer.traced_step(Some(&trace)).unwrap();
+        trace.into_inner()
+    };
+    (0..steps).map(step).collect()
+}
+
+/// The trace of one expert layer in one step, a line an event.
+fn expert_trace(config: &Config) -> Vec<String> {
+    let events = traces(config, 1).remove(0);
+    let lines = events.iter().filter(|e| e.layer == "model.layers.1.mlp.experts").map(|e| {
+        let pass = if e.pass == Pass::Forward { "fwd" } else { "bwd" };
+        format!("{pass} {} {}: {} to {}", e.op, e.tensor, e.from, e.to)
+    });
+    lines.collect()
+}
+
+fn standalone(config: &Config, layer: &str) -> [usize; 2] {
+    let events = traces(config, 1).remove(0);
+    [Pass::Forward, Pass::Backward].map(|pass| {
+        let of = |e: &&Event| e.layer == layer && e.pass == pass && e.is_standalone_quantization();
+        events.iter().filter(of).count()
+    })
+}
+
+/// A run under a recipe that is a file; the folder lives as long as the test needs it.
+fn with_recipe(text: &str, changes: &[&str]) -> (Config, tempfile::TempDir) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("mine.toml");
+    std::fs::write(&path, text).unwrap();
+    (small(path.to_str().unwrap(), changes), dir)
+}
+
+#[test]
+fn plain_recipes_convert_nothing() {
+    for recipe in ["f32", "bf16"] {
+        let moves = |tensor| format!("{tensor}: {recipe} to {recipe}");
+        let want = [
+            format!("fwd dispatch+permute {}", moves("x")),
+            format!("fwd unpermute+combine {}", moves("y")),
+            format!("bwd dispatch+permute {}", moves("dy")),
+            format!("bwd unpermute+combine {}", moves("dx")),
+        ];
+        assert_eq!(expert_trace(&small(recipe, &[])), want, "{recipe}");
     }
+}
+
+/// The exchange is BF16. x and dy are quantized once each after it, rows and columns from one read; everything else is
+/// written quantized by the kernel that computes it.
+#[test]
+fn fp8_block_makes_rows_and_columns_from_bf16() {
+    let want = [
+        "fwd dispatch+permute x: bf16 to bf16",
+        "fwd quantize x: bf16 to e4m3 rows and columns",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd dispatch+permute dy: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: bf16 to e4m3 columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("fp8-block", &[])), want);
+}
+
+/// Two casts a layer, one each way, before the exchange; all columns come from rows by exponent shift.
+#[test]
+fn fp8_flow_casts_twice() {
+    let want = [
+        "fwd quantize x: bf16 to e4m3 rows",
+        "fwd dispatch+permute x: e4m3 to e4m3",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd dispatch+permute dy: e4m3 to e4m3",
+        "bwd transcode dy: e4m3 rows to e4m3 columns",
+        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: bf16 to e4m3 columns",
+        "bwd transcode x: e4m3 rows to e4m3 columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("fp8-flow", &[])), want);
+}
+
+/// x travels and stays in MXFP4 and is lifted for each product; h is written in MXFP4 by the kernel that reads it.
+#[test]
+fn mxfp4_hopper_casts_twice_and_lifts() {
+    let want = [
+        "fwd quantize x: bf16 to mxfp4 rows",
+        "fwd dispatch+permute x: mxfp4 to mxfp4",
+        "fwd transcode x: mxfp4 rows to e4m3 rows",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd swiglu+quantize h: bf16 to mxfp4 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd dispatch+permute dy: e4m3 to e4m3",
+        "bwd transcode dy: e4m3 rows to e4m3 columns",
+        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: mxfp4 to e4m3 columns",
+        "bwd transcode x: mxfp4 rows to e4m3 columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("mxfp4-hopper", &[])), want);
+}
+
+#[test]
+fn an_expert_layer_has_one_standalone_quantization_each_way() {
+    let count = |recipe: &str| standalone(&small(recipe, &[]), "model.layers.0.mlp.experts");
+    assert_eq!(count("f32"), [0, 0]);
+    assert_eq!(count("bf16"), [0, 0]);
+    assert_eq!(count("fp8-block"), [1, 1]);
+    assert_eq!(count("fp8-flow"), [1, 1]);
+    assert_eq!(count("mxfp4-hopper"), [1, 1]);
+}
+
+/// The formats of all that a forward pass keeps of one kind in layers whose name ends so.
+fn kept(config: &Config, layer: &str, kind: &str) -> BTreeSet<String> {
+    let cpu = Cpu::new(1).unwrap();
+    let (ledger, _) = Trainer::new(&cpu, &SOLO, config).unwrap().ledger().unwrap();
+    let of = |e: &&nibble_train::ledger::Entry| e.layer.ends_with(layer) && e.kind == kind;
+    ledger.entries.iter().filter(of).map(|e| e.format.to_string()).collect()
+}
+
+fn one(format: &str) -> BTreeSet<String> {
+    BTreeSet::from([format.to_owned()])
+}
+
+#[test]
+fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
+    for (recipe, linear_x, expert_x, expert_h, sent) in [
+        ("f32", "f32", "f32", "f32", ["f32", "f32"]),
+        ("bf16", "bf16", "bf16", "bf16", ["bf16", "bf16"]),
+        ("fp8-block", "e4m3", "e4m3", "bf16", ["bf16", "bf16"]),
+        ("fp8-flow", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
+        ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
+    ] {
+        let config = small(recipe, &[]);
+        for linear in ["q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.gate_up_proj"] {
+            assert_eq!(kept(&config, linear, "x"), one(linear_x), "{recipe}: {linear}");
+        }
+        assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
+        assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
+        // The output head and the norms stay plain, the router's logits F32.
+        let plain = if recipe == "f32" { "f32" } else { "bf16" };
+        assert_eq!(kept(&config, "model.embed_tokens", "x"), one(plain), "{recipe}");
+        assert_eq!(kept(&config, "layernorm", "x"), one(plain), "{recipe}");
+        assert_eq!(kept(&config, "mlp.gate", "logits"), one("f32"), "{recipe}");
+        let events = traces(&config, 1).remove(0);
+        for (pass, sent) in [Pass::Forward, Pass::Backward].into_iter().zip(sent) {
+            let dispatched = events.iter().filter(|e| e.op == "dispatch+permute" && e.pass == pass);
+            assert_eq!(dispatched.map(|e| e.to.clone()).collect::<BTreeSet<_>>(), one(sent), "{recipe}");
+        }
+    }
+}
+
+fn is_conversion(event: &Event) -> bool {
+    !matches!(event.op, "dispatch+permute" | "unpermute+combine")
+}
+
+#[test]
+fn an_override_for_one_layer_leaves_the_others_alone() {
+    let text = r#"
+        extends = "mxfp4-hopper"
+        [[override]]
+        layers = "model.layers.1.*"
+        set = { recipe = "bf16" }
+    "#;
+    let (config, _dir) = with_recipe(text, &[]);
+    let events = traces(&config, 1).remove(0);
+    let base = traces(&small("mxfp4-hopper", &[]), 1).remove(0);
+    let of = |events: &[Event], layer: &str| -> Vec<Event> {
+        events.iter().filter(|e| e.layer.starts_with(layer) && is_conversion(e)).cloned().collect()
+    };
+    assert_eq!(of(&events, "model.layers.1"), []);
+    assert!(!of(&base, "model.layers.1").is_empty());
+    assert_eq!(of(&events, "model.layers.0"), of(&base, "model.layers.0"));
+    assert_eq!(kept(&config, "layers.1.mlp.experts", "h"), one("bf16"));
+    assert_eq!(kept(&config, "layers.0.mlp.experts", "h"), one("mxfp4"));
+}
+
+#[test]
+fn an_override_for_the_last_steps_begins_there() {
+    let text = r#"
+        extends = "mxfp4-hopper"
+        [[override]]
+        steps = "0.5..1"
+        set = { recipe = "bf16" }
+    "#;
+    let changes = ["train.steps=4", "train.warmup_steps=1"];
+    let (config, _dir) = with_recipe(text, &changes);
+    let converts = |events: &Vec<Event>| events.iter().any(is_conversion);
+    assert_eq!(traces(&config, 4).iter().map(converts).collect::<Vec<_>>(), [true, true, false, false]);
+
+    let run = |config: &Config| train(config, 1, 4, || Cpu::new(1).unwrap()).losses;
+    let (changed, base) = (run(&config), run(&small("mxfp4-hopper", &changes)));
+    assert_eq!(changed[..2], base[..2], "the first half is the recipe's own");
+    assert!(changed[2] != base[2] && changed[3] != base[3], "{changed:?} {base:?}");
+}
+
+/// One product in BF16: the recipe's other operands stay as they are, in dense layers and in experts.
+#[test]
+fn an_override_for_one_product_keeps_the_others() {
+    let text = r#"
+        extends = "fp8-block"
+        [[override]]
+        products = ["wgrad", "saved"]
+        set = { recipe = "bf16" }
+    "#;
+    let (config, _dir) = with_recipe(text, &[]);
+    for layer in [".mlp.experts", "q_proj", "down_proj"] {
+        assert_eq!(kept(&config, layer, "x"), one("bf16"), "{layer}");
+    }
+    let want = [
+        "fwd dispatch+permute x: bf16 to bf16",
+        "fwd quantize x: bf16 to e4m3 rows",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd dispatch+permute dy: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd quantize dh: f32 to e4m3 rows",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&config), want);
+    assert_same_on_two_ranks(&config);
+}
+
+#[test]
+fn every_conversion_that_a_recipe_may_ask_for_happens() {
+    // Sent in FP8, kept in FP4: the one direct conversion of that kind.
+    let text = r#"
+        extends = "fp8-flow"
+        [expert]
+        saved.x = { format = "mxfp4", axis = "row", scale = "rceil", from = "dispatched" }
+    "#;
+    let (config, _dir) = with_recipe(text, &[]);
+    assert_eq!(kept(&config, ".mlp.experts", "x"), one("mxfp4"));
+    let trace = expert_trace(&config);
+    assert!(trace.contains(&"fwd transcode x: e4m3 rows to mxfp4 rows".into()), "{trace:#?}");
+    assert!(trace.contains(&"bwd transcode x: mxfp4 rows to e4m3 columns".into()), "{trace:#?}");
+    assert_same_on_two_ranks(&config);
+
+    // Gradients sent in FP4, and lifted like x.
+    let text = r#"
+        extends = "mxfp4-hopper"
+        [expert]
+        dispatch.bwd = { format = "mxfp4", axis = "row", scale = "rceil" }
+    "#;
+    let (config, _dir) = with_recipe(text, &[]);
+    let trace = expert_trace(&config);
+    assert!(trace.contains(&"bwd transcode dy: mxfp4 rows to e4m3 rows".into()), "{trace:#?}");
+    assert!(trace.contains(&"bwd transcode dy: mxfp4 rows to e4m3 columns".into()), "{trace:#?}");
+    assert_same_on_two_ranks(&config);
+}
+
+fn assert_same_on_two_ranks(config: &Config) {
+    let cpu = || Cpu::new(1).unwrap();
+    train(config, 1, 3, cpu).assert_same(&train(config, 2, 3, cpu), "two ranks");
+}
+
+/// `fp8-flow` with gradients rounded stochastically, in dense layers, on the wire, and between an expert's products.
+const STOCHASTIC: &str = r#"
+    extends = "fp8-flow"
+    [linear]
+    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
+    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic" }
+    [expert]
+    dispatch.bwd = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
+    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic", from = "dispatched" }
+    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic", from = "dispatched" }
+"#;
+
+#[test]
+fn stochastic_rounding_trains_and_is_a_function_of_seed_and_step_alone() {
+    let (config, _dir) = with_recipe(STOCHASTIC, &[]);
+    let run = |config: &Config, world| train(config, world, 8, || Cpu::new(1).unwrap());
+    let first = run(&config, 1);
+    assert!(first.losses[7] < first.losses[0] - 0.1, "{:?}", first.losses);
+    first.assert_same(&run(&config, 1), "again");
+    for world in [2, 4] {
+        first.assert_same(&run(&config, world), &format!("{world} ranks"));
+    }
+    let two_threads = train(&config, 1, 8, || Cpu::new(2).unwrap());
+    first.assert_same(&two_threads, "two threads");
+    let scalar = train(&config, 1, 2, || Cpu::scalar(1).unwrap());
+    assert_eq!(scalar.losses, first.losses[..2], "the scalar specification");
+
+    let nearest = run(&small("fp8-flow", &[]), 1);
+    assert_eq!(first.losses[0], nearest.losses[0], "the first forward pass rounds nothing stochastically");
+    assert_ne!(first.norms[0], nearest.norms[0], "its backward pass does");
+}
+
+/// Two tensors that shared a stream of random bits would share their rounding errors.
+#[test]
+fn no_two_tensors_share_random_bits() {
+    let (config, _dir) = with_recipe(STOCHASTIC, &[]);
+    let events = traces(&config, 1).remove(0);
+    let rounded: Vec<String> = events
+        .iter()
+        .filter(|e| e.pass == Pass::Backward && e.is_standalone_quantization())
+        .map(|e| format!("{}.{}", e.layer, e.tensor))
+        .collect();
+    // Of each layer: q, k, v, o, both projections of the shared expert, and the experts' dy and dh.
+    assert_eq!(rounded.len(), 2 * 8, "{rounded:#?}");
+    let sites: BTreeSet<u32> = rounded.iter().map(|name| fnv1a32(name)).collect();
+    assert_eq!(sites.len(), rounded.len(), "{rounded:#?}");
+
+    let cpu = Cpu::new(1).unwrap();
+    let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+    let names: Vec<String> = trainer.model.params().iter().map(|p| p.name.clone()).collect();
+    let sites: BTreeSet<u32> = names.iter().map(|name| fnv1a32(name)).collect();
+    assert_eq!(sites.len(), names.len(), "{names:#?}");
 }

@@ -163,7 +163,8 @@ impl<B: Kernels> Layer<B> for Attention<B> {
     type Saved = AttentionSaved<B>;
 
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
-        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td)?;
+        let groups = cx.training.then_some(&cx.shards.groups);
+        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td, groups)?;
         let (q, q_saved) = self.q.forward_shared(cx, &input)?;
         let (k, k_saved) = self.k.forward_shared(cx, &input)?;
         let (v, v_saved) = self.v.forward_shared(cx, &input)?;

@@ -6,8 +6,8 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{Gemm, Planes};
-use nibble_core::recipe::{From, Kind, Precision, Section, Site};
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::recipe::{Kind, Precision, Section, Site};
+use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
 #[derive(Debug, Clone)]
@@ -19,10 +19,16 @@ pub struct Input<B: Kernels> {
 }
 
 impl<B: Kernels> Input<B> {
-    /// Makes both forms of `x_tk`, from one read where one kernel can.
-    pub fn new(cx: &Cx<'_, B>, layer: &str, section: &Section, x_tk: &Tensor<B>) -> Result<Self> {
+    /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits, counts and the
+    /// trace know it; `groups` are the ragged rows of the contraction in wgrad.
+    pub fn new(
+        cx: &Cx<'_, B>,
+        layer: &str,
+        section: &Section,
+        x_tk: &Tensor<B>,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Self> {
         let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
-        let groups = cx.training.then_some(&cx.shards.groups);
         let quantize =
             |to: &Precision, planes| cx.quantize(Pass::Forward, layer, "x", x_tk, to, planes, groups);
         let rows = |to: &Precision| match to.dtype() {
@@ -74,6 +80,11 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
+    /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
+    fn site(&self) -> &str {
+        self.weight.name.trim_end_matches(".weight")
+    }
+
     /// The precisions of this layer now.
     pub fn section(&self, cx: &Cx<'_, B>) -> Section {
         if self.quantized { cx.section(Kind::Linear, &self.name) } else { Section::plain(cx.activations()) }
@@ -88,7 +99,7 @@ impl<B: Kernels> Linear<B> {
     /// The forward pass from an input that other layers share.
     pub fn forward_shared(&self, cx: &Cx<'_, B>, x: &Input<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
         let y_tn = Gemm { a: &x.fprop, b: self.weight.w()?, out: self.out }.run(cx.b)?;
-        Ok((y_tn, LinearSaved { layer: self.name.clone(), x: x.saved.clone() }))
+        Ok((y_tn, LinearSaved { layer: self.site().to_owned(), x: x.saved.clone() }))
     }
 }
 
@@ -98,34 +109,41 @@ impl<B: Kernels> Layer<B> for Linear<B> {
     type Saved = LinearSaved<B>;
 
     fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
-        let input = Input::new(cx, &self.name, &self.section(cx), &x_tk)?;
+        let groups = cx.training.then_some(&cx.shards.groups);
+        let input = Input::new(cx, self.site(), &self.section(cx), &x_tk, groups)?;
         self.forward_shared(cx, &input)
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let groups = &cx.shards.groups;
-        let (rows, cols) = gradient_operands(cx, &self.name, &section, &dy_tn)?;
+        let (rows, cols) = gradient_operands(cx, self.site(), "dy", &section, &dy_tn, groups)?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, &self.name, &section, &saved.x, groups)?;
+        let x = wgrad_x(cx, self.site(), &section, &saved.x, groups)?;
         self.weight.accumulate_wgrad(cx, &cols, &x, groups)?;
         Ok(dx_tk)
     }
 }
 
-/// dY as dgrad and as wgrad take it, from one read of the plain gradient.
-fn gradient_operands<B: Kernels>(
+/// Whether one kernel can make dY's rows for dgrad and its columns for wgrad.
+pub(crate) fn one_read(section: &Section) -> bool {
+    let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
+    dgrad.format == wgrad.format && dgrad.scale == wgrad.scale && dgrad.round == wgrad.round
+}
+
+/// The plain gradient `dY` (`tensor` is its name) as dgrad and as wgrad take it.
+pub(crate) fn gradient_operands<B: Kernels>(
     cx: &Cx<'_, B>,
     layer: &str,
+    tensor: &'static str,
     section: &Section,
     dy_tn: &Tensor<B>,
+    groups: &Groups<B>,
 ) -> Result<(Operand<B>, Operand<B>)> {
     let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-    let groups = Some(&cx.shards.groups);
-    let quantize = |to, planes| cx.quantize(Pass::Backward, layer, "dy", dy_tn, to, planes, groups);
-    let one_read = dgrad.format == wgrad.format && dgrad.scale == wgrad.scale && dgrad.round == wgrad.round;
+    let quantize = |to, planes| cx.quantize(Pass::Backward, layer, tensor, dy_tn, to, planes, Some(groups));
     match (dgrad.dtype(), wgrad.dtype()) {
-        (None, None) if one_read => {
+        (None, None) if one_read(section) => {
             let both = quantize(dgrad, Planes::Both)?;
             Ok((both.take_rows("dgrad")?, both.take_cols("wgrad")?))
         }
@@ -149,17 +167,8 @@ pub(crate) fn wgrad_x<B: Kernels>(
     layer: &str,
     section: &Section,
     saved: &Operand<B>,
-    groups: &nibble_core::Groups<B>,
+    groups: &Groups<B>,
 ) -> Result<Operand<B>> {
-    let to = section.at(Site::WgradX);
-    debug_assert!(to.from == From::Saved || !to.format.is_block());
-    match saved {
-        _ if to.same_bits(section.at(Site::SavedX)) => Ok(saved.clone()),
-        Operand::Block(rows) => {
-            Ok(Operand::Block(cx.transcode(Pass::Backward, layer, "x", rows, to, Some(groups))?))
-        }
-        Operand::Plain(x) => {
-            cx.quantize(Pass::Backward, layer, "x", x, to, Planes::Cols, Some(groups))?.take_cols("wgrad")
-        }
-    }
+    let (origin, to) = (section.at(Site::SavedX), section.at(Site::WgradX));
+    cx.converted(Pass::Backward, layer, "x", saved, origin, to, Some(groups))
 }

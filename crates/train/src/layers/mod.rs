@@ -6,8 +6,8 @@ mod mlp;
 mod norm;
 
 pub use attention::{Attention, AttentionSaved, AttentionShape, rope_table};
-pub(crate) use linear::wgrad_x as linear_wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
+pub(crate) use linear::{gradient_operands, one_read, wgrad_x};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Norm, NormSaved};
 

@@ -87,6 +87,18 @@ impl Outbox {
         outbox
     }
 
+    /// Token of each row sent, by destination.
+    fn send_token(&self) -> Vec<i32> {
+        self.tokens.iter().flatten().map(|t| *t as i32).collect()
+    }
+
+    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
+    fn slot_place(&self) -> Vec<i32> {
+        let first_of: Vec<usize> =
+            self.slots.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n))).collect();
+        self.slot.iter().map(|(rank, i)| (first_of[*rank] + i) as i32).collect()
+    }
+
     /// Global token, then for each slot the expert local to `rank` or −1, then the slots' gate weights as bits.
     fn records(
         &self,
@@ -126,29 +138,43 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
     /// Decides where every (token, slot) goes.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
-        let (cx, k) = (self.cx, self.top_k);
-        let experts_each = self.experts / cx.comm.world();
-        let capacity = |rows: usize| round_up(rows + experts_each * (align - 1), align).max(align);
-        if cx.comm.world() == 1 {
-            let tokens = B::len(&routing.expert) / k;
-            let first = cx.shards.first_token;
-            let token_id: Vec<i32> = (first..first + tokens).map(|t| t as i32).collect();
-            let token_id = cx.b.upload(&token_id)?;
-            let capacity = capacity(tokens * k);
-            let op = PlanPermute {
-                expert: &routing.expert,
-                token_id: &token_id,
-                top_k: k,
-                num_groups: experts_each,
-                align,
-                capacity,
-            };
-            let map = op.run(cx.b)?;
-            let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
-            return Ok(Plan { map, gate_r, wire: None });
+        let cx = self.cx;
+        if cx.comm.world() > 1 {
+            return self.plan_ranks(routing, align);
         }
+        let tokens = B::len(&routing.expert) / self.top_k;
+        let first = cx.shards.first_token;
+        let token_id: Vec<i32> = (first..first + tokens).map(|t| t as i32).collect();
+        let map = self.sort(&routing.expert, &token_id, tokens * self.top_k, align)?;
+        let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
+        Ok(Plan { map, gate_r, wire: None })
+    }
+
+    /// Sorts received tokens by this rank's experts; `slots` of their slots are here.
+    fn sort(
+        &self,
+        expert: &B::Buf<i32>,
+        token_id: &[i32],
+        slots: usize,
+        align: usize,
+    ) -> Result<PermuteMap<B>> {
+        let num_groups = self.experts / self.cx.comm.world();
+        let op = PlanPermute {
+            expert,
+            token_id: &self.cx.b.upload(token_id)?,
+            top_k: self.top_k,
+            num_groups,
+            align,
+            capacity: round_up(slots + num_groups * (align - 1), align).max(align),
+        };
+        op.run(self.cx.b)
+    }
+
+    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
+    fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
+        let (cx, k, world) = (self.cx, self.top_k, self.cx.comm.world());
+        let experts_each = self.experts / world;
         let (expert, weight) = (cx.b.download(&routing.expert)?, cx.b.download(&routing.weight)?);
-        let world = cx.comm.world();
         let outbox = Outbox::new(&expert, k, experts_each, world);
         let send_rows: Vec<usize> = outbox.tokens.iter().map(Vec::len).collect();
         let recv_rows = self.counts(&send_rows)?;
@@ -173,32 +199,17 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             slots_to.push(mine.iter().filter(|e| **e >= 0).count());
             rest = tail;
         }
-        let (expert, token_id) = (cx.b.upload(&expert)?, cx.b.upload(&token_id)?);
-        let capacity = capacity(slots_to.iter().sum());
-        let op = PlanPermute {
-            expert: &expert,
-            token_id: &token_id,
-            top_k: k,
-            num_groups: experts_each,
-            align,
-            capacity,
-        };
-        let map = op.run(cx.b)?;
+        let map = self.sort(&cx.b.upload(&expert)?, &token_id, slots_to.iter().sum(), align)?;
         let gate_r = GatherScalars { values: &cx.b.upload(&weight)?, index: &map.row_slot }.run(cx.b)?;
-
-        let first_of: Vec<usize> =
-            outbox.slots.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n))).collect();
-        let slot_place: Vec<i32> = outbox.slot.iter().map(|(rank, i)| (first_of[*rank] + i) as i32).collect();
-        let send_token: Vec<i32> = outbox.tokens.iter().flatten().map(|t| *t as i32).collect();
         let all_slots: Vec<i32> = (0..map.num_slots as i32).collect();
         let wire = Wire {
-            send_token: cx.b.upload(&send_token)?,
+            send_token: cx.b.upload(&outbox.send_token())?,
+            slot_place: cx.b.upload(&outbox.slot_place())?,
+            all_slots: cx.b.upload(&all_slots)?,
             send_rows,
             recv_rows,
             slots_from: outbox.slots,
             slots_to,
-            slot_place: cx.b.upload(&slot_place)?,
-            all_slots: cx.b.upload(&all_slots)?,
         };
         Ok(Plan { map, gate_r, wire: Some(wire) })
     }

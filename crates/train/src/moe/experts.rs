@@ -3,13 +3,12 @@
 
 use super::{MoeShape, Plan};
 use crate::cx::{Cx, Pass, emit};
-use crate::layers::linear_wgrad_x;
+use crate::layers::{Input, gradient_operands, one_read, wgrad_x};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
-use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{GroupedGemm, Planes, Swiglu, SwigluBackward};
-use nibble_core::recipe::{From, Kind, Section, Site};
-use nibble_core::{Kernels, Operand, Result, Tensor};
+use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
+use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
@@ -74,29 +73,18 @@ impl<B: Kernels> Experts<B> {
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
         let groups = Some(&plan.map.groups);
-        match &x_rd {
-            Operand::Block(rows) => {
-                let multiplied = match fprop.same_bits(section.at(Site::DispatchFwd)) {
-                    true => x_rd.clone(),
-                    false => {
-                        Operand::Block(cx.transcode(Pass::Forward, &self.name, "x", rows, fprop, groups)?)
-                    }
-                };
-                debug_assert_eq!(saved.from, From::Dispatched);
-                Ok((multiplied, x_rd))
-            }
-            Operand::Plain(x) if fprop.format.is_block() => {
-                let both = saved.axis == BlockAxis::Col && cx.training;
-                let planes = if both { Planes::Both } else { Planes::Rows };
-                let out = cx.quantize(Pass::Forward, &self.name, "x", x, fprop, planes, groups)?;
-                let rows = out.take_rows("experts")?;
-                let kept = if both { out.take_cols("experts")? } else { rows.clone() };
-                Ok((rows, kept))
-            }
-            Operand::Plain(_) => Ok((x_rd.clone(), x_rd)),
+        if let Operand::Plain(x) = &x_rd {
+            let input = Input::new(cx, &self.name, section, x, groups)?;
+            return Ok((input.fprop, input.saved));
         }
+        let made = |site| {
+            let (origin, to) = (section.at(Site::DispatchFwd), section.at(site));
+            cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)
+        };
+        let fprop = made(Site::FpropX)?;
+        let saved = if cx.training { made(Site::SavedX)? } else { fprop.clone() };
+        Ok((fprop, saved))
     }
 
     /// The forward pass on expert-sorted rows.
@@ -154,19 +142,15 @@ impl<B: Kernels> Experts<B> {
         dy_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-        let groups = Some(&plan.map.groups);
-        match &dy_rd {
-            Operand::Block(rows) => {
-                let cols = cx.transcode(Pass::Backward, &self.name, "dy", rows, wgrad, groups)?;
-                Ok((dy_rd, Operand::Block(cols)))
-            }
-            Operand::Plain(dy) if dgrad.format.is_block() => {
-                let both = cx.quantize(Pass::Backward, &self.name, "dy", dy, dgrad, Planes::Both, groups)?;
-                Ok((both.take_rows("experts")?, both.take_cols("experts")?))
-            }
-            Operand::Plain(_) => Ok((dy_rd.clone(), dy_rd)),
+        let groups = &plan.map.groups;
+        if let Operand::Plain(dy) = &dy_rd {
+            return gradient_operands(cx, &self.name, "dy", section, dy, groups);
         }
+        let made = |site| {
+            let (origin, to) = (section.at(Site::DispatchBwd), section.at(site));
+            cx.converted(Pass::Backward, &self.name, "dy", &dy_rd, origin, to, Some(groups))
+        };
+        Ok((made(Site::DgradDy)?, made(Site::WgradDy)?))
     }
 
     /// The backward pass: returns dx of the expert-sorted rows and the gradient of each row's gate weight.
@@ -183,29 +167,49 @@ impl<B: Kernels> Experts<B> {
         let da_rf =
             GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(dy_rows);
-        let op = SwigluBackward {
-            h: &saved.h,
-            da: &da_rf,
-            weight: Some(&plan.gate_r),
-            groups: Some(groups),
-            dh: emit(section.at(Site::DgradDy), Planes::Both, cx.activations())?,
-            a: emit(section.at(Site::WgradX), Planes::Cols, cx.activations())?,
-        };
-        let grads = op.run(cx.b)?;
-        if section.at(Site::DgradDy).format.is_block() {
-            let to = format!("{} rows and columns", section.at(Site::DgradDy).format);
-            cx.note(Pass::Backward, &self.name, "swiglu_backward+quantize", "dh", da_rf.dtype(), to);
-            let to = format!("{} columns", section.at(Site::WgradX).format);
-            cx.note(Pass::Backward, &self.name, "swiglu_backward+quantize", "a", saved.h.format(), to);
-        }
-        drop(da_rf);
-        cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
-        self.down.accumulate_wgrad(cx, &dy_cols, &grads.a.take_cols("wgrad")?, groups)?;
-        let dh_rows = grads.dh.take_rows("dgrad")?;
+        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, section, &saved.h, da_rf, plan)?;
+        self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
-        let x = linear_wgrad_x(cx, &self.name, section, &saved.x, groups)?;
-        self.gate_up.accumulate_wgrad(cx, &grads.dh.take_cols("wgrad")?, &x, groups)?;
-        Ok((dx_rd, grads.dweight))
+        let x = wgrad_x(cx, &self.name, section, &saved.x, groups)?;
+        self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
+        Ok((dx_rd, dgate_r))
+    }
+
+    /// dh for dgrad and for wgrad, `a` made again for wgrad, and the gradient of each row's gate weight.
+    ///
+    /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically: then it
+    /// writes dh in F32, and that is quantized by itself.
+    #[allow(clippy::type_complexity)]
+    fn swiglu_backward(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        h: &Operand<B>,
+        da_rf: Tensor<B>,
+        plan: &Plan<B>,
+    ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
+        let groups = &plan.map.groups;
+        let (dgrad, wgrad_x) = (section.at(Site::DgradDy), section.at(Site::WgradX));
+        let fused = one_read(section) && cx.random(&self.name, "dh", dgrad.round).is_none();
+        let dh = if fused { emit(dgrad, Planes::Both, cx.activations())? } else { Emit::Plain(DType::F32) };
+        let a = emit(wgrad_x, Planes::Cols, cx.activations())?;
+        let weight = Some(&plan.gate_r);
+        let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
+        const OP: &str = "swiglu_backward+quantize";
+        if matches!(dh, Emit::Block { .. }) {
+            let to = format!("{} rows and columns", dgrad.format);
+            cx.note(Pass::Backward, &self.name, OP, "dh", da_rf.dtype(), to);
+        }
+        if wgrad_x.format.is_block() {
+            cx.note(Pass::Backward, &self.name, OP, "a", h.format(), format!("{} columns", wgrad_x.format));
+        }
+        cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
+        let dh = grads.dh.take_rows("dgrad")?;
+        let (rows, cols) = match &dh {
+            Operand::Plain(dh) if !fused => gradient_operands(cx, &self.name, "dh", section, dh, groups)?,
+            _ => (dh, grads.dh.take_cols("wgrad")?),
+        };
+        Ok((rows, cols, grads.a.take_cols("wgrad")?, grads.dweight))
     }
 }

@@ -60,13 +60,13 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
         Ok(Position {
-            step: self.step,
-            tokens: self.step * self.config.tokens_per_step(),
-            seed: self.config.seed,
-            cursor: self.step * self.config.sequences_per_step(),
-            schedule: self.config.schedule(),
-            recipe: self.recipe.name.clone(),
-            config: self.config.resolved_toml()?,
+            step: self.setup.step,
+            tokens: self.setup.step * self.setup.config.tokens_per_step(),
+            seed: self.setup.config.seed,
+            cursor: self.setup.step * self.setup.config.sequences_per_step(),
+            schedule: self.setup.config.schedule(),
+            recipe: self.setup.recipe.name.clone(),
+            config: self.setup.config.resolved_toml()?,
         })
     }
 
@@ -75,7 +75,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`crate::Error::Io`] if it cannot be written; errors of other ranks.
     pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
-        let (b, comm, position) = (self.b, self.comm, self.position()?);
+        let (b, comm, position) = (self.setup.b, self.setup.comm, self.position()?);
         let config_json = self.config_json();
         let named = self.model.named_tensors();
         let mut gathered = Vec::new();
@@ -99,7 +99,7 @@ impl<B: Kernels> Trainer<'_, B> {
                 tokenizer_json: &tokenizer_json,
                 position,
             };
-            return store.save(contents, self.config.checkpoint.keep).map(Some);
+            return store.save(contents, self.setup.config.checkpoint.keep).map(Some);
         }
         Ok(None)
     }
@@ -109,7 +109,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        let (b, rank) = (self.b, self.comm.rank());
+        let (b, rank) = (self.setup.b, self.setup.comm.rank());
         let (mut model, mut optim) = (checkpoint.model()?, checkpoint.optim()?);
         let named = self.model.named_tensors();
         for (param, named) in self.model.params().into_iter().zip(&named) {
@@ -119,13 +119,13 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         model.finish()?;
         optim.finish()?;
-        self.step = checkpoint.position().step;
+        self.setup.step = checkpoint.position().step;
         Ok(())
     }
 
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
     fn config_json(&self) -> String {
-        let m = &self.config.model;
+        let m = &self.setup.config.model;
         let json = json!({
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -144,7 +144,7 @@ impl<B: Kernels> Trainer<'_, B> {
             "rms_norm_eps": m.norm_eps,
             "tie_word_embeddings": m.tie_embeddings,
             "router_aux_loss_coef": m.aux_loss_coef,
-            "max_position_embeddings": self.config.data.seq_len,
+            "max_position_embeddings": self.setup.config.data.seq_len,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "hidden_act": "silu",

@@ -1,0 +1,160 @@
+//! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
+
+use super::tally::Tally;
+use crate::config::Config;
+use crate::cx::{Cx, Event, Shards};
+use crate::data::{Batch, Dataset};
+use crate::error::Result;
+use crate::metrics::Metrics;
+use crate::model::Decoder;
+use crate::optim;
+use nibble_core::ops::CrossEntropy;
+use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use std::cell::RefCell;
+
+/// Everything of a trainer but the model.
+#[derive(Debug)]
+pub(super) struct Setup<'a, B: Kernels> {
+    pub b: &'a B,
+    pub comm: &'a dyn Comm<B>,
+    pub config: Config,
+    pub recipe: Recipe,
+    pub data: Option<Dataset>,
+    pub step: u64,
+}
+
+impl<B: Kernels> Setup<'_, B> {
+    pub fn data(&self) -> Result<&Dataset> {
+        self.data.as_ref().ok_or_else(|| crate::Error::config("data.source", "was not opened"))
+    }
+
+    /// Step / steps.
+    fn progress(&self) -> f64 {
+        self.step as f64 / self.config.train.steps.max(1) as f64
+    }
+
+    /// This rank's tokens of a micro-batch.
+    fn shards(&self, micro: usize) -> Result<Shards<B>> {
+        let t = &self.config.train;
+        let local = t.shards / self.comm.world();
+        let rows_each = t.batch_size / t.shards * self.config.data.seq_len;
+        Ok(Shards::new(self.b, local, rows_each, micro * self.comm.world() + self.comm.rank())?)
+    }
+
+    /// The context of this step, at its first micro-batch.
+    pub fn cx<'t>(&'t self, trace: Option<&'t RefCell<Vec<Event>>>) -> Result<Cx<'t, B>> {
+        let t = &self.config.train;
+        let inference = Cx::inference(self.b, self.comm, &self.recipe, self.shards(0)?, self.progress());
+        Ok(Cx {
+            step: self.step,
+            seed: self.config.seed,
+            training: true,
+            micro_batches: t.grad_accum,
+            trace,
+            ..inference
+        })
+    }
+
+    /// This rank's part of a micro-batch.
+    pub fn batch(&self, micro: usize) -> Result<Batch> {
+        let size = self.config.train.batch_size;
+        let cursor = self.step * self.config.sequences_per_step() + (micro * size) as u64;
+        let each = size / self.comm.world();
+        Ok(self.data()?.train_batch(cursor, size).part(self.comm.rank() * each, each))
+    }
+
+    /// Forward, backward and optimizer step.
+    pub fn train_step(&self, model: &mut Decoder<B>, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
+        let mut cx = self.cx(trace)?;
+        let lr = self.config.schedule().lr(self.step);
+        model.prepare(&cx)?;
+        let mut tally = Tally::default();
+        for micro in 0..self.config.train.grad_accum {
+            cx.shards = self.shards(micro)?;
+            self.micro_batch(&cx, model, &self.batch(micro)?, &mut tally)?;
+        }
+        tally.counts = cx.site_counts()?;
+        let mut metrics = tally.metrics(&cx, &self.config)?;
+        let grad_norm = optim::step(&cx, model.params(), &self.config.train, lr)?;
+        metrics.grad_norm = Some(grad_norm);
+        metrics.lr = Some(lr);
+        Ok(metrics)
+    }
+
+    /// Forward and backward of one micro-batch.
+    fn micro_batch(
+        &self,
+        cx: &Cx<'_, B>,
+        model: &mut Decoder<B>,
+        batch: &Batch,
+        tally: &mut Tally,
+    ) -> Result<()> {
+        let (logits, saved) = model.forward(cx, self.b.upload(&batch.inputs)?)?;
+        let scale = 1.0 / self.config.tokens_per_step() as f32;
+        let targets = self.b.upload(&batch.targets)?;
+        let op =
+            CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(self.recipe.activations) };
+        let out = op.run(self.b)?;
+        drop(logits);
+        tally.add(cx, &self.b.download(&out.loss)?, &saved)?;
+        if let Some(dlogits) = out.dlogits {
+            model.backward(cx, saved, dlogits)?;
+        }
+        Ok(())
+    }
+
+    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0).
+    pub fn evaluate(&self, model: &mut Decoder<B>, batches: usize) -> Result<f64> {
+        let size = self.config.train.batch_size;
+        let data = self.data()?;
+        let windows = data.valid_windows();
+        // A part of the data is taken from all over it, so that losses during a run are comparable with the last one.
+        let all = windows.div_ceil(size);
+        let taken = if batches == 0 { all } else { batches.min(all) };
+        let (mut nats, mut tokens) = (0.0, 0);
+        model.prepare(&self.inference_cx(1)?)?;
+        for i in 0..taken {
+            let first = i * all / taken * size;
+            let batch = data.valid_batch(first, size.min(windows - first));
+            nats += self.held_out_nats(model, &batch)?;
+            tokens += batch.tokens();
+        }
+        if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
+            nats += self.held_out_nats(model, &tail)?;
+            tokens += tail.tokens();
+        }
+        if !nats.is_finite() {
+            let site = "held-out loss".into();
+            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
+        }
+        Ok(nats / tokens.max(1) as f64)
+    }
+
+    /// The context of a forward pass alone over so many tokens.
+    pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
+        let shards = Shards::new(self.b, 1, tokens, self.comm.rank())?;
+        Ok(Cx::inference(self.b, self.comm, &self.recipe, shards, self.progress()))
+    }
+
+    /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
+    fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
+        let each = batch.sequences.div_ceil(self.comm.world());
+        let mine = batch.part(self.comm.rank() * each, each);
+        // Every rank runs as many tokens; those past the batch have no target.
+        let tokens = each * batch.seq_len;
+        let padded = |ids: &[i32], with: i32| -> Vec<i32> {
+            ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
+        };
+        let cx = self.inference_cx(tokens)?;
+        let (logits, _) = model.forward(&cx, self.b.upload(&padded(&mine.inputs, 0))?)?;
+        let targets = self.b.upload(&padded(&mine.targets, -1))?;
+        let out = CrossEntropy { logits: &logits, targets: &targets, scale: 0.0, grad: None }.run(self.b)?;
+        let losses = self.b.download(&out.loss)?;
+        let sums: Vec<f32> = losses
+            .chunks(batch.seq_len)
+            .map(|s| s.iter().map(|l| f64::from(*l)).sum::<f64>() as f32)
+            .collect();
+        let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
+        Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())
+    }
+}

@@ -1,0 +1,99 @@
+//! Sums over a step's micro-batches, and what becomes of them over all ranks: the same for any number of ranks.
+
+use crate::config::Config;
+use crate::cx::{Cx, SiteCounts};
+use crate::error::Result;
+use crate::metrics::Metrics;
+use crate::model::DecoderSaved;
+use nibble_core::{Error as CoreError, Kernels};
+use std::collections::BTreeMap;
+
+/// Tallies of a step that are sums over its micro-batches, until they become [`Metrics`].
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    /// Nats of each local shard.
+    shard_nats: Vec<f64>,
+    /// Load-balancing and z-loss of each local shard, summed over layers.
+    router_losses: Vec<[f64; 2]>,
+    /// For each layer, slots that chose each expert.
+    load: Vec<Vec<f64>>,
+    pub counts: BTreeMap<String, SiteCounts>,
+}
+
+impl Tally {
+    pub fn add<B: Kernels>(&mut self, cx: &Cx<'_, B>, nats: &[f32], saved: &DecoderSaved<B>) -> Result<()> {
+        let shards = cx.shards.local;
+        self.shard_nats.resize(shards, 0.0);
+        self.router_losses.resize(shards, [0.0; 2]);
+        self.load.resize(saved.blocks.len(), Vec::new());
+        for (sum, nats) in self.shard_nats.iter_mut().zip(nats.chunks(nats.len() / shards)) {
+            *sum += nats.iter().map(|n| f64::from(*n)).sum::<f64>();
+        }
+        for (block, layer) in saved.blocks.iter().zip(&mut self.load) {
+            let losses = cx.b.download(block.moe.losses())?;
+            for (sum, pair) in self.router_losses.iter_mut().zip(losses.chunks(2)) {
+                sum[0] += f64::from(pair[0]);
+                sum[1] += f64::from(pair[1]);
+            }
+            let load = cx.b.download(block.moe.load())?;
+            let experts = load.len() / shards;
+            layer.resize(experts, 0.0);
+            for shard in load.chunks(experts) {
+                layer.iter_mut().zip(shard).for_each(|(sum, n)| *sum += f64::from(*n));
+            }
+        }
+        Ok(())
+    }
+
+    /// A step's tallies over all ranks, the same for any number of them.
+    pub fn metrics<B: Kernels>(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
+        let gather = |values: Vec<f32>| -> Result<Vec<f64>> {
+            let all = cx.comm.all_gather(cx.b, &cx.b.upload(&values)?)?;
+            Ok(cx.b.download(&all)?.into_iter().map(f64::from).collect())
+        };
+        let nats = gather(self.shard_nats.iter().map(|n| *n as f32).collect())?;
+        let loss = tree_sum(&nats) / config.tokens_per_step() as f64;
+        let losses = gather(self.router_losses.iter().flatten().map(|l| *l as f32).collect())?;
+        let shards = (config.train.shards * config.train.grad_accum) as f64;
+        let router_loss = |i: usize| Some(losses.iter().skip(i).step_by(2).sum::<f64>() / shards);
+        let mut load = self.load;
+        for layer in &mut load {
+            let all = gather(layer.iter().map(|n| *n as f32).collect())?;
+            let experts = layer.len();
+            *layer = (0..experts).map(|e| all.iter().skip(e).step_by(experts).sum()).collect();
+        }
+        if !loss.is_finite() {
+            return Err(CoreError::NonFinite { site: "loss".into(), layer: "-".into(), step: cx.step }.into());
+        }
+        let converted = self.counts.iter().filter(|(site, _)| site.contains('→'));
+        let (non_zero, inexact) =
+            converted.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
+        let pairs: usize = load.iter().map(Vec::len).sum();
+        let dead = load.iter().flatten().filter(|n| **n == 0.0).count();
+        let fullest = load.iter().map(|layer| {
+            let mean = layer.iter().sum::<f64>() / layer.len().max(1) as f64;
+            layer.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean
+        });
+        Ok(Metrics {
+            loss: Some(loss),
+            aux_loss: router_loss(0),
+            z_loss: router_loss(1),
+            load_max_over_mean: fullest.reduce(f64::max),
+            dead_expert_fraction: (pairs > 0).then(|| dead as f64 / pairs as f64),
+            inexact_fraction: (non_zero > 0).then(|| inexact as f64 / non_zero as f64),
+            ..Metrics::default()
+        })
+    }
+}
+
+/// ((0+1)+(2+3))…
+fn tree_sum(values: &[f64]) -> f64 {
+    match values {
+        [] => 0.0,
+        [one] => *one,
+        _ => {
+            let (left, right) = values.split_at(values.len().div_ceil(2));
+            tree_sum(left) + tree_sum(right)
+        }
+    }
+}
