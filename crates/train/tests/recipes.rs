@@ -298,6 +298,8 @@ fn stochastic_rounding_trains_and_is_a_function_of_seed_and_step_alone() {
     for world in [2, 4] {
         first.assert_same(&run(&config, world), &format!("{world} ranks"));
     }
+    let (accumulating, _dir) = with_recipe(STOCHASTIC, &["train.grad_accum=2"]);
+    assert_same_on_two_ranks(&accumulating);
     let two_threads = train(&config, 1, 8, || Cpu::new(2).unwrap());
     first.assert_same(&two_threads, "two threads");
     let scalar = train(&config, 1, 2, || Cpu::scalar(1).unwrap());
