@@ -135,7 +135,7 @@ fn tree<T: Copy>(lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
     join(two[0], two[1])
 }
 
-/// Σ a[i]·b[i] over the 16 lanes, each in order by fma, closed by the tree.
+/// Σ `a[i]·b[i]` over the 16 lanes, each in order by fma, closed by the tree.
 #[inline(always)]
 pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());

@@ -43,6 +43,12 @@ fn impossible_recipes_fail_when_read() {
         "extends = \"fp8-block\"\n[expert]\nsaved.x = { format = \"e4m3\", axis = \"row\", scale = \"amax\" }",
     );
     assert!(e.contains("one conversion"), "{e}");
+    let text = "extends = \"fp8-flow\"\n[expert]\nfprop.x = { format = \"e4m3\", axis = \"row\", scale = \"rceil\" }";
+    let e = error(text);
+    assert!(e.contains("expert.fprop.x") && e.contains("from = \"dispatched\""), "{e}");
+    let text = "extends = \"fp8-flow\"\n[linear]\nsaved.x = { format = \"e4m3\", axis = \"row\", scale = \"rceil\", round = \"stochastic\" }";
+    let e = error(text);
+    assert!(e.contains("linear.saved.x") && e.contains("for gradients"), "{e}");
 }
 
 #[test]

@@ -43,6 +43,9 @@ fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
         if p.rht.is_some() {
             check.fail::<()>(site, "no product applies a Hadamard transform yet")?;
         }
+        let gradient = matches!(site, Site::DgradDy | Site::WgradDy | Site::DispatchBwd);
+        let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
+        check.expect(site, gradient || !random, "stochastic rounding is for gradients")?;
         if p.format.is_block() {
             if let Err(e) = p.codec() {
                 check.fail::<()>(site, e)?;
@@ -95,11 +98,6 @@ fn axes(check: &Check<'_>, s: &Section) -> Result<()> {
             !multiplied || !matches!(p.format, Format::Mxfp4),
             "mxfp4 is stored and sent, not multiplied: lift it to e4m3",
         )?;
-        check.expect(
-            site,
-            p.round != Rounding::Stochastic || site != Site::SavedH,
-            "stochastic rounding is for gradients",
-        )?;
     }
     for site in [Site::CombineFwd, Site::CombineBwd] {
         check.expect(
@@ -111,8 +109,24 @@ fn axes(check: &Check<'_>, s: &Section) -> Result<()> {
     Ok(())
 }
 
-/// What is made from something already quantized must be reachable by one conversion.
+/// What is made from something already quantized must be reachable by one conversion; where rows arrive quantized,
+/// nothing can be made from their source.
 fn origins(check: &Check<'_>, s: &Section) -> Result<()> {
+    for (wire, sites) in [
+        (Site::DispatchFwd, [Site::FpropX, Site::SavedX]),
+        (Site::DispatchBwd, [Site::DgradDy, Site::WgradDy]),
+    ] {
+        if check.kind == Kind::Expert && s.at(wire).format.is_block() {
+            for site in sites {
+                let why = format!(
+                    "experts have only what arrived, {} by {}: write from = \"dispatched\"",
+                    s.at(wire),
+                    wire.key()
+                );
+                check.expect(site, s.at(site).from == From::Dispatched, &why)?;
+            }
+        }
+    }
     for site in Site::ALL {
         let p = s.at(site);
         let (origin_site, allowed) = match (site, p.from) {

@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// One product among those of a call: out[i][j] = A[i]·B[j] over `k`.
+/// One product among those of a call: `out[i][j]` = `A[i]·B[j]` over `k`.
 pub(super) struct Problem<'a> {
     pub a: Operand<'a>,
     pub b: Operand<'a>,

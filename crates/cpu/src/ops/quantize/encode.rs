@@ -312,7 +312,7 @@ fn encode_under<E: Small, R: Round>(
     }
 }
 
-/// Reused memory of [`encode_cols`] and [`encode_tile`].
+/// Reused memory of [`encode_cols`] and `encode_square`.
 #[derive(Default)]
 pub(crate) struct Work {
     /// Largest magnitude of each column, as bits.
