@@ -6,6 +6,7 @@
 //! that faster versions elsewhere are compared with, bit for bit.
 
 pub mod block;
+pub mod double;
 pub mod e8m0;
 pub mod element;
 pub mod error;

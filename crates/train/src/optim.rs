@@ -3,6 +3,7 @@
 use crate::config::TrainConfig;
 use crate::cx::Cx;
 use crate::param::{Param, Placement};
+use nibble_core::formats::double::power;
 use nibble_core::ops::{AdamW, SumSquares};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
@@ -43,7 +44,7 @@ pub fn step<B: Kernels>(
     }
     let clip = config.clip_norm;
     let grad_scale = if clip > 0.0 && norm > clip { (clip / norm) as f32 } else { 1.0 };
-    let bias = |beta: f64| (1.0 / (1.0 - beta.powi(cx.step as i32 + 1))) as f32;
+    let bias = |beta: f64| (1.0 / (1.0 - power(beta, cx.step + 1))) as f32;
     for param in params {
         let Some(grad): Option<Tensor<B>> = param.grad.take() else { continue };
         AdamW {

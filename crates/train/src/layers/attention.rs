@@ -5,6 +5,7 @@ use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
+use nibble_core::formats::double;
 use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, Rope};
 use nibble_core::recipe::Kind;
 use nibble_core::{DType, Kernels, Result, Tensor};
@@ -24,16 +25,19 @@ pub struct AttentionShape {
     pub seq_len: usize,
 }
 
-/// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64.
+/// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64 with the
+/// same bits everywhere.
 pub fn rope_table<B: Kernels>(b: &B, positions: usize, head_dim: usize, theta: f64) -> Result<Tensor<B>> {
-    let half = head_dim / 2;
-    let angle = |p: usize, i: usize| p as f64 * theta.powf(-2.0 * i as f64 / head_dim as f64);
-    let values: Vec<f32> = (0..positions)
-        .flat_map(|p| {
-            let cos = (0..half).map(move |i| angle(p, i).cos() as f32);
-            cos.chain((0..half).map(move |i| angle(p, i).sin() as f32))
-        })
-        .collect();
+    let log_step = double::ln(theta) * -2.0 / head_dim as f64;
+    let mut values = Vec::with_capacity(positions * head_dim);
+    for position in 0..positions {
+        let angles =
+            (0..head_dim / 2).map(|i| double::sin_cos(position as f64 * double::exp(i as f64 * log_step)));
+        let (sines, cosines): (Vec<f32>, Vec<f32>) =
+            angles.map(|(sin, cos)| (sin as f32, cos as f32)).unzip();
+        values.extend(cosines);
+        values.extend(sines);
+    }
     Tensor::from_f32(b, &values, positions, head_dim)
 }
 
