@@ -11,7 +11,7 @@ use nibble_formats::math::exp;
 /// Defines `fn name(isa: Isa, args)`: the `#[inline(always)]` function `body` compiled for each instruction set, picked
 /// at run time.
 ///
-/// ```ignore
+/// ```text
 /// per_isa!(fn add_rows = add_rows_body; (a: &[f32], b: &[f32], out: &mut [f32]));
 /// per_isa!(fn scale_rows<T: Real> = scale_rows_body; (x: &[T], by: f32, out: &mut [T]));
 /// ```

@@ -6,7 +6,7 @@
 //! change by a bit. Operations that promise a relative error must still give the same bits on integers whose partial sums
 //! are exact.
 //!
-//! ```ignore
+//! ```text
 //! nibble_testkit::conformance!(avx2, Pair::strict(Cpu::scalar(1).unwrap(), Cpu::with(3, Isa::Avx2, Path::Simd).unwrap()));
 //! ```
 
