@@ -17,7 +17,7 @@ pub fn run(Args {}: Args) -> Result<()> {
     say!("nibble {}", env!("CARGO_PKG_VERSION"));
     say!("processor: {}", processor());
     say!("  features: {}", features());
-    say!("  instruction sets (fastest last): {}", env::supported().join(", "));
+    say!("  code to choose from: {}", env::supported().join(", "));
     say!("memory: {}", memory());
     say!("backend: {}", cpu.name());
     say!("  no CUDA backend: this build has the CPU backend only");

@@ -11,10 +11,11 @@ const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
 
 /// Name and meaning of each.
-pub const VARIABLES: [(&str, &str); 3] = [
+pub const VARIABLES: [(&str, &str); 4] = [
     (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
     (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
+    ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
 ];
 
 /// The names of the instruction sets, and the scalar specification.
