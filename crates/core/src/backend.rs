@@ -19,6 +19,8 @@ pub struct MemoryStats {
     pub live_bytes: usize,
     /// The most there ever were.
     pub peak_bytes: usize,
+    /// What the device has altogether, where it says.
+    pub total_bytes: Option<usize>,
 }
 
 /// Memory and order only; nothing numeric.

@@ -129,34 +129,60 @@ impl Cpu {
     }
 }
 
+/// Bytes of this machine's memory, where the system says.
+fn machine_memory() -> Option<usize> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+}
+
 fn words_for<T>(len: usize) -> usize {
     (len * size_of::<T>()).div_ceil(8)
 }
 
-/// Counts live bytes and keeps freed allocations for the next tensor of the same size: training asks for the same
+/// Counts live bytes and keeps freed allocations for the next tensor of about the same size: training asks for the same
 /// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
 #[derive(Default)]
 struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    free: Mutex<HashMap<usize, Vec<Vec<u64>>>>,
+    free: Mutex<Free>,
 }
 
-/// Freed allocations of one size that are kept.
-const KEPT_PER_SIZE: usize = 32;
+/// Freed allocations by size class.
+#[derive(Default)]
+struct Free {
+    by_class: HashMap<usize, Vec<Vec<u64>>>,
+    bytes: usize,
+}
+
+/// Words rounded up to one of eight sizes an octave: ragged tensors have a new length every step.
+fn size_class(words: usize) -> usize {
+    let step = 1 << words.max(1).ilog2().saturating_sub(3);
+    words.next_multiple_of(step)
+}
 
 impl Memory {
-    /// Words of unspecified contents.
+    /// At least so many words of unspecified contents.
     fn take(&self, words: usize) -> Vec<u64> {
+        let class = size_class(words);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.get_mut(&words).and_then(Vec::pop).unwrap_or_else(|| vec![0; words])
+        match free.by_class.get_mut(&class).and_then(Vec::pop) {
+            Some(words) => {
+                free.bytes -= 8 * class;
+                words
+            }
+            None => vec![0; class],
+        }
     }
 
+    /// Keeps an allocation, unless more would lie idle than was ever in use at once.
     fn give(&self, words: Vec<u64>) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = free.entry(words.len()).or_default();
-        if kept.len() < KEPT_PER_SIZE {
-            kept.push(words);
+        let bytes = 8 * words.len();
+        if free.bytes + bytes <= self.peak.load(Ordering::Relaxed) {
+            free.bytes += bytes;
+            free.by_class.entry(words.len()).or_default().push(words);
         }
     }
 }
@@ -270,6 +296,7 @@ impl Backend for Cpu {
         MemoryStats {
             live_bytes: memory.live.load(Ordering::Relaxed),
             peak_bytes: memory.peak.load(Ordering::Relaxed),
+            total_bytes: machine_memory(),
         }
     }
 }
@@ -301,6 +328,26 @@ mod tests {
         drop(b);
         assert_eq!(cpu.memory().live_bytes, 12);
         drop(c);
-        assert_eq!(cpu.memory(), MemoryStats { live_bytes: 0, peak_bytes: 25 });
+        assert_eq!((cpu.memory().live_bytes, cpu.memory().peak_bytes), (0, 25));
+    }
+
+    #[test]
+    fn what_lies_idle_never_exceeds_what_was_in_use() {
+        let cpu = Cpu::new(1).unwrap();
+        for len in 1..5000usize {
+            let both = (cpu.zeros::<f32>(len * 7).unwrap(), cpu.zeros::<u8>(len * 13).unwrap());
+            drop(both);
+            let idle = cpu.inner.memory.free.lock().unwrap().bytes;
+            assert!(idle <= cpu.memory().peak_bytes, "{idle} bytes idle after {len}");
+        }
+    }
+
+    #[test]
+    fn size_classes_waste_an_eighth_at_most_and_are_their_own_class() {
+        for words in 0..100_000 {
+            let class = size_class(words);
+            assert!(class >= words && class - words <= words / 8 + 1, "{words}: {class}");
+            assert_eq!(size_class(class), class, "{words}");
+        }
     }
 }

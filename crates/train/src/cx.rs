@@ -215,7 +215,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         let from = format!("{} rows", x.format);
         let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
         self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
-        self.keep_counts(layer, &format!("{tensor}→{axis}"), Some(&done.counts));
+        self.keep_counts(layer, &format!("{tensor}.{}→{axis}", x.format), Some(&done.counts));
         Ok(done.out)
     }
 

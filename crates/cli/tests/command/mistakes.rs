@@ -151,3 +151,58 @@ fn weights_that_are_not_numbers_stop_the_run_and_are_named() {
     assert_eq!(error.matches("error:").count(), 1, "{error}");
     assert!(error.contains("down_proj"), "{error}");
 }
+
+#[test]
+fn a_resume_notices_a_recipe_or_a_text_that_changed_under_its_name() {
+    let place = Place::with_text();
+    let recipe = place.path("mine.toml");
+    std::fs::write(&recipe, "extends = \"mxfp4-hopper\"").unwrap();
+    let run = ["--recipe", "mine.toml", "--set", "run.dir=run"];
+    place.train(&run).ok();
+    std::fs::write(&recipe, "extends = \"bf16\"").unwrap();
+    let error = place.train(&[&run[..], &["--resume"]].concat()).failed(2);
+    assert!(error.contains("the recipe's content"), "{error}");
+    std::fs::write(&recipe, "extends = \"mxfp4-hopper\"").unwrap();
+    let mut text = std::fs::read(place.path("text.txt")).unwrap();
+    text[100] ^= 1;
+    std::fs::write(place.path("text.txt"), text).unwrap();
+    let error = place.train(&[&run[..], &["--resume"]].concat()).failed(2);
+    assert!(error.contains("the data's content"), "{error}");
+}
+
+#[test]
+fn damaged_checkpoints_are_not_trained_over() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run", "--set", "checkpoint.keep=1"]).ok();
+    let model = place.path("run/checkpoints/step-00000012/model.safetensors");
+    let mut bytes = read(&model);
+    bytes.push(0);
+    std::fs::write(&model, &bytes).unwrap();
+    let metrics = read(place.path("run/metrics.jsonl"));
+    let resumed = place.train(&["--set", "run.dir=run", "--set", "checkpoint.keep=1", "--resume"]);
+    assert_eq!(resumed.code, Some(1), "{}", resumed.stderr);
+    assert!(resumed.stderr.contains("every checkpoint is damaged"), "{}", resumed.stderr);
+    assert_eq!(read(&model), bytes);
+    assert_eq!(read(place.path("run/metrics.jsonl")), metrics);
+}
+
+#[test]
+fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
+    let place = Place::with_text();
+    let late = |layers: &str| {
+        let text = format!(
+            "extends = \"bf16\"\n[[override]]\nlayers = \"{layers}\"\nsteps = \"0.5..1\"\nset = {{ recipe = \"fp8-block\" }}"
+        );
+        std::fs::write(place.path("late.toml"), text).unwrap();
+        place.train(&["--recipe", "late.toml", "--set", "data.seq_len=32"]).failed(2)
+    };
+    let error = late("*");
+    assert!(error.contains("multiple of 128"), "{error}");
+    let error = late("*.q_proj");
+    assert!(error.contains("matches no layer") && error.contains("self_attn"), "{error}");
+    let wide = ["--set", "model.d_model=1048576", "--set", "model.expert_ffn=1048576"];
+    let error = place.train(&wide).failed(2);
+    assert!(error.contains("GiB"), "{error}");
+    let error = place.train(&["--set", "train.grad_accum=4611686018427387904"]).failed(2);
+    assert!(error.contains("train.grad_accum"), "{error}");
+}

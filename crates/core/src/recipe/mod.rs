@@ -317,6 +317,36 @@ impl Recipe {
         section
     }
 
+    /// Every section that these layers meet in the course of a run, overrides applied, each checked.
+    ///
+    /// # Errors
+    /// [`Error::Recipe`] for an override that matches no layer, or overrides that together make a combination no kernel
+    /// can follow.
+    pub fn sections(&self, layers: &[(Kind, String)]) -> Result<Vec<Section>> {
+        if let Some(o) = self.overrides.iter().find(|o| !layers.iter().any(|(_, name)| glob(&o.layers, name)))
+        {
+            let names: Vec<&str> = layers.iter().map(|(_, name)| name.as_str()).collect();
+            return Err(Error::Recipe {
+                recipe: self.name.clone(),
+                key: "override.layers".into(),
+                why: format!("{:?} matches no layer; there are: {}", o.layers, names.join(", ")),
+            });
+        }
+        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
+        let boundaries: Vec<f64> = std::iter::once(0.0).chain(ends).collect();
+        let mut sections = Vec::new();
+        for (kind, layer) in layers {
+            for progress in &boundaries {
+                let section = self.section(*kind, layer, *progress);
+                if !sections.contains(&section) {
+                    validate::section(self, *kind, &section)?;
+                    sections.push(section);
+                }
+            }
+        }
+        Ok(sections)
+    }
+
     /// Every tensor that is quantized from an already quantized one: the second quantizations of the recipe.
     pub fn requantizations(&self) -> Vec<String> {
         let mut found = Vec::new();
@@ -351,14 +381,17 @@ impl fmt::Display for Recipe {
             }
         }
         for o in &self.overrides {
+            let products = if o.products.is_empty() { "all".into() } else { o.products.join(", ") };
             writeln!(
                 f,
-                "  override layers {:?}, steps {}..{}: {} sites",
+                "  override layers {:?}, products {products}, steps {}..{}",
                 o.layers,
                 o.steps.0,
-                o.steps.1.min(1.0),
-                o.set.len()
+                o.steps.1.min(1.0)
             )?;
+            for (kind, site, precision) in &o.set {
+                writeln!(f, "    {}.{:<13} {precision}", kind.name(), site.key())?;
+            }
         }
         for line in self.requantizations() {
             writeln!(f, "  made from an already quantized tensor: {line}")?;

@@ -142,6 +142,6 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
 }
 
 /// SHA-256, hexadecimal.
-pub(super) fn sha256_hex(content: &[u8]) -> String {
+pub(crate) fn sha256_hex(content: &[u8]) -> String {
     Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }

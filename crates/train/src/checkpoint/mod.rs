@@ -19,6 +19,7 @@ mod state;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
+pub(crate) use files::sha256_hex;
 pub use files::{TensorRef, Tensors};
 pub use state::{FileEntry, Position, State};
 
@@ -99,7 +100,7 @@ impl Store {
             let _ = remove(&tmp);
         }
         let path = written?;
-        self.prune(keep)?;
+        self.prune(keep, &path)?;
         Ok(path)
     }
 
@@ -117,9 +118,11 @@ impl Store {
         Ok(path)
     }
 
-    /// Removes all but the newest `keep` checkpoints.
-    fn prune(&self, keep: usize) -> Result<()> {
-        let all = list(&self.dir)?;
+    /// Removes all but `keep` checkpoints, the one just saved and those before it. Later ones are of a run that this one
+    /// went back from, damaged perhaps: they neither count nor go.
+    fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
+        let mut all = list(&self.dir)?;
+        all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));
         let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
         for (_, path) in &all[..surplus] {
             // Under its own name it is whole or gone.

@@ -29,6 +29,10 @@ pub struct Position {
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,
+    /// SHA-256 of the recipe as it prints: a recipe file may change under its name.
+    pub recipe_sha256: String,
+    /// SHA-256 of the data, held-out part included.
+    pub data_sha256: String,
     /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
     pub config: String,
 }

@@ -102,14 +102,14 @@ impl Config {
             format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
         })?;
         // Row and element indices of the random numbers and of the ragged groups are 32-bit.
-        let rows = [t.batch_size, self.data.seq_len, self.model.top_k]
+        let rows = [t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k]
             .iter()
             .try_fold(1usize, |product, &factor| product.checked_mul(factor))
             .filter(|&rows| i32::try_from(rows).is_ok());
         require(rows.is_some(), "train.batch_size", || {
             format!(
-                "is {}: times data.seq_len = {} and model.top_k = {} that is beyond 2^31 - 1 rows",
-                t.batch_size, self.data.seq_len, self.model.top_k
+                "is {}: times train.grad_accum = {}, data.seq_len = {} and model.top_k = {} that is beyond 2^31 - 1 rows",
+                t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k
             )
         })
     }
@@ -158,7 +158,11 @@ fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
 }
 
 fn positive(key: &str, value: f64) -> Result<()> {
-    require(value.is_finite() && value > 0.0, key, || format!("is {value}, expected a number above 0"))
+    // Kernels compute with single precision, in which a smaller number is zero.
+    let single = value as f32;
+    require(single.is_finite() && single > 0.0, key, || {
+        format!("is {value}, expected a number above 0 that single precision holds")
+    })
 }
 
 fn not_negative(key: &str, value: f64) -> Result<()> {

@@ -121,6 +121,15 @@ impl Dataset {
         Ok(Self { source, seq_len, seed })
     }
 
+    /// SHA-256 of the tokens, or of the built-in language's name.
+    #[must_use]
+    pub fn sha256(&self) -> String {
+        match &self.source {
+            Source::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
+            Source::Text { text, .. } => crate::checkpoint::sha256_hex(text.bytes()),
+        }
+    }
+
     /// Distinct token ids: ids are below this.
     #[must_use]
     pub fn vocab_size(&self) -> usize {

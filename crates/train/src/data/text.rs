@@ -55,6 +55,12 @@ impl Text {
         &self.bytes[..self.split]
     }
 
+    /// All bytes, inflated.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The held-out bytes, the end of the file.
     #[must_use]
     pub fn valid(&self) -> &[u8] {

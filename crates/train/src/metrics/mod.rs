@@ -50,12 +50,17 @@ pub struct Metrics {
     /// Share of (layer, expert) pairs that got no row.
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
-    /// Share of 32-blocks that a conversion between block formats changed, of those with a non-zero code.
+    /// Share of 32-blocks that the lift from MXFP4 to FP8 changed, of those with a non-zero code; a tensor lifted both to
+    /// rows and to columns counts twice. Of the first rank.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
-    /// Blocks in which a NaN or an infinity was met while quantizing.
-    #[serde(rename = "quantization/nonfinite_blocks", skip_serializing_if = "Option::is_none", default)]
-    pub nonfinite_blocks: Option<u64>,
+    /// Share of FP8 blocks that the exponent shift from rows to columns changed, of those with a non-zero code.
+    #[serde(
+        rename = "quantization/shift_inexact_fraction",
+        skip_serializing_if = "Option::is_none",
+        default
+    )]
+    pub shift_inexact_fraction: Option<f64>,
     /// Anything else, by name.
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,

@@ -15,10 +15,28 @@ use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, MoeShape};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Add, Embed, EmbedBackward};
+use nibble_core::recipe::Kind;
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
+
+/// The names by which a recipe's overrides know the layers of a model.
+pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
+    let parts = |i: usize| {
+        let mut names = vec![
+            (Kind::Linear, format!("model.layers.{i}.self_attn")),
+            (Kind::Expert, format!("model.layers.{i}.mlp.experts")),
+        ];
+        if config.shared_ffn > 0 {
+            for part in ["gate_up_proj", "down_proj"] {
+                names.push((Kind::Linear, format!("model.layers.{i}.mlp.shared_expert.{part}")));
+            }
+        }
+        names
+    };
+    (0..config.layers).flat_map(parts).collect()
+}
 
 /// One decoder layer.
 #[derive(Debug, Clone)]

@@ -2,7 +2,9 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use nibble_core::Recipe;
+use crate::model::layer_names;
+use nibble_core::recipe::{Section, Site};
+use nibble_core::{Backend, Recipe};
 
 /// A built-in recipe by name, or a recipe file by path.
 ///
@@ -18,11 +20,10 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     Ok(Recipe::parse(&name, &text)?)
 }
 
-/// What a recipe's blocks ask of the model's widths and of the batch.
+/// What the recipe's blocks ask of the model's widths and of the batch, in every layer at every point of the run.
 pub(super) fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
-    use nibble_core::recipe::Site;
-    let blocks = recipe.linear.has_blocks() || recipe.expert.has_blocks();
-    if !blocks {
+    let sections = recipe.sections(&layer_names(&config.model))?;
+    if !sections.iter().any(Section::has_blocks) {
         return Ok(());
     }
     let shard = config.train.batch_size / config.train.shards * config.data.seq_len;
@@ -40,7 +41,7 @@ pub(super) fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         ("model.shared_ffn", config.model.shared_ffn),
         ("model.head_dim", config.model.heads * config.model.head_dim),
     ];
-    for section in [&recipe.linear, &recipe.expert] {
+    for section in &sections {
         for block in Site::ALL.map(|site| section.at(site).format.spec()).iter().filter(|s| !s.ragged) {
             if let Some((key, width)) = widths.iter().find(|(_, w)| !w.is_multiple_of(block.block)) {
                 let why = format!(
@@ -52,4 +53,30 @@ pub(super) fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether weights, gradients and moments of this rank can fit at all.
+pub(super) fn check_memory<B: Backend>(b: &B, config: &Config) -> Result<()> {
+    let m = &config.model;
+    // In F64: a wrong width must not wrap around to a small number.
+    let [v, d, f, shared, e] =
+        [m.vocab_size, m.d_model, m.expert_ffn, m.shared_ffn, m.experts / config.run.ranks.max(1)]
+            .map(|n| n as f64);
+    let attention = d * (2.0 * m.heads as f64 + 2.0 * m.kv_heads as f64) * m.head_dim as f64;
+    let layer = attention + 3.0 * d * (f * e + shared) + m.experts as f64 * d;
+    let parameters = m.layers as f64 * layer + v * d * if m.tie_embeddings { 1.0 } else { 2.0 };
+    // Four F32 numbers each: weight, gradient and two moments.
+    let (needed, gib) = (16.0 * parameters, f64::from(1 << 30));
+    match b.memory().total_bytes {
+        Some(total) if needed > total as f64 => {
+            let why = format!(
+                "the model's weights, gradients and moments take {:.1} GiB, and {} has {:.1} GiB",
+                needed / gib,
+                b.name(),
+                total as f64 / gib
+            );
+            Err(crate::Error::config("model.d_model", why))
+        }
+        _ => Ok(()),
+    }
 }

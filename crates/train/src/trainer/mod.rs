@@ -47,6 +47,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
         let recipe = load_recipe(&config.recipe)?;
         checks::check_blocks(config, &recipe)?;
+        checks::check_memory(b, config)?;
         let model = Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)?;
         let setup = Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 };
         Ok(Self { setup, model })

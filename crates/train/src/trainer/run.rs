@@ -200,9 +200,28 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
     if first {
         latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
     }
-    let Some(checkpoint) = latest.checkpoint else { return Ok(()) };
+    let Some(checkpoint) = latest.checkpoint else {
+        // To begin again would overwrite what may yet be mended.
+        return match latest.rejected.is_empty() {
+            true => Ok(()),
+            false => Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed")),
+        };
+    };
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
-    let changes = trainer.config().changes_since(&earlier)?;
+    let mut changes = trainer.config().changes_since(&earlier)?;
+    let (then, now) = (checkpoint.position(), trainer.position()?);
+    for (what, then, now) in [
+        ("the recipe's content", &then.recipe_sha256, &now.recipe_sha256),
+        ("the data's content", &then.data_sha256, &now.data_sha256),
+    ] {
+        if then != now {
+            changes.push(format!(
+                "{what}: SHA-256 {} → {}",
+                &then[..12.min(then.len())],
+                &now[..12.min(now.len())]
+            ));
+        }
+    }
     if !changes.is_empty() {
         let why = format!(
             "differs from that of the run to be resumed ({}): {}",

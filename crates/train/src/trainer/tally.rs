@@ -65,9 +65,11 @@ impl Tally {
         if !loss.is_finite() {
             return Err(CoreError::NonFinite { site: "loss".into(), layer: "-".into(), step: cx.step }.into());
         }
-        let converted = self.counts.iter().filter(|(site, _)| site.contains('→'));
-        let (non_zero, inexact) =
-            converted.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
+        let inexact = |conversion: &str| {
+            let counts = self.counts.iter().filter(|(site, _)| site.contains(conversion)).map(|(_, c)| c);
+            let (blocks, inexact) = counts.fold((0, 0), |sum, c| (sum.0 + c.non_zero, sum.1 + c.inexact));
+            (blocks > 0).then(|| inexact as f64 / blocks as f64)
+        };
         let pairs: usize = load.iter().map(Vec::len).sum();
         let dead = load.iter().flatten().filter(|n| **n == 0.0).count();
         let fullest = load.iter().map(|layer| {
@@ -80,7 +82,8 @@ impl Tally {
             z_loss: router_loss(1),
             load_max_over_mean: fullest.reduce(f64::max),
             dead_expert_fraction: (pairs > 0).then(|| dead as f64 / pairs as f64),
-            inexact_fraction: (non_zero > 0).then(|| inexact as f64 / non_zero as f64),
+            inexact_fraction: inexact(".mxfp4→"),
+            shift_inexact_fraction: inexact(".e4m3→"),
             ..Metrics::default()
         })
     }

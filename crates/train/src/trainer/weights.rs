@@ -1,7 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, Tensors};
+use crate::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, Tensors, sha256_hex};
 use crate::error::Result;
 use crate::model::Named;
 use crate::param::{Param, Placement};
@@ -66,6 +66,8 @@ impl<B: Kernels> Trainer<'_, B> {
             cursor: self.setup.step * self.setup.config.sequences_per_step(),
             schedule: self.setup.config.schedule(),
             recipe: self.setup.recipe.name.clone(),
+            recipe_sha256: sha256_hex(self.setup.recipe.to_string().as_bytes()),
+            data_sha256: self.setup.data()?.sha256(),
             config: self.setup.config.resolved_toml()?,
         })
     }
@@ -126,9 +128,14 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
     fn config_json(&self) -> String {
         let m = &self.setup.config.model;
+        // Qwen3-MoE has no shared expert: a model with one must not be taken for it.
+        let (architecture, model_type) = match m.shared_ffn {
+            0 => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            _ => ("NibbleMoeForCausalLM", "nibble_moe"),
+        };
         let json = json!({
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+            "architectures": [architecture],
+            "model_type": model_type,
             "vocab_size": m.vocab_size,
             "hidden_size": m.d_model,
             "num_hidden_layers": m.layers,
