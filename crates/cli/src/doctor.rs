@@ -20,9 +20,12 @@ pub fn run(Args {}: Args) -> Result<()> {
     say!("  code to choose from: {}", env::supported().join(", "));
     say!("memory: {}", memory());
     say!("backend: {}", cpu.name());
-    say!("  no CUDA backend: this build has the CPU backend only");
+    for line in nibble_cuda::probe().to_string().lines() {
+        say!("{line}");
+    }
+    say!("  the CUDA backend does not have every operation yet: training runs on the CPU");
     say!("environment:");
-    for (name, meaning) in env::VARIABLES {
+    for (name, meaning) in env::VARIABLES.iter().chain(nibble_cuda::env::HELP) {
         let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));
         say!("  {name} = {value}: {meaning}");
     }

@@ -91,5 +91,6 @@ pub fn help() -> String {
 /// Variables that are set, look as if meant for Nibble, and are read by nobody.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    names.filter(|n| n.starts_with(PREFIX) && VARIABLES.iter().all(|(known, _)| known != n)).collect()
+    let known = |n: &String| VARIABLES.iter().chain(nibble_cuda::env::HELP).any(|(known, _)| known == n);
+    names.filter(|n| n.starts_with(PREFIX) && !known(n)).collect()
 }

@@ -59,7 +59,7 @@ fn doctor_says_what_is_there() {
     let place = Place::new();
     let done = place.nibble(&["doctor"]).ok();
     done.contains("backend: cpu")
-        .contains("no CUDA backend")
+        .contains("CUDA driver: ")
         .contains("NIBBLE_THREADS")
         .contains("mxfp4-hopper");
     let out =

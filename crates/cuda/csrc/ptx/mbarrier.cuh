@@ -1,0 +1,62 @@
+// mbarrier: the transaction barrier in shared memory on which the copy engine completes.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib::ptx {
+
+/// One barrier object. `parity` below is the phase's low bit: a fresh barrier is in phase 0, so waiting for parity 1 passes
+/// at once; that is how a producer's first round through the ring does not block.
+struct alignas(8) Barrier {
+    u64 state;
+};
+
+__device__ __forceinline__ void barrier_init(Barrier& barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+}
+
+/// Makes the initialisations of this thread visible to the copy engine and to the cluster; a barrier of all threads follows.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// One arrival, and `bytes` more that the copy engine must deliver before the phase ends.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+                 : "memory");
+}
+
+/// One arrival here.
+__device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+/// One arrival at the same barrier of another cta of the cluster (or of this one). Deliberately without `.release.cluster`,
+/// which costs a fence of the whole GPU an arrival: it says "I have read what the copy engine delivered", and a completed
+/// read of shared memory needs no release.
+__device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(shared_address(&barrier)),
+        "r"(cta_rank)
+        : "memory");
+}
+
+/// Waits until the phase of this parity has ended. try_wait sleeps in hardware, so the loop rarely turns.
+__device__ __forceinline__ void barrier_wait(Barrier& barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace nib::ptx

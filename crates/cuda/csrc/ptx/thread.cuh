@@ -1,0 +1,55 @@
+// Where a thread is, within its warp and its cluster, and what a warp agrees on.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib::ptx {
+
+__device__ __forceinline__ u32 lane_idx() {
+    u32 lane;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+/// Rank of this cta in its cluster; 0 when launched without one.
+__device__ __forceinline__ u32 cluster_cta_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/// Arrive and wait of every thread of every cta of the cluster; also makes shared-memory writes (mbarrier.init)
+/// visible to the peers. Not `.aligned`: the producer's lanes come here at different times.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release;\n"
+        "barrier.cluster.wait.acquire;\n" ::: "memory");
+}
+
+/// Hands registers back. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
+/// must carry __launch_bounds__(threads, 1): otherwise ptxas ignores it (warning C7508).
+template <u32 kRegisters>
+__device__ __forceinline__ void registers_shrink_to() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// Takes registers; waits until enough were handed back.
+template <u32 kRegisters>
+__device__ __forceinline__ void registers_grow_to() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// Two F32 to packed BF16, nearest-even; `low` goes to the lower address.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+/// Four 8x8 tiles of 16-bit elements from a warp's registers: lane 8t+i names row i of tile t.
+__device__ __forceinline__ void store_matrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+}  // namespace nib::ptx

@@ -1,0 +1,55 @@
+// TMA: the bulk tensor copy engine, two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension) in elements;
+// loads fill what lies outside the tensor with zeros (and count its bytes), stores leave it out.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/types.cuh"
+
+namespace nib::ptx {
+
+__device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+/// One tile to this cta's shared memory; completes on `barrier`.
+__device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared_address(tile)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y)
+        : "memory");
+}
+
+/// One tile to the same place in every cta of `cta_mask`, completing on the barrier at the same place of each.
+__device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
+                                                   u16 cta_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+        "%4}], [%2], %5;" ::"r"(shared_address(tile)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "h"(cta_mask)
+        : "memory");
+}
+
+/// One tile from shared memory; ordinary stores to it must have been fenced with `fence_shared_to_async`.
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(shared_address(tile)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/// Waits until at most `kPending` of this thread's committed stores still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+/// Waits until all of this thread's committed stores are done.
+__device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/// Orders this thread's ordinary writes to shared memory before later reads by the copy engine or the tensor cores.
+__device__ __forceinline__ void fence_shared_to_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace nib::ptx

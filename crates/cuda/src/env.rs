@@ -1,0 +1,56 @@
+//! The environment variables this crate reads, all of them here.
+
+use std::path::PathBuf;
+
+/// What each variable means, for `--help` pages and `doctor`.
+pub const HELP: &[(&str, &str)] = &[
+    (
+        "NIBBLE_NVRTC",
+        "path of libnvrtc.so, or of the folder that holds it (default: the loader's search path)",
+    ),
+    (
+        "NIBBLE_CUBIN_CACHE",
+        "folder of compiled kernels; `off` keeps them in memory only (default: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins)",
+    ),
+    ("NIBBLE_CSRC", "read kernel sources from this folder instead of the ones in the binary"),
+    (
+        "NIBBLE_UPDATE",
+        "set: the test of kernel resources writes tests/resources.txt instead of comparing with it",
+    ),
+    ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
+];
+
+fn path(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+/// `NIBBLE_NVRTC`.
+pub fn nvrtc() -> Option<PathBuf> {
+    path("NIBBLE_NVRTC")
+}
+
+/// `NIBBLE_CSRC`.
+pub fn csrc() -> Option<PathBuf> {
+    path("NIBBLE_CSRC")
+}
+
+/// `NIBBLE_REQUIRE_GPU` is `1`.
+pub fn require_gpu() -> bool {
+    std::env::var_os("NIBBLE_REQUIRE_GPU").is_some_and(|value| value == "1")
+}
+
+/// `NIBBLE_UPDATE` is set.
+pub fn update() -> bool {
+    std::env::var_os("NIBBLE_UPDATE").is_some()
+}
+
+/// The folder of compiled kernels, or `None` to keep them in memory only.
+pub fn cubin_cache() -> Option<PathBuf> {
+    match path("NIBBLE_CUBIN_CACHE") {
+        Some(value) if value.as_os_str() == "off" => None,
+        Some(value) => Some(value),
+        None => path("XDG_CACHE_HOME")
+            .or_else(|| path("HOME").map(|home| home.join(".cache")))
+            .map(|cache| cache.join("nibble").join("cubins")),
+    }
+}

@@ -1,0 +1,405 @@
+//! Kernel instances to cubins, by NVRTC.
+//!
+//! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. Its [`Key`] is the SHA-256 of every
+//! source it reaches, the options, NVRTC's version and the instance itself, so that an entry of the cache on disk is never
+//! stale: nothing is ever compared by time. Of several threads that want one instance, one compiles.
+
+use crate::cubin_cache::CubinCache;
+use crate::source::{Sources, num_arguments, template_parameters};
+use cudarc::nvrtc::{result, sys};
+use nibble_core::{Error, Result};
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{CStr, CString};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// What every kernel is compiled with. No contraction: where a fused multiply-add is meant, the source says so.
+pub const OPTIONS: &[&str] =
+    &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
+
+/// The value of a template argument.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TemplateArg {
+    /// An integer.
+    Int(i64),
+    /// `true` or `false`.
+    Bool(bool),
+    /// A type, by its full C++ name.
+    Type(&'static str),
+}
+
+impl fmt::Display for TemplateArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Int(value) => write!(f, "{value}"),
+            Self::Bool(value) => write!(f, "{value}"),
+            Self::Type(name) => write!(f, "{name}"),
+        }
+    }
+}
+
+/// One instance of a kernel template.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelSpec {
+    /// The source, by its path under `csrc/`.
+    pub source: &'static str,
+    /// The kernel with its namespace.
+    pub name: &'static str,
+    /// Template arguments by the names the source gives them, in any order.
+    pub args: Vec<(&'static str, TemplateArg)>,
+}
+
+impl KernelSpec {
+    /// `nib::kernel<256, 4>`: the arguments in the order of the source's template. Arguments that the template does not
+    /// have, and parameters left out, are errors.
+    pub fn expression(&self, sources: &Sources) -> Result<String> {
+        let wrong = |log: String| Error::Jit { kernel: self.to_string(), log };
+        let parameters = template_parameters(sources.text(self.source)?, self.name)
+            .ok_or_else(|| wrong(format!("{} has no __global__ function {}", self.source, self.name)))?;
+        if let Some((name, _)) = self.args.iter().find(|(name, _)| !parameters.contains(name)) {
+            return Err(wrong(format!(
+                "no template parameter `{name}`; there are: {}",
+                parameters.join(", ")
+            )));
+        }
+        let mut values = Vec::new();
+        for parameter in &parameters {
+            let mut given = self.args.iter().filter(|(name, _)| name == parameter);
+            match (given.next(), given.next()) {
+                (Some((_, value)), None) => values.push(value.to_string()),
+                (None, _) => return Err(wrong(format!("template parameter `{parameter}` is not given"))),
+                _ => return Err(wrong(format!("template parameter `{parameter}` is given twice"))),
+            }
+        }
+        Ok(if values.is_empty() {
+            self.name.to_owned()
+        } else {
+            format!("{}<{}>", self.name, values.join(", "))
+        })
+    }
+}
+
+impl fmt::Display for KernelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let args: Vec<_> = self.args.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        write!(f, "{}<{}>", self.name, args.join(", "))
+    }
+}
+
+/// The content address of a compiled instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// Of an instance: `expression`, every reached source (path and text), the options, and NVRTC's version.
+    pub fn of(expression: &str, reached: &BTreeMap<&str, &str>, options: &[&str], nvrtc: (u32, u32)) -> Self {
+        let counts = format!("{} {} {} {}", reached.len(), options.len(), nvrtc.0, nvrtc.1);
+        let mut parts = vec![counts.as_bytes(), expression.as_bytes()];
+        parts.extend(reached.iter().flat_map(|(path, text)| [path.as_bytes(), text.as_bytes()]));
+        parts.extend(options.iter().map(|option| option.as_bytes()));
+        Self::of_parts(&parts)
+    }
+
+    /// Each part with its length, so that no two lists of parts run together alike.
+    pub(crate) fn of_parts(parts: &[&[u8]]) -> Self {
+        let mut digest = Sha256::new();
+        for part in parts {
+            digest.update((part.len() as u64).to_le_bytes());
+            digest.update(part);
+        }
+        Self(digest.finalize().into())
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// What ptxas says an instance needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Resources {
+    /// Registers a thread.
+    pub registers: u32,
+    /// Bytes stored to local memory for want of registers.
+    pub spill_store_bytes: u32,
+    /// Bytes read back.
+    pub spill_load_bytes: u32,
+    /// Static shared memory in bytes; dynamic shared memory is the launch's.
+    pub static_shared_bytes: u32,
+}
+
+impl Resources {
+    /// From ptxas's verbose log.
+    fn parse(log: &str) -> Self {
+        let before = |what: &str| {
+            let text = &log[..log.find(what)?];
+            text.rsplit(|c: char| !c.is_ascii_digit()).find(|word| !word.is_empty())?.parse().ok()
+        };
+        Self {
+            registers: before(" registers").unwrap_or(0),
+            spill_store_bytes: before(" bytes spill stores").unwrap_or(0),
+            spill_load_bytes: before(" bytes spill loads").unwrap_or(0),
+            static_shared_bytes: before(" bytes smem").unwrap_or(0),
+        }
+    }
+}
+
+/// A compiled instance.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cubin {
+    /// The machine code, an ELF image.
+    pub image: Vec<u8>,
+    /// The kernel's mangled name in it.
+    pub symbol: String,
+    /// What it needs.
+    pub resources: Resources,
+}
+
+/// The compiler library, loaded.
+#[derive(Debug, Clone, Copy)]
+pub struct Nvrtc {
+    /// Its version, (13, 0) say.
+    pub version: (u32, u32),
+}
+
+impl Nvrtc {
+    /// Loads the library, from `NIBBLE_NVRTC` if that is set. An error, never a panic, where there is none.
+    pub fn load() -> Result<Self> {
+        static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
+        LOADED
+            .get_or_init(Self::load_now)
+            .clone()
+            .map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
+    }
+
+    fn load_now() -> Result<Self, String> {
+        if let Some(path) = crate::env::nvrtc() {
+            preload(path)?;
+        }
+        // SAFETY: loading NVRTC runs its initialisers, which are made for that.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("libnvrtc.so cannot be loaded; install the CUDA runtime compiler (its Python wheel will do) or \
+                        point NIBBLE_NVRTC at it"
+                .into());
+        }
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes two ints.
+        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;
+        Ok(Self { version: (major as u32, minor as u32) })
+    }
+
+    /// Compiles one instance; returns ptxas's log beside it, warnings and all.
+    pub fn compile(&self, spec: &KernelSpec, sources: &Sources) -> Result<(Cubin, String)> {
+        let expression = spec.expression(sources)?;
+        let reached = sources.reached(spec.source)?;
+        compile_program(spec.source, &reached, &expression)
+            .map_err(|log| Error::Jit { kernel: spec.to_string(), log })
+    }
+}
+
+/// Loads NVRTC from a path so that the loader's later search by name finds it loaded; first the library of built-in
+/// functions beside it, which NVRTC itself looks for by name.
+#[cfg(unix)]
+fn preload(path: PathBuf) -> Result<(), String> {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+    let folder =
+        if path.is_dir() { path.clone() } else { path.parent().map(PathBuf::from).unwrap_or_default() };
+    let mut names: Vec<String> = std::fs::read_dir(&folder)
+        .map_err(|error| format!("NIBBLE_NVRTC: {}: {error}", folder.display()))?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with("libnvrtc") && name.contains(".so") && !name.contains(".alt"))
+        .collect();
+    names.sort_by_key(|name| !name.starts_with("libnvrtc-builtins"));
+    if names.iter().all(|name| name.starts_with("libnvrtc-builtins")) {
+        return Err(format!("NIBBLE_NVRTC: no libnvrtc.so* in {}", folder.display()));
+    }
+    for name in names {
+        let file = folder.join(name);
+        // SAFETY: loading NVIDIA's compiler runs its initialisers, which are made for that.
+        let library = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) }
+            .map_err(|error| format!("NIBBLE_NVRTC: {}: {error}", file.display()))?;
+        // It stays for the life of the process.
+        std::mem::forget(library);
+    }
+    Ok(())
+}
+
+#[cfg(not(unix))]
+fn preload(_: PathBuf) -> Result<(), String> {
+    Err("NIBBLE_NVRTC is read on Unix only; put NVRTC on the loader's search path".into())
+}
+
+fn c_string(text: &str) -> Result<CString, String> {
+    CString::new(text).map_err(|_| "a zero byte in a kernel source".to_owned())
+}
+
+/// A program that is destroyed on every way out.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program was created and is destroyed once. A failure to destroy leaks it, which is all one can do.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+fn compile_program(
+    source: &str,
+    reached: &BTreeMap<&str, &str>,
+    expression: &str,
+) -> Result<(Cubin, String), String> {
+    let main = c_string(&format!("#include \"{source}\"\n"))?;
+    let paths = reached.keys().map(|path| c_string(path)).collect::<Result<Vec<_>, _>>()?;
+    let texts = reached.values().map(|text| c_string(text)).collect::<Result<Vec<_>, _>>()?;
+    let options = OPTIONS.iter().map(|option| c_string(option)).collect::<Result<Vec<_>, _>>()?;
+    let expression = c_string(expression)?;
+    let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
+    let (path_ptrs, text_ptrs, option_ptrs) = (pointers(&paths), pointers(&texts), pointers(&options));
+
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: every pointer is to a live, zero-terminated string, and the counts are the arrays' lengths.
+    unsafe {
+        sys::nvrtcCreateProgram(
+            &mut raw,
+            main.as_ptr(),
+            c"instance.cu".as_ptr(),
+            path_ptrs.len() as i32,
+            text_ptrs.as_ptr(),
+            path_ptrs.as_ptr(),
+        )
+    }
+    .result()
+    .map_err(|error| error.to_string())?;
+    let program = Program(raw);
+
+    // SAFETY: the program lives until the end of this function, as do the strings and the array of options.
+    let compiled = unsafe {
+        sys::nvrtcAddNameExpression(program.0, expression.as_ptr()).result().and_then(|()| {
+            sys::nvrtcCompileProgram(program.0, option_ptrs.len() as i32, option_ptrs.as_ptr()).result()
+        })
+    };
+    // SAFETY: the size is asked for first, and the buffer has that size.
+    let log = unsafe {
+        read(|size| sys::nvrtcGetProgramLogSize(program.0, size), |to| sys::nvrtcGetProgramLog(program.0, to))
+    }
+    .map(|bytes| String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned())
+    .unwrap_or_default();
+    if let Err(error) = compiled {
+        return Err(format!("{error}\n{log}"));
+    }
+
+    let mut lowered = std::ptr::null();
+    // SAFETY: the expression is the one added above; the name it gives lives as long as the program and is copied at once.
+    let symbol = unsafe {
+        sys::nvrtcGetLoweredName(program.0, expression.as_ptr(), &mut lowered)
+            .result()
+            .map_err(|e| e.to_string())?;
+        CStr::from_ptr(lowered).to_string_lossy().into_owned()
+    };
+    // SAFETY: as for the log.
+    let image = unsafe {
+        read(|size| sys::nvrtcGetCUBINSize(program.0, size), |to| sys::nvrtcGetCUBIN(program.0, to))
+    }?;
+    Ok((Cubin { image, symbol, resources: Resources::parse(&log) }, log))
+}
+
+/// NVRTC's way of returning bytes: the size, then the content.
+///
+/// # Safety
+/// `content` must write no more than the bytes that `size` answered.
+unsafe fn read(
+    size: impl FnOnce(*mut usize) -> sys::nvrtcResult,
+    content: impl FnOnce(*mut std::ffi::c_char) -> sys::nvrtcResult,
+) -> Result<Vec<u8>, String> {
+    let mut len = 0;
+    size(&mut len).result().map_err(|error| error.to_string())?;
+    let mut bytes = vec![0u8; len];
+    content(bytes.as_mut_ptr().cast()).result().map_err(|error| error.to_string())?;
+    Ok(bytes)
+}
+
+/// A slot of [`Jit`]: held locked while its instance is made, so that others wait instead of compiling too.
+type Slot = Arc<Mutex<Option<Arc<Cubin>>>>;
+
+/// Instances in memory, on disk, or freshly compiled.
+#[derive(Debug)]
+pub struct Jit {
+    nvrtc: Nvrtc,
+    sources: Sources,
+    disk: Option<CubinCache>,
+    slots: Mutex<HashMap<Key, Slot>>,
+}
+
+impl Jit {
+    /// With sources, compiler and cache as the environment says.
+    pub fn from_env() -> Result<Self> {
+        Ok(Self::new(Nvrtc::load()?, Sources::from_env()?, crate::env::cubin_cache()))
+    }
+
+    /// With these; `None` keeps instances in memory only.
+    pub fn new(nvrtc: Nvrtc, sources: Sources, cache: Option<PathBuf>) -> Self {
+        Self { nvrtc, sources, disk: cache.map(CubinCache::new), slots: Mutex::default() }
+    }
+
+    /// How many arguments the kernel takes.
+    pub fn num_arguments(&self, spec: &KernelSpec) -> Result<usize> {
+        num_arguments(self.sources.text(spec.source)?, spec.name).ok_or_else(|| Error::Jit {
+            kernel: spec.to_string(),
+            log: format!("{} has no __global__ function {}", spec.source, spec.name),
+        })
+    }
+
+    /// The instance's content address.
+    pub fn key(&self, spec: &KernelSpec) -> Result<Key> {
+        let expression = spec.expression(&self.sources)?;
+        Ok(Key::of(&expression, &self.sources.reached(spec.source)?, OPTIONS, self.nvrtc.version))
+    }
+
+    /// The compiled instance: from memory, else from disk, else compiled now.
+    pub fn cubin(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
+        let key = self.key(spec)?;
+        let slot = self.slot(key);
+        // A panic while compiling leaves the slot empty, which is a valid state.
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cubin) = slot.as_ref() {
+            return Ok(cubin.clone());
+        }
+        let cubin = match self.disk.as_ref().and_then(|disk| disk.read(&key)) {
+            Some(cubin) => cubin,
+            None => self.compile(spec, &key)?,
+        };
+        Ok(slot.insert(Arc::new(cubin)).clone())
+    }
+
+    /// Compiles again and replaces what is kept: for an instance the driver refused.
+    pub fn rebuild(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
+        let key = self.key(spec)?;
+        let slot = self.slot(key);
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        *slot = None;
+        if let Some(disk) = &self.disk {
+            disk.evict(&key);
+        }
+        Ok(slot.insert(Arc::new(self.compile(spec, &key)?)).clone())
+    }
+
+    fn slot(&self, key: Key) -> Slot {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone()
+    }
+
+    fn compile(&self, spec: &KernelSpec, key: &Key) -> Result<Cubin> {
+        let (cubin, _) = self.nvrtc.compile(spec, &self.sources)?;
+        if let Some(disk) = &self.disk {
+            disk.write(key, &cubin);
+        }
+        Ok(cubin)
+    }
+}
+
+#[cfg(test)]
+#[path = "jit_tests.rs"]
+mod tests;

@@ -1,0 +1,199 @@
+//! Typed launches: the arguments are checked against the sizes the cubin declares, before the driver reads them.
+
+use crate::device::{Buffer, Device, Module};
+use crate::driver::{check, named};
+use crate::tensor_map::TensorMap;
+use bytemuck::Pod;
+use cudarc::driver::{result, sys};
+use nibble_core::{Error, Result};
+use std::ffi::c_void;
+use std::sync::Arc;
+
+const OP: &str = "launch";
+
+/// A value that a kernel takes by value.
+///
+/// # Safety
+/// `bytes` must be readable at `pointer` for as long as `self` is borrowed.
+pub unsafe trait KernelArg {
+    /// Where the value lies on the host.
+    fn pointer(&self) -> *const c_void;
+    /// Its size.
+    fn bytes(&self) -> usize;
+}
+
+macro_rules! plain_args {
+    ($($t:ty),*) => {$(
+        // SAFETY: the value itself.
+        unsafe impl KernelArg for $t {
+            fn pointer(&self) -> *const c_void {
+                std::ptr::from_ref(self).cast()
+            }
+            fn bytes(&self) -> usize {
+                size_of::<$t>()
+            }
+        }
+    )*};
+}
+plain_args!(i32, u32, u64, f32, TensorMap);
+
+/// A buffer is passed as its device address.
+// SAFETY: the address field lives in the buffer.
+unsafe impl<T: Pod> KernelArg for Buffer<T> {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self.address_ref()).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<u64>()
+    }
+}
+
+/// The shape of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Ctas; a multiple of `cluster`.
+    pub ctas: u32,
+    /// Threads a cta.
+    pub threads: u32,
+    /// Ctas a cluster; 1 for none.
+    pub cluster: u32,
+    /// Dynamic shared memory a cta, in bytes.
+    pub shared_bytes: usize,
+}
+
+impl Launch {
+    /// What all launches of an instance have in common.
+    fn cta_shape(&self) -> (u32, u32, usize) {
+        (self.threads, self.cluster, self.shared_bytes)
+    }
+
+    fn check(&self, shared_bytes_per_cta: usize) -> Result<()> {
+        if self.ctas == 0 || self.cluster == 0 || !self.ctas.is_multiple_of(self.cluster) {
+            let got = format!("{} ctas in clusters of {}", self.ctas, self.cluster);
+            return Err(Error::shape(OP, "ctas", got, "a positive multiple of the cluster"));
+        }
+        if !(1..=8).contains(&self.cluster) {
+            return Err(Error::shape(OP, "cluster", self.cluster, "1 to 8"));
+        }
+        if !(1..=1024).contains(&self.threads) {
+            return Err(Error::shape(OP, "threads", self.threads, "1 to 1024"));
+        }
+        if self.shared_bytes > shared_bytes_per_cta {
+            let most = format!("at most {shared_bytes_per_cta} bytes");
+            return Err(Error::shape(OP, "shared_bytes", self.shared_bytes, most));
+        }
+        Ok(())
+    }
+}
+
+/// A loaded kernel.
+pub struct Kernel {
+    pub(crate) name: String,
+    pub(crate) module: Arc<Module>,
+    pub(crate) device: Device,
+}
+
+impl Kernel {
+    /// Issues the kernel on the device's stream.
+    ///
+    /// # Safety
+    /// The kernel must stay within the buffers it is given, which live until the stream has passed it (dropping them later is
+    /// enough), and no other stream may be writing them.
+    pub unsafe fn launch(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
+        launch.check(self.device.info().shared_bytes_per_cta)?;
+        let sizes: Vec<_> = args.iter().map(|arg| arg.bytes()).collect();
+        if sizes != self.module.param_bytes {
+            let (got, expected) =
+                (format!("{sizes:?} bytes"), format!("{:?} for {}", self.module.param_bytes, self.name));
+            return Err(Error::shape(OP, "args", got, expected));
+        }
+        let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| arg.pointer().cast_mut()).collect();
+        // SAFETY: as many pointers as the kernel has parameters, each to a value of its size; the driver copies them during
+        // the call. What the kernel does is the caller's promise.
+        let code = self.configured(launch, |config| unsafe {
+            sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
+        })?;
+        check(&format!("cuLaunchKernelEx({}, {launch:?})", self.name), code)
+    }
+
+    /// How many clusters of this shape the device holds at once: a GPU's multiprocessors come in clusters of clusters, of
+    /// which some are short of one, so that it may be fewer than multiprocessors / ctas.
+    pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
+        launch.check(self.device.info().shared_bytes_per_cta)?;
+        if let Some(&(_, clusters)) =
+            self.module.max_clusters.get().filter(|(shape, _)| *shape == launch.cta_shape())
+        {
+            return Ok(clusters);
+        }
+        let mut clusters = 0;
+        // SAFETY: writes one int; launches nothing.
+        let code = self.configured(launch, |config| unsafe {
+            sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, config)
+        })?;
+        check(&format!("cuOccupancyMaxActiveClusters({}, {launch:?})", self.name), code)?;
+        let clusters = clusters.max(1) as u32;
+        // An instance is launched with one shape; if ever with two, the second is asked for each time.
+        let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
+        Ok(clusters)
+    }
+
+    /// Hands the driver's form of a launch to a call.
+    fn configured(
+        &self,
+        launch: Launch,
+        call: impl FnOnce(&sys::CUlaunchConfig) -> sys::CUresult,
+    ) -> Result<sys::CUresult> {
+        let stream = self.device.stream()?;
+        let shared = i32::try_from(launch.shared_bytes)
+            .map_err(|_| Error::shape(OP, "shared_bytes", launch.shared_bytes, "below 2^31"))?;
+        // SAFETY: the function lives in `module`; the value is below the device's limit.
+        named("cuFuncSetAttribute(dynamic shared memory)", unsafe {
+            result::function::set_function_attribute(
+                self.module.function,
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared,
+            )
+        })?;
+        // SAFETY: an attribute is plain data, for which zeros are valid.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim =
+            sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.ctas,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared as u32,
+            hStream: stream,
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        Ok(call(&config))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_part_of_a_launch_is_checked_and_named() {
+        let good = Launch { ctas: 132, threads: 384, cluster: 2, shared_bytes: 200_000 };
+        good.check(232_448).unwrap();
+        let bad = [
+            (Launch { ctas: 131, ..good }, "ctas"),
+            (Launch { ctas: 0, ..good }, "ctas"),
+            (Launch { cluster: 0, ..good }, "ctas"),
+            (Launch { cluster: 11, ..good }, "cluster"),
+            (Launch { threads: 1025, ..good }, "threads"),
+            (Launch { shared_bytes: 232_449, ..good }, "shared_bytes"),
+        ];
+        for (launch, argument) in bad {
+            let error = launch.check(232_448).expect_err(argument).to_string();
+            assert!(error.contains(&format!("`{argument}`")), "{argument}: {error}");
+        }
+    }
+}

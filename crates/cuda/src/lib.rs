@@ -1,0 +1,39 @@
+//! The CUDA backend.
+//!
+//! CUDA is found at run time: this crate builds, links and loads where there is none, and [`probe()`] says what it found.
+//! Kernels are CUDA C++ templates in `csrc/`, embedded in the binary, compiled by NVRTC to `sm_90a` cubins on first use
+//! and kept on disk by content. From the bottom up:
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`env`](mod@env) | the environment variables, read in one place |
+//! | [`probe`](mod@probe) | what CUDA there is here |
+//! | [`source`] | the embedded kernel sources and what each includes |
+//! | [`jit`] | instance → cubin: NVRTC, the cache on disk, one compilation at a time per instance |
+//! | [`device`] | context, stream, memory pool, typed buffers, events, loaded kernels |
+//! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
+//! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
+//! | [`backend`] | the same as `nibble-core`'s `Backend` |
+//! | [`ops`] | one file an operation: description → configuration → launch |
+//! | [`cublaslt`] | dense BF16 products by NVIDIA's library |
+//! | [`timing`] | burst and sustained times |
+
+pub mod backend;
+mod cubin_cache;
+pub mod cublaslt;
+pub mod device;
+mod driver;
+pub mod env;
+pub mod jit;
+pub mod launch;
+pub mod ops;
+pub mod probe;
+pub mod source;
+pub mod tensor_map;
+pub mod timing;
+
+pub use backend::Cuda;
+pub use device::{Buffer, Device, Event};
+pub use jit::{Jit, KernelSpec};
+pub use nibble_core::{Error, Result};
+pub use probe::probe;

@@ -1,0 +1,130 @@
+//! What CUDA there is on this machine. Asking never fails and never panics.
+
+use crate::jit::Nvrtc;
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use cudarc::driver::{result, sys};
+use std::fmt;
+use std::sync::OnceLock;
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// The driver's number of it.
+    pub ordinal: usize,
+    /// As the driver names it.
+    pub name: String,
+    /// Compute capability, (9, 0) for Hopper.
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub num_sms: u32,
+    /// Device memory in bytes.
+    pub memory_bytes: usize,
+    /// L2 cache in bytes.
+    pub l2_bytes: usize,
+    /// The most dynamic shared memory a cta may ask for, in bytes.
+    pub shared_bytes_per_cta: usize,
+}
+
+/// The answer of [`probe`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Probe {
+    /// The newest CUDA the driver speaks, (13, 0) say; or why there is no driver to ask.
+    pub driver: Result<(u32, u32), String>,
+    /// NVRTC's version, or why there is none.
+    pub nvrtc: Result<(u32, u32), String>,
+    /// cuBLASLt can be loaded.
+    pub cublaslt: bool,
+    /// The GPUs, in the driver's order.
+    pub gpus: Vec<GpuInfo>,
+}
+
+impl Probe {
+    /// The GPUs that can run these kernels: Hopper, compute capability 9.0.
+    pub fn usable(&self) -> impl Iterator<Item = &GpuInfo> {
+        self.gpus.iter().filter(|gpu| gpu.compute_capability == (9, 0))
+    }
+}
+
+impl fmt::Display for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.driver {
+            Ok((major, minor)) => writeln!(f, "CUDA driver: {major}.{minor}")?,
+            Err(why) => writeln!(f, "CUDA driver: none ({why})")?,
+        }
+        match &self.nvrtc {
+            Ok((major, minor)) => writeln!(f, "NVRTC: {major}.{minor}")?,
+            Err(why) => writeln!(f, "NVRTC: none ({why})")?,
+        }
+        write!(f, "cuBLASLt: {}", if self.cublaslt { "present" } else { "none" })?;
+        for gpu in &self.gpus {
+            let (major, minor) = gpu.compute_capability;
+            write!(
+                f,
+                "\nGPU {}: {}, compute capability {major}.{minor}, {} SMs, {:.1} GiB, L2 {} MiB, {} KiB shared memory a cta",
+                gpu.ordinal,
+                gpu.name,
+                gpu.num_sms,
+                gpu.memory_bytes as f64 / (1u64 << 30) as f64,
+                gpu.l2_bytes >> 20,
+                gpu.shared_bytes_per_cta >> 10,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Looks once; later calls return the same answer.
+pub fn probe() -> &'static Probe {
+    static PROBE: OnceLock<Probe> = OnceLock::new();
+    PROBE.get_or_init(|| {
+        let driver = driver_version();
+        let gpus = if driver.is_ok() { gpus() } else { Vec::new() };
+        // SAFETY: loading a library runs its initialisers; cuBLASLt's are made for that.
+        let cublaslt = unsafe { cudarc::cublaslt::sys::is_culib_present() };
+        Probe {
+            driver,
+            nvrtc: Nvrtc::load().map(|nvrtc| nvrtc.version).map_err(|e| e.to_string()),
+            cublaslt,
+            gpus,
+        }
+    })
+}
+
+/// Whether `libcuda` can be loaded; every other call into `cudarc::driver` panics where it cannot.
+fn driver_version() -> Result<(u32, u32), String> {
+    // SAFETY: loading the driver library runs its initialisers, which are made for that.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("libcuda.so cannot be loaded".into());
+    }
+    result::init().map_err(|error| crate::driver::describe(error.0))?;
+    let mut version = 0;
+    // SAFETY: writes one int.
+    let code = unsafe { sys::cuDriverGetVersion(&mut version) };
+    crate::driver::check("cuDriverGetVersion", code).map_err(|error| error.to_string())?;
+    Ok((version as u32 / 1000, version as u32 % 1000 / 10))
+}
+
+fn gpus() -> Vec<GpuInfo> {
+    let count = result::device::get_count().unwrap_or(0).max(0) as usize;
+    (0..count).filter_map(|ordinal| gpu(ordinal).ok()).collect()
+}
+
+fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
+    let device = result::device::get(ordinal as i32)?;
+    // SAFETY: `device` came from `device::get`.
+    let attribute = |which| unsafe { result::device::get_attribute(device, which) };
+    Ok(GpuInfo {
+        ordinal,
+        name: result::device::get_name(device)?,
+        compute_capability: (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        ),
+        num_sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        // SAFETY: as above.
+        memory_bytes: unsafe { result::device::total_mem(device)? },
+        l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+        shared_bytes_per_cta: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+            as usize,
+    })
+}

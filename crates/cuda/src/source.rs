@@ -1,0 +1,162 @@
+//! The kernel sources in the binary, and which of them an instance reaches.
+
+use nibble_core::{Error, Result};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+/// Path under `csrc/`, text; every file there, sorted by path.
+pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
+
+/// A set of sources: the embedded one, a folder's (`NIBBLE_CSRC`), or a test's.
+#[derive(Debug, Clone)]
+pub struct Sources {
+    files: BTreeMap<String, Cow<'static, str>>,
+}
+
+impl Sources {
+    /// The sources in the binary.
+    pub fn embedded() -> Self {
+        Self::from_files(EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), Cow::Borrowed(text))))
+    }
+
+    /// What `NIBBLE_CSRC` says: its folder's texts of the files the binary knows, or else the binary's own.
+    pub fn from_env() -> Result<Self> {
+        let Some(folder) = crate::env::csrc() else { return Ok(Self::embedded()) };
+        let mut files = BTreeMap::new();
+        for (path, _) in EMBEDDED {
+            let file = folder.join(path);
+            let text = std::fs::read_to_string(&file).map_err(|error| Error::Jit {
+                kernel: (*path).to_owned(),
+                log: format!("{}: {error}", file.display()),
+            })?;
+            files.insert((*path).to_owned(), Cow::Owned(text));
+        }
+        Ok(Self { files })
+    }
+
+    /// Any set of (path, text).
+    pub fn from_files(files: impl IntoIterator<Item = (String, Cow<'static, str>)>) -> Self {
+        Self { files: files.into_iter().collect() }
+    }
+
+    /// The text of one file.
+    pub fn text(&self, path: &str) -> Result<&str> {
+        self.files.get(path).map(|text| text.as_ref()).ok_or_else(|| Error::Jit {
+            kernel: path.to_owned(),
+            log: "no such source; the sources are those of `csrc/`".into(),
+        })
+    }
+
+    /// `path` and everything it includes, directly or not, by path.
+    pub fn reached(&self, path: &str) -> Result<BTreeMap<&str, &str>> {
+        let mut found = BTreeMap::new();
+        let mut open = vec![path];
+        while let Some(path) = open.pop() {
+            let (key, _) = self.files.get_key_value(path).ok_or_else(|| Error::Jit {
+                kernel: path.to_owned(),
+                log: "included, but not among the sources of `csrc/`".into(),
+            })?;
+            let text = self.text(path)?;
+            if found.insert(key.as_str(), text).is_none() {
+                open.extend(includes(text));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The quoted includes of a source. Angle brackets would name a toolkit header, of which there are none.
+fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| {
+        let rest = line.trim_start().strip_prefix("#include")?.trim_start().strip_prefix('"')?;
+        rest.split_once('"').map(|(path, _)| path)
+    })
+}
+
+/// Where `text` declares the `__global__` function `kernel`: what comes before `__global__`, and what follows the name.
+fn declaration<'t>(text: &'t str, kernel: &str) -> Option<(&'t str, &'t str)> {
+    let function = kernel.rsplit("::").next().unwrap_or(kernel);
+    text.match_indices(function).find_map(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + function.len()..]);
+        let whole_word = !before.ends_with(|c: char| c.is_alphanumeric() || c == '_');
+        let global = before.rfind("__global__")?;
+        // Nothing but the attributes and the return type lies between; in a call, a body does.
+        let declares = !before[global..].contains([';', '{']);
+        (whole_word && declares && after.trim_start().starts_with('(')).then_some((&text[..global], after))
+    })
+}
+
+/// The template parameters of `kernel` in `text`, in their order: `["kBlockM", "kStages"]` for
+/// `template <int kBlockM, int kStages> __global__ void … kernel(`. Empty for a plain function; `None` where the source has
+/// no such `__global__` function.
+pub fn template_parameters<'t>(text: &'t str, kernel: &str) -> Option<Vec<&'t str>> {
+    let (before, _) = declaration(text, kernel)?;
+    let list = before.trim_end().strip_suffix('>').and_then(|list| {
+        let start = list.rfind("template")?;
+        list[start..].split_once('<')
+    });
+    let parameters = list.map_or("", |(_, parameters)| parameters);
+    Some(parameters.split(',').filter_map(|one| one.split('=').next()?.split_whitespace().last()).collect())
+}
+
+/// How many arguments `kernel` takes; `None` where the source has no such `__global__` function.
+pub fn num_arguments(text: &str, kernel: &str) -> Option<usize> {
+    let (_, after) = declaration(text, kernel)?;
+    let (mut depth, mut commas, mut empty) = (0, 0, true);
+    for c in after.chars() {
+        match c {
+            '(' | '<' | '[' => depth += 1,
+            ')' if depth == 1 => return Some(if empty { 0 } else { commas + 1 }),
+            ')' | '>' | ']' => depth -= 1,
+            ',' if depth == 1 => commas += 1,
+            _ => empty &= c.is_whitespace(),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_include_is_embedded() {
+        let sources = Sources::embedded();
+        for (path, _) in EMBEDDED {
+            sources.reached(path).unwrap();
+        }
+        assert!(EMBEDDED.is_sorted() && sources.text("kernels/gemm_fp8_block.cuh").is_ok());
+    }
+
+    #[test]
+    fn only_ptx_holds_assembly_and_nothing_includes_the_toolkit() {
+        for (path, text) in EMBEDDED {
+            assert!(!text.contains("#include <"), "{path} includes a toolkit header");
+            let assembly = ["asm(", "asm volatile("].iter().any(|call| text.contains(call));
+            assert!(path.starts_with("ptx/") || !assembly, "{path} holds inline PTX");
+        }
+    }
+
+    #[test]
+    fn reaches_through_includes_and_no_further() {
+        let files =
+            [("a", "#include \"b\"\n"), ("b", "  #include \"c\"\n#include \"a\""), ("c", ""), ("d", "")];
+        let sources = Sources::from_files(files.map(|(path, text)| (path.to_owned(), text.into())));
+        assert_eq!(sources.reached("a").unwrap().into_keys().collect::<Vec<_>>(), ["a", "b", "c"]);
+        let error = sources.reached("e").unwrap_err().to_string();
+        assert!(error.contains('e') && error.contains("csrc/"), "{error}");
+    }
+
+    #[test]
+    fn reads_template_parameters_in_order() {
+        let text = "void other(int kernel_a);\ntemplate <int kA, class T = float,\n bool kB>\n__global__ void __launch_bounds__(3 * (2), 1)\n  kernel_a(int x) {}\n__global__ void plain(int y) { kernel_a(3); }";
+        assert_eq!(template_parameters(text, "nib::kernel_a").unwrap(), ["kA", "T", "kB"]);
+        assert_eq!(template_parameters(text, "plain").unwrap(), [""; 0]);
+        assert_eq!(template_parameters(text, "other"), None);
+        assert_eq!(template_parameters(text, "absent"), None);
+        let counts = ["nib::kernel_a", "plain", "other"].map(|kernel| num_arguments(text, kernel));
+        assert_eq!(counts, [Some(1), Some(1), None]);
+        let text = "__global__ void none( ) {}\n__global__ void three(const P<int, 3>* a, int b,\n float (*c)[2]) {}";
+        assert_eq!((num_arguments(text, "none"), num_arguments(text, "three")), (Some(0), Some(3)));
+    }
+}

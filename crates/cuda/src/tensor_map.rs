@@ -1,0 +1,220 @@
+//! Descriptors for the bulk tensor copy engine (TMA), two-dimensional tiles.
+//!
+//! The rules of `cuTensorMapEncodeTiled` are checked here first, by argument: the driver answers any breach with the
+//! same code. Source of the rules: CUDA Driver API, "Tensor Map Object Managment".
+
+use crate::driver;
+use cudarc::driver::sys;
+use nibble_core::{Error, Result};
+use std::fmt;
+
+const OP: &str = "tensor map";
+
+/// The element type of the tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// Bytes: FP8 and FP4 codes, E8M0 scales.
+    U8,
+    /// BF16.
+    Bf16,
+    /// F32.
+    F32,
+}
+
+impl Element {
+    /// Bytes an element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+/// How 16-byte chunks are permuted within a tile's rows in shared memory, against bank conflicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Swizzle {
+    /// Not at all.
+    None,
+    /// Within 32-byte rows.
+    Bytes32,
+    /// Within 64-byte rows: address bits 4-5 XOR bits 7-8.
+    Bytes64,
+    /// Within 128-byte rows: address bits 4-6 XOR bits 7-9.
+    Bytes128,
+}
+
+impl Swizzle {
+    /// The longest row of a tile it takes, in bytes.
+    const fn span_bytes(self) -> usize {
+        match self {
+            Self::None => usize::MAX,
+            Self::Bytes32 => 32,
+            Self::Bytes64 => 64,
+            Self::Bytes128 => 128,
+        }
+    }
+}
+
+/// A row-major matrix in device memory and the tile that one copy moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiles {
+    /// Element type.
+    pub element: Element,
+    /// Device address of the first element.
+    pub address: u64,
+    /// Rows of the matrix.
+    pub rows: usize,
+    /// Elements a row.
+    pub cols: usize,
+    /// Bytes from one row to the next.
+    pub row_stride_bytes: usize,
+    /// Rows of a tile.
+    pub tile_rows: usize,
+    /// Columns of a tile.
+    pub tile_cols: usize,
+    /// The tile's arrangement in shared memory.
+    pub swizzle: Swizzle,
+}
+
+impl Tiles {
+    /// The driver's rules, by argument.
+    pub fn check(&self) -> Result<()> {
+        let row_bytes = self.cols.saturating_mul(self.element.bytes());
+        let tile_row_bytes = self.tile_cols.saturating_mul(self.element.bytes());
+        let expect = |holds: bool, argument, got: usize, expected: String| {
+            if holds { Ok(()) } else { Err(Error::shape(OP, argument, got, expected)) }
+        };
+        expect(
+            self.address != 0 && self.address.is_multiple_of(16),
+            "address",
+            self.address as usize,
+            "a multiple of 16".into(),
+        )?;
+        for (argument, extent) in [("rows", self.rows), ("cols", self.cols)] {
+            expect((1..=1 << 32).contains(&extent), argument, extent, "1 to 2^32".into())?;
+        }
+        let stride = self.row_stride_bytes;
+        expect(
+            stride.is_multiple_of(16) && stride < 1 << 40,
+            "row_stride_bytes",
+            stride,
+            "a multiple of 16 below 2^40".into(),
+        )?;
+        expect(stride >= row_bytes, "row_stride_bytes", stride, format!("at least a row, {row_bytes}"))?;
+        for (argument, extent) in [("tile_rows", self.tile_rows), ("tile_cols", self.tile_cols)] {
+            expect((1..=256).contains(&extent), argument, extent, "1 to 256".into())?;
+        }
+        expect(
+            tile_row_bytes.is_multiple_of(16),
+            "tile_cols",
+            self.tile_cols,
+            "a multiple of 16 bytes".into(),
+        )?;
+        expect(
+            tile_row_bytes <= self.swizzle.span_bytes(),
+            "tile_cols",
+            self.tile_cols,
+            format!("a row of at most {} bytes with {:?}", self.swizzle.span_bytes(), self.swizzle),
+        )
+    }
+
+    /// The descriptor. Needs the driver library, no device call.
+    pub fn encode(&self) -> Result<TensorMap> {
+        self.check()?;
+        if let Err(why) = &crate::probe().driver {
+            return Err(driver::failed("cuTensorMapEncodeTiled", why));
+        }
+        let element = match self.element {
+            Element::U8 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            Element::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            Element::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        };
+        let swizzle = match self.swizzle {
+            Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+            Swizzle::Bytes32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+            Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+            Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
+        let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
+        // SAFETY: the map is aligned by its type, and the arrays have the two entries (strides: one) that a rank of 2 reads.
+        // The address is stored, not followed.
+        let code = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map.0,
+                element,
+                2,
+                self.address as *mut std::ffi::c_void,
+                [self.cols as u64, self.rows as u64].as_ptr(),
+                [self.row_stride_bytes as u64].as_ptr(),
+                [self.tile_cols as u32, self.tile_rows as u32].as_ptr(),
+                [1, 1].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        driver::check(&format!("cuTensorMapEncodeTiled({self:?})"), code)?;
+        Ok(map)
+    }
+}
+
+/// An encoded descriptor, passed to kernels by value. It holds the address only: what it describes must outlive the launch.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct TensorMap(pub(crate) sys::CUtensorMap);
+
+impl fmt::Debug for TensorMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TensorMap")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: Tiles = Tiles {
+        element: Element::Bf16,
+        address: 0x1000,
+        rows: 100,
+        cols: 72,
+        row_stride_bytes: 144,
+        tile_rows: 64,
+        tile_cols: 64,
+        swizzle: Swizzle::Bytes128,
+    };
+
+    #[test]
+    fn each_argument_is_checked_and_named() {
+        GOOD.check().unwrap();
+        let bad = [
+            (Tiles { address: 0x1008, ..GOOD }, "address"),
+            (Tiles { address: 0, ..GOOD }, "address"),
+            (Tiles { rows: 0, ..GOOD }, "rows"),
+            (Tiles { cols: (1 << 32) + 1, ..GOOD }, "cols"),
+            (Tiles { row_stride_bytes: 152, ..GOOD }, "row_stride_bytes"),
+            (Tiles { row_stride_bytes: 128, ..GOOD }, "row_stride_bytes"),
+            (Tiles { row_stride_bytes: 1 << 40, ..GOOD }, "row_stride_bytes"),
+            (Tiles { tile_rows: 257, ..GOOD }, "tile_rows"),
+            (Tiles { tile_rows: 0, ..GOOD }, "tile_rows"),
+            (Tiles { tile_cols: 4, ..GOOD }, "tile_cols"),
+            (Tiles { tile_cols: 72, ..GOOD }, "tile_cols"),
+            (Tiles { swizzle: Swizzle::Bytes64, ..GOOD }, "tile_cols"),
+        ];
+        for (tiles, argument) in bad {
+            let error = tiles.check().expect_err(argument).to_string();
+            assert!(error.contains(&format!("`{argument}`")), "{argument}: {error}");
+        }
+        Tiles { tile_cols: 72, swizzle: Swizzle::None, ..GOOD }.check().unwrap();
+    }
+
+    #[test]
+    fn without_a_driver_encoding_is_an_error() {
+        if crate::probe().driver.is_err() {
+            assert!(GOOD.encode().unwrap_err().to_string().contains("cuTensorMapEncodeTiled"));
+        }
+        assert!(Tiles { rows: 0, ..GOOD }.encode().unwrap_err().to_string().contains("`rows`"));
+    }
+}
