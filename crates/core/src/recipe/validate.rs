@@ -148,6 +148,12 @@ fn origins(check: &Check<'_>, s: &Section) -> Result<()> {
             check.fail::<()>(site, format!("cannot be made from {:?} here", p.from))?;
         }
         let origin = s.at(origin_site);
+        let converted = origin.format.is_block() && !p.same_bits(origin);
+        check.expect(
+            site,
+            !converted || p.round != Rounding::NearestAway,
+            "conversions between block formats round to nearest even",
+        )?;
         let powers = origin.scale != ScaleRule::Amax;
         let convertible = match (origin.format, p.format, p.axis) {
             _ if p.same_bits(origin) => true,
