@@ -112,7 +112,8 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² in F64 of each of `parts` equal runs of rows, over 16 lanes in element order closed by the tree 8, 4, 2, 1.
+/// Σ x² in F64 of each of `parts` equal runs of rows: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
+/// order, each closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree ((0+1)+(2+3))….
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
     /// F32.
@@ -122,6 +123,9 @@ pub struct SumSquares<'a, B: Backend> {
 }
 
 impl<B: Backend> SumSquares<'_, B> {
+    /// Elements of a chunk: what one cta sums.
+    pub const CHUNK: usize = 4096;
+
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 

@@ -197,7 +197,12 @@ pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<Vec<f64>
     let shares = sums.chunks_mut(per_share).enumerate().collect();
     run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {
         for (part, sum) in (share * per_share..).zip(sums) {
-            *sum = sum_squares_of(cpu.isa(), &x[part * len..][..len]);
+            let chunks = x[part * len..][..len].chunks(SumSquares::<Cpu>::CHUNK);
+            let mut level: Vec<f64> = chunks.map(|chunk| sum_squares_of(cpu.isa(), chunk)).collect();
+            while level.len() > 1 {
+                level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
+            }
+            *sum = level.first().copied().unwrap_or(0.0);
         }
     });
     Ok(sums)

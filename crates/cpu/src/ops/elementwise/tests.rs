@@ -180,14 +180,23 @@ fn squares_are_summed_in_double_precision_part_by_part() {
             sums.into_iter().map(f64::to_bits).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
-            let mut lanes = [0.0f64; 16];
-            for (i, &x) in x[part * len..][..len].iter().enumerate() {
-                lanes[i % 16] += f64::from(x) * f64::from(x);
+            // The tree, told from the top: each half as large as the next power of two of chunks.
+            fn sum(x: &[f32]) -> f64 {
+                let chunks = x.len().div_ceil(4096);
+                if chunks > 1 {
+                    let (left, right) = x.split_at(chunks.next_power_of_two() / 2 * 4096);
+                    return sum(left) + sum(right);
+                }
+                let mut lanes = [0.0f64; 16];
+                for (i, &x) in x.iter().enumerate() {
+                    lanes[i % 16] += f64::from(x) * f64::from(x);
+                }
+                for half in [8, 4, 2, 1] {
+                    lanes = std::array::from_fn(|i| if i < half { lanes[i] + lanes[i + half] } else { 0.0 });
+                }
+                lanes[0]
             }
-            for half in [8, 4, 2, 1] {
-                lanes = std::array::from_fn(|i| if i < half { lanes[i] + lanes[i + half] } else { 0.0 });
-            }
-            assert_eq!(f64::from_bits(got), lanes[0], "{parts} × {len}");
+            assert_eq!(f64::from_bits(got), sum(&x[part * len..][..len]), "{parts} × {len}");
         }
     }
     let cpu = Cpu::new(1).unwrap();
