@@ -68,12 +68,11 @@ impl<B: Kernels> Setup<'_, B> {
         let mut cx = self.cx(trace)?;
         let lr = self.config.schedule().lr(self.step);
         model.prepare(&cx)?;
-        let mut tally = Tally::default();
+        let mut tally = Tally::new();
         for micro in 0..self.config.train.grad_accum {
             cx.shards = self.shards(micro)?;
             self.micro_batch(&cx, model, &self.batch(micro)?, &mut tally)?;
         }
-        tally.counts = cx.site_counts()?;
         let mut metrics = tally.metrics(&cx, &self.config)?;
         let grad_norm = optim::step(&cx, model.params(), &self.config.train, lr)?;
         metrics.grad_norm = Some(grad_norm);
@@ -87,7 +86,7 @@ impl<B: Kernels> Setup<'_, B> {
         cx: &Cx<'_, B>,
         model: &mut Decoder<B>,
         batch: &Batch,
-        tally: &mut Tally,
+        tally: &mut Tally<B>,
     ) -> Result<()> {
         let (logits, saved) = model.forward(cx, self.b.upload(&batch.inputs)?)?;
         let scale = 1.0 / self.config.tokens_per_step() as f32;
@@ -96,7 +95,7 @@ impl<B: Kernels> Setup<'_, B> {
             CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(self.recipe.activations) };
         let out = op.run(self.b)?;
         drop(logits);
-        tally.add(cx, &self.b.download(&out.loss)?, &saved)?;
+        tally.keep(out.loss, &saved);
         if let Some(dlogits) = out.dlogits {
             model.backward(cx, saved, dlogits)?;
         }

@@ -8,34 +8,74 @@ use crate::model::DecoderSaved;
 use nibble_core::{Error as CoreError, Kernels};
 use std::collections::BTreeMap;
 
-/// Tallies of a step that are sums over its micro-batches, until they become [`Metrics`].
+/// What a step's micro-batches leave on the device. It is read once, at the end of the step: nothing waits in between.
+#[derive(Debug)]
+pub(super) struct Tally<B: Kernels> {
+    micro_batches: Vec<MicroBatch<B>>,
+}
+
+/// Handles of what one micro-batch leaves.
+#[derive(Debug)]
+struct MicroBatch<B: Kernels> {
+    /// Nats of each token.
+    nats: B::Buf<f32>,
+    /// For each layer, the router's losses by shard, and the slots that chose each expert by shard.
+    layers: Vec<(B::Buf<f32>, B::Buf<i32>)>,
+}
+
+impl<B: Kernels> Tally<B> {
+    pub fn new() -> Self {
+        Self { micro_batches: Vec::new() }
+    }
+
+    /// Keeps a micro-batch's losses and loads.
+    pub fn keep(&mut self, nats: B::Buf<f32>, saved: &DecoderSaved<B>) {
+        let layers = saved.blocks.iter().map(|b| (b.moe.losses().clone(), b.moe.load().clone())).collect();
+        self.micro_batches.push(MicroBatch { nats, layers });
+    }
+
+    /// The step's metrics, over all ranks, the same for any number of them.
+    ///
+    /// # Errors
+    /// [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
+    pub fn metrics(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
+        let mut sums = Sums { counts: cx.site_counts()?, ..Sums::default() };
+        for micro_batch in &self.micro_batches {
+            sums.add(cx, micro_batch)?;
+        }
+        sums.metrics(cx, config)
+    }
+}
+
+/// Sums over the micro-batches of this rank.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+struct Sums {
     /// Nats of each local shard.
     shard_nats: Vec<f64>,
     /// Load-balancing and z-loss of each local shard, summed over layers.
     router_losses: Vec<[f64; 2]>,
     /// For each layer, slots that chose each expert.
     load: Vec<Vec<f64>>,
-    pub counts: BTreeMap<String, SiteCounts>,
+    counts: BTreeMap<String, SiteCounts>,
 }
 
-impl Tally {
-    pub fn add<B: Kernels>(&mut self, cx: &Cx<'_, B>, nats: &[f32], saved: &DecoderSaved<B>) -> Result<()> {
+impl Sums {
+    fn add<B: Kernels>(&mut self, cx: &Cx<'_, B>, micro_batch: &MicroBatch<B>) -> Result<()> {
         let shards = cx.shards.local;
+        let nats = cx.b.download(&micro_batch.nats)?;
         self.shard_nats.resize(shards, 0.0);
         self.router_losses.resize(shards, [0.0; 2]);
-        self.load.resize(saved.blocks.len(), Vec::new());
+        self.load.resize(micro_batch.layers.len(), Vec::new());
         for (sum, nats) in self.shard_nats.iter_mut().zip(nats.chunks(nats.len() / shards)) {
             *sum += nats.iter().map(|n| f64::from(*n)).sum::<f64>();
         }
-        for (block, layer) in saved.blocks.iter().zip(&mut self.load) {
-            let losses = cx.b.download(block.moe.losses())?;
+        for ((losses, load), layer) in micro_batch.layers.iter().zip(&mut self.load) {
+            let losses = cx.b.download(losses)?;
             for (sum, pair) in self.router_losses.iter_mut().zip(losses.chunks(2)) {
                 sum[0] += f64::from(pair[0]);
                 sum[1] += f64::from(pair[1]);
             }
-            let load = cx.b.download(block.moe.load())?;
+            let load = cx.b.download(load)?;
             let experts = load.len() / shards;
             layer.resize(experts, 0.0);
             for shard in load.chunks(experts) {
@@ -45,8 +85,7 @@ impl Tally {
         Ok(())
     }
 
-    /// A step's tallies over all ranks, the same for any number of them.
-    pub fn metrics<B: Kernels>(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
+    fn metrics<B: Kernels>(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
         let gather = |values: Vec<f32>| -> Result<Vec<f64>> {
             let all = cx.comm.all_gather(cx.b, &cx.b.upload(&values)?)?;
             Ok(cx.b.download(&all)?.into_iter().map(f64::from).collect())
