@@ -2,7 +2,7 @@
 //!
 //! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change.
 
-use nibble_cuda::jit::{KernelSpec, Nvrtc};
+use nibble_cuda::jit::{KernelSpec, Nvrtc, TemplateArg};
 use nibble_cuda::ops::gemm_fp8_block::Config;
 use nibble_cuda::source::Sources;
 use std::fmt::Write;
@@ -11,6 +11,53 @@ use std::fmt::Write;
 fn instances() -> Vec<(KernelSpec, usize)> {
     let mut all = vec![(nibble_cuda::timing::flush_spec(), 0)];
     all.extend(Config::ALL.iter().map(|config| (config.spec(), config.shared_bytes())));
+    all.extend(conversions().into_iter().map(|spec| (spec, 0)));
+    all
+}
+
+/// The conversions that the recipes ask for. No operation launches them yet; their dynamic shared memory is the launch's.
+fn conversions() -> Vec<KernelSpec> {
+    use TemplateArg::{Bool, Int, Type};
+    const AMAX: i64 = 0;
+    const RCEIL: i64 = 2;
+    let mut all = Vec::new();
+    let mut add = |source, name, args: &[(&'static str, TemplateArg)]| {
+        all.push(KernelSpec { source, name, args: args.to_vec() });
+    };
+    for input in ["nib::Bf16", "nib::F32"] {
+        for (element, rule) in [("nib::E2m1", RCEIL), ("nib::E4m3", AMAX), ("nib::E4m3", RCEIL)] {
+            let args =
+                [("In", Type(input)), ("E", Type(element)), ("kRule", Int(rule)), ("kAligned", Bool(true))];
+            add("kernels/quantize.cuh", "nib::quantize_rows", &args);
+            if element == "nib::E4m3" {
+                for rows in [true, false] {
+                    let args = [&args[..], &[("kRows", Bool(rows))]].concat();
+                    add("kernels/quantize.cuh", "nib::quantize_cols", &args);
+                }
+            }
+        }
+    }
+    for whole in [true, false] {
+        let whole = ("kWhole", Bool(whole));
+        for chunks in [2, 4] {
+            add("kernels/transcode.cuh", "nib::lift_rows", &[whole, ("kChunks", Int(chunks))]);
+        }
+        add("kernels/transcode.cuh", "nib::lift_cols", &[whole]);
+        add("kernels/transcode.cuh", "nib::shift_cols", &[whole]);
+    }
+    for rule in [AMAX, RCEIL] {
+        let (element, rule) = (Type("nib::E4m3"), ("kRule", Int(rule)));
+        for save_h in [true, false] {
+            let args = [("A", element), rule, ("kSaveH", Bool(save_h)), ("kChunks", Int(2))];
+            add("kernels/swiglu.cuh", "nib::swiglu_rows", &args);
+        }
+        for name in ["nib::swiglu_backward_rows", "nib::swiglu_backward_cols"] {
+            add("kernels/swiglu_backward.cuh", name, &[("E", element), rule]);
+        }
+    }
+    for (codes, scales) in [(16, 16), (16, 8), (16, 4), (16, 1)] {
+        add("kernels/permute.cuh", "nib::gather_rows", &[("kCodes", Int(codes)), ("kScales", Int(scales))]);
+    }
     all
 }
 

@@ -1,0 +1,216 @@
+// Plain numbers, eight neighbours at a time: BF16 and F32. Each struct has
+//   Eight                 eight numbers as they came from memory
+//   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
+//                         (NaN above infinity above all finite numbers)
+//   row_maxima            the same along the row, over neighbouring lanes; as the bits of F32 magnitudes
+#pragma once
+#include "ptx/global.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+constexpr u32 kAllLanes = 0xFFFFFFFF;
+
+struct Bf16 {
+    static constexpr int kBytes = 2;
+    static constexpr int kWords = 4;
+
+    /// Number 2i is the low half of word i.
+    struct Eight {
+        u32 word[kWords];
+    };
+
+    struct Magnitudes {
+        u32 word[kWords];
+    };
+
+    __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
+
+    /// Eight numbers, zeros from the `left`-th on. kAligned: `from` lies on 16 bytes, and eight are left or none.
+    template <bool kAligned>
+    __device__ __forceinline__ static Eight load(const void* from, int left) {
+        Eight x = zeros();
+        if constexpr (kAligned) {
+            if (left > 0) {
+                const uint4 v = ptx::load_16(from);
+                x = {{v.x, v.y, v.z, v.w}};
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (i < left) x.word[i / 2] |= u32(static_cast<const u16*>(from)[i]) << (i % 2 * 16);
+        }
+        return x;
+    }
+
+    /// From 16-byte aligned shared memory.
+    __device__ __forceinline__ static Eight load_shared(const u8* from) {
+        const uint4 v = *reinterpret_cast<const uint4*>(from);
+        return {{v.x, v.y, v.z, v.w}};
+    }
+
+    __device__ __forceinline__ static float value(const Eight& x, int i) {
+        const u32 word = x.word[i / 2];
+        return __uint_as_float(i % 2 ? word & 0xFFFF0000 : word << 16);
+    }
+
+    __device__ __forceinline__ static Magnitudes magnitudes(const Eight& x) {
+        Magnitudes m;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) m.word[i] = x.word[i] & 0x7FFF7FFF;
+        return m;
+    }
+
+    __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
+
+    /// The F32 bits of column `col` of `lines` lines of magnitudes, the largest of them.
+    template <int kLines>
+    __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) {
+            const u32 m = reinterpret_cast<const u16*>(lines[i])[col];
+            largest = m > largest ? m : largest;
+        }
+        return largest << 16;
+    }
+
+    /// The largest of eight, in either half.
+    __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
+        return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
+    }
+
+    /// Two folds to one word: the first one's maximum low, the second one's high.
+    __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
+        return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    }
+
+    /// For each of kCount chunks the largest magnitude of `kLanes` neighbouring lanes. kCount is even.
+    template <int kLanes, int kCount>
+    __device__ __forceinline__ static void row_maxima(const Eight (&x)[kCount], u32 (&bits)[kCount]) {
+        static_assert(kCount % 2 == 0, "two chunks share a word");
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+            u32 two = fold_two(fold(magnitudes(x[i])), fold(magnitudes(x[i + 1])));
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2) two = larger(two, __shfl_xor_sync(kAllLanes, two, lane));
+            bits[i] = two << 16;
+            bits[i + 1] = two & 0xFFFF0000;
+        }
+    }
+
+    /// For eight rows over 16 neighbouring lanes; lane l gets that of row l / 2 % 8.
+    __device__ __forceinline__ static u32 row_max_of_eight(const Eight (&x)[8], int lane) {
+        u32 two[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) two[i] = fold_two(fold(magnitudes(x[2 * i])), fold(magnitudes(x[2 * i + 1])));
+        // Each exchange halves the rows a lane still looks after.
+        const bool b3 = lane & 8, b2 = lane & 4, b1 = lane & 2;
+        u32 a = larger(b3 ? two[2] : two[0], __shfl_xor_sync(kAllLanes, b3 ? two[0] : two[2], 8));
+        u32 b = larger(b3 ? two[3] : two[1], __shfl_xor_sync(kAllLanes, b3 ? two[1] : two[3], 8));
+        u32 c = larger(b2 ? b : a, __shfl_xor_sync(kAllLanes, b2 ? a : b, 4));
+        c = larger(c, __shfl_xor_sync(kAllLanes, c, 2));
+        c = larger(c, __shfl_xor_sync(kAllLanes, c, 1));
+        return b1 ? c & 0xFFFF0000 : c << 16;
+    }
+};
+
+struct F32 {
+    static constexpr int kBytes = 4;
+    static constexpr int kWords = 8;
+
+    struct Eight {
+        float number[8];
+    };
+
+    struct Magnitudes {
+        u32 word[kWords];
+    };
+
+    __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
+
+    template <bool kAligned>
+    __device__ __forceinline__ static Eight load(const void* at, int left) {
+        Eight x = zeros();
+        const float* from = static_cast<const float*>(at);
+        if constexpr (kAligned) {
+            if (left > 0) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint4 v = ptx::load_16(from + 4 * i);
+                    x.number[4 * i] = __uint_as_float(v.x);
+                    x.number[4 * i + 1] = __uint_as_float(v.y);
+                    x.number[4 * i + 2] = __uint_as_float(v.z);
+                    x.number[4 * i + 3] = __uint_as_float(v.w);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (i < left) x.number[i] = from[i];
+        }
+        return x;
+    }
+
+    __device__ __forceinline__ static Eight load_shared(const u8* from) {
+        const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 16);
+        return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    }
+
+    __device__ __forceinline__ static float value(const Eight& x, int i) { return x.number[i]; }
+
+    __device__ __forceinline__ static Magnitudes magnitudes(const Eight& x) {
+        Magnitudes m;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) m.word[i] = __float_as_uint(x.number[i]) & 0x7FFFFFFF;
+        return m;
+    }
+
+    __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+    template <int kLines>
+    __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) largest = larger(largest, lines[i][col]);
+        return largest;
+    }
+
+    __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
+        u32 largest = m.word[0];
+#pragma unroll
+        for (int i = 1; i < kWords; ++i) largest = larger(largest, m.word[i]);
+        return largest;
+    }
+
+    template <int kLanes, int kCount>
+    __device__ __forceinline__ static void row_maxima(const Eight (&x)[kCount], u32 (&bits)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            bits[i] = fold(magnitudes(x[i]));
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2)
+                bits[i] = larger(bits[i], __shfl_xor_sync(kAllLanes, bits[i], lane));
+        }
+    }
+
+    __device__ __forceinline__ static u32 row_max_of_eight(const Eight (&x)[8], int lane) {
+        u32 one[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) one[i] = fold(magnitudes(x[i]));
+        // Each exchange halves the rows a lane still looks after.
+#pragma unroll
+        for (int half = 4; half >= 1; half /= 2) {
+            const bool upper = lane & (2 * half);
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const u32 sent = upper ? one[i] : one[i + half];
+                one[i] = larger(upper ? one[i + half] : one[i], __shfl_xor_sync(kAllLanes, sent, 2 * half));
+            }
+        }
+        return larger(one[0], __shfl_xor_sync(kAllLanes, one[0], 1));
+    }
+};
+
+}  // namespace nib

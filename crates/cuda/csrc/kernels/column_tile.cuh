@@ -1,0 +1,89 @@
+// A tile of 128 x 128 one-byte codes, turned in shared memory: written eight rows of a column at a time, read sixteen.
+//
+// Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column lies in slot
+// 2·((o / 2) ^ (c / 8 % 8)) + (o % 2 ^ c / 64). A half-warp writes without bank conflicts where its 16 lanes
+// differ in c / 8; eight lanes that read the column's eight 16-byte chunks do so too.
+#pragma once
+#include "ptx/global.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+constexpr int kTile = 128;  // rows and columns; the FP8 block
+
+struct ColumnTile {
+    u8 bytes[kTile * kTile];
+
+    /// Where rows 8·octet and on of column `col` lie, a multiple of 8; the next seven columns follow at kTile bytes each.
+    __device__ __forceinline__ u8* place(int col, int octet) {
+        const int chunk = octet / 2 ^ (col / 8 % 8);
+        const int half = (octet ^ col / 64) & 1;
+        return bytes + col * kTile + chunk * 16 + half * 8;
+    }
+
+    /// Stores the whole tile, lines `stride` apart: columns 0 to 63 from `low` on, the others from `high` on, as many as are left
+    /// of each. All `kThreads` threads come here, after a barrier.
+    template <int kThreads>
+    __device__ __forceinline__ void store(u8* low, int low_left, u8* high, int high_left, u64 stride) const {
+        const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+        low += first * stride + chunk * 16;
+        high += first * stride + chunk * 16;
+#pragma unroll
+        for (int line = 0; line < kTile / 2; line += kThreads / 8) {
+            // Columns of one pass lie in the same half of the tile, which decides about the order of the octets.
+            const u8* from = bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16;
+            const uint4 v = *reinterpret_cast<const uint4*>(from);
+            const uint4 w = *reinterpret_cast<const uint4*>(from + kTile / 2 * kTile);
+            if (line + first < low_left) ptx::store_16(low + line * stride, v);
+            if (line + first < high_left) ptx::store_16(high + line * stride, {w.z, w.w, w.x, w.y});
+        }
+    }
+
+    /// Stores the whole tile to `codes`, lines of `stride` bytes; column 0 goes to line `first_col`, row 0 to its byte `first_row`.
+    /// Lines from `cols` on do not exist.
+    template <int kThreads>
+    __device__ __forceinline__ void store(u8* codes, int first_col, int cols, u64 stride, int first_row) const {
+        u8* const low = codes + first_col * stride + first_row;
+        store<kThreads>(low, cols - first_col, low + kTile / 2 * stride, cols - first_col - kTile / 2, stride);
+    }
+};
+
+/// The tile of this cta. Bands of `band` strips of 128 rows are swept column by column, so that what is written at one time lies
+/// together: 128 · band bytes of a line. All of them in one band: the launch passes the number of strips.
+struct TilePlace {
+    int strip, panel;  // of 128 rows, of 128 columns
+    int across, down;  // how many of each there are
+
+    __device__ __forceinline__ TilePlace(int cols, int capacity, int band) : across(ceil_div(cols, kTile)), down(capacity / kTile) {
+        const int first = blockIdx.x / (band * across) * band;
+        const int height = min(band, down - first);
+        const int within = blockIdx.x - first * across;
+        panel = within / height;
+        strip = first + within - panel * height;
+    }
+};
+
+/// Four codes of four rows each to four codes of four columns each.
+__device__ __forceinline__ void turn_4x4(const u32 (&row)[4], u32 (&col)[4]) {
+    const u32 a = __byte_perm(row[0], row[1], 0x5140), b = __byte_perm(row[2], row[3], 0x5140);
+    const u32 c = __byte_perm(row[0], row[1], 0x7362), d = __byte_perm(row[2], row[3], 0x7362);
+    col[0] = __byte_perm(a, b, 0x5410);
+    col[1] = __byte_perm(a, b, 0x7632);
+    col[2] = __byte_perm(c, d, 0x5410);
+    col[3] = __byte_perm(c, d, 0x7632);
+}
+
+/// Writes eight rows of eight columns to their place in a ColumnTile; of each row the first four columns, then the others.
+__device__ __forceinline__ void turn_8x8(const u32 (&four_cols)[2][8], u8* place) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32(&of)[8] = four_cols[half];
+        u32 upper[4], lower[4];
+        turn_4x4({of[0], of[1], of[2], of[3]}, upper);
+        turn_4x4({of[4], of[5], of[6], of[7]}, lower);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) ptx::store_8(place + (half * 4 + c) * kTile, {upper[c], lower[c]});
+    }
+}
+
+}  // namespace nib

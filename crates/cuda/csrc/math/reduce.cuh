@@ -1,0 +1,38 @@
+// Sums of integer counts over a launch. Integer additions commute, so their order does not matter to the bits.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib {
+
+/// What one thread counted: blocks with a non-zero code, of those inexact, blocks with a NaN or infinity.
+struct Tally {
+    u32 non_zero = 0;
+    u32 inexact = 0;
+    u32 non_finite = 0;
+
+    /// Adds the counts of all threads of the cta to `counts[3]` (null: nobody wants them), once a cta. `replicas` threads
+    /// counted the same blocks. Every thread comes here; `total` is shared memory nobody else uses.
+    __device__ __forceinline__ void flush(u64* counts, u32 (&total)[3], u32 replicas = 1) const {
+        if (counts == nullptr) return;
+        if (threadIdx.x < 3) total[threadIdx.x] = 0;
+        __syncthreads();
+        const u32 mine[3] = {non_zero, inexact, non_finite};
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            const u32 sum = __reduce_add_sync(0xFFFFFFFF, mine[i]);
+            if (threadIdx.x % 32 == 0 && sum != 0) atomicAdd(&total[i], sum);
+        }
+        __syncthreads();
+        if (threadIdx.x < 3 && total[threadIdx.x] != 0) atomicAdd(&counts[threadIdx.x], u64(total[threadIdx.x] / replicas));
+    }
+};
+
+/// n / d for n below 2^31: the launch passes magic = ceil(2^(31 + shift) / d), shift = ceil(log2 d).
+struct Divider {
+    u32 magic;
+    u32 shift;
+
+    __device__ __forceinline__ u32 divide(u32 n) const { return u32(u64(n) * magic >> (31 + shift)); }
+};
+
+}  // namespace nib

@@ -1,0 +1,36 @@
+// Loads and stores of data that passes through once.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib::ptx {
+
+/// 16 bytes, through the read-only path and not kept in the first-level cache. 16-byte aligned.
+__device__ __forceinline__ uint4 load_16(const void* from) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(from));
+    return v;
+}
+
+/// 8 bytes, likewise.
+__device__ __forceinline__ uint2 load_8(const void* from) {
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    return v;
+}
+
+/// 16 bytes to shared memory, in the background; zeros if not `present`, and then `from` is not read. 16-byte aligned.
+__device__ __forceinline__ void copy_16_async(void* to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
+                 : "memory");
+}
+
+/// Waits for this thread's copies; a barrier makes those of the others visible.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
+__device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
+__device__ __forceinline__ void store_4(void* to, u32 v) { *static_cast<u32*>(to) = v; }
+
+}  // namespace nib::ptx

@@ -1,0 +1,73 @@
+// Conversions between number formats, and arithmetic on two 16-bit numbers in one register.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib::ptx {
+
+/// The larger of both unsigned 16-bit halves.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+/// Two F32 to F16, nearest-even; `low` goes to the lower half.
+__device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+/// a * b of two F16 pairs, nearest-even, subnormals kept.
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+/// Two F32 to E4M3, nearest-even, saturating at 448; NaN gives 0x7F. `low` goes to the lower byte.
+__device__ __forceinline__ u16 e4m3x2_from_f32(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+/// Two F32 to E5M2, nearest-even, saturating at 57344; NaN gives 0x7F. `low` goes to the lower byte.
+__device__ __forceinline__ u16 e5m2x2_from_f32(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+/// Two F16 to E4M3, nearest-even, saturating.
+__device__ __forceinline__ u16 e4m3x2_from_f16x2(u32 pair) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(pair));
+    return packed;
+}
+
+/// Two E4M3 to F16, exactly.
+__device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
+    u32 wide;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
+    return wide;
+}
+
+/// Two 16-bit numbers in one register.
+__device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
+    u32 packed;
+    asm("mov.b32 %0, {%1, %2};" : "=r"(packed) : "h"(low), "h"(high));
+    return packed;
+}
+
+__device__ __forceinline__ u16 low_u16(u32 pair) { return static_cast<u16>(pair); }
+__device__ __forceinline__ u16 high_u16(u32 pair) { return static_cast<u16>(pair >> 16); }
+
+/// 1 / x to within one unit in the last place, for normal x and 1 / x.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+}  // namespace nib::ptx
