@@ -35,7 +35,35 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, TensorMap);
+plain_args!(i32, u32, u64, f32, TensorMap, Divider);
+
+/// An absent buffer is passed as a null pointer.
+// SAFETY: the address field lives in the buffer, the null in static memory.
+unsafe impl<T: Pod> KernelArg for Option<&Buffer<T>> {
+    fn pointer(&self) -> *const c_void {
+        static NULL: u64 = 0;
+        std::ptr::from_ref(self.map_or(&NULL, |buffer| buffer.address_ref())).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<u64>()
+    }
+}
+
+/// The device's `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a multiplication.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Divider {
+    magic: u32,
+    shift: u32,
+}
+
+impl Divider {
+    /// Divides by `d`, which is positive and below 2^31.
+    pub fn by(d: u32) -> Self {
+        let shift = d.next_power_of_two().trailing_zeros();
+        Self { magic: (1u64 << (31 + shift)).div_ceil(u64::from(d)) as u32, shift }
+    }
+}
 
 /// A buffer is passed as its device address.
 // SAFETY: the address field lives in the buffer.

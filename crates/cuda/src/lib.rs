@@ -25,6 +25,7 @@ pub mod device;
 mod driver;
 pub mod env;
 pub mod jit;
+mod kernels;
 pub mod launch;
 pub mod ops;
 pub mod probe;

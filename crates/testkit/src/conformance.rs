@@ -17,9 +17,7 @@ use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
-use nibble_core::{
-    Agreement, Backend, BlockScaled, Data, Error, Kernels, Operand, Plain, Result, Scales, Tensor,
-};
+use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
 use std::fmt::Debug;
 
 /// Two backends to compare.
@@ -33,7 +31,7 @@ pub struct Pair<A, B> {
     pub strict: bool,
 }
 
-impl<A: Kernels, B: Kernels> Pair<A, B> {
+impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
         Self { a, b, strict: false }
@@ -49,16 +47,16 @@ impl<A: Kernels, B: Kernels> Pair<A, B> {
     /// # Panics
     /// With a report, if one refuses the case or they do not agree.
     #[track_caller]
-    pub(crate) fn check<C: Case>(&self, case: &C) {
+    pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
         let a = run(&self.a, case, Pads::Zero);
         let b = run(&self.b, case, Pads::Zero);
-        let agreement = if self.strict { Agreement::Bitwise } else { case.agreement::<A>() };
+        let agreement = if self.strict { Agreement::Bitwise } else { Case::<A>::agreement(case) };
         b.require_agreement(
             agreement,
             &a,
             &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()),
         );
-        if C::RAGGED {
+        if <C as Case<B>>::RAGGED {
             // Only of `b`: the specification is itself put under test as the `b` of another pair.
             let case_name = format!("{case:?}\n  {}, with pads of NaN against pads of zeros", self.b.name());
             run(&self.b, case, Pads::Poison).require_agreement(Agreement::Bitwise, &b, &case_name);
@@ -70,7 +68,7 @@ impl<A: Kernels, B: Kernels> Pair<A, B> {
     /// # Panics
     /// With a report, if one does not.
     #[track_caller]
-    pub(crate) fn check_refused<C: Case>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
+    pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         let results = [
             (self.a.name(), case.run(&self.a, Pads::Zero).err()),
             (self.b.name(), case.run(&self.b, Pads::Zero).err()),
@@ -85,7 +83,7 @@ impl<A: Kernels, B: Kernels> Pair<A, B> {
 /// Runs one operation's conformance test on a pair, or says that it was skipped where the pair is `None` (an instruction
 /// set or a device this machine lacks).
 #[track_caller]
-pub fn on<A: Kernels, B: Kernels>(pair: impl Into<Option<Pair<A, B>>>, name: &str, op: impl Fn(&Pair<A, B>)) {
+pub fn on<A: Backend, B: Backend>(pair: impl Into<Option<Pair<A, B>>>, name: &str, op: impl Fn(&Pair<A, B>)) {
     match pair.into() {
         Some(pair) => op(&pair),
         None => skip(&format!("{name}: this machine lacks what the backend needs")),
@@ -93,7 +91,7 @@ pub fn on<A: Kernels, B: Kernels>(pair: impl Into<Option<Pair<A, B>>>, name: &st
 }
 
 #[track_caller]
-fn run<B: Kernels, C: Case>(b: &B, case: &C, pads: Pads) -> Outputs {
+fn run<B: Backend, C: Case<B>>(b: &B, case: &C, pads: Pads) -> Outputs {
     match case.run(b, pads) {
         Ok(outputs) => outputs,
         Err(e) => panic!("{case:?}\n  {}: {e}", b.name()),
@@ -111,15 +109,15 @@ pub(crate) enum Pads {
 
 /// One run of one operation. The struct holds its parameters alone, so that `Debug` says what failed; values are made
 /// anew from streams.
-pub(crate) trait Case: Debug {
+pub(crate) trait Case<B: Backend>: Debug {
     /// Whether operands have pads that may hold anything.
     const RAGGED: bool = false;
 
     /// What is owed.
-    fn agreement<B: Kernels>(&self) -> Agreement;
+    fn agreement(&self) -> Agreement;
 
     /// Makes the operands, runs the operation, brings its results to the host.
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs>;
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs>;
 }
 
 /// Results on the host, by name.
@@ -316,16 +314,30 @@ fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
 
-/// Makes a module of this name with one `#[test]` for every operation, on a [`Pair`] or an
-/// `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
+/// Makes a module of this name with one `#[test]` for every operation, or for those of one trait (`Convert`, `Products`,
+/// `Model`), on a [`Pair`] or an `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident, $pair:expr) => {
+        mod $name {
+            use super::*;
+            $crate::conformance!(convert, $pair, Convert);
+            $crate::conformance!(products, $pair, Products);
+            $crate::conformance!(model, $pair, Model);
+        }
+    };
+    ($name:ident, $pair:expr, Convert) => {
         $crate::conformance!(@tests $name, $pair,
             quantize dequantize transcode cast transpose init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
-            gemm grouped_gemm grouped_wgrad
+        );
+    };
+    ($name:ident, $pair:expr, Products) => {
+        $crate::conformance!(@tests $name, $pair, gemm grouped_gemm grouped_wgrad);
+    };
+    ($name:ident, $pair:expr, Model) => {
+        $crate::conformance!(@tests $name, $pair,
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
             add sum_shards sum_squares adamw
         );
@@ -337,7 +349,7 @@ macro_rules! conformance {
             $(
                 #[test]
                 fn $op() {
-                    let name = concat!(stringify!($name), "::", stringify!($op));
+                    let name = concat!(module_path!(), "::", stringify!($op));
                     $crate::conformance::on($pair, name, $crate::conformance::$op);
                 }
             )*
@@ -353,9 +365,12 @@ mod tests {
     #[test]
     fn every_operation_of_the_backend_traits_is_tested() {
         let list = include_str!("conformance.rs");
-        let from = list.find("quantize dequantize").unwrap();
-        let mut listed: Vec<&str> =
-            list[from..from + list[from..].find(");").unwrap()].split_whitespace().collect();
+        let ops = |group: &str| {
+            let from = list.find(&format!("$pair:expr, {group}) =>")).unwrap();
+            let body = list[from..].split_once("@tests $name, $pair,").unwrap().1;
+            body.split_once(");").unwrap().0.split_whitespace()
+        };
+        let mut listed: Vec<&str> = ["Convert", "Products", "Model"].into_iter().flat_map(ops).collect();
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");
         let backend = std::fs::read_to_string(path).unwrap();
         let method =

@@ -143,6 +143,11 @@ impl Config {
     }
 }
 
+/// The instances built for it.
+pub(super) fn instances() -> Vec<super::Instance> {
+    Config::ALL.iter().map(|c| super::Instance { spec: c.spec(), shared_bytes: c.shared_bytes() }).collect()
+}
+
 /// The operands, all on one device.
 #[derive(Debug)]
 pub struct GemmFp8Block<'a> {

@@ -1,4 +1,45 @@
 //! One file an operation, each in three steps: a description, checked; the configuration chosen for it, a pure function that
 //! can be printed and tested without a GPU; the launch.
 
+pub(crate) mod dequantize;
+pub(crate) mod elementwise;
 pub mod gemm_fp8_block;
+pub(crate) mod init_normal;
+pub(crate) mod permute;
+pub(crate) mod plan_permute;
+pub(crate) mod quantize;
+pub(crate) mod route;
+pub(crate) mod swiglu;
+pub(crate) mod swiglu_backward;
+pub(crate) mod transcode;
+pub(crate) mod wire;
+
+use crate::jit::KernelSpec;
+
+/// A kernel instance that an operation may launch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Instance {
+    /// What NVRTC compiles.
+    pub spec: KernelSpec,
+    /// Dynamic shared memory of its launch, in bytes.
+    pub shared_bytes: usize,
+}
+
+/// Every instance that operations launch, by operation: the compile check goes through them all.
+pub fn instances() -> Vec<Instance> {
+    [
+        gemm_fp8_block::instances(),
+        quantize::instances(),
+        dequantize::instances(),
+        transcode::instances(),
+        swiglu::instances(),
+        swiglu_backward::instances(),
+        permute::instances(),
+        wire::instances(),
+        plan_permute::instances(),
+        route::instances(),
+        elementwise::instances(),
+        init_normal::instances(),
+    ]
+    .concat()
+}

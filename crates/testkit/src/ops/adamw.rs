@@ -1,7 +1,7 @@
 use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::input::{Input, stream};
 use nibble_core::ops::AdamW;
-use nibble_core::{Agreement, Kernels, Result, Tensor};
+use nibble_core::{Agreement, Model, Result, Tensor};
 
 #[derive(Debug)]
 struct Step {
@@ -12,12 +12,12 @@ struct Step {
     grad_scale: f32,
 }
 
-impl Case for Step {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Step {
+    fn agreement(&self) -> Agreement {
         AdamW::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let tensor = |name: &str, f: fn(f32) -> f32, input: Input| {
             let x: Vec<f32> = input.values(&stream(name), self.rows * self.cols).into_iter().map(f).collect();
             Tensor::from_f32(b, &x, self.rows, self.cols)
@@ -52,7 +52,7 @@ impl Case for Step {
 }
 
 /// Conformance of [`AdamW`].
-pub fn adamw<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn adamw<A: Model, B: Model>(pair: &Pair<A, B>) {
     for (i, grad) in Input::ALL.into_iter().enumerate() {
         let (rows, cols) = [(1, 1), (3, 37), (448, 128)][i % 3];
         pair.check(&Step { rows, cols, grad, weight_decay: 0.1, grad_scale: 0.37 });

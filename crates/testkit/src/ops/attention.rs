@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{Attention, AttentionBackward, AttentionOut};
-use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Heads {
@@ -17,12 +17,12 @@ struct Heads {
 }
 
 impl Heads {
-    fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize) -> Result<Tensor<B>> {
+    fn tensor<B: Model>(&self, b: &B, name: &str, heads: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, heads * self.head_dim);
         plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
     }
 
-    fn qkv<B: Kernels>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
+    fn qkv<B: Model>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
         Ok([
             self.tensor(b, "attention.q", self.heads)?,
             self.tensor(b, "attention.k", self.kv_heads)?,
@@ -30,7 +30,7 @@ impl Heads {
         ])
     }
 
-    fn forward<B: Kernels>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
+    fn forward<B: Model>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
         Attention { q, k, v, head_dim: self.head_dim, seq_len: self.seq_len }.run(b)
     }
 }
@@ -38,12 +38,12 @@ impl Heads {
 #[derive(Debug)]
 struct Forward(Heads);
 
-impl Case for Forward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Forward {
+    fn agreement(&self) -> Agreement {
         Attention::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let made = self.0.forward(b, &self.0.qkv(b)?)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made.out)?;
@@ -55,12 +55,12 @@ impl Case for Forward {
 #[derive(Debug)]
 struct Backward(Heads);
 
-impl Case for Backward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Backward {
+    fn agreement(&self) -> Agreement {
         AttentionBackward::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Heads { head_dim, seq_len, heads, .. } = self.0;
         let qkv = self.0.qkv(b)?;
         let made = self.0.forward(b, &qkv)?;
@@ -95,11 +95,11 @@ fn cases(strict: bool) -> Vec<Heads> {
 }
 
 /// Conformance of [`Attention`].
-pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn attention<A: Model, B: Model>(pair: &Pair<A, B>) {
     cases(pair.strict).into_iter().for_each(|heads| pair.check(&Forward(heads)));
 }
 
 /// Conformance of [`AttentionBackward`].
-pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn attention_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
     cases(pair.strict).into_iter().for_each(|heads| pair.check(&Backward(heads)));
 }

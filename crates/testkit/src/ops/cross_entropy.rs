@@ -1,7 +1,7 @@
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use nibble_core::ops::CrossEntropy;
-use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
+use nibble_core::{Agreement, DType, Error, Model, Result, Tensor};
 
 #[derive(Debug)]
 struct Rows {
@@ -13,12 +13,12 @@ struct Rows {
     max_target: usize,
 }
 
-impl Case for Rows {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Rows {
+    fn agreement(&self) -> Agreement {
         CrossEntropy::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let logits = self.input.values(&stream("logits"), self.rows * self.vocab);
         let logits = Tensor::from_f32(b, &logits, self.rows, self.vocab)?;
         let bits = stream("targets");
@@ -42,7 +42,7 @@ impl Case for Rows {
 }
 
 /// Conformance of [`CrossEntropy`], and the refusal of a target outside the vocabulary.
-pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn cross_entropy<A: Model, B: Model>(pair: &Pair<A, B>) {
     for (i, input) in Input::ALL.into_iter().enumerate() {
         for (rows, vocab) in [(1, 1), (5, 33), (70, 257), (96, 1000)] {
             let grad = [None, Some(DType::F32), Some(DType::Bf16)][(i + rows) % 3];

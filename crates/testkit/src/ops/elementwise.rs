@@ -4,7 +4,7 @@ use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
-use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+use nibble_core::{Agreement, Backend, Convert, DType, Model, Result, Tensor};
 
 /// A matrix of a kind of values.
 #[derive(Debug, Clone, Copy)]
@@ -16,7 +16,7 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn upload<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
+    fn upload<B: Backend>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.cols), self.rows, self.cols)
     }
 
@@ -31,7 +31,7 @@ impl Matrix {
     }
 }
 
-fn one_tensor<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<Outputs> {
+fn one_tensor<B: Backend>(b: &B, x: &Tensor<B>) -> Result<Outputs> {
     let mut out = Outputs::default();
     out.tensor(b, "out", x)?;
     Ok(out)
@@ -40,18 +40,18 @@ fn one_tensor<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<Outputs> {
 #[derive(Debug)]
 struct Casting(Matrix, DType);
 
-impl Case for Casting {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Casting {
+    fn agreement(&self) -> Agreement {
         Cast::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         one_tensor(b, &Cast { x: &self.0.upload(b, "cast")?, dtype: self.1 }.run(b)?)
     }
 }
 
 /// Conformance of [`Cast`].
-pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn cast<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         PLAIN.into_iter().for_each(|dtype| pair.check(&Casting(matrix, dtype)));
     }
@@ -60,19 +60,19 @@ pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Adding(Matrix, Input);
 
-impl Case for Adding {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Adding {
+    fn agreement(&self) -> Agreement {
         Add::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (x, y) = (self.0.upload(b, "add.a")?, Matrix { input: self.1, ..self.0 }.upload(b, "add.b")?);
         one_tensor(b, &Add { a: &x, b: &y }.run(b)?)
     }
 }
 
 /// Conformance of [`Add`].
-pub fn add<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn add<A: Model, B: Model>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         pair.check(&Adding(matrix, matrix.input));
         pair.check(&Adding(matrix, Input::Normal));
@@ -82,18 +82,18 @@ pub fn add<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Transposing(Matrix, usize);
 
-impl Case for Transposing {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Transposing {
+    fn agreement(&self) -> Agreement {
         Transpose::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         one_tensor(b, &Transpose { x: &self.0.upload(b, "transpose")?, stack: self.1 }.run(b)?)
     }
 }
 
 /// Conformance of [`Transpose`].
-pub fn transpose<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn transpose<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for dtype in PLAIN {
         for (stack, rows, cols) in [(1, 1, 1), (1, 33, 65), (3, 7, 100), (4, 128, 96), (2, 320, 96)] {
             let matrix = Matrix { dtype, rows: stack * rows, cols, input: Input::NonFinite };
@@ -111,12 +111,12 @@ struct Initial {
     std: f32,
 }
 
-impl Case for Initial {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Initial {
+    fn agreement(&self) -> Agreement {
         InitNormal::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let stream = Stream::new(self.seed, Purpose::Init, 0x1234_5678, 0);
         let Self { first, rows, cols, std, .. } = *self;
         one_tensor(b, &InitNormal { stream, first, rows, cols, std }.run(b)?)
@@ -124,7 +124,7 @@ impl Case for Initial {
 }
 
 /// Conformance of [`InitNormal`].
-pub fn init_normal<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn init_normal<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     // An odd first element starts within a block of random bits; a late one carries into the counter's high word.
     for first in [0, 1, 7, 12_345, (1 << 34) - 3] {
         pair.check(&Initial { seed: 0xFEDC_BA98_7654_3210, first, rows: 5, cols: 33, std: 0.02 });
@@ -135,18 +135,18 @@ pub fn init_normal<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Shards(Matrix, usize);
 
-impl Case for Shards {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Shards {
+    fn agreement(&self) -> Agreement {
         SumShards::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         one_tensor(b, &SumShards { x: &self.0.upload(b, "sum_shards")?, shards: self.1 }.run(b)?)
     }
 }
 
 /// Conformance of [`SumShards`].
-pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn sum_shards<A: Model, B: Model>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for (shards, rows, cols) in [(1, 3, 5), (2, 1, 1), (4, 17, 129), (8, 3, 700), (4, 96, 320)] {
             pair.check(&Shards(Matrix { dtype: DType::F32, rows: shards * rows, cols, input }, shards));
@@ -157,12 +157,12 @@ pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Squares(Matrix, usize);
 
-impl Case for Squares {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Squares {
+    fn agreement(&self) -> Agreement {
         SumSquares::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let mut out = Outputs::default();
         out.values("sums", SumSquares { x: &self.0.upload(b, "sum_squares")?, parts: self.1 }.run(b)?);
         Ok(out)
@@ -170,7 +170,7 @@ impl Case for Squares {
 }
 
 /// Conformance of [`SumSquares`].
-pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for (parts, rows, cols) in [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448)] {
             pair.check(&Squares(Matrix { dtype: DType::F32, rows: parts * rows, cols, input }, parts));

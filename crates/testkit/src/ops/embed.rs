@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{Embed, EmbedBackward};
-use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
+use nibble_core::{Agreement, DType, Error, Model, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Tokens {
@@ -18,7 +18,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn ids<B: Kernels>(&self, b: &B) -> Result<B::Buf<i32>> {
+    fn ids<B: Model>(&self, b: &B) -> Result<B::Buf<i32>> {
         let bits = stream("ids");
         // Zipf-like: the product of two uniforms repeats small ids often; the first is the largest.
         let id = |t: u64| (bits.f32_at(2 * t) * bits.f32_at(2 * t + 1) * (self.max_id + 1) as f32) as i32;
@@ -52,12 +52,12 @@ impl Tokens {
 #[derive(Debug)]
 struct Forward(Tokens);
 
-impl Case for Forward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Forward {
+    fn agreement(&self) -> Agreement {
         Embed::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Tokens { vocab, d, dtype, input, .. } = self.0;
         let table = Tensor::from_f32(b, &input.values(&stream("table"), vocab * d), vocab, d)?;
         let mut out = Outputs::default();
@@ -67,7 +67,7 @@ impl Case for Forward {
 }
 
 /// Conformance of [`Embed`], and the refusal of an id outside the table.
-pub fn embed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn embed<A: Model, B: Model>(pair: &Pair<A, B>) {
     Tokens::all().for_each(|tokens| pair.check(&Forward(tokens)));
     let outside = Forward(Tokens::outside());
     pair.check_refused(&outside, |e| matches!(e, Error::Shape { argument: "ids", .. }));
@@ -76,12 +76,12 @@ pub fn embed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Backward(Tokens);
 
-impl Case for Backward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Backward {
+    fn agreement(&self) -> Agreement {
         EmbedBackward::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Tokens { tokens, vocab, d, dtype, input, shards, .. } = self.0;
         let dy = plain(b, dtype, &input.values(&stream("embed.dy"), tokens * d), tokens, d)?;
         let grad = Input::Normal.values(&stream("embed.grad"), shards * vocab * d);
@@ -96,7 +96,7 @@ impl Case for Backward {
 }
 
 /// Conformance of [`EmbedBackward`], and the refusal of an id outside the table.
-pub fn embed_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn embed_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
     Tokens::all().for_each(|tokens| pair.check(&Backward(tokens)));
     let outside = Backward(Tokens::outside());
     pair.check_refused(&outside, |e| matches!(e, Error::Shape { argument: "ids", .. }));

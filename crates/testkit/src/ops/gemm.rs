@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{Agreement, DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{Agreement, DType, Operand, Products, Result, Tensor};
 
 /// How one operand is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,7 +30,7 @@ struct Matrix<'a> {
 }
 
 impl Matrix<'_> {
-    fn upload<B: Kernels>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
+    fn upload<B: Products>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
         let (rows, cols) = (self.rows, self.cols);
         let mut x = self.input.values(&stream(self.name), rows * cols);
         // Column planes are zero past a group's length by contract, so only rows can be poisoned.
@@ -99,12 +99,12 @@ fn pairs() -> Vec<(Stored, Stored)> {
     pairs
 }
 
-impl Case for Product {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Products> Case<B> for Product {
+    fn agreement(&self) -> Agreement {
         owed(Gemm::<B>::AGREEMENT, self.input)
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { m, n, k, input, .. } = *self;
         let matrix = |name, rows| Matrix { name, input, rows, cols: k, stack: 1, ragged: None };
         let (x, w) = (matrix("gemm.a", m).upload(b, self.a)?, matrix("gemm.b", n).upload(b, self.b)?);
@@ -115,7 +115,7 @@ impl Case for Product {
 }
 
 /// Conformance of [`Gemm`].
-pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
     let mut shapes = vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 65, 128)];
     shapes.extend(MoeShape::ALL[..3].iter().map(|s| s.scaled(16, 8)).map(|s| (20, s.f, s.d)));
     for (a, b) in pairs() {
@@ -149,14 +149,14 @@ fn align(stored: Stored) -> usize {
 
 const GROUPS: usize = 5;
 
-impl Case for Grouped {
+impl<B: Products> Case<B> for Grouped {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         owed(GroupedGemm::<B>::AGREEMENT, self.input)
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, .. } = *self;
         // One more than needed also where nothing is aligned, so that there are pads.
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
@@ -179,7 +179,7 @@ impl Case for Grouped {
 }
 
 /// Conformance of [`GroupedGemm`].
-pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn grouped_gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
     for (i, (x, w)) in pairs().into_iter().enumerate() {
         for (j, spread) in Spread::ALL.into_iter().enumerate() {
@@ -209,14 +209,14 @@ struct Wgrad {
     input: Input,
 }
 
-impl Case for Wgrad {
+impl<B: Products> Case<B> for Wgrad {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         owed(GroupedWgrad::<B>::AGREEMENT, self.input)
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, accumulate, .. } = *self;
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
         ragged.pad_to(ragged.capacity + align(self.x));
@@ -242,7 +242,7 @@ impl Case for Wgrad {
 }
 
 /// Conformance of [`GroupedWgrad`].
-pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
     let mut stored = PLAIN.map(|t| (Stored::Plain(t), Stored::Plain(t))).to_vec();
     for (dy, x) in
         [((E4m3, Amax), (E4m3, Amax)), ((E4m3, Rceil), (E4m3, Rceil)), ((E5m2, Rceil), (E4m3, Amax))]

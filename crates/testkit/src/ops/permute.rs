@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread, slots};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
-use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
+use nibble_core::{Agreement, Convert, DType, Error, Operand, PermuteMap, Result, RowKind};
 
 /// Received tokens and where their slots go.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +45,7 @@ impl Received {
         RaggedRows::new(&(0..self.experts).map(count).collect::<Vec<_>>(), self.align)
     }
 
-    fn plan<B: Kernels>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
+    fn plan<B: Convert>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
         let token_id: Vec<i32> = (0..self.tokens as i32).map(|t| 3 * t + 17).collect();
         let (expert, token_id) = (b.upload(&self.slots())?, b.upload(&token_id)?);
         PlanPermute {
@@ -63,12 +63,12 @@ impl Received {
 #[derive(Debug)]
 struct Planning(Received, usize);
 
-impl Case for Planning {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Planning {
+    fn agreement(&self) -> Agreement {
         PlanPermute::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let map = self.0.plan(b, self.1)?;
         let mut out = Outputs::default();
         let buffers = [
@@ -89,7 +89,7 @@ impl Case for Planning {
 }
 
 /// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for.
-pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all() {
         let rows = received.rows();
         pair.check(&Planning(received, rows.capacity));
@@ -120,7 +120,7 @@ const KINDS: [Kind; 6] = [
 ];
 
 impl Kind {
-    fn rows<B: Kernels>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
+    fn rows<B: Convert>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
         let x = Input::NonFinite.values(&stream("rows"), rows * cols);
         Ok(match self {
             Kind::Plain(dtype) => Operand::Plain(plain(b, dtype, &x, rows, cols)?),
@@ -135,12 +135,12 @@ impl Kind {
 #[derive(Debug)]
 struct Permuting(Received, Kind, usize);
 
-impl Case for Permuting {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Permuting {
+    fn agreement(&self) -> Agreement {
         Permute::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self(received, kind, cols) = *self;
         let map = received.plan(b, received.rows().capacity)?;
         let rows = kind.rows(b, received.tokens, cols)?;
@@ -152,7 +152,7 @@ impl Case for Permuting {
 }
 
 /// Conformance of [`Permute`]: pads are promised, and compared.
-pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
             pair.check(&Permuting(received, kind, [96, 160][i % 2]));
@@ -163,14 +163,14 @@ pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Unpermuting(Received, DType, usize);
 
-impl Case for Unpermuting {
+impl<B: Convert> Case<B> for Unpermuting {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         Unpermute::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self(received, dtype, cols) = *self;
         let rows = received.rows();
         let map = received.plan(b, rows.capacity)?;
@@ -183,7 +183,7 @@ impl Case for Unpermuting {
 }
 
 /// Conformance of [`Unpermute`].
-pub fn unpermute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn unpermute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all() {
         PLAIN.into_iter().for_each(|dtype| pair.check(&Unpermuting(received, dtype, 96)));
     }
@@ -192,12 +192,12 @@ pub fn unpermute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Gathering(Received);
 
-impl Case for Gathering {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Gathering {
+    fn agreement(&self) -> Agreement {
         GatherScalars::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let received = self.0;
         let map = received.plan(b, received.rows().capacity)?;
         let mut out = Outputs::default();
@@ -212,7 +212,7 @@ impl Case for Gathering {
 }
 
 /// Conformance of [`GatherScalars`].
-pub fn gather_scalars<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn gather_scalars<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     Received::all().into_iter().for_each(|received| pair.check(&Gathering(received)));
 }
 
@@ -225,12 +225,12 @@ struct Combining {
     input: Input,
 }
 
-impl Case for Combining {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Combining {
+    fn agreement(&self) -> Agreement {
         CombineSlots::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { top_k, cols, .. } = *self;
         let rows = self.tokens * top_k;
         let rows = plain(b, self.dtype, &self.input.values(&stream("combine"), rows * cols), rows, cols)?;
@@ -241,7 +241,7 @@ impl Case for Combining {
 }
 
 /// Conformance of [`CombineSlots`].
-pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn combine_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for dtype in PLAIN {
             for (tokens, top_k, cols) in [(1, 1, 1), (5, 3, 33), (17, 8, 300), (64, 6, 448)] {
@@ -265,7 +265,7 @@ impl Wire {
         (0..self.sent as u64).map(|i| (stream("wire").u32_at(i) as usize % self.rows) as i32).collect()
     }
 
-    fn pack<B: Kernels>(&self, b: &B) -> Result<(B::Buf<u8>, RowKind)> {
+    fn pack<B: Convert>(&self, b: &B) -> Result<(B::Buf<u8>, RowKind)> {
         let rows = self.kind.rows(b, self.rows, self.cols)?;
         let index = b.upload(&self.index())?;
         Ok((PackRows { rows: &rows, index: &index }.run(b)?, rows.row_kind()))
@@ -281,12 +281,12 @@ impl Wire {
 #[derive(Debug)]
 struct Packing(Wire);
 
-impl Case for Packing {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Packing {
+    fn agreement(&self) -> Agreement {
         PackRows::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (bytes, _) = self.0.pack(b)?;
         let mut out = Outputs::default();
         out.buf(b, "bytes", &bytes, None)?;
@@ -295,19 +295,19 @@ impl Case for Packing {
 }
 
 /// Conformance of [`PackRows`].
-pub fn pack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn pack_rows<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Packing(wire)));
 }
 
 #[derive(Debug)]
 struct Unpacking(Wire);
 
-impl Case for Unpacking {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Unpacking {
+    fn agreement(&self) -> Agreement {
         UnpackRows::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (bytes, kind) = self.0.pack(b)?;
         let mut out = Outputs::default();
         out.operand(b, "out", &UnpackRows { bytes: &bytes, kind }.run(b)?)?;
@@ -316,6 +316,6 @@ impl Case for Unpacking {
 }
 
 /// Conformance of [`UnpackRows`].
-pub fn unpack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn unpack_rows<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Unpacking(wire)));
 }

@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Dequantize, Planes, Quantize};
-use nibble_core::{Agreement, DType, Kernels, Result};
+use nibble_core::{Agreement, Convert, DType, Result};
 
 /// Every rule of every block format, to nearest.
 pub(super) fn codecs() -> impl Iterator<Item = Codec> {
@@ -41,12 +41,12 @@ struct Dense {
     input: Input,
 }
 
-impl Case for Dense {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Dense {
+    fn agreement(&self) -> Agreement {
         Quantize::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, planes, rows, cols, .. } = *self;
         let x = plain(b, self.dtype, &self.input.values(&stream("quantize"), rows * cols), rows, cols)?;
         let random = codec.rounding().is_random().then(|| stream("quantize.random"));
@@ -68,14 +68,14 @@ struct Ragged {
     input: Input,
 }
 
-impl Case for Ragged {
+impl<B: Convert> Case<B> for Ragged {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         Quantize::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, .. } = *self;
         let rows = RaggedRows::of(self.spread, 5, self.rows, 128);
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
@@ -104,7 +104,7 @@ fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
 }
 
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows.
-pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for codec in codecs() {
         for (planes, rows, cols, stack) in shapes(codec.format()) {
             for (i, input) in Input::ALL.into_iter().enumerate() {
@@ -163,12 +163,12 @@ struct Decoding {
     dtype: DType,
 }
 
-impl Case for Decoding {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Decoding {
+    fn agreement(&self) -> Agreement {
         Dequantize::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, axis, rows, cols, stack, dtype, .. } = *self;
         let x = self.input.values(&stream("dequantize"), rows * cols);
         let x = HostBlock::quantize(codec, axis, &x, rows, cols, stack).upload(b)?;
@@ -186,12 +186,12 @@ struct DecodingAny {
     dtype: DType,
 }
 
-impl Case for DecodingAny {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for DecodingAny {
+    fn agreement(&self) -> Agreement {
         Dequantize::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (rows, cols) = (128, 320);
         let x = HostBlock::random(self.format, self.axis, rows, cols, &stream("dequantize")).upload(b)?;
         let mut out = Outputs::default();
@@ -201,7 +201,7 @@ impl Case for DecodingAny {
 }
 
 /// Conformance of [`Dequantize`].
-pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for codec in codecs() {
         for (planes, rows, cols, stack) in shapes(codec.format()) {
             let axis = match planes {

@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
-use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Rows {
@@ -15,15 +15,15 @@ struct Rows {
 }
 
 impl Rows {
-    fn x<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
+    fn x<B: Model>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.d), self.rows, self.d)
     }
 
-    fn weight<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
+    fn weight<B: Model>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::from_f32(b, &Input::Normal.values(&stream("rms_norm.weight"), self.d), 1, self.d)
     }
 
-    fn forward<B: Kernels>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
+    fn forward<B: Model>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
         RmsNorm { x, weight: &self.weight(b)?, eps: 1e-6 }.run(b)
     }
 
@@ -40,12 +40,12 @@ impl Rows {
 #[derive(Debug)]
 struct Forward(Rows);
 
-impl Case for Forward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Forward {
+    fn agreement(&self) -> Agreement {
         RmsNorm::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let made = self.0.forward(b, &self.0.x(b, "rms_norm.x")?)?;
         let mut out = Outputs::default();
         out.tensor(b, "y", &made.y)?;
@@ -55,19 +55,19 @@ impl Case for Forward {
 }
 
 /// Conformance of [`RmsNorm`].
-pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn rms_norm<A: Model, B: Model>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Forward(rows)));
 }
 
 #[derive(Debug)]
 struct Backward(Rows);
 
-impl Case for Backward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Backward {
+    fn agreement(&self) -> Agreement {
         RmsNormBackward::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Rows { d, shards, .. } = self.0;
         let (x, dy, weight) = (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.weight(b)?);
         let inv_rms = self.0.forward(b, &x)?.inv_rms;
@@ -84,6 +84,6 @@ impl Case for Backward {
 }
 
 /// Conformance of [`RmsNormBackward`].
-pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn rms_norm_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Backward(rows)));
 }

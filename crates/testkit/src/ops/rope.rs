@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::Rope;
-use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
 #[derive(Debug)]
 struct Heads {
@@ -28,12 +28,12 @@ fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     (0..positions).flat_map(row).collect()
 }
 
-impl Case for Heads {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Model> Case<B> for Heads {
+    fn agreement(&self) -> Agreement {
         Rope::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { seq_len, head_dim, first_position, inverse, .. } = *self;
         let (rows, cols) = (self.sequences * seq_len, self.heads * head_dim);
         let x = plain(b, self.dtype, &self.input.values(&stream("rope"), rows * cols), rows, cols)?;
@@ -47,7 +47,7 @@ impl Case for Heads {
 }
 
 /// Conformance of [`Rope`].
-pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn rope<A: Model, B: Model>(pair: &Pair<A, B>) {
     let sizes = [(1, 1, 1, 2, 0), (2, 5, 3, 6, 3), (3, 17, 4, 16, 0), (2, 64, 8, 32, 7), (1, 96, 2, 128, 0)];
     for (i, input) in Input::ALL.into_iter().enumerate() {
         for (sequences, seq_len, heads, head_dim, first_position) in sizes {

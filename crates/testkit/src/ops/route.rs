@@ -2,7 +2,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use crate::shapes::MoeShape;
 use nibble_core::ops::{Route, RouteBackward, Routing};
-use nibble_core::{Agreement, Kernels, Result, Tensor};
+use nibble_core::{Agreement, Convert, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Tokens {
@@ -15,12 +15,12 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn logits<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
+    fn logits<B: Convert>(&self, b: &B) -> Result<Tensor<B>> {
         let logits = self.input.values(&stream("router"), self.tokens * self.experts);
         Tensor::from_f32(b, &logits, self.tokens, self.experts)
     }
 
-    fn forward<B: Kernels>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
+    fn forward<B: Convert>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
         Route { logits, top_k: self.top_k, normalize: self.normalize, shards: self.shards }.run(b)
     }
 
@@ -43,12 +43,12 @@ impl Tokens {
 #[derive(Debug)]
 struct Forward(Tokens);
 
-impl Case for Forward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Forward {
+    fn agreement(&self) -> Agreement {
         Route::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let routing = self.0.forward(b, &self.0.logits(b)?)?;
         let mut out = Outputs::default();
         out.buf(b, "expert", &routing.expert, None)?;
@@ -61,19 +61,19 @@ impl Case for Forward {
 }
 
 /// Conformance of [`Route`].
-pub fn route<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn route<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     Tokens::all().into_iter().for_each(|tokens| pair.check(&Forward(tokens)));
 }
 
 #[derive(Debug)]
 struct Backward(Tokens);
 
-impl Case for Backward {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Backward {
+    fn agreement(&self) -> Agreement {
         RouteBackward::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Tokens { tokens, top_k, normalize, shards, .. } = self.0;
         let logits = self.0.logits(b)?;
         let routing = self.0.forward(b, &logits)?;
@@ -96,7 +96,7 @@ impl Case for Backward {
 }
 
 /// Conformance of [`RouteBackward`].
-pub fn route_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn route_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     // Where the logits hold a NaN there is no routing to go back through.
     let finite = Tokens::all().into_iter().filter(|t| t.input != Input::NonFinite);
     finite.for_each(|tokens| pair.check(&Backward(tokens)));

@@ -5,7 +5,7 @@ use crate::input::Input;
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
-use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
+use nibble_core::{Agreement, Backend, Convert, DType, Groups, Operand, Result};
 
 /// The rows of a case, and how they are divided.
 #[derive(Debug, Clone, Copy)]
@@ -57,14 +57,14 @@ struct Forward {
     save: bool,
 }
 
-impl Case for Forward {
+impl<B: Convert> Case<B> for Forward {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         Swiglu::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let h = self.rows.plain(b, "swiglu.h", 2 * self.rows.f, pads)?;
         let (weight, groups) = (self.rows.weight(b, pads)?, self.rows.groups(b)?);
         let save_h = self.save.then(|| codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven));
@@ -108,7 +108,7 @@ fn all_rows() -> Vec<Rows> {
 }
 
 /// Conformance of [`Swiglu`].
-pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn swiglu<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     let emits = [
         Emit::Plain(DType::F32),
         Emit::Plain(DType::Bf16),
@@ -132,14 +132,14 @@ struct Backward {
     a: Emit,
 }
 
-impl Case for Backward {
+impl<B: Convert> Case<B> for Backward {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         SwigluBackward::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let (rows, cols) = (self.rows.ragged(), 2 * self.rows.f);
         let h = if self.saved {
             let x = ragged_values(self.rows.input, "swiglu.h", &rows, cols, Pads::Zero);
@@ -178,7 +178,7 @@ impl Case for Backward {
 }
 
 /// Conformance of [`SwigluBackward`].
-pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn swiglu_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     let emits = [
         (Emit::Plain(DType::F32), Emit::Plain(DType::F32)),
         (Emit::Plain(DType::Bf16), Emit::Plain(DType::Bf16)),

@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;
-use nibble_core::{Agreement, Kernels, Result};
+use nibble_core::{Agreement, Convert, Result};
 
 /// Where the source's codes and scales come from.
 #[derive(Debug, Clone, Copy)]
@@ -44,12 +44,12 @@ impl Source {
     }
 }
 
-impl Case for Dense {
-    fn agreement<B: Kernels>(&self) -> Agreement {
+impl<B: Convert> Case<B> for Dense {
+    fn agreement(&self) -> Agreement {
         Transcode::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, _: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (Conversion { from, to, axis, rule }, rows, cols) = (self.conversion, self.rows, self.cols);
         let values = |input: Input| input.values(&stream("transcode"), rows * cols);
         let x = self.source.block(from, rows, cols, values).upload(b)?;
@@ -69,14 +69,14 @@ struct Ragged {
     cols: usize,
 }
 
-impl Case for Ragged {
+impl<B: Convert> Case<B> for Ragged {
     const RAGGED: bool = true;
 
-    fn agreement<B: Kernels>(&self) -> Agreement {
+    fn agreement(&self) -> Agreement {
         Transcode::<B>::AGREEMENT
     }
 
-    fn run<B: Kernels>(&self, b: &B, pads: Pads) -> Result<Outputs> {
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let (Conversion { from, to, axis, rule }, cols) = (self.conversion, self.cols);
         let rows = RaggedRows::of(self.spread, 4, 200, 128);
         let is_valid = rows.is_valid();
@@ -97,7 +97,7 @@ impl Case for Ragged {
 }
 
 /// Conformance of [`Transcode`]: each conversion there is, exact and inexact, dense and ragged.
-pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     use BlockAxis::{Col, Row};
     use Format::{E4m3, Mxfp4};
     use ScaleRule::{Amax, Ceil, Even, Floor, Rceil};
