@@ -9,6 +9,7 @@ mod env;
 mod error;
 mod eval;
 mod generate;
+mod gpu;
 mod quantize;
 mod ranks;
 mod recipe;

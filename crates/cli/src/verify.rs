@@ -7,9 +7,9 @@
 use crate::console::say;
 use crate::env::Env;
 use crate::error::{Error, Result};
+use crate::gpu;
 use nibble_core::{Backend, Convert, Kernels};
 use nibble_cpu::Cpu;
-use nibble_cuda::Cuda;
 use nibble_testkit::{Pair, conformance};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -46,14 +46,8 @@ pub fn run(args: Args) -> Result<()> {
     if args.cpu {
         return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &all());
     }
-    let gpu = nibble_cuda::probe().usable().next();
-    let gpu = gpu.ok_or_else(|| {
-        Error::usage(format!(
-            "there is no GPU here to verify (--cpu verifies the CPU's vectorised code):\n{}",
-            nibble_cuda::probe()
-        ))
-    })?;
-    verify(&args, &Pair::new(cpu, Cuda::new(gpu.ordinal)?), &conversions())
+    let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
+    verify(&args, &Pair::new(cpu, cuda), &conversions())
 }
 
 /// What a GPU has: the conversions.
