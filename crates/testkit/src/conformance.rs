@@ -342,20 +342,20 @@ macro_rules! conformance {
     ($name:ident, $pair:expr, $group:ident) => { $crate::conformance!(@$group (tests $name, $pair)); };
     ($group:ident) => { $crate::conformance!(@$group (table)) };
     (@Convert $what:tt) => {
-        $crate::conformance!(@expand $what
+        $crate::conformance! { @expand $what
             quantize dequantize transcode cast transpose init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
-        )
+        }
     };
     (@Products $what:tt) => {
-        $crate::conformance!(@expand $what gemm grouped_gemm grouped_wgrad)
+        $crate::conformance! { @expand $what gemm grouped_gemm grouped_wgrad }
     };
     (@Model $what:tt) => {
-        $crate::conformance!(@expand $what
+        $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
             add sum_shards sum_squares adamw
-        )
+        }
     };
     (@expand (table) $($op:ident)*) => {
         [$((stringify!($op), $crate::conformance::$op as fn(&$crate::Pair<_, _>))),*]
@@ -386,7 +386,7 @@ mod tests {
         let ops = |group: &str| {
             let from = list.find(&format!("(@{group} $what:tt) =>")).unwrap();
             let body = list[from..].split_once("@expand $what").unwrap().1;
-            body.split_once(')').unwrap().0.split_whitespace()
+            body.split_once('}').unwrap().0.split_whitespace()
         };
         let mut listed: Vec<&str> = ["Convert", "Products", "Model"].into_iter().flat_map(ops).collect();
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");

@@ -1,13 +1,14 @@
 //! The kernels that are timed: what each moves, how it is called, and the sequence of separate kernels that does the same.
 
+use super::conversion::{Conversion, Work};
 use super::operands::{Operands, codec, normal, uniform};
 use super::traffic::{self, Block, Traffic};
 use nibble_core::ops::*;
 use nibble_core::{Convert, DType, Operand, Result};
-use nibble_formats::{BlockAxis, Purpose, Rounding, ScaleRule, Stream};
+use nibble_formats::{BlockAxis, Rounding};
 
-/// Runs something on a backend.
-pub type Work<B> = Box<dyn Fn(&B) -> Result<()>>;
+/// Prepares a kernel's operands.
+type Build<B> = Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>;
 
 /// A kernel on prepared operands.
 pub struct Case<B> {
@@ -26,7 +27,7 @@ pub struct Kernel<B: Convert> {
     pub against: &'static str,
     /// Its rows are sorted by expert: there is no dense form.
     pub routed: bool,
-    build: Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>,
+    build: Build<B>,
 }
 
 impl<B: Convert> Kernel<B> {
@@ -91,22 +92,15 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
 }
 
 fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
-    let (x, codec, groups) = (o.x()?, codec(to, round)?, o.groups.clone());
-    let random = round.is_random().then(|| Stream::new(1, Purpose::Rounding, 2, 3));
-    let reads_ids = random.is_some() && groups.is_some();
-    let call = move |b: &B, planes| {
-        Quantize { groups: groups.as_ref(), random, ..Quantize::new(&x, codec, planes) }.run(b).map(drop)
-    };
+    let how = |planes| Conversion::Quantize(to, planes, round);
+    let reads_ids = round.is_random() && o.groups.is_some();
     let traffic = traffic::quantize(o.extent, DType::Bf16, to, planes, reads_ids);
-    let (one, other) = (call.clone(), call);
-    let case = Case::new(traffic, move |b| one(b, planes));
-    Ok(match planes {
-        Planes::Both => case.against(move |b| {
-            other(b, Planes::Rows)?;
-            other(b, Planes::Cols)
-        }),
-        _ => case,
-    })
+    let case = Case { traffic, run: how(planes).on(o)?, separate: None };
+    if planes != Planes::Both {
+        return Ok(case);
+    }
+    let (rows, cols) = (how(Planes::Rows).on(o)?, how(Planes::Cols).on(o)?);
+    Ok(case.against(move |b| rows(b).and_then(|()| cols(b))))
 }
 
 /// A weight's two planes, from its F32 master. Dense: a weight has no groups.
@@ -135,16 +129,12 @@ fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
 
 fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxis) -> Result<Case<B>> {
     let (x, groups, codec) = (o.block(from)?, o.groups.clone(), codec(to, NEAREST)?);
-    let (source, ragged) = (x.clone(), groups.clone());
     let planes = if axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
-    let case = Case::new(traffic::transcode(o.extent, from, to, axis), move |b| {
-        Transcode { x: &x, to: to.format, axis, rule: ScaleRule::Rceil, groups: groups.as_ref() }
-            .run(b)
-            .map(drop)
-    });
+    let traffic = traffic::transcode(o.extent, from, to, axis);
+    let case = Case { traffic, run: Conversion::Transcode(from, to, axis).on(o)?, separate: None };
     Ok(case.against(move |b| {
-        let plain = Dequantize { x: &source, dtype: DType::Bf16 }.run(b)?;
-        Quantize { groups: ragged.as_ref(), ..Quantize::new(&plain, codec, planes) }.run(b).map(drop)
+        let plain = Dequantize { x: &x, dtype: DType::Bf16 }.run(b)?;
+        Quantize { groups: groups.as_ref(), ..Quantize::new(&plain, codec, planes) }.run(b).map(drop)
     }))
 }
 
@@ -170,7 +160,7 @@ fn experts<B: Convert>() -> Vec<Kernel<B>> {
         fused("SwiGLU → E4M3 both", "SwiGLU, quantize", Both, None),
         Kernel::new("SwiGLU backward → BF16", "", |o| swiglu_backward(o, false)),
         Kernel::new(
-            "SwiGLU backward → E4M3 dh both, a cols",
+            "SwiGLU backward → E4M3 dh, a columns",
             "dequantize h, SwiGLU backward, quantize dh, quantize a",
             |o| swiglu_backward(o, true),
         ),

@@ -4,6 +4,7 @@
 //! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
 
 mod cases;
+mod conversion;
 mod operands;
 mod peers;
 mod plot;

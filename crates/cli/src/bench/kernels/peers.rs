@@ -30,7 +30,8 @@ const FP8_FLOW: Who = Who {
     source: "github.com/021ai/TransformerEngine-FP8FlowMoe at 4c097bf",
     published: true,
 };
-const COMPILE: Who = Who { name: "torch.compile", source: "PyTorch 2.11.0+cu130", published: false };
+const COMPILE: Who =
+    Who { name: "compile", source: "torch.compile of PyTorch 2.11.0+cu130", published: false };
 const TRITON: Who = Who { name: "Triton", source: "Triton 3.6, untuned kernels", published: false };
 
 /// One project's times of one conversion.
@@ -55,7 +56,7 @@ const FP8_ROWS: &[&str] = &["BF16 → E4M3 rows, F32 scales", "BF16 → E4M3 row
 const FP8_COLS: &[&str] = &["BF16 → E4M3 columns, F32 scales", "BF16 → E4M3 columns"];
 const FP8_BOTH: &[&str] = &["BF16 → E4M3 both, F32 scales", "BF16 → E4M3 both"];
 const TURN: &[&str] = &["E4M3 rows → columns"];
-const BACKWARD: &[&str] = &["SwiGLU backward → E4M3 dh both, a cols"];
+const BACKWARD: &[&str] = &["SwiGLU backward → E4M3 dh, a columns"];
 
 const ROWS: &[Row] = &[
     row(FP4, MXFP4_HOPPER, 0, [491.0, 143.0, 265.0, 109.0, 65.4]),

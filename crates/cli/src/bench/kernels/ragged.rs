@@ -1,60 +1,34 @@
 //! All groups in one launch, against a launch for each group.
 
 use super::Bench;
-use super::operands::{Operands, Shape, codec, uneven};
+use super::conversion::{Conversion, Work};
+use super::operands::{Operands, Shape, uneven};
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::Result;
-use nibble_core::ops::{Planes, Quantize, Transcode};
+use nibble_core::ops::Planes;
 use nibble_core::{Convert, Result as CoreResult};
-use nibble_formats::{BlockAxis, Rounding, ScaleRule};
+use nibble_formats::{BlockAxis, Rounding};
 use serde_json::{Value, json};
 
 const SHAPE: Shape = Shape { rows: 8192, cols: 7168 };
 const GROUPS: usize = 64;
 
-/// A conversion of ragged or dense rows.
-#[derive(Debug, Clone, Copy)]
-enum How {
-    Quantize,
-    Lift(BlockAxis),
-}
-
-const TIMED: [(&str, How); 3] = [
-    ("BF16 → MXFP4 rows", How::Quantize),
-    ("MXFP4 → E4M3 rows (lift)", How::Lift(BlockAxis::Row)),
-    ("MXFP4 → E4M3 columns (lift)", How::Lift(BlockAxis::Col)),
+const TIMED: [(&str, Conversion); 3] = [
+    ("BF16 → MXFP4 rows", Conversion::Quantize(Block::MXFP4, Planes::Rows, Rounding::NearestEven)),
+    ("MXFP4 → E4M3 rows (lift)", Conversion::Transcode(Block::MXFP4, Block::E4M3, BlockAxis::Row)),
+    ("MXFP4 → E4M3 columns (lift)", Conversion::Transcode(Block::MXFP4, Block::E4M3, BlockAxis::Col)),
 ];
 
-/// Runs the conversion of all of `o`'s rows.
-fn convert<B: Convert>(o: &Operands<B>, how: How) -> CoreResult<Box<dyn Fn(&B) -> CoreResult<()>>> {
-    let groups = o.groups.clone();
-    Ok(match how {
-        How::Quantize => {
-            let (x, codec) = (o.x()?, codec(Block::MXFP4, Rounding::NearestEven)?);
-            Box::new(move |b| {
-                Quantize { groups: groups.as_ref(), ..Quantize::new(&x, codec, Planes::Rows) }
-                    .run(b)
-                    .map(drop)
-            })
-        }
-        How::Lift(axis) => {
-            let x = o.block(Block::MXFP4)?;
-            let (to, rule) = (Block::E4M3.format, ScaleRule::Rceil);
-            Box::new(move |b| Transcode { x: &x, to, axis, rule, groups: groups.as_ref() }.run(b).map(drop))
-        }
-    })
+/// All groups in one call.
+fn together<B: Convert>(b: &B, shape: Shape, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
+    how.on(&Operands::new(b, shape, Some(lengths))?)
 }
 
-/// The same with a call for each group, on tensors of its own.
-fn one_by_one<B: Convert>(
-    b: &B,
-    lengths: &[usize],
-    how: How,
-) -> CoreResult<Box<dyn Fn(&B) -> CoreResult<()>>> {
-    let shape = |&rows: &usize| Shape { rows, ..SHAPE };
-    let calls = lengths.iter().map(|rows| convert(&Operands::new(b, shape(rows), None)?, how));
-    let calls = calls.collect::<CoreResult<Vec<_>>>()?;
+/// A call for each group, on tensors of its own.
+fn one_by_one<B: Convert>(b: &B, cols: usize, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
+    let call = |&rows: &usize| how.on(&Operands::new(b, Shape { rows, cols }, None)?);
+    let calls = lengths.iter().map(call).collect::<CoreResult<Vec<_>>>()?;
     Ok(Box::new(move |b| calls.iter().try_for_each(|call| call(b))))
 }
 
@@ -67,8 +41,8 @@ pub fn run(bench: &Bench) -> Result<Value> {
     let mut figures = Vec::new();
     for (name, how) in TIMED {
         let times = || -> CoreResult<[f64; 4]> {
-            let together = convert(&Operands::new(&bench.cuda, SHAPE, Some(&lengths))?, how)?;
-            let apart = one_by_one(&bench.cuda, &lengths, how)?;
+            let together = together(&bench.cuda, SHAPE, &lengths, how)?;
+            let apart = one_by_one(&bench.cuda, SHAPE.cols, &lengths, how)?;
             let (one, many) = (bench.us(&together)?, bench.us(&apart)?);
             Ok([one, many, bench.issued_us(together)?, bench.issued_us(apart)?])
         };
@@ -103,9 +77,9 @@ mod tests {
         let lengths = [3, 0, 40];
         for (name, how) in TIMED {
             let shape = Shape { rows: 43, cols: 64 };
-            let together = Operands::new(&cpu, shape, Some(&lengths)).and_then(|o| convert(&o, how)).unwrap();
+            let together = together(&cpu, shape, &lengths, how).unwrap();
             together(&cpu).unwrap_or_else(|error| panic!("{name}: {error}"));
-            let apart = one_by_one(&cpu, &lengths, how).unwrap();
+            let apart = one_by_one(&cpu, shape.cols, &lengths, how).unwrap();
             apart(&cpu).unwrap_or_else(|error| panic!("{name}, group by group: {error}"));
         }
         assert!(uneven(GROUPS, SHAPE.rows).iter().all(|len| (1..=256).contains(len)));

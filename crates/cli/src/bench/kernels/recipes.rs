@@ -4,15 +4,16 @@
 //! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
 
 use super::Bench;
-use super::operands::{Operands, Shape, codec, uneven};
+use super::conversion::Conversion;
+use super::operands::{Operands, Shape, uneven};
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::{Error, Result};
 use crate::recipe;
-use nibble_core::ops::{Planes, Quantize, Transcode};
+use nibble_core::ops::Planes;
 use nibble_core::recipe::{Kind, Section, Site};
-use nibble_core::{Convert, Recipe, Result as CoreResult};
-use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::{Recipe, Result as CoreResult};
+use nibble_formats::{BlockAxis, Format, ScaleRule};
 use nibble_train::cx::Event;
 use serde_json::{Value, json};
 
@@ -28,22 +29,16 @@ const BASELINE: &str = "fp8-block";
 
 /// One conversion of the input or of the output's gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Conversion {
+struct Step {
     /// Whether of the gradient.
     gradient: bool,
-    how: How,
+    how: Conversion,
     /// Of the tokens on their way to the experts, each once whatever the number of its experts.
     before_dispatch: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum How {
-    Quantize(Block, Planes, Rounding),
-    Transcode(Block, Block, BlockAxis),
-}
-
 /// A layer's conversions under a recipe, in order.
-fn conversions(events: &[Event], layer: &str, section: &Section) -> Result<Vec<Conversion>> {
+fn steps(events: &[Event], layer: &str, section: &Section) -> Result<Vec<Step>> {
     let of_layer = |tensor: &str| tensor == "x" || tensor == "dy";
     let mut found = Vec::new();
     for (i, event) in events.iter().enumerate() {
@@ -54,14 +49,14 @@ fn conversions(events: &[Event], layer: &str, section: &Section) -> Result<Vec<C
         let site = section.at(if gradient { Site::DgradDy } else { Site::FpropX });
         let (to, planes) = planes_of(&event.to, site.scale)?;
         let how = match event.op {
-            "quantize" => How::Quantize(to, planes, site.round),
-            _ => How::Transcode(planes_of(&event.from, site.scale)?.0, to, axis_of(planes)),
+            "quantize" => Conversion::Quantize(to, planes, site.round),
+            _ => Conversion::Transcode(planes_of(&event.from, site.scale)?.0, to, axis_of(planes)),
         };
         let is_dispatch = |e: &&Event| {
             e.layer == layer && e.tensor == event.tensor && e.op == "dispatch+permute" && e.pass == event.pass
         };
         let before_dispatch = events[i..].iter().any(|e| is_dispatch(&e));
-        found.push(Conversion { gradient, how, before_dispatch });
+        found.push(Step { gradient, how, before_dispatch });
     }
     Ok(found)
 }
@@ -84,26 +79,6 @@ fn planes_of(text: &str, rule: ScaleRule) -> Result<(Block, Planes)> {
 
 fn axis_of(planes: Planes) -> BlockAxis {
     if planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row }
-}
-
-/// Runs one conversion.
-fn convert<B: Convert>(o: &Operands<B>, how: How) -> CoreResult<Box<dyn Fn(&B) -> CoreResult<()>>> {
-    let groups = o.groups.clone();
-    Ok(match how {
-        How::Quantize(to, planes, round) => {
-            let (x, codec) = (o.x()?, codec(to, round)?);
-            Box::new(move |b| {
-                Quantize { groups: groups.as_ref(), ..Quantize::new(&x, codec, planes) }.run(b).map(drop)
-            })
-        }
-        How::Transcode(from, to, axis) => {
-            let x = o.block(from)?;
-            Box::new(move |b| {
-                let op = Transcode { x: &x, to: to.format, axis, rule: to.rule, groups: groups.as_ref() };
-                op.run(b).map(drop)
-            })
-        }
-    })
 }
 
 /// Microseconds of a layer's conversions.
@@ -134,8 +109,8 @@ pub fn run(bench: &Bench) -> Result<Value> {
         let recipe = Recipe::builtin(name)?;
         let cost = |kind, layer, groups| {
             let section = recipe.section(kind, layer, 0.5);
-            let conversions = conversions(&events, layer, &section)?;
-            measure(bench, &conversions, groups).map_err(Error::from)
+            let steps = steps(&events, layer, &section)?;
+            measure(bench, &steps, groups).map_err(Error::from)
         };
         let dense = cost(Kind::Linear, DENSE, None);
         let grouped = cost(Kind::Expert, recipe::EXPERTS, Some(EXPERTS));
@@ -171,16 +146,16 @@ pub fn run(bench: &Bench) -> Result<Value> {
     Ok(Value::Array(figures))
 }
 
-fn measure(bench: &Bench, conversions: &[Conversion], groups: Option<usize>) -> CoreResult<Cost> {
+fn measure(bench: &Bench, steps: &[Step], groups: Option<usize>) -> CoreResult<Cost> {
     let lengths = groups.map(|groups| uneven(groups, ROWS));
     let mut cost = Cost { us: 0.0, before_dispatch_us: 0.0 };
-    for conversion in conversions {
-        let shape = Shape { rows: ROWS, cols: if conversion.gradient { OUTPUTS } else { INPUTS } };
-        let lengths = lengths.as_deref().filter(|_| !conversion.before_dispatch);
+    for step in steps {
+        let shape = Shape { rows: ROWS, cols: if step.gradient { OUTPUTS } else { INPUTS } };
+        let lengths = lengths.as_deref().filter(|_| !step.before_dispatch);
         let operands = Operands::new(&bench.cuda, shape, lengths)?;
-        let us = bench.us(convert(&operands, conversion.how)?)?;
+        let us = bench.us(step.how.on(&operands)?)?;
         cost.us += us;
-        if conversion.before_dispatch {
+        if step.before_dispatch {
             cost.before_dispatch_us += us;
         }
     }
@@ -191,16 +166,17 @@ fn measure(bench: &Bench, conversions: &[Conversion], groups: Option<usize>) -> 
 mod tests {
     use super::*;
     use nibble_cpu::Cpu;
+    use nibble_formats::Rounding;
 
-    fn of(recipe: &str, kind: Kind, layer: &str) -> Vec<Conversion> {
+    fn of(recipe: &str, kind: Kind, layer: &str) -> Vec<Step> {
         let section = Recipe::builtin(recipe).unwrap().section(kind, layer, 0.5);
-        conversions(&recipe::changes(recipe).unwrap(), layer, &section).unwrap()
+        steps(&recipe::changes(recipe).unwrap(), layer, &section).unwrap()
     }
 
     #[test]
     fn each_recipe_runs_the_conversions_it_is_known_for() {
         use BlockAxis::{Col, Row};
-        use How::{Quantize, Transcode};
+        use Conversion::{Quantize, Transcode};
         use Planes::{Both, Rows};
         let near = Rounding::NearestEven;
         let hows = |recipe, kind, layer| {
@@ -235,10 +211,10 @@ mod tests {
             for (kind, layer, groups) in
                 [(Kind::Linear, DENSE, None), (Kind::Expert, recipe::EXPERTS, Some(4))]
             {
-                for conversion in of(name, kind, layer) {
+                for step in of(name, kind, layer) {
                     let lengths = groups.map(|groups| uneven(groups, 256));
                     let o = Operands::new(&cpu, Shape { rows: 256, cols: 256 }, lengths.as_deref()).unwrap();
-                    convert(&o, conversion.how).unwrap()(&cpu).unwrap();
+                    step.how.on(&o).unwrap()(&cpu).unwrap();
                 }
             }
         }

@@ -30,13 +30,13 @@ pub fn table(shape: Shape, groups: &[usize], measured: &[Measured]) {
     }
 }
 
-const NAME: usize = 38;
+const NAME: usize = 36;
 
 fn heading(ragged: &[usize]) -> String {
     let shares: String = ragged.iter().map(|g| format!("{g:>4}")).collect();
     format!(
-        "{:<NAME$} {:>7} {:>5} {:>5} {:>7} {:>5} {shares} {:>8} {:>4} {:>7} {:>4} {:<12} {:>5} {:>4} {}",
-        "", "us", "MB rd", "MB wr", "floor", "%", "separate", "x", "publ.us", "x", "", "best", "x", ""
+        "{:<NAME$} {:>7} {:>5} {:>5} {:>7} {:>5} {shares} {:>6} {:>4} {:>5} {:>4} {:<12} {:>5} {:>4} {}",
+        "", "us", "MB rd", "MB wr", "floor", "%", "apart", "x", "publ.", "x", "", "best", "x", ""
     )
     .trim_end()
     .to_owned()
@@ -62,8 +62,8 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
     let Times { us, floor_us, .. } = times;
     let (read, written) = (megabytes(times.traffic.read), megabytes(times.traffic.written));
     let line = format!(
-        "{name:<NAME$} {us:>7.1} {read:>5.0} {written:>5.0} {floor_us:>7.1} {:>5.1} {shares} {separate:>8} {ratio:>4} \
-         {publ:>7} {publ_x:>4} {publ_who:<12} {best:>5} {best_x:>4} {best_who}",
+        "{name:<NAME$} {us:>7.1} {read:>5.0} {written:>5.0} {floor_us:>7.1} {:>5.1} {shares} {separate:>6} {ratio:>4} \
+         {publ:>5} {publ_x:>4} {publ_who:<12} {best:>5} {best_x:>4} {best_who}",
         times.share()
     );
     Ok(line.trim_end().to_owned())
