@@ -28,6 +28,7 @@ use traffic::Traffic;
 /// What `nibble bench kernels` takes beside the rest.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Options of `kernels`")]
+#[group(skip)]
 pub struct Args {
     /// Rows × columns; the target's five where left out.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]

@@ -57,7 +57,12 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
         let (us, ratio) = beside(found.map(|(_, us)| us), times);
         (us, ratio, found.map_or("", |(who, _)| who.name))
     };
-    let ((publ, publ_x, publ_who), (best, best_x, best_who)) = (other(true), other(false));
+    let (published, mut best) = (other(true), other(false));
+    if best == published {
+        // Said once.
+        best = Default::default();
+    }
+    let ((publ, publ_x, publ_who), (best, best_x, best_who)) = (published, best);
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let Times { us, floor_us, .. } = times;
     let (read, written) = (megabytes(times.traffic.read), megabytes(times.traffic.written));
