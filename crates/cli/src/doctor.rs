@@ -12,18 +12,24 @@ use std::path::Path;
 /// Says what was found: processor, threads, memory, backends, formats, recipes, environment.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--time compiles every kernel into an empty cache of its own and throws that away: a minute of all cores.\n\n\
-    Examples:\n  nibble doctor\n  nibble doctor --time\n  NIBBLE_ISA=avx2 nibble doctor"
+    after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away.\n\n\
+    Examples:\n  nibble doctor\n  nibble doctor --warm\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
     /// Measures instead how long the GPU's kernels take to be ready: compiled anew, and from the cache.
     #[arg(long)]
     time: bool,
+    /// Compiles every kernel that the cache lacks instead, so that no run has to.
+    #[arg(long, conflicts_with = "time")]
+    warm: bool,
 }
 
 pub fn run(args: Args) -> Result<()> {
     if args.time {
-        return start::run();
+        return start::time();
+    }
+    if args.warm {
+        return start::warm();
     }
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;

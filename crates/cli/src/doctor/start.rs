@@ -12,7 +12,23 @@ use rayon::prelude::*;
 use std::path::Path;
 use std::time::Instant;
 
-pub fn run() -> Result<()> {
+/// Fills the cache that the environment names.
+pub fn warm() -> Result<()> {
+    let folder = nibble_cuda::env::cubin_cache();
+    let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
+    let ((), ms) = timed(|| compile_all(&Jit::from_env().map_err(Error::usage)?))?;
+    let (count, seconds) = (ops::instances().len(), ms / 1e3);
+    say!("all {count} kernels are in {} after {seconds:.1} s{}", folder.display(), size_of(&folder));
+    Ok(())
+}
+
+/// On all threads.
+fn compile_all(jit: &Jit) -> Result<()> {
+    Ok(ops::instances().par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop))?)
+}
+
+/// Times both starts.
+pub fn time() -> Result<()> {
     let nvrtc = Nvrtc::load().map_err(Error::usage)?;
     let folder = tempfile::tempdir()
         .map_err(|source| nibble_train::Error::Io { path: std::env::temp_dir(), source })?;
@@ -37,8 +53,7 @@ pub fn run() -> Result<()> {
     }
     let (instances, all) = (ops::instances(), folder.path().join("all"));
     let compiler = jit(&all)?;
-    let compile = || instances.par_iter().try_for_each(|i| compiler.cubin(&i.spec).map(drop));
-    let ((), ms) = timed(|| Ok(compile()?))?;
+    let ((), ms) = timed(|| compile_all(&compiler))?;
     let (count, threads) = (instances.len(), rayon::current_num_threads());
     say!(
         "all {count} kernels, empty cache: compiled in {:.1} s on {threads} threads{}",
