@@ -53,6 +53,20 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     return wide;
 }
 
+/// Two F16 to F32, exactly; the lower half first.
+__device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
+    float2 two;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(two.x), "=f"(two.y)
+        : "r"(pair));
+    return two;
+}
+
 /// Two 16-bit numbers in one register.
 __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
     u32 packed;
