@@ -2,6 +2,7 @@
 //   Eight                 eight numbers as they came from memory
 //   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
 //                         (NaN above infinity above all finite numbers)
+//   number                one of them, from memory
 //   row_maxima            the same along the row, over neighbouring lanes; as the bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
@@ -26,6 +27,11 @@ struct Bf16 {
     };
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
+
+    /// One number, as F32.
+    __device__ __forceinline__ static float number(const void* from) {
+        return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
+    }
 
     /// Eight numbers, zeros from the `left`-th on. kAligned: `from` lies on 16 bytes, and eight are left or none.
     template <bool kAligned>
@@ -129,6 +135,8 @@ struct F32 {
     };
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
+
+    __device__ __forceinline__ static float number(const void* from) { return *static_cast<const float*>(from); }
 
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* at, int left) {

@@ -68,11 +68,12 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-template <class In, class E, int kRule, bool kAligned>
+template <class In, class E, bool kF32Scales, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
-    quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, typename ScaleType<kRule>::Stored* __restrict__ scales,
-                  u64* counts, const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments) {
-    using Stored = typename ScaleType<kRule>::Stored;
+    quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales,
+                  u64* counts, const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments,
+                  PowerRule rule) {
+    using Stored = ScaleOf<kF32Scales>;
     constexpr int kLanes = E::kBlock / 8;  // of one block
     static_assert(kLanes >= kRowChunks, "a lane of each block stores the scale of a chunk");
     __shared__ u32 total[3];
@@ -96,9 +97,9 @@ __global__ void __launch_bounds__(kRowThreads)
         u8* to = codes + row * row_bytes + col * E::kCodeBits / 8;
 #pragma unroll
         for (int i = 0; i < kRowChunks; ++i) {
-            const auto scale = block_scale<E, kRule>(amax[i]);
+            const auto scale = scale_of<E, kF32Scales>(amax[i], rule);
             stored[i] = scale.stored;
-            auto out = E::template encode<rule_exceeds(kRule)>(in[i], scale.inverse);
+            auto out = E::template encode<true>(in[i], scale.inverse);
             if (scale.is_nan()) out = E::zeros();
             store_codes<E, kAligned>(to + i * kChunkCols * E::kCodeBits / 8, cols - col - i * kChunkCols, out);
             tally.non_zero += __fmul_rn(__uint_as_float(amax[i]), scale.inverse) > E::kLargestToZero;
@@ -121,11 +122,11 @@ struct alignas(16) ColumnShared {
     u32 total[3];
 };
 
-template <class In, class E, int kRule, bool kRows, bool kAligned>
+template <class In, class E, bool kF32Scales, bool kRows, bool kAligned>
 __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows ? 3 : 4)
-    quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, typename ScaleType<kRule>::Stored* __restrict__ row_scales,
-                  u8* __restrict__ col_codes, typename ScaleType<kRule>::Stored* __restrict__ col_scales, u64* counts,
-                  const int* __restrict__ row_id, int rows, int cols, int capacity, int band) {
+    quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
+                  u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts,
+                  const int* __restrict__ row_id, int rows, int cols, int capacity, int band, PowerRule rule) {
     static_assert(E::kBlock == kTile && E::kCodeBits == 8, "column blocks are 128 bytes");
     extern __shared__ uint4 raw[];
     ColumnShared<In>& shared = *reinterpret_cast<ColumnShared<In>*>(raw);
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows ? 3 : 4)
     __syncthreads();
     if (threadIdx.x < kTile) {
         const u32 amax = In::template column_max<8>(shared.maxima, threadIdx.x);
-        const auto scale = block_scale<E, kRule>(amax);
+        const auto scale = scale_of<E, kF32Scales>(amax, rule);
         // Eight columns of a thread lie together, and neighbouring threads read neighbouring words.
         shared.inverse[threadIdx.x % 8 * 16 + threadIdx.x / 8] = scale.inverse;
         const int col = first_col + threadIdx.x;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows ? 3 : 4)
     }
     if constexpr (kRows) {
         const u32 amax = In::row_max_of_eight(in, lane);
-        const auto scale = block_scale<E, kRule>(amax);
+        const auto scale = scale_of<E, kF32Scales>(amax, rule);
         const int row = my_row + lane / 2 % 8;
         if (lane % 2 == 0) {
             if (row < rows) row_scales[u64(row) * at.across + at.panel] = scale.stored;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows ? 3 : 4)
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float inverse = __shfl_sync(kAllLanes, scale.inverse, (lane & 16) | j * 2);
-            auto out = E::template encode<rule_exceeds(kRule)>(in[j], inverse);
+            auto out = E::template encode<true>(in[j], inverse);
             if (__float_as_uint(inverse) == kNanBits) out = E::zeros();
             if (my_row + j < rows) store_codes<E, kAligned>(to + u64(j) * cols, cols - my_col, out);
         }
