@@ -13,6 +13,10 @@ namespace nib {
 
 constexpr u32 kAllLanes = 0xFFFFFFFF;
 
+/// What number i of eight is multiplied by: one for all, or one for each.
+__device__ __forceinline__ float inverse_of(float inverse, int) { return inverse; }
+__device__ __forceinline__ float inverse_of(const float (&inverse)[8], int i) { return inverse[i]; }
+
 struct Bf16 {
     static constexpr int kBytes = 2;
     static constexpr int kWords = 4;
