@@ -1,7 +1,7 @@
-// BF16 or F32 -> blocks with scales, for every shape, element, rule and form: what the fast kernels leave to it, chiefly widths that
-// are no multiple of 8. One element a thread, so it reaches a fraction of their speed.
+// BF16 or F32 -> blocks with scales, for every shape, element, rule, rounding and form: what the fast kernels leave to it, chiefly
+// widths that are no multiple of 8. One element a thread, so it reaches a fraction of their speed.
 //
-// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize_rows.cuh. 128 threads; grid
+// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it. 128 threads; grid
 //   stack * ceil(lines / 128) * ceil(cols / 128), lines = capacity where columns are written, else rows; no dynamic shared memory.
 //   form kRows:  row_codes [rows][cols], row_scales [rows][ceil(cols / E::kBlock)]; cols is even where two codes share a byte.
 //   form kCols:  col_codes [cols][capacity], col_scales [cols][ceil(capacity / E::kBlock)], zeros from `rows` to `capacity`, which
@@ -14,6 +14,7 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
+#include "formats/rounding.cuh"
 #include "math/reduce.cuh"
 
 namespace nib {
@@ -21,6 +22,11 @@ namespace nib {
 constexpr int kFormRows = 1;
 constexpr int kFormCols = 2;
 constexpr int kFormTiles = 4;
+
+constexpr int kNearestEven = 0;
+constexpr int kNearestAway = 1;
+constexpr int kStochastic = 2;
+constexpr int kDither = 3;
 
 /// The code of the first of eight.
 __device__ __forceinline__ u32 first_code(u32 codes) { return codes & 0xF; }
@@ -58,10 +64,37 @@ struct AnyScale {
     }
 };
 
+/// A rounding known at run time, for one number.
+struct AnyRounding {
+    const RoundingArg& arg;
+    int policy;
+
+    /// The code of v * inverse; `element` is the number's index for random bits.
+    template <class E>
+    __device__ __forceinline__ u32 encode(float v, float inverse, u64 element) const {
+        if (__float_as_uint(inverse) == kNanBits) return 0;
+        switch (policy) {
+            case kNearestEven: return first<E>(NearestEven(arg), v, inverse, element);
+            case kNearestAway: return first<E>(NearestAway(arg), v, inverse, element);
+            case kStochastic: return first<E>(Stochastic(arg), v, inverse, element);
+            default: return first<E>(Dither(arg), v, inverse, element);
+        }
+    }
+
+private:
+    template <class E, class Round>
+    __device__ __forceinline__ static u32 first(const Round& round, float v, float inverse, u64 element) {
+        typename F32::Eight eight = F32::zeros();
+        eight.number[0] = v;
+        return first_code(round.template encode<E, kRuleFloor, F32>(eight, inverse, round.template bits<false>(element)));
+    }
+};
+
 template <class In, class E>
 __global__ void __launch_bounds__(128)
     quantize_any(const u8* __restrict__ x, u8* __restrict__ row_codes, void* row_scales, u8* __restrict__ col_codes, void* col_scales,
-                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, PowerRule rule) {
+                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, int policy,
+                 PowerRule rule, const RoundingArg rounding) {
     constexpr int kBlocks = 128 / E::kBlock;  // along one side of the square of this cta
     constexpr u32 kMagnitude = (1 << (E::kCodeBits - 1)) - 1;
     __shared__ AnyShared shared;
@@ -142,11 +175,7 @@ __global__ void __launch_bounds__(128)
     }
     __syncthreads();
 
-    const auto encoded = [&](float v, float inverse) {
-        typename F32::Eight eight = F32::zeros();
-        eight.number[0] = v;
-        return __float_as_uint(inverse) == kNanBits ? 0u : first_code(E::template encode<true>(eight, inverse));
-    };
+    const AnyRounding round{rounding, policy};
     const u64 row_bytes = u64(cols) * E::kCodeBits / 8, col_bytes = u64(capacity) * E::kCodeBits / 8;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -154,8 +183,10 @@ __global__ void __launch_bounds__(128)
         for (int i = b * E::kBlock; i < (b + 1) * E::kBlock; ++i) {
             const int at = first_row + i;
             const float v = value(i);
+            const u64 id = row_id == nullptr || at >= rows ? matrix * rows + at : max(__ldg(row_id + at), 0);
+            const u64 element = id * cols + col;
             if (has_rows) {
-                const u32 code = encoded(v, shared.row_inverse[warp][i]);
+                const u32 code = round.encode<E>(v, shared.row_inverse[warp][i], element);
                 const bool any_here = __any_sync(kAllLanes, (code & kMagnitude) != 0);
                 if (lane == 0) shared.row_any[warp][i] = any_here;
                 if constexpr (E::kCodeBits == 4) {
@@ -166,7 +197,7 @@ __global__ void __launch_bounds__(128)
                 }
             }
             if (has_cols) {
-                const u32 code = encoded(v, col_inverse[b]);
+                const u32 code = round.encode<E>(v, col_inverse[b], element);
                 any |= code & kMagnitude;
                 const bool inside = at < capacity && col < cols;
                 if constexpr (E::kCodeBits == 4) {

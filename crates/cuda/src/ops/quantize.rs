@@ -4,7 +4,7 @@ use super::Instance;
 use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, KernelArg, Launch};
+use crate::launch::{Divider, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
 use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
@@ -16,6 +16,9 @@ const OP: &str = "quantize";
 const TILE: usize = 128;
 /// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
 const SEGMENT_COLS: usize = 1024;
+/// Strips of 128 rows and panels of 128 columns that a cta of `quantize_cols` takes at most.
+const MOST_STRIPS: usize = 4;
+const MOST_PANELS: usize = 2;
 const ROW_THREADS: u32 = 256;
 const ROW_CTAS_PER_SM: usize = 32;
 /// A matrix of less than this many numbers may be taken as one row.
@@ -73,11 +76,13 @@ impl PowerRule {
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
-    /// Blocks along the rows, of a width that is a multiple of 8.
+    /// Blocks along the rows.
     Rows,
-    /// FP8 blocks down the columns, with or without those along the rows, of such a width.
-    Cols,
-    /// Everything else.
+    /// Blocks down the columns, with or without those along the rows: so many squares a cta, and bands of so many ctas.
+    Cols { strips: usize, panels: usize, band: usize },
+    /// Square tiles.
+    Tiles,
+    /// Whatever the others do not take.
     Any,
 }
 
@@ -89,11 +94,80 @@ struct Config {
     launch: Launch,
 }
 
-/// Dynamic shared memory of `quantize_cols`: `ColumnShared` of the kernel.
-const fn column_shared_bytes(input: DType) -> usize {
-    match input {
-        DType::Bf16 => 51_728,
-        DType::F32 => 86_544,
+/// What an instance of one of the fast kernels is made for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Variant {
+    input: DType,
+    format: Format,
+    kind: ScaleKind,
+    rounding: Rounding,
+}
+
+impl Variant {
+    /// Those that recipes ask for: activations and gradients are BF16 and may be rounded stochastically, weights are F32.
+    fn all() -> impl Iterator<Item = Self> {
+        let formats = [
+            (Format::Mxfp4, ScaleKind::E8m0),
+            (Format::E4m3, ScaleKind::E8m0),
+            (Format::E4m3, ScaleKind::F32),
+        ];
+        let inputs = [
+            (DType::Bf16, Rounding::NearestEven),
+            (DType::Bf16, Rounding::Stochastic),
+            (DType::F32, Rounding::NearestEven),
+        ];
+        let of = move |(format, kind)| inputs.map(|(input, rounding)| Self { input, format, kind, rounding });
+        formats.into_iter().flat_map(of)
+    }
+
+    fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
+        KernelSpec {
+            source,
+            name,
+            args: vec![
+                ("In", input_type(self.input)),
+                ("E", element_type(self.format)),
+                ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
+                ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+            ],
+        }
+    }
+
+    fn rows_spec(&self) -> KernelSpec {
+        self.spec("kernels/quantize.cuh", "nib::quantize_rows")
+    }
+
+    fn cols_spec(&self, rows: bool) -> KernelSpec {
+        let mut spec = self.spec("kernels/quantize_cols.cuh", "nib::quantize_cols");
+        spec.args.push(("kRows", TemplateArg::Bool(rows)));
+        spec
+    }
+
+    fn tiles_spec(&self) -> KernelSpec {
+        self.spec("kernels/quantize_tiles.cuh", "nib::quantize_tiles")
+    }
+
+    /// Weights are not rounded randomly, and have no tiles of MXFP4.
+    fn has_tiles(&self) -> bool {
+        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven
+    }
+
+    /// Dynamic shared memory of `quantize_cols`: `ColumnShared` of the kernel.
+    fn column_shared_bytes(&self, rows: bool) -> usize {
+        let blocks = TILE / self.format.spec().block;
+        let col_scales = MOST_PANELS * TILE * MOST_STRIPS * blocks * self.kind.bytes();
+        let row_scales = if rows { col_scales } else { 16 * self.kind.bytes() };
+        let inverse = blocks * TILE * size_of::<f32>();
+        // A word of magnitudes holds two BF16 numbers.
+        let maxima = 8 * TILE * self.input.size_bytes();
+        let total = 3 * size_of::<u32>();
+        (TILE * TILE * (self.input.size_bytes() + 1) + col_scales + row_scales + inverse + maxima + total)
+            .next_multiple_of(16)
+    }
+
+    /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
+    fn square_shared_bytes(&self) -> usize {
+        (TILE * TILE * (self.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
     }
 }
 
@@ -110,25 +184,6 @@ fn element_type(format: Format) -> TemplateArg {
         Format::Mxfp4 => "nib::E2m1",
         _ => "nib::E4m3",
     })
-}
-
-fn rows_spec(input: DType, format: Format, kind: ScaleKind) -> KernelSpec {
-    KernelSpec {
-        source: "kernels/quantize.cuh",
-        name: "nib::quantize_rows",
-        args: vec![
-            ("In", input_type(input)),
-            ("E", element_type(format)),
-            ("kF32Scales", TemplateArg::Bool(kind == ScaleKind::F32)),
-            ("kAligned", TemplateArg::Bool(true)),
-        ],
-    }
-}
-
-fn cols_spec(input: DType, format: Format, kind: ScaleKind, rows: bool) -> KernelSpec {
-    let mut spec = KernelSpec { name: "nib::quantize_cols", ..rows_spec(input, format, kind) };
-    spec.args.push(("kRows", TemplateArg::Bool(rows)));
-    spec
 }
 
 fn any_spec(input: DType, format: Format) -> KernelSpec {
@@ -164,20 +219,15 @@ impl Desc {
 
     /// What the kernels can take beyond what the operation's own check lets in.
     fn check(&self) -> Result<()> {
-        if self.codec.rounding() != Rounding::NearestEven {
-            let why = format!("no kernel rounds {}", self.codec.rounding());
-            return Err(Error::unsupported(OP, self.codec.format(), why));
-        }
         if self.planes == Planes::Tiles && self.ragged {
             return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
         }
         const MOST: usize = i32::MAX as usize - 512;
-        let ctas = self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE);
         let tasks = self.rows.saturating_mul(self.cols.div_ceil(SEGMENT_COLS));
         let sizes = [
             ("rows of x", self.rows.max(self.capacity), MOST),
             ("columns of x", self.cols, MOST),
-            ("squares of 128 x 128", ctas, MOST),
+            ("squares of 128 x 128", self.squares(), MOST),
             ("rows of x, each in segments of 1024 columns", tasks, MOST),
         ];
         for (argument, value, most) in sizes {
@@ -195,26 +245,46 @@ impl Desc {
         if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
     }
 
+    /// Squares of 128 x 128, of all matrices.
+    fn squares(&self) -> usize {
+        self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
+    }
+
+    /// The variant of the fast kernels that would do, if it is built.
+    fn variant(&self) -> Option<Variant> {
+        let (format, rounding) = (self.codec.format(), self.codec.rounding());
+        let wanted = Variant { input: self.input, format, kind: self.kind(), rounding };
+        Variant::all().find(|variant| *variant == wanted)
+    }
+
     fn config(&self, num_sms: usize) -> Config {
-        let format = self.codec.format();
-        let aligned = self.cols.is_multiple_of(8);
-        let squares = self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE);
-        let fast_cols = aligned && format != Format::Mxfp4 && self.capacity.is_multiple_of(TILE);
-        let (path, spec, ctas, threads, shared_bytes) = match self.planes {
-            Planes::Rows if aligned => {
+        let config = |path, spec, ctas: usize, threads, shared_bytes| {
+            let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
+            Config { path, spec, launch }
+        };
+        let block = self.codec.format().spec().block;
+        match (self.variant().filter(|_| self.cols.is_multiple_of(8)), self.planes) {
+            (Some(variant), Planes::Rows) => {
                 let (rows, cols) = self.row_shape();
                 let warps = ROW_THREADS as usize / 32;
                 let ctas =
                     (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
-                (Path::Rows, rows_spec(self.input, format, self.kind()), ctas, ROW_THREADS, 0)
+                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
-            Planes::Cols | Planes::Both if fast_cols => {
-                let spec = cols_spec(self.input, format, self.kind(), self.planes == Planes::Both);
-                (Path::Cols, spec, squares, 256, column_shared_bytes(self.input))
+            (Some(variant), Planes::Cols | Planes::Both) if self.capacity.is_multiple_of(block) => {
+                let rows = self.planes == Planes::Both;
+                let (strips, panels) = (4, 2);
+                let (down, across) =
+                    (self.capacity.div_ceil(TILE * strips), self.cols.div_ceil(TILE * panels));
+                let band = if rows { 1 } else { down };
+                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes(rows));
+                config(Path::Cols { strips, panels, band }, spec, down * across, 256, shared_bytes)
             }
-            _ => (Path::Any, any_spec(self.input, format), squares, 128, 0),
-        };
-        Config { path, spec, launch: Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes } }
+            (Some(variant), Planes::Tiles) if variant.has_tiles() && self.rows.is_multiple_of(16) => {
+                config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
+            }
+            _ => config(Path::Any, any_spec(self.input, self.codec.format()), self.squares(), 128, 0),
+        }
     }
 }
 
@@ -307,74 +377,47 @@ fn launch(
     let config = desc.config(device.info().num_sms as usize);
     let kernel = device.kernel(&config.spec)?;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
+    let rounding = RoundingArg::new(op.codec.rounding(), op.random.as_ref());
     let ([row_codes, row_scales], [col_codes, col_scales]) = (plane_args(row_plane), plane_args(col_plane));
+    let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &*row_scales, &*col_codes, &*col_scales];
     let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
-    // SAFETY: planes have the lengths that follow from the sizes passed, x and row_id were just held to them, and the planes
-    // and counts are new, so that nobody else writes or reads them.
-    unsafe {
-        match config.path {
-            Path::Rows => {
-                let (rows, cols) = desc.row_shape();
-                let segments = cols.div_ceil(SEGMENT_COLS) as u32;
-                let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
-                let args: [&dyn KernelArg; 10] = [
-                    x,
-                    &*row_codes,
-                    &*row_scales,
-                    counts,
-                    &row_id,
-                    &rows,
-                    &cols,
-                    &by_segments,
-                    &segments,
-                    &rule,
-                ];
-                kernel.launch(config.launch, &args)
-            }
-            Path::Cols => {
-                let strips = desc.capacity.div_ceil(TILE) as i32;
-                let band = if desc.planes == Planes::Both { 4 } else { strips };
-                let args: [&dyn KernelArg; 12] = [
-                    x,
-                    &*row_codes,
-                    &*row_scales,
-                    &*col_codes,
-                    &*col_scales,
-                    counts,
-                    &row_id,
-                    &rows,
-                    &cols,
-                    &capacity,
-                    &band,
-                    &rule,
-                ];
-                kernel.launch(config.launch, &args)
-            }
-            Path::Any => {
-                let form = match desc.planes {
-                    Planes::Rows => 1i32,
-                    Planes::Cols => 2,
-                    Planes::Both => 3,
-                    Planes::Tiles => 4,
-                };
-                let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
-                let args: [&dyn KernelArg; 13] = [
-                    x,
-                    &*row_codes,
-                    &*row_scales,
-                    &*col_codes,
-                    &*col_scales,
-                    counts,
-                    &row_id,
-                    &rows,
-                    &cols,
-                    &capacity,
-                    &form,
-                    &is_f32,
-                    &rule,
-                ];
-                kernel.launch(config.launch, &args)
-            }
+    let launch = |args: &[&dyn KernelArg]| {
+        let args = [args, &[&rule, &rounding]].concat();
+        // SAFETY: planes have the lengths that follow from the sizes passed, x and row_id were just held to them, and the
+        // planes and counts are new, so that nobody else writes or reads them.
+        unsafe { kernel.launch(config.launch, &args) }
+    };
+    match config.path {
+        Path::Rows => {
+            let (rows, cols) = desc.row_shape();
+            let segments = cols.div_ceil(SEGMENT_COLS) as u32;
+            let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
+            launch(&[x, &*row_codes, &*row_scales, counts, &row_id, &rows, &cols, &by_segments, &segments])
+        }
+        Path::Cols { strips, panels, band } => {
+            let (strips, panels, band) = (strips as i32, panels as i32, band as i32);
+            let sizes: [&dyn KernelArg; 8] =
+                [counts, &row_id, &rows, &cols, &capacity, &strips, &panels, &band];
+            launch(&[&planes[..], &sizes].concat())
+        }
+        Path::Tiles => launch(&[&planes[..], &[counts, &rows, &cols]].concat()),
+        Path::Any => {
+            let form = match desc.planes {
+                Planes::Rows => 1,
+                Planes::Cols => 2,
+                Planes::Both => 3,
+                Planes::Tiles => 4,
+            };
+            let policy = match op.codec.rounding() {
+                Rounding::NearestEven => 0,
+                Rounding::NearestAway => 1,
+                Rounding::Stochastic => 2,
+                Rounding::Dither { .. } => 3,
+            };
+            let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
+            let sizes: [&dyn KernelArg; 8] =
+                [counts, &row_id, &rows, &cols, &capacity, &form, &is_f32, &policy];
+            launch(&[&planes[..], &sizes].concat())
         }
     }
 }
@@ -382,22 +425,19 @@ fn launch(
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
-    for input in [DType::Bf16, DType::F32] {
-        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
-            all.push(Instance { spec: any_spec(input, format), shared_bytes: 0 });
-            for kind in [ScaleKind::E8m0, ScaleKind::F32] {
-                if format == Format::Mxfp4 && kind == ScaleKind::F32 {
-                    continue;
-                }
-                all.push(Instance { spec: rows_spec(input, format, kind), shared_bytes: 0 });
-                if format != Format::Mxfp4 {
-                    all.extend([false, true].map(|rows| Instance {
-                        spec: cols_spec(input, format, kind, rows),
-                        shared_bytes: column_shared_bytes(input),
-                    }));
-                }
-            }
+    for variant in Variant::all() {
+        all.push(Instance { spec: variant.rows_spec(), shared_bytes: 0 });
+        all.extend([false, true].map(|rows| Instance {
+            spec: variant.cols_spec(rows),
+            shared_bytes: variant.column_shared_bytes(rows),
+        }));
+        if variant.has_tiles() {
+            all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
         }
+    }
+    for input in [DType::Bf16, DType::F32] {
+        let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
+        all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
     }
     all
 }
