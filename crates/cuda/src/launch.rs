@@ -5,8 +5,9 @@ use crate::driver::{check, named};
 use crate::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
+use nibble_core::ops::Hadamard;
 use nibble_core::{Error, Result};
-use nibble_formats::{Rounding, Stream};
+use nibble_formats::{Rounding, Stream, hadamard};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -36,7 +37,7 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, TensorMap, Divider, StreamArg, RoundingArg);
+plain_args!(i32, u32, u64, f32, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg);
 
 /// An absent buffer is passed as a null pointer.
 // SAFETY: the address field lives in the buffer, the null in static memory.
@@ -116,6 +117,24 @@ impl RoundingArg {
             Rounding::Stochastic => "nib::Stochastic",
             Rounding::Dither { .. } => "nib::Dither",
         }
+    }
+}
+
+/// The device's `HadamardArg` (csrc/math/hadamard.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HadamardArg {
+    stream: StreamArg,
+    len: u32,
+    factor: f32,
+}
+
+impl HadamardArg {
+    /// # Errors
+    /// [`Error::Format`] for a length that is not one of a transform's.
+    pub fn new(transform: &Hadamard) -> Result<Self> {
+        let factor = hadamard::inv_sqrt_len(transform.len)?;
+        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor })
     }
 }
 
