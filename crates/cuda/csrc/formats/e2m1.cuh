@@ -34,7 +34,6 @@ struct E2m1 {
     /// becomes 0 in any case. So one integer addition on the F16 bits rounds two numbers.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
-        constexpr float kLargest = 6.0f * 6.103515625e-05f;
         // Neighbours in a register are (0, 2), (4, 6), (1, 3), (5, 7): so bytes, not nibbles, are interleaved below.
         u32 half[4];
 #pragma unroll
@@ -43,16 +42,11 @@ struct E2m1 {
             // 2^-14, exact: inverse is at least 2^-126.
             const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
             const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
-            float a = __fmul_rn(Bf16::value(x, first), scale_a), b = __fmul_rn(Bf16::value(x, first + 2), scale_b);
-            if constexpr (kExceeds) {
-                a = fminf(fmaxf(a, -kLargest), kLargest);
-                b = fminf(fmaxf(b, -kLargest), kLargest);
-            }
-            half[i] = ptx::f16x2_from_f32(a, b);
+            half[i] = ptx::f16x2_from_f32(__fmul_rn(Bf16::value(x, first), scale_a), __fmul_rn(Bf16::value(x, first + 2), scale_b));
             // Half a step less one, and one more where the code below is odd.
             half[i] += 0x00FF00FF + (half[i] >> 9 & 0x00010001);
         }
-        return pack_halves(half);
+        return pack_halves<kExceeds>(half);
     }
 
     /// Codes of x * inverse, nearest-even, saturating, for any F32.
@@ -93,10 +87,15 @@ private:
     /// The bits of `a` under the mask, the others of `b`.
     __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
-    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble.
+    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble; with kExceeds, 8 in bits 9 to 12 to 7.
+    template <bool kExceeds>
     __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
-        const u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
-        const u32 odd = __byte_perm(half[2], half[3], 0x7531);
+        u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
+        u32 odd = __byte_perm(half[2], half[3], 0x7531);
+        if constexpr (kExceeds) {
+            even -= even >> 3 & 0x02020202;
+            odd -= odd >> 3 & 0x02020202;
+        }
         const u32 high = (odd << 3 & 0x7F7F7F7F) | (odd & 0x80808080);
         const u32 low = (even >> 1 | even >> 4) & 0x0F0F0F0F;
         return (high & 0xF0F0F0F0) | low;
