@@ -19,8 +19,8 @@ fn expert_sum(experts: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
     let mut lanes = [0.0f32; EXPERT_LANES];
     let whole = experts - experts % EXPERT_LANES;
     for first in (0..whole).step_by(EXPERT_LANES) {
-        for i in 0..EXPERT_LANES {
-            lanes[i] = add(lanes[i], first + i);
+        for (i, lane) in lanes.iter_mut().enumerate() {
+            *lane = add(*lane, first + i);
         }
     }
     for (lane, j) in lanes.iter_mut().zip(whole..experts) {
@@ -119,7 +119,14 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
         }
     });
     let (load, losses) = shard_losses(cpu, &op, probs.as_slice(), expert.as_slice(), log_sum_exp.as_slice());
-    Ok(Routing { expert, weight, probs: Tensor::new(Data::F32(probs), tokens, experts)?, log_sum_exp, load, losses })
+    Ok(Routing {
+        expert,
+        weight,
+        probs: Tensor::new(Data::F32(probs), tokens, experts)?,
+        log_sum_exp,
+        load,
+        losses,
+    })
 }
 
 /// Sums of `width` values over the tokens of a shard: `add(lane, token)` puts a token's on its lane.

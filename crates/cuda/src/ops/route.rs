@@ -236,10 +236,8 @@ pub(super) fn instances() -> Vec<Instance> {
     };
     let of = |config: &Config| {
         let desc = sizes(config);
-        let instance = |name, launch: Launch| Instance {
-            spec: config.spec(name),
-            shared_bytes: launch.shared_bytes,
-        };
+        let instance =
+            |name, launch: Launch| Instance { spec: config.spec(name), shared_bytes: launch.shared_bytes };
         [
             instance("nib::route_tokens", config.tokens(&desc)),
             instance("nib::route_backward", config.backward(&desc)),
@@ -257,7 +255,8 @@ mod tests {
     #[test]
     fn every_number_of_experts_gets_the_smallest_instance_that_holds_it() {
         let of = |experts| Config::choose("route", experts).map(|c| (c.lanes, c.per_lane));
-        let expected = [(1, 8, 1), (8, 8, 1), (9, 8, 4), (64, 8, 8), (128, 16, 8), (129, 32, 8), (512, 32, 16)];
+        let expected =
+            [(1, 8, 1), (8, 8, 1), (9, 8, 4), (64, 8, 8), (128, 16, 8), (129, 32, 8), (512, 32, 16)];
         for (experts, lanes, per_lane) in expected {
             assert_eq!(of(experts).unwrap(), (lanes, per_lane), "{experts}");
         }

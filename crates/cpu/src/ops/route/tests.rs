@@ -182,15 +182,7 @@ fn the_gradient_is_that_of_finite_differences() {
                 let logits = &logits_of(&cpu, tokens, experts);
                 let routing = &route(&cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(23, tokens * top_k)).unwrap();
-                let op = || RouteBackward {
-                    routing,
-                    top_k,
-                    normalize,
-                    shards,
-                    dweight,
-                    aux_scale,
-                    z_scale,
-                };
+                let op = || RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale };
                 let got = route_backward(&cpu, op()).unwrap().to_f32_vec(&cpu).unwrap();
                 let rows = rows_f64(&logits.to_f32_vec(&cpu).unwrap(), experts);
                 let mut largest = 0.0f64;
@@ -225,8 +217,7 @@ fn the_gradient_has_the_same_bits_everywhere() {
                 let logits = &logits_of(cpu, tokens, experts);
                 let routing = &route(cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(24, tokens * top_k)).unwrap();
-                let op =
-                    RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale };
+                let op = RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale };
                 bits(&route_backward(cpu, op).unwrap())
             });
         }
@@ -240,15 +231,8 @@ fn a_routing_of_other_arguments_is_refused() {
     let routing = route(&cpu, Route { logits, top_k: 2, normalize: true, shards: 2 }).unwrap();
     let refused = |routing: &Routing<Cpu>, top_k, shards| {
         let dweight = &cpu.zeros(4 * top_k).unwrap();
-        let op = RouteBackward {
-            routing,
-            top_k,
-            normalize: true,
-            shards,
-            dweight,
-            aux_scale: 0.0,
-            z_scale: 0.0,
-        };
+        let op =
+            RouteBackward { routing, top_k, normalize: true, shards, dweight, aux_scale: 0.0, z_scale: 0.0 };
         op.run(&cpu).unwrap_err().to_string()
     };
     assert_eq!(refused(&routing, 3, 2), "route_backward: `routing.expert.len()` is 8, expected 12");
@@ -258,8 +242,7 @@ fn a_routing_of_other_arguments_is_refused() {
     let e = refused(&Routing { expert, ..routing }, 2, 2);
     assert_eq!(e, "route_backward: `routing.expert` is 8 at 7, expected at least 0 and below 8");
     let half = &Tensor::zeros(&cpu, DType::Bf16, 4, 8).unwrap();
-    let e =
-        Route { logits: half, top_k: 2, normalize: true, shards: 1 }.run(&cpu).unwrap_err().to_string();
+    let e = Route { logits: half, top_k: 2, normalize: true, shards: 1 }.run(&cpu).unwrap_err().to_string();
     assert!(e.contains("`type of logits` is Bf16"), "{e}");
     let e = Route { logits, top_k: 2, normalize: true, shards: 0 }.run(&cpu).unwrap_err().to_string();
     assert!(e.contains("`shards` is 0"), "{e}");
