@@ -37,7 +37,7 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
+plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.
 // SAFETY: the address field lives in the buffer, the null in static memory.
