@@ -285,3 +285,54 @@ pub(super) fn gather_blocks(
     let codes = Buf::new(codes);
     Ok(BlockScaled { rows: gather.index.len(), stack: 1, codes, scales, ..x.clone() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(address: u64, len: usize, stride: usize) -> Span {
+        Span { address, len, stride }
+    }
+
+    fn copy(codes: Plane, rows: usize, rows_in: usize) -> CopyRows<'static> {
+        CopyRows { op: "permute", codes, scales: None, index: None, rows, rows_in }
+    }
+
+    #[test]
+    fn the_unit_divides_addresses_strides_and_bytes() {
+        let plane = |address, stride, bytes| Plane {
+            from: span(address, 4096, stride),
+            to: span(512, 4096, bytes),
+            bytes,
+            pad: 0,
+        };
+        assert_eq!(plane(256, 224, 224).unit(), 16);
+        assert_eq!(plane(256, 240, 224).unit(), 16);
+        assert_eq!(plane(256, 232, 224).unit(), 4);
+        assert_eq!(plane(256, 20, 20).unit(), 4);
+        assert_eq!(plane(256, 3, 3).unit(), 1);
+        assert_eq!(plane(258, 32, 16).unit(), 1);
+    }
+
+    #[test]
+    fn spans_hold_their_last_row_and_no_more() {
+        let record = span(256, 96, 32);
+        assert!(record.holds(3, 32) && !record.holds(3, 33) && !record.holds(4, 1));
+        let scales = record.skipping(28);
+        assert_eq!((scales.address, scales.len), (284, 68));
+        assert!(scales.holds(3, 4) && !scales.holds(3, 5));
+        assert!(span(256, 0, 32).holds(0, 32) && !span(256, usize::MAX, usize::MAX).holds(3, 1));
+    }
+
+    #[test]
+    fn planes_that_do_not_hold_their_rows_are_refused() {
+        let codes = Plane { from: span(256, 64, 16), to: span(512, 32, 16), bytes: 16, pad: 0 };
+        copy(codes, 2, 4).check().unwrap();
+        copy(codes, 0, 0).check().unwrap();
+        for (rows, rows_in) in [(3, 4), (2, 5), (1 << 31, 1), (1, 1 << 31)] {
+            assert!(copy(codes, rows, rows_in).check().is_err(), "{rows} rows of {rows_in}");
+        }
+        let scales = Some(Plane { bytes: 17, ..codes });
+        assert!(CopyRows { scales, ..copy(codes, 2, 4) }.check().is_err());
+    }
+}

@@ -134,3 +134,22 @@ pub(super) fn instances() -> Vec<Instance> {
     let specs = types.into_iter().map(cast_spec).chain(turns);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_a_matrix_and_their_instance_is_built() {
+        for (dtype, n, k, tiles, aligned) in [
+            (DType::Bf16, 128, 96, (1, 1), true),
+            (DType::Bf16, 129, 100, (2, 1), false),
+            (DType::F32, 65, 64, (2, 1), false),
+            (DType::F32, 64, 68, (1, 2), true),
+        ] {
+            let turn = Turn::choose(dtype, 3, n, k);
+            assert_eq!((turn.tiles(), turn.aligned), (tiles, aligned), "{turn:?}");
+            assert!(instances().iter().any(|instance| instance.spec == turn.spec()));
+        }
+    }
+}

@@ -160,3 +160,21 @@ pub(super) fn instances() -> Vec<Instance> {
     let specs = std::iter::once(gather_spec()).chain(combine);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).chain(super::copy_rows::instances()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_combines_16_bytes_where_rows_allow_it() {
+        for (dtype, cols, count) in
+            [(DType::Bf16, 7168, 8), (DType::Bf16, 300, 1), (DType::F32, 300, 4), (DType::F32, 33, 1)]
+        {
+            let combine = Combine::choose(dtype, 5, cols).unwrap();
+            assert_eq!((combine.count, combine.units * combine.count), (count, 5 * cols), "{dtype} {cols}");
+            assert!(instances().iter().any(|instance| instance.spec == combine.spec()));
+        }
+        assert_eq!(Combine::choose(DType::F32, 0, 16).unwrap().units, 0);
+        assert!(Combine::choose(DType::F32, 1 << 31, 4).is_err());
+    }
+}
