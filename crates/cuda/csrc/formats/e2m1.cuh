@@ -83,11 +83,8 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-private:
-    /// The bits of `a` under the mask, the others of `b`.
-    __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-
     /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble; with kExceeds, 8 in bits 9 to 12 to 7.
+    /// The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
     template <bool kExceeds>
     __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
         u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
@@ -100,6 +97,10 @@ private:
         const u32 low = (even >> 1 | even >> 4) & 0x0F0F0F0F;
         return (high & 0xF0F0F0F0) | low;
     }
+
+private:
+    /// The bits of `a` under the mask, the others of `b`.
+    __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };
 
 }  // namespace nib

@@ -11,6 +11,13 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
+/// The smaller of both unsigned 16-bit halves.
+__device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
+    u32 smaller;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
+}
+
 /// Two F32 to F16, nearest-even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;
