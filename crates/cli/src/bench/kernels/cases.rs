@@ -305,9 +305,10 @@ fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let groups = routed.map.groups;
     let (num_groups, align, capacity) = (groups.num_groups, groups.align, groups.capacity);
     let (top_k, expert, token_id) = (routed.top_k, routed.expert, routed.token_id);
-    let traffic = traffic::plan_permute(routed.tokens, top_k, routed.map.num_slots, capacity);
+    let num_slots = routed.map.num_slots;
+    let traffic = traffic::plan_permute(routed.tokens, top_k, num_slots, capacity);
     Ok(Case::new(traffic, move |b| {
-        PlanPermute { expert: &expert, token_id: &token_id, top_k, num_groups, align, capacity }
+        PlanPermute { expert: &expert, token_id: &token_id, top_k, num_slots, num_groups, align, capacity }
             .run(b)
             .map(drop)
     }))

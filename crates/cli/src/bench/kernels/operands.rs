@@ -4,7 +4,7 @@
 use super::traffic::{Block, Extent};
 use half::bf16;
 use nibble_core::ops::{InitNormal, PlanPermute, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, Convert, Groups, PermuteMap, Result, Tensor, round_up};
+use nibble_core::{Backend, BlockScaled, Convert, Groups, Occupancy, PermuteMap, Result, Tensor, round_up};
 use nibble_cpu::Cpu;
 use nibble_formats::{Codec, Purpose, Rounding, Stream};
 use nibble_testkit::shapes::RaggedRows;
@@ -114,7 +114,9 @@ impl<B: Convert> Routed<B> {
         let capacity = load.into_iter().map(|len| round_up(len, ALIGN)).sum();
         let cpu = Cpu::new(0)?;
         let (expert, token_id) = (&cpu.upload(&chosen)?, &cpu.upload(&ids)?);
-        let plan = PlanPermute { expert, token_id, top_k, num_groups: experts, align: ALIGN, capacity };
+        let num_slots = chosen.len();
+        let plan =
+            PlanPermute { expert, token_id, top_k, num_slots, num_groups: experts, align: ALIGN, capacity };
         let map = moved(&cpu, &plan.run(&cpu)?, b)?;
         let (expert, token_id) = (b.upload(&chosen)?, b.upload(&ids)?);
         Ok(Self { tokens, top_k, experts, expert, token_id, map })
@@ -138,6 +140,11 @@ fn moved<A: Convert, B: Convert>(a: &A, map: &PermuteMap<A>, b: &B) -> Result<Pe
         row_slot: copy(&map.row_slot)?,
         slot_row: copy(&map.slot_row)?,
         num_slots: map.num_slots,
+        occupancy: Occupancy {
+            found: copy(&map.occupancy.found)?,
+            num_slots: map.occupancy.num_slots,
+            capacity: map.occupancy.capacity,
+        },
     })
 }
 
