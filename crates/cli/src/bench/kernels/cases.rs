@@ -81,6 +81,7 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
     vec![
         simple("BF16 → MXFP4 rows", "", Block::MXFP4, Rows),
         Kernel::new("BF16 → MXFP4 rows, SR", "", |o| quantize(o, Block::MXFP4, Rows, Rounding::Stochastic)),
+        Kernel::new("BF16 → MXFP4 rows, RHT", "", hadamard),
         simple("BF16 → E4M3 rows, F32 scales", "", Block::E4M3_AMAX, Rows),
         simple("BF16 → E4M3 rows", "", Block::E4M3, Rows),
         simple("BF16 → E4M3 columns, F32 scales", "", Block::E4M3_AMAX, Cols),
@@ -101,6 +102,17 @@ fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Round
     }
     let (rows, cols) = (how(Planes::Rows).on(o)?, how(Planes::Cols).on(o)?);
     Ok(case.against(move |b| rows(b).and_then(|()| cols(b))))
+}
+
+/// Rows under a random Hadamard transform of the usual length.
+fn hadamard<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let (x, codec, groups) = (o.x()?, codec(Block::MXFP4, NEAREST)?, o.groups.clone());
+    let hadamard = Some(Hadamard::new(1, 2));
+    let traffic = traffic::quantize(o.extent, DType::Bf16, Block::MXFP4, Planes::Rows, false);
+    Ok(Case::new(traffic, move |b| {
+        let groups = groups.as_ref();
+        Quantize { groups, hadamard, ..Quantize::new(&x, codec, Planes::Rows) }.run(b).map(drop)
+    }))
 }
 
 /// A weight's two planes, from its F32 master. Dense: a weight has no groups.
@@ -308,9 +320,8 @@ fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let num_slots = routed.map.num_slots;
     let traffic = traffic::plan_permute(routed.tokens, top_k, num_slots, capacity);
     Ok(Case::new(traffic, move |b| {
-        PlanPermute { expert: &expert, token_id: &token_id, top_k, num_slots, num_groups, align, capacity }
-            .run(b)
-            .map(drop)
+        let (expert, token_id) = (&expert, &token_id);
+        PlanPermute { expert, token_id, top_k, num_slots, num_groups, align, capacity }.run(b).map(drop)
     }))
 }
 

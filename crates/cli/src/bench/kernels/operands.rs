@@ -4,7 +4,7 @@
 use super::traffic::{Block, Extent};
 use half::bf16;
 use nibble_core::ops::{InitNormal, PlanPermute, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, Convert, Groups, Occupancy, PermuteMap, Result, Tensor, round_up};
+use nibble_core::{BlockScaled, Convert, Groups, PermuteMap, Result, Tensor, round_up};
 use nibble_cpu::Cpu;
 use nibble_formats::{Codec, Purpose, Rounding, Stream};
 use nibble_testkit::shapes::RaggedRows;
@@ -94,7 +94,7 @@ pub struct Routed<B: Convert> {
 }
 
 impl<B: Convert> Routed<B> {
-    /// About `rows` rows to `experts` experts at random. The order is found on the CPU, so that it needs no kernel.
+    /// About `rows` rows to `experts` experts at random.
     fn new(b: &B, rows: usize, experts: usize) -> Result<Self> {
         let top_k = top_k(experts);
         let tokens = rows / top_k;
@@ -112,40 +112,19 @@ impl<B: Convert> Routed<B> {
         }
         // No more than these groups need, so that times compare with those of systems that know the sizes on the host.
         let capacity = load.into_iter().map(|len| round_up(len, ALIGN)).sum();
-        let cpu = Cpu::new(0)?;
-        let (expert, token_id) = (&cpu.upload(&chosen)?, &cpu.upload(&ids)?);
-        let num_slots = chosen.len();
-        let plan =
-            PlanPermute { expert, token_id, top_k, num_slots, num_groups: experts, align: ALIGN, capacity };
-        let map = moved(&cpu, &plan.run(&cpu)?, b)?;
         let (expert, token_id) = (b.upload(&chosen)?, b.upload(&ids)?);
+        let plan = PlanPermute {
+            expert: &expert,
+            token_id: &token_id,
+            top_k,
+            num_slots: chosen.len(),
+            num_groups: experts,
+            align: ALIGN,
+            capacity,
+        };
+        let map = plan.run(b)?;
         Ok(Self { tokens, top_k, experts, expert, token_id, map })
     }
-}
-
-/// The map on another backend.
-fn moved<A: Convert, B: Convert>(a: &A, map: &PermuteMap<A>, b: &B) -> Result<PermuteMap<B>> {
-    let copy = |buf: &A::Buf<i32>| b.upload(&a.download(buf)?);
-    let g = &map.groups;
-    Ok(PermuteMap {
-        groups: Groups {
-            start: copy(&g.start)?,
-            len: copy(&g.len)?,
-            row_id: copy(&g.row_id)?,
-            num_groups: g.num_groups,
-            align: g.align,
-            capacity: g.capacity,
-        },
-        source_row: copy(&map.source_row)?,
-        row_slot: copy(&map.row_slot)?,
-        slot_row: copy(&map.slot_row)?,
-        num_slots: map.num_slots,
-        occupancy: Occupancy {
-            found: copy(&map.occupancy.found)?,
-            num_slots: map.occupancy.num_slots,
-            capacity: map.occupancy.capacity,
-        },
-    })
 }
 
 /// Operands of one shape and number of groups, made when they are first asked for.
@@ -249,6 +228,7 @@ pub fn uniform<B: Convert>(b: &B, rows: usize, cols: usize) -> Result<Tensor<B>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_core::Backend;
 
     #[test]
     fn uneven_groups_hold_all_rows_and_stay_near_the_mean() {
