@@ -146,10 +146,11 @@ pub fn run(args: &Args) -> Result<Value> {
     let shapes = if args.shapes.is_empty() { SHAPES.to_vec() } else { args.shapes.clone() };
     let bench = Bench::new()?;
     let header = header(&bench)?;
+    let names: Vec<_> = chosen.iter().map(|kernel| kernel.name).collect();
     let mut measured = Vec::new();
     for &shape in &shapes {
         let rows = at_shape(&bench, &chosen, shape, &args.groups)?;
-        report::table(shape, &args.groups, &rows);
+        report::table(shape, &args.groups, &names, &rows);
         measured.extend(rows);
     }
     let mut figures = json!({ "machine": header, "kernels": report::figures(&measured) });

@@ -8,17 +8,13 @@ use std::collections::BTreeMap;
 
 /// Prints one shape's table, which fits 140 columns: a kernel a line, its time on dense rows (on the most groups, where it
 /// has no dense form), the share of the floor on ragged rows, and what others take.
-pub fn table(shape: Shape, groups: &[usize], measured: &[Measured]) {
+pub fn table(shape: Shape, groups: &[usize], names: &[&str], measured: &[Measured]) {
     say!("");
     say!("{} × {}", shape.rows, shape.cols);
     let ragged: Vec<usize> = groups.iter().copied().filter(|g| *g > 0).collect();
     say!("{}", heading(&ragged));
     let mut skipped: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    let mut names: Vec<&str> = measured.iter().map(|m| m.kernel).collect();
-    names.dedup();
-    names.sort_by_key(|name| measured.iter().position(|m| m.kernel == *name));
-    names.dedup();
-    for name in names {
+    for &name in names {
         let of_kernel: Vec<&Measured> = measured.iter().filter(|m| m.kernel == name).collect();
         match line(name, &of_kernel, &ragged) {
             Ok(line) => say!("{line}"),
