@@ -11,9 +11,13 @@ use nibble_core::{BlockScaled, Data, Error, Plain, Result, Scales, Tensor};
 use nibble_formats::{BlockAxis, ScaleLayout};
 use std::ffi::c_void;
 
-/// Rows a cta copies, one a warp.
-const ROWS_PER_CTA: usize = 8;
-const THREADS: u32 = 256;
+const THREADS: usize = 256;
+/// Units that a lane loads at once.
+const UNITS_PER_LANE: usize = 8;
+/// Rows of fewer units than these are gone before their successors' ctas are there: few ctas take many of them each.
+const SHORT_ROW_UNITS: usize = 96;
+/// Ctas a multiprocessor has then: twice as many as it holds at once.
+const SHORT_ROW_CTAS: usize = 6;
 
 /// Where the rows of a plane lie in a buffer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,6 +160,12 @@ impl CopyRows<'_> {
         Ok(())
     }
 
+    /// Units of a row, codes and scales together.
+    fn units(&self) -> usize {
+        let units = |plane: &Plane| plane.bytes / plane.unit() as usize;
+        units(&self.codes) + self.scales.as_ref().map_or(0, units)
+    }
+
     /// Checks and launches.
     ///
     /// # Safety
@@ -167,17 +177,32 @@ impl CopyRows<'_> {
         }
         let none = Plane { bytes: 0, ..self.codes };
         let (codes, scales) = (self.codes.as_arg(), self.scales.unwrap_or(none).as_arg());
-        let launch = Launch {
-            ctas: self.rows.div_ceil(ROWS_PER_CTA) as u32,
-            threads: THREADS,
-            cluster: 1,
-            shared_bytes: 0,
-        };
+        let config = Config::choose(self.rows, self.units(), device.info().num_sms as usize);
+        let launch =
+            Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
         let (rows, rows_in) = (self.rows as u32, self.rows_in as u32);
         let kernel = device.kernel(&spec())?;
         // SAFETY: `check` held the planes and the index to the rows; the kernel reads rows below `rows_in` and writes
         // rows below `rows` only, whatever the index holds. The rest is the caller's promise.
-        unsafe { kernel.launch(launch, &[&codes, &scales, &self.index, &rows, &rows_in]) }
+        unsafe { kernel.launch(launch, &[&codes, &scales, &self.index, &rows, &rows_in, &config.lanes_log2]) }
+    }
+}
+
+/// How a copy is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    /// Lanes that take a row: 2 to this power.
+    lanes_log2: u32,
+    ctas: usize,
+}
+
+impl Config {
+    /// So many lanes that each has [`UNITS_PER_LANE`] at most, within reason, and a cta for all rows that fit it.
+    fn choose(rows: usize, units: usize, num_sms: usize) -> Self {
+        let lanes_log2 = units.div_ceil(UNITS_PER_LANE).next_power_of_two().ilog2().clamp(4, 6);
+        let all = rows.div_ceil(THREADS >> lanes_log2);
+        let most = if units < SHORT_ROW_UNITS { SHORT_ROW_CTAS * num_sms } else { all };
+        Self { lanes_log2, ctas: all.min(most) }
     }
 }
 
@@ -322,6 +347,19 @@ mod tests {
         assert_eq!((scales.address, scales.len), (284, 68));
         assert!(scales.holds(3, 4) && !scales.holds(3, 5));
         assert!(span(256, 0, 32).holds(0, 32) && !span(256, usize::MAX, usize::MAX).holds(3, 1));
+    }
+
+    #[test]
+    fn lanes_follow_the_length_of_a_row() {
+        // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
+        let lanes = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|units| {
+            let config = Config::choose(32768, units, 132);
+            let all = 32768 >> (8 - config.lanes_log2);
+            assert_eq!(config.ctas, if units == 68 { 6 * 132 } else { all }, "{units}");
+            1 << config.lanes_log2
+        });
+        assert_eq!(lanes, [16, 32, 32, 32, 64, 64, 32, 64, 64]);
+        assert_eq!(Config::choose(1, 0, 132), Config { lanes_log2: 4, ctas: 1 });
     }
 
     #[test]
