@@ -1,17 +1,20 @@
 // BF16 or F32 -> blocks with scales along the rows; and what the other quantizing kernels have in common with that.
 //
-// quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
+// quantize_rows<In, E, kF32Scales, Round, kHadamard>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
 //   row_id[rows] (null: every row counts): negative marks padding, which reads as zero and is not counted; else the number of the row
 //   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity.
 //   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
 //   Any grid, best ceil(rows · segments / 8) but at most 32 ctas a multiprocessor; no dynamic shared memory. Where every row counts and
 //   cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 numbers, as one row.
+//   kHadamard: after a transform along the rows, of which cols is whole blocks; best with a grid of which 8 · ctas is a multiple of
+//   `segments`, for then a warp draws its signs once.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "formats/rounding.cuh"
+#include "math/hadamard.cuh"
 #include "math/reduce.cuh"
 
 namespace nib {
@@ -20,6 +23,18 @@ constexpr int kRowChunks = 4;
 constexpr int kRowThreads = 256;
 constexpr int kChunkCols = 256;
 constexpr int kSegmentCols = kRowChunks * kChunkCols;
+
+template <bool kFirst, class A, class B>
+struct Choice {
+    using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
+/// A if kFirst, else B.
+template <bool kFirst, class A, class B>
+using OneOf = typename Choice<kFirst, A, B>::Type;
 
 /// Which of eight rows from `first` on count, one a bit.
 __device__ __forceinline__ u32 rows_that_count(const int* __restrict__ row_id, int first, int rows) {
@@ -58,11 +73,12 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-template <class In, class E, bool kF32Scales, class Round>
+template <class In, class E, bool kF32Scales, class Round, bool kHadamard>
 __global__ void __launch_bounds__(kRowThreads)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
                   const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, PowerRule rule,
-                  const RoundingArg rounding) {
+                  const RoundingArg rounding, const HadamardArg hadamard) {
+    using Number = OneOf<kHadamard, F32, In>;
     using Stored = ScaleOf<kF32Scales>;
     constexpr int kLanes = E::kBlock / 8;  // of one block
     static_assert(kLanes >= kRowChunks, "a lane of each block stores the scale of a chunk");
@@ -73,18 +89,36 @@ __global__ void __launch_bounds__(kRowThreads)
     const int blocks = ceil_div(cols, E::kBlock);  // of a row
     const u64 row_bytes = u64(cols) * E::kCodeBits / 8;
     const u32 tasks = u32(rows) * segments;
+    u32 signs = 0, signed_segment = ~0u;  // of the chunks, a byte each
     Tally tally;
     for (u32 task = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32; task < tasks; task += gridDim.x * (kRowThreads / 32)) {
         const u32 row = by_segments.divide(task), segment = task - row * segments;
         const int col = segment * kSegmentCols + lane * 8;
         const int id = row_id == nullptr ? row : __ldg(row_id + row);
         const u8* from = x + (u64(row) * cols + col) * In::kBytes;
-        typename In::Eight in[kRowChunks];
+        typename In::Eight plain[kRowChunks];
 #pragma unroll
         for (int i = 0; i < kRowChunks; ++i)
-            in[i] = In::template load<true>(from + i * kChunkCols * In::kBytes, id >= 0 ? cols - col - i * kChunkCols : 0);
+            plain[i] = In::template load<true>(from + i * kChunkCols * In::kBytes, id >= 0 ? cols - col - i * kChunkCols : 0);
+        typename Number::Eight in[kRowChunks];
+        if constexpr (kHadamard) {
+            if (segment != signed_segment) {
+                signs = 0;
+#pragma unroll
+                for (int i = 0; i < kRowChunks; ++i) signs |= hadamard.signs_of_eight(col + i * kChunkCols) << (8 * i);
+                signed_segment = segment;
+            }
+#pragma unroll
+            for (int i = 0; i < kRowChunks; ++i) {
+                in[i] = widen<In>(plain[i]);
+                hadamard_row(in[i], id >= 0 ? signs >> (8 * i) & 0xFF : 0, hadamard);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kRowChunks; ++i) in[i] = plain[i];
+        }
         u32 amax[kRowChunks];
-        In::template row_maxima<kLanes>(in, amax);
+        Number::template row_maxima<kLanes>(in, amax);
         Stored stored[kRowChunks];
         u8* to = codes + row * row_bytes + col * E::kCodeBits / 8;
         const u64 element = u64(u32(id)) * cols + col;
@@ -93,7 +127,7 @@ __global__ void __launch_bounds__(kRowThreads)
             const auto scale = scale_of<E, kF32Scales>(amax[i], rule);
             stored[i] = scale.stored;
             const auto bits = round.template bits<true>(element, i * (kChunkCols / 8));
-            auto out = round.template encode<E, kRuleFloor, In>(in[i], scale.inverse, bits);
+            auto out = round.template encode<E, kRuleFloor, Number>(in[i], scale.inverse, bits);
             if (scale.is_nan()) out = E::zeros();
             store_codes<E, true>(to + i * kChunkCols * E::kCodeBits / 8, cols - col - i * kChunkCols, out);
             if constexpr (Round::kDraws) {

@@ -1,7 +1,8 @@
 // BF16 or F32 -> blocks with scales, for every shape, element, rule, rounding and form: what the fast kernels leave to it, chiefly
 // widths that are no multiple of 8. One element a thread, so it reaches a fraction of their speed.
 //
-// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it. 128 threads; grid
+// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it.
+//   every_row: row_id gives numbers for random bits only, those of padding as 0; each row counts. 128 threads; grid
 //   stack * ceil(lines / 128) * ceil(cols / 128), lines = capacity where columns are written, else rows; no dynamic shared memory.
 //   form kRows:  row_codes [rows][cols], row_scales [rows][ceil(cols / E::kBlock)]; cols is even where two codes share a byte.
 //   form kCols:  col_codes [cols][capacity], col_scales [cols][ceil(capacity / E::kBlock)], zeros from `rows` to `capacity`, which
@@ -93,7 +94,7 @@ private:
 template <class In, class E>
 __global__ void __launch_bounds__(128)
     quantize_any(const u8* __restrict__ x, u8* __restrict__ row_codes, void* row_scales, u8* __restrict__ col_codes, void* col_scales,
-                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, int policy,
+                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, int policy, int every_row,
                  PowerRule rule, const RoundingArg rounding) {
     constexpr int kBlocks = 128 / E::kBlock;  // along one side of the square of this cta
     constexpr u32 kMagnitude = (1 << (E::kCodeBits - 1)) - 1;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(128)
     Tally tally;
     const auto value = [&](int i) {
         const int row = first_row + i;
-        const bool counted = row < rows && col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
+        const bool counted = row < rows && col < cols && (row_id == nullptr || every_row || __ldg(row_id + row) >= 0);
         return counted ? In::number(x + (u64(row) * cols + col) * In::kBytes) : 0.0f;
     };
 

@@ -1,12 +1,14 @@
 // BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
+// quantize_cols<In, E, kF32Scales, kRows, Round, kHadamard>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
 //   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
 //   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
 //   256 threads; a cta takes `strips` x `panels` squares of 128 x 128, one after the other, and stores their scales together: one byte at a
 //   time they would cost as much as the codes. At most kStrips and kPanels; `strips` is even where two codes share a byte. Grid
 //   ceil(ceil(cols / 128) / panels) * ceil(ceil(capacity / 128) / strips); bands of `band` ctas are done side by side, so that what is written
-//   at one time lies together. sizeof(ColumnShared<In, E, kF32Scales, kRows>) dynamic shared memory.
+//   at one time lies together. sizeof(ColumnShared<In, E, kF32Scales, kRows, kHadamard>) dynamic shared memory.
+//   kHadamard, without kRows and for BF16: after a transform down the columns from the start of each of num_groups groups (start null: from row
+//   0); groups start at multiples of hadamard.len, and capacity is one.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -22,15 +24,19 @@ namespace nib {
 constexpr int kStrips = 4;
 constexpr int kPanels = 2;
 
-template <class In, class E, bool kF32Scales, bool kRows>
+template <class In, class E, bool kF32Scales, bool kRows, bool kHadamard>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
-    ColumnTile tile;
+    union {
+        ColumnTile tile;
+        float wide[kHadamard ? kTile : 1][kTile];  // transformed
+    };
     ScaleOf<kF32Scales> col_scales[kPanels * kTile][kStrips * kBlocks];
     ScaleOf<kF32Scales> row_scales[kRows ? kStrips * kTile : 1][kRows ? kPanels * kBlocks : 16];
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];  // of each warp's rows
+    u32 maxima[8][(kHadamard ? F32::kWords : In::kWords) * 16];  // of each warp's rows
+    alignas(8) u8 signs[kTile / 8];  // of rows, a bit each
     u32 total[3];
 };
 
@@ -200,12 +206,17 @@ __device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int
     }
 }
 
-template <class In, class E, bool kF32Scales, bool kRows, class Round>
-__global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
+template <class In, class E, bool kF32Scales, bool kRows, class Round, bool kHadamard>
+__global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
-                  int rows, int cols, int capacity, int strips, int panels, int band, PowerRule rule, const RoundingArg rounding) {
-    using Shared = ColumnShared<In, E, kF32Scales, kRows>;
+                  int rows, int cols, int capacity, int strips, int panels, int band, PowerRule rule, const RoundingArg rounding,
+                  const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+    static_assert(!kHadamard || (!kRows && In::kBytes == 2), "a transform runs along one contraction, and as it reads from BF16 only");
+    using Shared = ColumnShared<In, E, kF32Scales, kRows, kHadamard>;
+    using Number = OneOf<kHadamard, F32, In>;
+    // Two strips of half bytes fill the lines of a tile, where it outlives a strip.
+    constexpr bool kPairs = E::kCodeBits == 4 && !kHadamard;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
     extern __shared__ uint4 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
@@ -230,23 +241,37 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         const int next_s = s + 1 < strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
         const int my_row = (first_strip + s) * kTile + octet * 8;
         const int first_col = (first_panel + p) * kTile, my_col = first_col + chunk * 8;
-        ptx::copies_wait();
-        typename In::Eight in[8];
+        typename Number::Eight in[8];
+        if constexpr (kHadamard) {
+            if (threadIdx.x < kTile / 8) {
+                const int row = (first_strip + s) * kTile + 8 * threadIdx.x;
+                shared.signs[threadIdx.x] = hadamard.signs_of_eight_rows(row, rows, row_id, start, num_groups);
+            }
+            ptx::copies_wait();
+            __syncthreads();
+            hadamard_columns<In>(shared.input, shared.wide[0], shared.signs, hadamard);
+            __syncthreads();
 #pragma unroll
-        for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
-        const auto largest = columns_of_warp<In>(in);
+            for (int j = 0; j < 8; ++j) in[j] = F32::load_shared(reinterpret_cast<const u8*>(&shared.wide[octet * 8 + j][chunk * 8]));
+        } else {
+            ptx::copies_wait();
 #pragma unroll
-        for (int i = 0; i < In::kWords; ++i)
-            if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
-        // Every thread has read what it fetched, and reads nobody else's.
-        if (next_p < panels) fetch(next_s, next_p);
+            for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
+        }
+        // What was fetched has been read: by its thread, which reads nobody else's, or before the last barrier.
+        if (kHadamard && next_p < panels) fetch(next_s, next_p);
+        const auto largest = columns_of_warp<Number>(in);
+#pragma unroll
+        for (int i = 0; i < Number::kWords; ++i)
+            if (lane < 16) shared.maxima[warp][chunk * Number::kWords + i] = largest.word[i];
+        if (!kHadamard && next_p < panels) fetch(next_s, next_p);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
         __syncthreads();
 #pragma unroll
         for (int i = threadIdx.x; i < kTile * kBlocks; i += 256) {
             const int col = i % kTile, block = i / kTile;
-            const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
+            const u32 amax = Number::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
             shared.col_scales[p * kTile + col][s * kBlocks + block] = scale.stored;
@@ -268,8 +293,8 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         for (int j = 0; j < 8; ++j) {
             u64 element = 0;
             if constexpr (Round::kDraws) {
-                const int row = min(my_row + j, rows - 1);
-                element = u64(u32(row_id == nullptr ? row : __ldg(row_id + row))) * cols + my_col;
+                const int row = my_row + j;
+                element = u64(row_id == nullptr || row >= rows ? row : max(__ldg(row_id + row), 0)) * cols + my_col;
             }
             const auto bits = round.template bits<true>(element);
             if constexpr (kRows) {
@@ -282,15 +307,16 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
                     tally.non_zero += lane % kLanes == 0 && (any >> lane & ((1u << kLanes) - 1)) != 0;
                 }
             }
-            codes[j] = round.template encode<E, kRuleFloor, In>(in[j], inverse, bits);
+            codes[j] = round.template encode<E, kRuleFloor, Number>(in[j], inverse, bits);
         }
-        const int slot = kPerByte == 2 ? s % 2 * 8 + octet / 2 : octet;
+        const int slot = kPerByte == 2 ? (kPairs ? s % 2 * 8 : 0) + octet / 2 : octet;
         turn_codes(codes, inverse, shared.tile.place(chunk * 8, slot) + (kPerByte == 2 ? octet % 2 * 4 : 0));
-        if (kPerByte == 1 || s % 2 == 1 || s + 1 == strips) {
+        if (!kPairs || s % 2 == 1 || s + 1 == strips) {
             __syncthreads();
-            const int first = (first_strip + s / kPerByte * kPerByte) * kTile;  // row
+            const int first = (first_strip + (kPairs ? s / 2 * 2 : s)) * kTile;  // row
+            const int end = min((first_strip + s + 1) * kTile, capacity);
             store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes, first_col, cols, col_bytes, first / kPerByte,
-                                                     min((first_strip + s + 1) * kTile, capacity) / kPerByte - first / kPerByte, tally);
+                                                     (end - first) / kPerByte, tally);
         }
         s = next_s;
         p = next_p;

@@ -8,12 +8,11 @@
 //   auto wide = widen<In>(x);                                  // F32::Eight, from here on in place of In::Eight
 //   hadamard_row(wide, signs, arg);
 //
-// Down the columns (hadamard_columns): of a tile of 128 x 128 floats in shared memory, in place, by 256 threads; `Tile` of F32
-// afterwards. The signs depend on the row's position in its group; eight rows are one byte:
+// Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
 //
 //   if (threadIdx.x < 16) shared.signs[threadIdx.x] = arg.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
 //   (barrier: the tile, with +0 where a row does not count, and the signs)
-//   hadamard_columns(shared.tile, shared.signs, arg);
+//   hadamard_columns<In>(shared.input, shared.tile, shared.signs, arg);   // F32 also in place
 //   (barrier)
 //
 // After it rows that did not count may be non-zero, up to the end of their transform block: their codes count like others, and
@@ -107,17 +106,20 @@ __device__ __forceinline__ void hadamard_row(F32::Eight& x, u32 signs, const Had
     for (int i = 0; i < 8; ++i) x.number[i] = __fmul_rn(x.number[i], arg.factor);
 }
 
-/// The columns of tile[128][128], in place; signs[16] as in the file's header. 256 threads, two a column; all come here.
-__device__ __forceinline__ void hadamard_columns(float* tile, const u8* signs, const HadamardArg& arg) {
+/// The columns of `from` [128][128], to `tile`; signs[16] as in the file's header. 256 threads, two a column; all come here.
+template <class In>
+__device__ __forceinline__ void hadamard_columns(const void* from, float* tile, const u8* signs, const HadamardArg& arg) {
     constexpr int kHalf = kHadamardTile / 2;
     const int col = threadIdx.x % kHadamardTile, half = threadIdx.x / kHadamardTile;
-    float* const mine = tile + half * kHalf * kHadamardTile + col;
+    const int first = half * kHalf * kHadamardTile + col;
+    const u8* const in = static_cast<const u8*>(from) + first * In::kBytes;
+    float* const mine = tile + first;
     const uint2 sign = *reinterpret_cast<const uint2*>(signs + half * 8);
     float x[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         const u32 negated = (i < 32 ? sign.x : sign.y) << (31 - i % 32) & 0x80000000;
-        x[i] = __uint_as_float(__float_as_uint(mine[i * kHadamardTile]) ^ negated);
+        x[i] = __uint_as_float(__float_as_uint(In::number(in + i * kHadamardTile * In::kBytes)) ^ negated);
     }
     butterflies(x, arg.len);
     const float factor = arg.len == kHadamardTile ? 1.0f : arg.factor;
