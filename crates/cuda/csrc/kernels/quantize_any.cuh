@@ -1,5 +1,5 @@
 // BF16 or F32 -> blocks with scales, for every shape, element, rule, rounding and form: what the fast kernels leave to it, chiefly
-// widths that are no multiple of 8. One element a thread, so it reaches a fraction of their speed.
+// widths that are no multiple of 8. An element at a time, so it reaches a fraction of their speed.
 //
 // quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it.
 //   every_row: row_id gives numbers for random bits only, those of padding as 0; each row counts. 128 threads; grid
@@ -37,6 +37,7 @@ struct AnyShared {
     u32 row_max[4][128];       // of the 32 columns of each warp
     float row_inverse[4][128];
     u32 row_any[4][128];       // whether a code of those columns is not zero
+    u8 turned[128][132];       // codes of each column; a word more than there are, so that columns lie in different banks
     u32 largest[4];
     u32 total[3];
 };
@@ -177,7 +178,8 @@ __global__ void __launch_bounds__(128)
     __syncthreads();
 
     const AnyRounding round{rounding, policy};
-    const u64 row_bytes = u64(cols) * E::kCodeBits / 8, col_bytes = u64(capacity) * E::kCodeBits / 8;
+    constexpr int kPerByte = 8 / E::kCodeBits;
+    const u64 row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
         u32 any = 0, even = 0;
@@ -200,18 +202,24 @@ __global__ void __launch_bounds__(128)
             if (has_cols) {
                 const u32 code = round.encode<E>(v, col_inverse[b], element);
                 any |= code & kMagnitude;
-                const bool inside = at < capacity && col < cols;
                 if constexpr (E::kCodeBits == 4) {
-                    if (inside && i % 2 == 1) col_codes[col * col_bytes + at / 2] = u8(even | code << 4);
+                    if (i % 2 == 1) shared.turned[threadIdx.x][i / 2] = u8(even | code << 4);
                     even = code;
                 } else {
-                    if (inside) col_codes[col * col_bytes + at] = u8(code);
+                    shared.turned[threadIdx.x][i] = u8(code);
                 }
             }
         }
         if (!has_rows) tally.non_zero += any != 0;
     }
     __syncthreads();
+    if (has_cols) {
+        const int bytes = min(capacity - first_row, 128) / kPerByte;
+        for (int line = warp; line < min(cols - first_col, 128); line += 4) {
+            u8* const to = col_codes + (first_col + line) * col_bytes + first_row / kPerByte;
+            for (int i = lane; i < bytes; i += 32) to[i] = shared.turned[line][i];
+        }
+    }
     if (has_rows) {
         u32 any[4];
 #pragma unroll

@@ -1,48 +1,20 @@
 //! `quantize` on a GPU (`csrc/kernels/quantize*.cuh`).
 
-use super::Instance;
+mod config;
+
+pub(super) use config::instances;
+
 use crate::backend::Buf;
 use crate::device::Buffer;
-use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
-use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule};
+use config::{Desc, Path, SEGMENT_COLS, TRANSFORM_COLS};
+use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, DType, Data, Error, Operand, Plain, Result, Scales};
+use nibble_core::{Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
-/// Rows and columns of a cta's square; the block of FP8.
-const TILE: usize = 128;
-/// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
-const SEGMENT_COLS: usize = 1024;
-/// Strips of 128 rows and panels of 128 columns that a cta of `quantize_cols` takes at most.
-const MOST_STRIPS: usize = 4;
-const MOST_PANELS: usize = 2;
-const ROW_THREADS: u32 = 256;
-/// Columns a warp of `hadamard_rows` takes.
-const TRANSFORM_COLS: usize = 256;
-const ROW_CTAS_PER_SM: usize = 32;
-/// A matrix of less than this many numbers may be taken as one row.
-const ONE_ROW_BELOW: usize = 1 << 30;
-
-/// What decides about the kernel and its launch.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Desc {
-    input: DType,
-    codec: Codec,
-    planes: Planes,
-    /// Rows of one matrix.
-    rows: usize,
-    cols: usize,
-    stack: usize,
-    /// Rows of a column plane.
-    capacity: usize,
-    /// Whether some rows may be padding.
-    ragged: bool,
-    /// Whether a transform comes first.
-    hadamard: bool,
-}
 
 /// The device's `PowerRule` (csrc/formats/e8m0.cuh).
 #[repr(C)]
@@ -74,270 +46,6 @@ impl PowerRule {
             ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
         };
         Self { up, nan_from: if rule == ScaleRule::Even { INFINITY - up } else { INFINITY } }
-    }
-}
-
-/// Which kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Path {
-    /// Blocks along the rows.
-    Rows,
-    /// Blocks down the columns, with or without those along the rows: so many squares a cta, and bands of so many ctas.
-    Cols { strips: usize, panels: usize, band: usize },
-    /// Square tiles.
-    Tiles,
-    /// Whatever the others do not take.
-    Any,
-}
-
-/// A configuration: the instance and the shape of its launch.
-#[derive(Debug, Clone, PartialEq)]
-struct Config {
-    path: Path,
-    spec: KernelSpec,
-    launch: Launch,
-}
-
-/// What an instance of one of the fast kernels is made for.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Variant {
-    input: DType,
-    format: Format,
-    kind: ScaleKind,
-    rounding: Rounding,
-    /// With a transform, which is for one plane at a time.
-    hadamard: bool,
-}
-
-impl Variant {
-    /// Those that recipes ask for: activations and gradients are BF16 and may be rounded stochastically and transformed,
-    /// weights are F32.
-    fn all() -> impl Iterator<Item = Self> {
-        let formats = [
-            (Format::Mxfp4, ScaleKind::E8m0),
-            (Format::E4m3, ScaleKind::E8m0),
-            (Format::E4m3, ScaleKind::F32),
-        ];
-        let inputs = [
-            (DType::Bf16, Rounding::NearestEven, false),
-            (DType::Bf16, Rounding::Stochastic, false),
-            (DType::Bf16, Rounding::NearestEven, true),
-            (DType::Bf16, Rounding::Stochastic, true),
-            (DType::F32, Rounding::NearestEven, false),
-        ];
-        let of = move |(format, kind)| {
-            inputs.map(|(input, rounding, hadamard)| Self { input, format, kind, rounding, hadamard })
-        };
-        formats.into_iter().flat_map(of)
-    }
-
-    fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
-        KernelSpec {
-            source,
-            name,
-            args: vec![
-                ("In", input_type(self.input)),
-                ("E", element_type(self.format)),
-                ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
-                ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
-            ],
-        }
-    }
-
-    fn rows_spec(&self) -> KernelSpec {
-        let mut spec = self.spec("kernels/quantize.cuh", "nib::quantize_rows");
-        spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
-        spec
-    }
-
-    fn cols_spec(&self, rows: bool) -> KernelSpec {
-        let mut spec = self.spec("kernels/quantize_cols.cuh", "nib::quantize_cols");
-        spec.args.push(("kRows", TemplateArg::Bool(rows)));
-        spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
-        spec
-    }
-
-    fn tiles_spec(&self) -> KernelSpec {
-        self.spec("kernels/quantize_tiles.cuh", "nib::quantize_tiles")
-    }
-
-    /// Weights are not rounded randomly, and have no tiles of MXFP4.
-    fn has_tiles(&self) -> bool {
-        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && !self.hadamard
-    }
-
-    /// Dynamic shared memory of `quantize_cols`: `ColumnShared` of the kernel.
-    fn column_shared_bytes(&self, rows: bool) -> usize {
-        let blocks = TILE / self.format.spec().block;
-        let col_scales = MOST_PANELS * TILE * MOST_STRIPS * blocks * self.kind.bytes();
-        let row_scales = if rows { col_scales } else { 16 * self.kind.bytes() };
-        let inverse = blocks * TILE * size_of::<f32>();
-        let (turned, number) = match self.hadamard {
-            true => (TILE * TILE * size_of::<f32>(), size_of::<f32>()),
-            false => (TILE * TILE, self.input.size_bytes()),
-        };
-        let maxima = 8 * TILE * number;
-        let (signs, total) = (TILE / 8, 3 * size_of::<u32>());
-        let input = TILE * TILE * self.input.size_bytes();
-        (input + turned + col_scales + row_scales + inverse + maxima + signs + total).next_multiple_of(16)
-    }
-
-    /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
-    fn square_shared_bytes(&self) -> usize {
-        (TILE * TILE * (self.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
-    }
-}
-
-fn input_type(input: DType) -> TemplateArg {
-    TemplateArg::Type(match input {
-        DType::Bf16 => "nib::Bf16",
-        DType::F32 => "nib::F32",
-    })
-}
-
-fn element_type(format: Format) -> TemplateArg {
-    TemplateArg::Type(match format {
-        Format::E5m2 => "nib::E5m2",
-        Format::Mxfp4 => "nib::E2m1",
-        _ => "nib::E4m3",
-    })
-}
-
-fn any_spec(input: DType, format: Format) -> KernelSpec {
-    KernelSpec {
-        source: "kernels/quantize_any.cuh",
-        name: "nib::quantize_any",
-        args: vec![("In", input_type(input)), ("E", element_type(format))],
-    }
-}
-
-/// The transform of a matrix to F32.
-fn transform_instance(input: DType, down: bool) -> Instance {
-    let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
-    let spec = KernelSpec { source: "kernels/hadamard.cuh", name, args: vec![("In", input_type(input))] };
-    let tile = TILE * TILE * size_of::<f32>() + TILE / 8;
-    Instance { spec, shared_bytes: if down { tile } else { 0 } }
-}
-
-impl Desc {
-    fn of(op: &Quantize<'_, Cuda>) -> Self {
-        let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
-        let rows = op.x.rows / op.stack.max(1);
-        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
-        let dense_capacity = rows.next_multiple_of(op.codec.format().spec().block);
-        let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
-        Self {
-            input: op.x.dtype(),
-            codec: op.codec,
-            planes: op.planes,
-            rows,
-            cols: op.x.cols,
-            stack: op.stack,
-            capacity,
-            ragged: op.groups.is_some(),
-            hadamard: op.hadamard.is_some(),
-        }
-    }
-
-    fn kind(&self) -> ScaleKind {
-        self.codec.rule().kind()
-    }
-
-    /// What the kernels can take beyond what the operation's own check lets in.
-    fn check(&self) -> Result<()> {
-        if self.planes == Planes::Tiles && self.ragged {
-            return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
-        }
-        const MOST: usize = i32::MAX as usize - 512;
-        let tasks = self.rows.saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
-        let sizes = [
-            ("rows of x", self.rows.max(self.capacity), MOST),
-            ("columns of x", self.cols, MOST),
-            ("squares of 128 x 128", self.squares(), MOST),
-            ("rows of x, each in segments of 256 columns", tasks, MOST),
-        ];
-        for (argument, value, most) in sizes {
-            if value > most {
-                return Err(Error::shape(OP, argument, value, format!("at most {most}")));
-            }
-        }
-        Ok(())
-    }
-
-    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
-    fn row_shape(&self) -> (usize, usize) {
-        let len = self.rows * self.cols;
-        let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
-        if !self.ragged && !self.hadamard && whole && len < ONE_ROW_BELOW {
-            (1, len)
-        } else {
-            (self.rows, self.cols)
-        }
-    }
-
-    /// Squares of 128 x 128, of all matrices.
-    fn squares(&self) -> usize {
-        self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
-    }
-
-    /// The variant of the fast kernels that does it, if one is built and takes the shape.
-    fn variant(&self) -> Option<Variant> {
-        let (format, rounding) = (self.codec.format(), self.codec.rounding());
-        let wanted =
-            Variant { input: self.input, format, kind: self.kind(), rounding, hadamard: self.hadamard };
-        let whole_lines = match self.planes {
-            Planes::Rows => true,
-            Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
-            Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
-        };
-        let takes_shape = self.cols.is_multiple_of(8) && whole_lines;
-        Variant::all().find(|variant| takes_shape && *variant == wanted)
-    }
-
-    /// What is left to do once the transform has been made.
-    fn transformed(&self) -> Self {
-        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
-        let ragged = self.ragged && self.codec.rounding().is_random();
-        Self { input: DType::F32, rows, ragged, hadamard: false, ..*self }
-    }
-
-    /// The kernel that makes it, and its ctas.
-    fn transform(&self) -> (Instance, usize) {
-        let instance = transform_instance(self.input, self.planes == Planes::Cols);
-        if self.planes == Planes::Rows {
-            (instance, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
-        } else {
-            (instance, self.squares())
-        }
-    }
-
-    fn config(&self, num_sms: usize) -> Config {
-        let config = |path, spec, ctas: usize, threads, shared_bytes| {
-            let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
-            Config { path, spec, launch }
-        };
-        match (self.variant(), self.planes) {
-            (Some(variant), Planes::Rows) => {
-                let (rows, cols) = self.row_shape();
-                let warps = ROW_THREADS as usize / 32;
-                let ctas =
-                    (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
-                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
-            }
-            (Some(variant), Planes::Cols | Planes::Both) => {
-                let rows = self.planes == Planes::Both;
-                let (strips, panels) = (4, 2);
-                let (down, across) =
-                    (self.capacity.div_ceil(TILE * strips), self.cols.div_ceil(TILE * panels));
-                let band = if rows { 1 } else { down };
-                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes(rows));
-                config(Path::Cols { strips, panels, band }, spec, down * across, 256, shared_bytes)
-            }
-            (Some(variant), Planes::Tiles) => {
-                config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
-            }
-            (None, _) => config(Path::Any, any_spec(self.input, self.codec.format()), self.squares(), 128, 0),
-        }
     }
 }
 
@@ -403,16 +111,15 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = Source::of(&op)?;
         let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: &counts };
-        match (op.hadamard, desc.variant()) {
-            (Some(transform), None) => {
+        match op.hadamard.filter(|_| !desc.is_fused()) {
+            Some(transform) => {
                 let transformed = transform_first(device, &source, &desc, &transform)?;
-                let (desc, draws) = (desc.transformed(), codec.rounding().is_random());
                 // Padding has become numbers like others; its ids matter to random bits only.
-                let row_id = source.row_id.filter(|_| draws);
+                let row_id = source.row_id.filter(|_| codec.rounding().is_random());
                 let source = Source { x: &transformed, row_id, every_row: true, ..source };
-                launch(device, &op, &desc, &source, &out)?;
+                launch(device, &op, &desc.transformed(), &source, &out)?;
             }
-            _ => launch(device, &op, &desc, &source, &out)?,
+            None => launch(device, &op, &desc, &source, &out)?,
         }
     }
     let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
@@ -543,27 +250,4 @@ fn launch(
             launch(&[&planes, &sizes, &[&rule, &rounding]])
         }
     }
-}
-
-/// The instances built for it.
-pub(super) fn instances() -> Vec<Instance> {
-    let mut all = Vec::new();
-    for variant in Variant::all() {
-        all.push(Instance { spec: variant.rows_spec(), shared_bytes: 0 });
-        // A transform is for one plane.
-        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard));
-        all.extend(forms.map(|rows| Instance {
-            spec: variant.cols_spec(rows),
-            shared_bytes: variant.column_shared_bytes(rows),
-        }));
-        if variant.has_tiles() {
-            all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
-        }
-    }
-    for input in [DType::Bf16, DType::F32] {
-        let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
-        all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
-        all.extend([false, true].map(|down| transform_instance(input, down)));
-    }
-    all
 }
