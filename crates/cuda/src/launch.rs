@@ -37,7 +37,7 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg);
+plain_args!(i32, u32, u64, f32, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.
 // SAFETY: the address field lives in the buffer, the null in static memory.
@@ -136,6 +136,17 @@ impl HadamardArg {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
         Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor })
     }
+}
+
+/// The device's `DecodeArg` (csrc/kernels/dequantize.cuh): what the codes are, and which line of scales is whose.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DecodeArg {
+    pub is_f32: u32,
+    pub is_e5m2: u32,
+    pub tile_lines: u32,
+    pub matrix_lines: u32,
+    pub matrix_tiles: u32,
 }
 
 /// A buffer is passed as its device address.
