@@ -3,6 +3,7 @@
 //   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
 //                         (NaN above infinity above all finite numbers)
 //   number                one of them, from memory
+//   load_together         eight, where the same thread loads the next eight as well
 //   row_maxima            the same along the row, over neighbouring lanes; as the bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
@@ -52,6 +53,12 @@ struct Bf16 {
                 if (i < left) x.word[i / 2] |= u32(static_cast<const u16*>(from)[i]) << (i % 2 * 16);
         }
         return x;
+    }
+
+    __device__ __forceinline__ static Eight load_together(const void* from, bool present) {
+        if (!present) return zeros();
+        const uint4 v = __ldg(static_cast<const uint4*>(from));
+        return {{v.x, v.y, v.z, v.w}};
     }
 
     /// From 16-byte aligned shared memory.
@@ -115,6 +122,27 @@ struct Bf16 {
             for (int lane = 1; lane < kLanes; lane *= 2) two = larger(two, __shfl_xor_sync(kAllLanes, two, lane));
             bits[i] = two << 16;
             bits[i + 1] = two & 0xFFFF0000;
+        }
+    }
+
+    /// For each kTogether of kCount chunks the largest magnitude of `kLanes` neighbouring lanes.
+    template <int kTogether, int kLanes, int kCount, int kHeld>
+    __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
+        static_assert(kHeld * kTogether == kCount);
+        u32 largest[kHeld];
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            largest[i] = fold(magnitudes(x[i * kTogether]));
+#pragma unroll
+            for (int j = 1; j < kTogether; ++j) largest[i] = larger(largest[i], fold(magnitudes(x[i * kTogether + j])));
+        }
+#pragma unroll
+        for (int i = 0; i < kHeld; i += 2) {
+            u32 two = fold_two(largest[i], largest[i + 1 < kHeld ? i + 1 : i]);
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2) two = larger(two, __shfl_xor_sync(kAllLanes, two, lane));
+            bits[i] = two << 16;
+            if (i + 1 < kHeld) bits[i + 1] = two & 0xFFFF0000;
         }
     }
 
@@ -186,6 +214,13 @@ struct F32 {
         return x;
     }
 
+    __device__ __forceinline__ static Eight load_together(const void* at, bool present) {
+        if (!present) return zeros();
+        const float4* const from = static_cast<const float4*>(at);
+        const float4 a = __ldg(from), b = __ldg(from + 1);
+        return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    }
+
     __device__ __forceinline__ static Eight load_shared(const u8* from) {
         const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 16);
         return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
@@ -229,6 +264,20 @@ struct F32 {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             bits[i] = fold(magnitudes(x[i]));
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2)
+                bits[i] = larger(bits[i], __shfl_xor_sync(kAllLanes, bits[i], lane));
+        }
+    }
+
+    template <int kTogether, int kLanes, int kCount, int kHeld>
+    __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
+        static_assert(kHeld * kTogether == kCount);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            bits[i] = fold(magnitudes(x[i * kTogether]));
+#pragma unroll
+            for (int j = 1; j < kTogether; ++j) bits[i] = larger(bits[i], fold(magnitudes(x[i * kTogether + j])));
 #pragma unroll
             for (int lane = 1; lane < kLanes; lane *= 2)
                 bits[i] = larger(bits[i], __shfl_xor_sync(kAllLanes, bits[i], lane));

@@ -49,21 +49,18 @@ struct E2m1 {
         return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x * inverse, nearest-even, saturating, for any F32.
+    /// The same for F32, which is rounded before it becomes F16.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
-        u32 codes = 0;
+        u32 half[4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 bits = __float_as_uint(__fmul_rn(x.number[i], inverse_of(inverse, i)));
-            const u32 magnitude = bits & 0x7FFFFFFF;
-            // Below 1 the addition rounds to halves; above, the mantissa is rounded in place.
-            const u32 small = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 4194304.0f)) - 0x4A800000;
-            const u32 large = (magnitude - (126u << 23) + 0x1FFFFF + (magnitude >> 22 & 1)) >> 22;
-            const u32 code = magnitude < 0x3F800000 ? small : min(large, 7u);
-            codes |= (code | bits >> 31 << 3) << (4 * i);
+        for (int i = 0; i < 4; ++i) {
+            const int first = i % 2 * 4 + i / 2;
+            const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
+            const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
+            half[i] = ptx::f16x2_from_f32(rounded(__fmul_rn(x.number[first], scale_a)), rounded(__fmul_rn(x.number[first + 2], scale_b)));
         }
-        return codes;
+        return pack_halves<kExceeds>(half);
     }
 
     /// Eight codes out of words that have the sign in bit 31 and the code from bit 22 up; the bits below mean nothing.
@@ -99,6 +96,16 @@ struct E2m1 {
     }
 
 private:
+    /// The nearest of the element's values, scaled by 2^-14: added to 1.5 · 2^22 times its power of two, which is at least
+    /// the smallest normal one, a number keeps a bit of its mantissa.
+    __device__ __forceinline__ static float rounded(float y) {
+        constexpr u32 kSmallest = (127 - 14) << 23;
+        const u32 bits = __float_as_uint(y), power = bits & 0x7F800000;
+        const float far = __uint_as_float((power > kSmallest ? power : kSmallest) + (22 << 23 | 0x400000));
+        // What rounds to zero keeps its sign.
+        return __uint_as_float(choose(0x80000000, bits, __float_as_uint(__fsub_rn(__fadd_rn(y, far), far))));
+    }
+
     /// The bits of `a` under the mask, the others of `b`.
     __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };

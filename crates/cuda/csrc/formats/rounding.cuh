@@ -26,6 +26,7 @@
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "math/philox.cuh"
+#include "ptx/packed.cuh"
 
 namespace nib {
 
@@ -40,7 +41,7 @@ template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
     if constexpr (kRule == kRuleRceil || kRule == kRuleCeil) return y;
-    return fminf(fmaxf(y, -E::kMax), E::kMax);
+    return ptx::clamp_magnitude(y, E::kMax);
 }
 
 /// The bits of a scaled number with its code from bit 23 - kMantissaBits up, and its sign.
@@ -121,17 +122,20 @@ struct Stochastic {
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             // Fraction + (2^16 - 1 - r) carries into the code iff r < fraction.
-            const u32 even = (~bits.word[i / 2] & 0xFFFF) << kBelow;
-            const u32 odd = (~bits.word[i / 2] & 0xFFFF0000) >> (16 - kBelow);
-            of[i] = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i))) + even;
-            of[i + 1] = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1))) + odd;
+            const u32 even = ~bits.word[i / 2] & 0xFFFF, odd = ~bits.word[i / 2] & 0xFFFF0000;
+            const u32 low = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i)));
+            const u32 high = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1)));
+            of[i] = ptx::mul_add(even, 1u << kBelow, low);
+            of[i + 1] = high + (odd >> (16 - kBelow));
         }
         return E::pack(of);
     }
 };
 
-/// Nearest-even of x + d, d uniform in (-delta, delta) code steps. No recipe uses it in a hot place, so it is plain rather
-/// than fast: it looks at 32 bits of the fraction, and at whether any were cut off.
+/// Nearest-even of x + d, d uniform in (-delta, delta) code steps.
+///
+/// Up iff fraction + d exceeds one half. The fraction's upper bits decide that but where they are equal to those of one half
+/// less d; then, about once in a million numbers, all are looked at again, to 32 bits of the fraction and beyond.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -147,19 +151,33 @@ struct Dither {
 
     template <class E, int kRule, class In, class Inverse>
     __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, const Bits& bits) const {
-        u32 of[8];
+        constexpr int kFractionBits = 23 - E::kMantissaBits;
+        constexpr u32 kFraction = (1u << kFractionBits) - 1;
+        u32 of[8], undecided = 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
-            of[i] = (__float_as_uint(y) & 0x80000000) | code<E>(fabsf(y), bits.of(i)) << (23 - E::kMantissaBits);
+            // Carries iff the fraction is larger; all ones below the code if it is equal.
+            of[i] = code_and_fraction<E>(y) + (kFraction - (half_less_d(bits.of(i)) >> (32 - kFractionBits)));
+            undecided = max(undecided, of[i] | ~kFraction);
+        }
+        if (undecided == 0xFFFFFFFF) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
+                of[i] = (__float_as_uint(y) & 0x80000000) | exact_code<E>(fabsf(y), half_less_d(bits.of(i))) << kFractionBits;
+            }
         }
         return E::pack(of);
     }
 
 private:
-    /// The code of a magnitude up to the largest.
+    /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
+    __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
+
+    /// The code of a magnitude up to the largest, which goes up where its fraction exceeds `half_less_d`, from a tie to the even code.
     template <class E>
-    __device__ __forceinline__ u32 code(float magnitude, u32 r) const {
+    __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
         constexpr u32 kMinExponent = 128 - E::kBias;  // of the smallest normal element
         const u32 bits = __float_as_uint(magnitude);
         const u32 exponent = max(bits >> 23, 1u);
@@ -170,8 +188,6 @@ private:
         const u64 wide = u64(significand) << 32, steps = wide >> shift;
         const bool sticky = steps << shift != wide;
         const u32 floor_code = (base << E::kMantissaBits) + u32(steps >> 32), fraction = u32(steps);
-        // fraction + d > 1/2, as fraction > 1/2 - d: from 2^15 to 2^32 - 2^15, in units of 2^-32.
-        const u32 half_less_d = 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r;
         const bool up = fraction > half_less_d || (fraction == half_less_d && (sticky || (floor_code & 1)));
         return floor_code + up;
     }

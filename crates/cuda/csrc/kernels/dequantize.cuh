@@ -41,18 +41,48 @@ struct DecodeArg {
     }
 };
 
-/// Codes of kBits bits.
+/// Codes of kBits bits. Their values by way of F16, which has all the elements in it: E5M2 as its upper byte, and E2M1, times 2^-14,
+/// likewise, subnormal numbers where E2M1 has them.
 template <int kBits>
 struct Code;
+
+/// Four values out of two pairs of F16.
+__device__ __forceinline__ void four_values(u32 low, u32 high, float (&value)[4]) {
+    const float2 a = ptx::f32x2_from_f16x2(low), b = ptx::f32x2_from_f16x2(high);
+    value[0] = a.x;
+    value[1] = a.y;
+    value[2] = b.x;
+    value[3] = b.y;
+}
 
 template <>
 struct Code<4> {
     static constexpr int kBlock = 32;
+    static constexpr u32 kTwoTo14 = 0x74007400;  // twice
 
     /// Values of four codes in the low half of a word.
     __device__ __forceinline__ static void decode_four(u32 four, bool, float (&value)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = E2m1::decode(four >> (4 * i));
+        const u32 two = __byte_perm(four, 0, 0x4140);  // codes 0 and 1 in the low half, 2 and 3 in the high one
+        const u32 even = (two << 9 & 0x0E000E00) | (two << 12 & 0x80008000);
+        const u32 odd = (two << 5 & 0x0E000E00) | (two << 8 & 0x80008000);
+        const float2 a = ptx::f32x2_from_f16x2(ptx::mul_f16x2(even, kTwoTo14)), b = ptx::f32x2_from_f16x2(ptx::mul_f16x2(odd, kTwoTo14));
+        value[0] = a.x;
+        value[1] = b.x;
+        value[2] = a.y;
+        value[3] = b.y;
+    }
+
+    /// Eight codes as upper bytes of F16.
+    __device__ __forceinline__ static uint2 widen(u32 eight) {
+        const u32 even = (eight << 1 & 0x0E0E0E0E) | (eight << 4 & 0x80808080);
+        const u32 odd = (eight >> 3 & 0x0E0E0E0E) | (eight & 0x80808080);
+        return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
+    }
+
+    /// Values of four such bytes.
+    __device__ __forceinline__ static void decode_bytes(u32 four, bool, float (&value)[4]) {
+        const u32 low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
+        four_values(ptx::mul_f16x2(low, kTwoTo14), ptx::mul_f16x2(high, kTwoTo14), value);
     }
 };
 
@@ -60,16 +90,14 @@ template <>
 struct Code<8> {
     static constexpr int kBlock = 128;
 
-    /// Values of four codes in a word, by way of F16, which has both formats in it; E5M2 is its upper byte.
+    /// Values of four codes in a word.
     __device__ __forceinline__ static void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
         const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
         const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
-        const float2 a = ptx::f32x2_from_f16x2(low), b = ptx::f32x2_from_f16x2(high);
-        value[0] = a.x;
-        value[1] = a.y;
-        value[2] = b.x;
-        value[3] = b.y;
+        four_values(low, high, value);
     }
+
+    __device__ __forceinline__ static void decode_bytes(u32 four, bool is_e5m2, float (&value)[4]) { decode_four(four, is_e5m2, value); }
 };
 
 /// Sixteen bytes of numbers, of which `left` exist.
@@ -175,10 +203,8 @@ __global__ void __launch_bounds__(256, 4)
             // Lines are whole blocks of 32.
             if (left > 0) {
                 const uint2 packed = ptx::load_8(from);
-                const u32 even[2] = {packed.x & 0x0F0F0F0F, packed.y & 0x0F0F0F0F};
-                const u32 odd[2] = {packed.x >> 4 & 0x0F0F0F0F, packed.y >> 4 & 0x0F0F0F0F};
-                v = {__byte_perm(even[0], odd[0], 0x5140), __byte_perm(even[0], odd[0], 0x7362), __byte_perm(even[1], odd[1], 0x5140),
-                     __byte_perm(even[1], odd[1], 0x7362)};
+                const uint2 low = Code<4>::widen(packed.x), high = Code<4>::widen(packed.y);
+                v = {low.x, low.y, high.x, high.y};
             }
         } else if constexpr (kAligned) {
             if (left > 0) v = ptx::load_16(from);
@@ -200,18 +226,20 @@ __global__ void __launch_bounds__(256, 4)
     }
     __syncthreads();
 
-    // Eight rows of eight columns a thread, turned in registers.
+    // Eight rows of eight columns a thread, turned in registers; of F32 twice four columns, so that neighbours store side by side.
     const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 2 + lane / 16, chunk = lane % 16;
-    const u8* const place = tile.place(chunk * 8, octet);
-    float by[8];
-#pragma unroll
-    for (int c = 0; c < 8; ++c) by[c] = scale[octet * 8 / kBlock][chunk * 8 + c];
-    u32 row[2][8];  // of each row the first four columns, then the others
+    const auto first = [&](int half) { return Out::kBytes == 2 ? chunk * 8 + half * 4 : half * (kTile / 2) + chunk * 4; };
+    u32 row[2][8];
+    float by[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        const u8* const place = tile.place(first(half) / 8 * 8, octet) + first(half) % 8 * kTile;
         uint2 col[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) col[c] = *reinterpret_cast<const uint2*>(place + (half * 4 + c) * kTile);
+        for (int c = 0; c < 4; ++c) {
+            col[c] = *reinterpret_cast<const uint2*>(place + c * kTile);
+            by[half][c] = scale[octet * 8 / kBlock][first(half) + c];
+        }
         u32 upper[4], lower[4];
         turn_4x4({col[0].x, col[1].x, col[2].x, col[3].x}, upper);
         turn_4x4({col[0].y, col[1].y, col[2].y, col[3].y}, lower);
@@ -221,31 +249,25 @@ __global__ void __launch_bounds__(256, 4)
             row[half][4 + j] = lower[j];
         }
     }
-    const int my_row = first_row + octet * 8, my_col = first_col + chunk * 8;
-    u8* const to = out + (u64(my_row) * cols + my_col) * Out::kBytes;
+    const int my_row = first_row + octet * 8;
+    u8* const to = out + (u64(my_row) * cols + first_col) * Out::kBytes;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        if (my_row + j >= rows) continue;
+        const int left = my_row + j < rows ? cols - first_col : 0;
         float x[8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value[4];
-            const u32 four = row[half][j];
-            if constexpr (kBits == 4) {
+            Code<kBits>::decode_bytes(row[half][j], arg.is_e5m2, value);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) value[c] = E2m1::decode(four >> (8 * c));
-            } else {
-                Code<8>::decode_four(four, arg.is_e5m2, value);
-            }
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[half * 4 + c] = __fmul_rn(value[c], by[half * 4 + c]);
+            for (int c = 0; c < 4; ++c) x[half * 4 + c] = __fmul_rn(value[c], by[half][c]);
         }
         u8* const line = to + u64(j) * cols * Out::kBytes;
         if constexpr (Out::kBytes == 2) {
-            store_numbers<Out, kAligned>(line, cols - my_col, x);
+            store_numbers<Out, kAligned>(line + first(0) * 2, left - first(0), x);
         } else {
-            store_numbers<Out, kAligned>(line, cols - my_col, {x[0], x[1], x[2], x[3]});
-            store_numbers<Out, kAligned>(line + 16, cols - my_col - 4, {x[4], x[5], x[6], x[7]});
+            store_numbers<Out, kAligned>(line + first(0) * 4, left - first(0), {x[0], x[1], x[2], x[3]});
+            store_numbers<Out, kAligned>(line + first(1) * 4, left - first(1), {x[4], x[5], x[6], x[7]});
         }
     }
 }

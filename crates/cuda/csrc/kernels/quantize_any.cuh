@@ -1,7 +1,8 @@
 // BF16 or F32 -> blocks with scales, for every shape, element, rule, rounding and form: what the fast kernels leave to it, chiefly
-// widths that are no multiple of 8. One element a thread, so it reaches a fraction of their speed.
+// widths that are no multiple of 8. An element at a time, so it reaches a fraction of their speed.
 //
-// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it. 128 threads; grid
+// quantize_any<In, E>: x [stack * rows][cols]; row_id, counts as in quantize.cuh; `policy` is one of kNearestEven and those after it.
+//   every_row: row_id gives numbers for random bits only, those of padding as 0; each row counts. 128 threads; grid
 //   stack * ceil(lines / 128) * ceil(cols / 128), lines = capacity where columns are written, else rows; no dynamic shared memory.
 //   form kRows:  row_codes [rows][cols], row_scales [rows][ceil(cols / E::kBlock)]; cols is even where two codes share a byte.
 //   form kCols:  col_codes [cols][capacity], col_scales [cols][ceil(capacity / E::kBlock)], zeros from `rows` to `capacity`, which
@@ -36,6 +37,7 @@ struct AnyShared {
     u32 row_max[4][128];       // of the 32 columns of each warp
     float row_inverse[4][128];
     u32 row_any[4][128];       // whether a code of those columns is not zero
+    u8 turned[128][132];       // codes of each column; a word more than there are, so that columns lie in different banks
     u32 largest[4];
     u32 total[3];
 };
@@ -93,7 +95,7 @@ private:
 template <class In, class E>
 __global__ void __launch_bounds__(128)
     quantize_any(const u8* __restrict__ x, u8* __restrict__ row_codes, void* row_scales, u8* __restrict__ col_codes, void* col_scales,
-                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, int policy,
+                 u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int form, int is_f32, int policy, int every_row,
                  PowerRule rule, const RoundingArg rounding) {
     constexpr int kBlocks = 128 / E::kBlock;  // along one side of the square of this cta
     constexpr u32 kMagnitude = (1 << (E::kCodeBits - 1)) - 1;
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(128)
     Tally tally;
     const auto value = [&](int i) {
         const int row = first_row + i;
-        const bool counted = row < rows && col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
+        const bool counted = row < rows && col < cols && (row_id == nullptr || every_row || __ldg(row_id + row) >= 0);
         return counted ? In::number(x + (u64(row) * cols + col) * In::kBytes) : 0.0f;
     };
 
@@ -176,7 +178,8 @@ __global__ void __launch_bounds__(128)
     __syncthreads();
 
     const AnyRounding round{rounding, policy};
-    const u64 row_bytes = u64(cols) * E::kCodeBits / 8, col_bytes = u64(capacity) * E::kCodeBits / 8;
+    constexpr int kPerByte = 8 / E::kCodeBits;
+    const u64 row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
         u32 any = 0, even = 0;
@@ -199,18 +202,24 @@ __global__ void __launch_bounds__(128)
             if (has_cols) {
                 const u32 code = round.encode<E>(v, col_inverse[b], element);
                 any |= code & kMagnitude;
-                const bool inside = at < capacity && col < cols;
                 if constexpr (E::kCodeBits == 4) {
-                    if (inside && i % 2 == 1) col_codes[col * col_bytes + at / 2] = u8(even | code << 4);
+                    if (i % 2 == 1) shared.turned[threadIdx.x][i / 2] = u8(even | code << 4);
                     even = code;
                 } else {
-                    if (inside) col_codes[col * col_bytes + at] = u8(code);
+                    shared.turned[threadIdx.x][i] = u8(code);
                 }
             }
         }
         if (!has_rows) tally.non_zero += any != 0;
     }
     __syncthreads();
+    if (has_cols) {
+        const int bytes = min(capacity - first_row, 128) / kPerByte;
+        for (int line = warp; line < min(cols - first_col, 128); line += 4) {
+            u8* const to = col_codes + (first_col + line) * col_bytes + first_row / kPerByte;
+            for (int i = lane; i < bytes; i += 32) to[i] = shared.turned[line][i];
+        }
+    }
     if (has_rows) {
         u32 any[4];
 #pragma unroll

@@ -1,12 +1,15 @@
 // BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
+// quantize_cols<In, E, kF32Scales, kRows, Round, kHadamard>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
 //   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
 //   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
-//   256 threads; a cta takes `strips` x `panels` squares of 128 x 128, one after the other, and stores their scales together: one byte at a
-//   time they would cost as much as the codes. At most kStrips and kPanels; `strips` is even where two codes share a byte. Grid
-//   ceil(ceil(cols / 128) / panels) * ceil(ceil(capacity / 128) / strips); bands of `band` ctas are done side by side, so that what is written
-//   at one time lies together. sizeof(ColumnShared<In, E, kF32Scales, kRows>) dynamic shared memory.
+//   256 threads; a cta takes squares of 128 x 128 one after the other, and stores their scales together: one byte at a time they would
+//   cost as much as the codes. Squares come in groups of `strips` x `panels`, at most kStrips and kPanels, and bands of `band` groups are done
+//   side by side, so that what is written at one time lies together. The first `whole` ctas take a group each, of the others each takes `part`
+//   strips of one panel: a grid of whole + (groups - whole) * ceil(strips / part) * panels. Where two codes share a byte, `strips` and `part`
+//   are even. sizeof(ColumnShared<In, E, kF32Scales, kRows, kHadamard>) dynamic shared memory.
+//   kHadamard, without kRows and for BF16: after a transform down the columns from the start of each of num_groups groups (start null: from row
+//   0); groups start at multiples of hadamard.len, and capacity is one.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -22,32 +25,42 @@ namespace nib {
 constexpr int kStrips = 4;
 constexpr int kPanels = 2;
 
-template <class In, class E, bool kF32Scales, bool kRows>
+template <class In, class E, bool kF32Scales, bool kRows, bool kHadamard>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
-    ColumnTile tile;
+    union {
+        ColumnTile tile;
+        float wide[kHadamard ? kTile : 1][kTile];  // transformed
+    };
     ScaleOf<kF32Scales> col_scales[kPanels * kTile][kStrips * kBlocks];
     ScaleOf<kF32Scales> row_scales[kRows ? kStrips * kTile : 1][kRows ? kPanels * kBlocks : 16];
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];  // of each warp's rows
+    u32 maxima[8][(kHadamard ? F32::kWords : In::kWords) * 16];  // of each warp's rows
+    alignas(8) u8 signs[kTile / 8];  // of rows, a bit each
     u32 total[3];
 };
 
 /// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// Fetches this thread's eight rows of eight columns to its own place in shared memory, in the background: loads that need no
-/// register are all in flight.
+/// Which of eight rows count, one a bit, of a warp's sixteen from `first` on: lanes 0 to 15 have the first eight.
+__device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
+    const int lane = threadIdx.x % 32, row = first + lane % 16;
+    const bool counts = row < rows && (row_id == nullptr || __ldg(row_id + row) >= 0);
+    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? 8 : 0);
+}
+
+/// Fetches eight rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
+/// all in flight. Rows whose bit in `counted` is 0 are zeros and not read.
 template <class In>
-__device__ __forceinline__ void fetch_octet(u8* mine, const u8* x, u64 row_bytes, int first_row, int col, u32 counted) {
-    const u8* const from = x + first_row * row_bytes + col * In::kBytes;
+__device__ __forceinline__ void fetch_octet(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const bool present = counted >> j & 1;
 #pragma unroll
         for (int part = 0; part < In::kBytes / 2; ++part)
-            ptx::copy_16_async(mine + j * kTile * In::kBytes + part * 16, present ? from + j * row_bytes + part * 16 : x, present);
+            ptx::copy_16_async(mine + j * kTile * In::kBytes + part * 16, from + part * 16, counted >> j & 1);
+        from += row_bytes;
     }
 }
 
@@ -67,16 +80,32 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The place of this cta's squares, in multiples of what a cta takes.
-struct SquaresPlace {
-    int down, across;
+/// The squares of a cta, in units of one.
+struct Squares {
+    int strip, panel;    // the first
+    int strips, panels;  // how many
 
-    __device__ __forceinline__ SquaresPlace(int total_across, int total_down, int band) {
-        const int first = blockIdx.x / (band * total_across) * band;
-        const int height = min(band, total_down - first);
-        const int within = blockIdx.x - first * total_across;
-        across = within / height;
-        down = first + within - across * height;
+    /// `down` x `across` squares of the matrix in groups of strips x panels, in bands of `band` groups side by side. The first `whole` ctas
+    /// take a group each; of the other groups, `part` strips a cta, so that all multiprocessors finish together.
+    __device__ __forceinline__ Squares(int down, int across, int group_strips, int group_panels, int band, int whole, int part) {
+        const int cta = blockIdx.x, groups_across = ceil_div(across, group_panels), groups_down = ceil_div(down, group_strips);
+        int group = cta, first_strip = 0, first_panel = 0;
+        strips = group_strips;
+        panels = group_panels;
+        if (cta >= whole) {
+            const int down_parts = ceil_div(group_strips, part), rest = cta - whole;
+            group = whole + rest / (down_parts * group_panels);
+            first_strip = rest % down_parts * part;
+            first_panel = rest / down_parts % group_panels;
+            strips = part;
+            panels = 1;
+        }
+        const int first = group / (band * groups_across) * band, height = min(band, groups_down - first);
+        const int within = group - first * groups_across;
+        strip = (first + within % height) * group_strips + first_strip;
+        panel = within / height * group_panels + first_panel;
+        strips = min(strips, down - strip);
+        panels = min(panels, across - panel);
     }
 };
 
@@ -116,9 +145,8 @@ struct RowScales {
     }
 };
 
-/// Eight rows of eight columns to columns; those under a NaN scale become zeros. Two codes a byte: the four bytes of a column go to
-/// half a slot of the tile.
-__device__ __forceinline__ void turn_codes(u32 (&codes)[8], const float (&inverse)[8], u8* place) {
+/// Eight rows of eight columns to columns, in their place of a tile. Two codes a byte: the four bytes of a column take half a slot.
+__device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
     // Half-words, bytes, then nibbles change places across the diagonal.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -139,37 +167,43 @@ __device__ __forceinline__ void turn_codes(u32 (&codes)[8], const float (&invers
         codes[i + 1] = (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) ptx::store_4(place + i * kTile, __float_as_uint(inverse[i]) == kNanBits ? 0 : codes[i]);
+    for (int i = 0; i < 8; ++i) ptx::store_4(place + i * kTile, codes[i]);
 }
 
-__device__ __forceinline__ void turn_codes(const uint2 (&codes)[8], const float (&inverse)[8], u8* place) {
+__device__ __forceinline__ void turn_codes(const uint2 (&codes)[8], u8* place) {
+    u32 of[2][8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        u32 of[8], upper[4], lower[4];
+    for (int j = 0; j < 8; ++j) of[0][j] = codes[j].x, of[1][j] = codes[j].y;
+    turn_8x8(of, place);
+}
+
+/// Zeros in place of the codes of column i of eight.
+__device__ __forceinline__ void clear_column(u32 (&codes)[8], int i) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) of[j] = half == 0 ? codes[j].x : codes[j].y;
-        turn_4x4({of[0], of[1], of[2], of[3]}, upper);
-        turn_4x4({of[4], of[5], of[6], of[7]}, lower);
+    for (int j = 0; j < 8; ++j) codes[j] &= ~(0xFu << (4 * i));
+}
+__device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const bool nan = __float_as_uint(inverse[half * 4 + c]) == kNanBits;
-            ptx::store_8(place + (half * 4 + c) * kTile, {nan ? 0 : upper[c], nan ? 0 : lower[c]});
-        }
+    for (int j = 0; j < 8; ++j) {
+        u32& four = i < 4 ? codes[j].x : codes[j].y;
+        four &= ~(0xFFu << (i % 4 * 8));
     }
 }
 
-/// Stores the lines of a turned tile, `left` bytes of each, to `codes`: column 0 to line `first_col`, from byte `first` of it on.
-/// With kTally, counts the blocks of E that hold a non-zero code.
+/// Stores the lines of a turned tile, `left` bytes of each of the `lines` that exist, to `to`: line 0, row 0. With kTally, counts the
+/// blocks of E that hold a non-zero code.
 template <class E, bool kTally>
-__device__ __forceinline__ void store_turned(const ColumnTile& tile, u8* codes, int first_col, int cols, u64 line_bytes, u64 first,
-                                             int left, Tally& tally) {
+__device__ __forceinline__ void store_turned(const ColumnTile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
     const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32;
-    u8* const to = codes + first + chunk * 16;
+    const int first = threadIdx.x / 8;
+    if (chunk * 16 >= left) lines = 0;
+    to += first * line_bytes + chunk * 16;
 #pragma unroll
-    for (int line = threadIdx.x / 8; line < kTile; line += 32) {
-        const uint4 v = tile.chunk(line, chunk);
-        const bool present = first_col + line < cols && chunk * 16 < left;
-        if (present) ptx::store_16(to + (first_col + line) * line_bytes, v);
+    for (int line = 0; line < kTile; line += 32) {
+        const uint4 v = tile.chunk(first + line, chunk);
+        const bool present = first + line < lines;
+        if (present) ptx::store_16(to, v);
+        to += 32 * line_bytes;
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
@@ -192,61 +226,83 @@ __device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int
     } else if (bytes == 8 && both % 8 == 0) {
         ptx::store_8(to, *reinterpret_cast<const uint2*>(from));
     } else if (both % 4 == 0) {
+#pragma unroll 1
         for (u32 i = 0; i < bytes / 4; ++i) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
     } else if (both % 2 == 0) {
+#pragma unroll 1
         for (u32 i = 0; i < bytes / 2; ++i) reinterpret_cast<u16*>(to)[i] = reinterpret_cast<const u16*>(from)[i];
     } else {
+#pragma unroll 1
         for (int i = 0; i < count; ++i) to[i] = from[i];
     }
 }
 
-template <class In, class E, bool kF32Scales, bool kRows, class Round>
-__global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
+template <class In, class E, bool kF32Scales, bool kRows, class Round, bool kHadamard>
+__global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
-                  int rows, int cols, int capacity, int strips, int panels, int band, PowerRule rule, const RoundingArg rounding) {
-    using Shared = ColumnShared<In, E, kF32Scales, kRows>;
+                  int rows, int cols, int capacity, int strips, int panels, int band, int whole, int part, PowerRule rule,
+                  const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+    static_assert(!kHadamard || (!kRows && In::kBytes == 2), "a transform runs along one contraction, and as it reads from BF16 only");
+    using Shared = ColumnShared<In, E, kF32Scales, kRows, kHadamard>;
+    using Number = OneOf<kHadamard, F32, In>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
+    // Two strips of half bytes fill the lines of a tile, where it outlives a strip.
+    constexpr bool kPairs = kPerByte == 2 && !kHadamard;
     extern __shared__ uint4 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
-    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
-    const SquaresPlace at(ceil_div(across, panels), ceil_div(down, strips), band);
-    const int first_strip = at.down * strips, first_panel = at.across * panels;
-    strips = min(strips, down - first_strip);
-    panels = min(panels, across - first_panel);
-    const u64 row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
+    const Squares at(ceil_div(capacity, kTile), ceil_div(cols, kTile), strips, panels, band, whole, part);
+    if (at.strips <= 0 || at.panels <= 0) return;
+    const u64 in_bytes = u64(cols) * In::kBytes, row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
+    u8* const place = shared.tile.place(chunk * 8, kPerByte == 2 ? octet / 2 : octet) + (kPerByte == 2 ? octet % 2 * 4 : 0);
     Tally tally;
 
-    const auto fetch = [&](int strip, int panel) {
-        const int row = (first_strip + strip) * kTile + octet * 8, col = (first_panel + panel) * kTile + chunk * 8;
-        fetch_octet<In>(mine, x, u64(cols) * In::kBytes, row, col, col < cols ? rows_that_count(row_id, row, rows) : 0);
+    const auto fetch = [&](int s, int p) {
+        const int first = (at.strip + s) * kTile, col = (at.panel + p) * kTile + chunk * 8;
+        const u32 counted = rows_of_lane(row_id, first + warp * 16, rows);
+        fetch_octet<In>(mine, x + (first + octet * 8) * in_bytes + col * In::kBytes, in_bytes, col < cols ? counted : 0);
     };
     fetch(0, 0);
-    for (int square = 0, s = 0, p = 0; square < strips * panels; ++square) {
-        const int next_s = s + 1 < strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
-        const int my_row = (first_strip + s) * kTile + octet * 8;
-        const int first_col = (first_panel + p) * kTile, my_col = first_col + chunk * 8;
-        ptx::copies_wait();
-        typename In::Eight in[8];
+    for (int s = 0, p = 0; p < at.panels;) {
+        const int next_s = s + 1 < at.strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
+        const int my_row = (at.strip + s) * kTile + octet * 8;
+        const int first_col = (at.panel + p) * kTile, my_col = first_col + chunk * 8;
+        typename Number::Eight in[8];
+        if constexpr (kHadamard) {
+            if (threadIdx.x < kTile / 8) {
+                const int row = (at.strip + s) * kTile + 8 * threadIdx.x;
+                shared.signs[threadIdx.x] = hadamard.signs_of_eight_rows(row, rows, row_id, start, num_groups);
+            }
+            ptx::copies_wait();
+            __syncthreads();
+            hadamard_columns<In>(shared.input, shared.wide[0], shared.signs, hadamard);
+            __syncthreads();
 #pragma unroll
-        for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
-        const auto largest = columns_of_warp<In>(in);
+            for (int j = 0; j < 8; ++j) in[j] = F32::load_shared(reinterpret_cast<const u8*>(&shared.wide[octet * 8 + j][chunk * 8]));
+        } else {
+            ptx::copies_wait();
 #pragma unroll
-        for (int i = 0; i < In::kWords; ++i)
-            if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
-        // Every thread has read what it fetched, and reads nobody else's.
-        if (next_p < panels) fetch(next_s, next_p);
-        RowScales<In, E, kF32Scales> of_rows;
-        if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
+            for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
+        }
+        // What was fetched has been read: by its thread, which reads nobody else's, or before the last barrier.
+        if (kHadamard && next_p < at.panels) fetch(next_s, next_p);
+        const auto largest = columns_of_warp<Number>(in);
+#pragma unroll
+        for (int i = 0; i < Number::kWords; ++i)
+            if (lane < 16) shared.maxima[warp][chunk * Number::kWords + i] = largest.word[i];
+        if (!kHadamard && next_p < at.panels) fetch(next_s, next_p);
+        RowScales<Number, E, kF32Scales> of_rows;
+        if constexpr (kRows) of_rows = RowScales<Number, E, kF32Scales>(in, lane, rule);
         __syncthreads();
 #pragma unroll
-        for (int i = threadIdx.x; i < kTile * kBlocks; i += 256) {
-            const int col = i % kTile, block = i / kTile;
-            const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
+        for (int i = 0; i < (kBlocks + 1) / 2; ++i) {
+            const int col = threadIdx.x % kTile, block = threadIdx.x / kTile + 2 * i;
+            if (block >= kBlocks) break;
+            const u32 amax = Number::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
             shared.col_scales[p * kTile + col][s * kBlocks + block] = scale.stored;
@@ -257,54 +313,69 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             }
         }
         if constexpr (kRows) of_rows.template put<Round>(shared.row_scales + s * kTile + octet * 8, p, my_col < cols, lane, tally);
+        int id = 0;  // of row lane % 16 of the warp, for random bits
+        if constexpr (Round::kDraws) {
+            id = (at.strip + s) * kTile + warp * 16 + lane % 16;
+            if (row_id != nullptr && id < rows) id = max(__ldg(row_id + id), 0);
+        }
         __syncthreads();
 
-        float inverse[8];
-        const float* const inverses = shared.inverse[octet / kLanes] + chunk * 4;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) inverse[i] = inverses[i / 4 * 64 + i % 4];
+        const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[octet / kLanes]) + chunk;
+        const float4 low = inverses[0], high = inverses[kTile / 8];
+        const float inverse[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         typename E::Eight codes[8];
+        u8* to_row = row_codes + my_row * row_bytes + my_col / kPerByte;
+        const int rows_left = my_col < cols ? rows - my_row : 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             u64 element = 0;
-            if constexpr (Round::kDraws) {
-                const int row = min(my_row + j, rows - 1);
-                element = u64(u32(row_id == nullptr ? row : __ldg(row_id + row))) * cols + my_col;
-            }
+            if constexpr (Round::kDraws) element = u64(__shfl_sync(kAllLanes, id, (lane & 16) / 2 + j)) * cols + my_col;
             const auto bits = round.template bits<true>(element);
             if constexpr (kRows) {
                 const float row_inverse = of_rows.inverse_of(j, lane);
-                auto out = round.template encode<E, kRuleFloor, In>(in[j], row_inverse, bits);
+                auto out = round.template encode<E, kRuleFloor, Number>(in[j], row_inverse, bits);
                 if (__float_as_uint(row_inverse) == kNanBits) out = E::zeros();
-                if (my_row + j < rows) store_codes<E, true>(row_codes + (my_row + j) * row_bytes + my_col / kPerByte, cols - my_col, out);
+                if (j < rows_left) store_codes<E, true>(to_row, 8, out);
+                to_row += row_bytes;
                 if constexpr (Round::kDraws) {
                     const u32 any = __ballot_sync(kAllLanes, my_col < cols && E::any(out));
                     tally.non_zero += lane % kLanes == 0 && (any >> lane & ((1u << kLanes) - 1)) != 0;
                 }
             }
-            codes[j] = round.template encode<E, kRuleFloor, In>(in[j], inverse, bits);
+            codes[j] = round.template encode<E, kRuleFloor, Number>(in[j], inverse, bits);
         }
-        const int slot = kPerByte == 2 ? s % 2 * 8 + octet / 2 : octet;
-        turn_codes(codes, inverse, shared.tile.place(chunk * 8, slot) + (kPerByte == 2 ? octet % 2 * 4 : 0));
-        if (kPerByte == 1 || s % 2 == 1 || s + 1 == strips) {
+        bool nan = false;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) nan |= __float_as_uint(inverse[i]) == kNanBits;
+        if (nan) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
+        }
+        // An octet of the second of two strips lies eight slots further: in the upper half of a column's chunks.
+        turn_codes(codes, kPairs && s % 2 == 1 ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
+        if (!kPairs || s % 2 == 1 || s + 1 == at.strips) {
             __syncthreads();
-            const int first = (first_strip + s / kPerByte * kPerByte) * kTile;  // row
-            store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes, first_col, cols, col_bytes, first / kPerByte,
-                                                     min((first_strip + s + 1) * kTile, capacity) / kPerByte - first / kPerByte, tally);
+            const int first = (at.strip + (kPairs ? s / 2 * 2 : s)) * kTile;  // row
+            const int end = min((at.strip + s + 1) * kTile, capacity);
+            store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes + first_col * col_bytes + first / kPerByte, col_bytes,
+                                                     cols - first_col, (end - first) / kPerByte, tally);
         }
         s = next_s;
         p = next_p;
     }
-    const int first_row = first_strip * kTile, first_col = first_panel * kTile;
+    const int first_row = at.strip * kTile, first_col = at.panel * kTile;
     const int row_blocks = ceil_div(cols, E::kBlock), col_blocks = capacity / E::kBlock;
-    for (int i = threadIdx.x; i < panels * kTile && first_col + i < cols; i += 256) {
-        const int first = first_strip * kBlocks;
-        store_scales(col_scales + u64(first_col + i) * col_blocks + first, shared.col_scales[i], min(strips * kBlocks, col_blocks - first));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < at.panels * kTile && first_col + i < cols; i += 256) {
+        const int first = at.strip * kBlocks;
+        store_scales(col_scales + u64(first_col + i) * col_blocks + first, shared.col_scales[i], min(at.strips * kBlocks, col_blocks - first));
     }
     if constexpr (kRows) {
-        for (int i = threadIdx.x; i < strips * kTile && first_row + i < rows; i += 256) {
-            const int first = first_panel * kBlocks;
-            store_scales(row_scales + u64(first_row + i) * row_blocks + first, shared.row_scales[i], min(panels * kBlocks, row_blocks - first));
+#pragma unroll 1
+        for (int i = threadIdx.x; i < at.strips * kTile && first_row + i < rows; i += 256) {
+            const int first = at.panel * kBlocks;
+            store_scales(row_scales + u64(first_row + i) * row_blocks + first, shared.row_scales[i], min(at.panels * kBlocks, row_blocks - first));
         }
     }
     tally.flush(counts, shared.total);

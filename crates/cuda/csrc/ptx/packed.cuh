@@ -18,6 +18,20 @@ __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     return smaller;
 }
 
+/// a * b + c, one instruction.
+__device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+/// x, with the magnitude of `limit`, a positive number, if it exceeds that.
+__device__ __forceinline__ float clamp_magnitude(float x, float limit) {
+    float clamped;
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
+    return clamped;
+}
+
 /// Two F32 to F16, nearest-even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;
