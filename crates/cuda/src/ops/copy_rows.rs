@@ -1,27 +1,20 @@
-//! Rows of bytes to other places, with their scales (`csrc/kernels/{copy_rows,spread_rows}.cuh`): what permuting, packing and
-//! unpacking share.
+//! Rows of bytes to other places, with their scales (`csrc/kernels/copy_rows.cuh`): what permuting, packing and unpacking
+//! share.
 
 use super::Instance;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
-use crate::jit::KernelSpec;
+use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use bytemuck::Pod;
 use nibble_core::{BlockScaled, Data, Error, Plain, Result, Scales, Tensor};
 use nibble_formats::{BlockAxis, ScaleLayout};
 use std::ffi::c_void;
 
-const THREADS: usize = 256;
-/// Units that a lane loads at once.
-const UNITS_PER_LANE: usize = 8;
-/// Threads of a cta that spreads slots, and the slots it takes, two a warp.
-const SPREAD_THREADS: usize = 128;
-const SPREAD_SLOTS: usize = SPREAD_THREADS / 32 * 2;
-/// Rows of fewer units than these are gone before their successors' ctas are there: few ctas take many of them each.
-const SHORT_ROW_UNITS: usize = 96;
-/// Ctas a multiprocessor has then: twice as many as it holds at once.
-const SHORT_ROW_CTAS: usize = 6;
+const THREADS: usize = 128;
+/// Rows of fewer units than these are short: more of them must be under way at once.
+const SHORT_ROW_UNITS: usize = 200;
 
 /// Where the rows of a plane lie in a buffer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,64 +191,56 @@ impl CopyRows<'_> {
         }
         let none = Plane { bytes: 0, ..self.codes };
         let (codes, scales) = (self.codes.as_arg(), self.scales.unwrap_or(none).as_arg());
-        let (rows, rows_in) = (self.rows as u32, self.rows_in as u32);
-        let launch = |ctas: usize, threads: usize| Launch {
-            ctas: ctas as u32,
-            threads: threads as u32,
-            cluster: 1,
-            shared_bytes: 0,
+        let config = Config::choose(self.rows, self.units());
+        let launch =
+            Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+        let (source, row) = match self.order {
+            Order::Same => (None, None),
+            Order::Gather(index) => (Some(index), None),
+            Order::Spread { source_row, slot_row } => (Some(source_row), Some(slot_row)),
         };
-        let index = match self.order {
-            Order::Same => None,
-            Order::Gather(index) => Some(index),
-            Order::Spread { source_row, slot_row } => {
-                let num_slots = slot_row.len() as u32;
-                let kernel = device.kernel(&spread_spec())?;
-                let launch = launch(self.rows.div_ceil(SPREAD_SLOTS), SPREAD_THREADS);
-                // SAFETY: `check` held the planes to the rows and both lists to their lengths; the kernel reads rows below
-                // `rows_in` and writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
-                return unsafe {
-                    kernel
-                        .launch(launch, &[&codes, &scales, source_row, slot_row, &rows, &rows_in, &num_slots])
-                };
-            }
-        };
-        let config = Config::choose(self.rows, self.units(), device.info().num_sms as usize);
-        let (kernel, launch) = (device.kernel(&copy_spec())?, launch(config.ctas, THREADS));
-        // SAFETY: as above.
-        unsafe { kernel.launch(launch, &[&codes, &scales, &index, &rows, &rows_in, &config.lanes_log2]) }
+        let [rows, rows_in, num_slots] =
+            [self.rows, self.rows_in, row.map_or(0, Buffer::len)].map(|n| n as u32);
+        let kernel = device.kernel(&config.spec())?;
+        // SAFETY: `check` held the planes to the rows and the lists to their lengths; the kernel reads rows below `rows_in` and
+        // writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
+        unsafe {
+            kernel.launch(
+                launch,
+                &[&codes, &scales, &source, &row, &rows, &rows_in, &num_slots, &config.lanes_log2],
+            )
+        }
     }
 }
 
 /// How a copy is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Config {
+    /// Units that a lane loads at once.
+    units: usize,
     /// Lanes that take a row: 2 to this power.
     lanes_log2: u32,
     ctas: usize,
 }
 
 impl Config {
-    /// So many lanes that each has [`UNITS_PER_LANE`] at most, within reason, and a cta for all rows that fit it.
-    fn choose(rows: usize, units: usize, num_sms: usize) -> Self {
-        let lanes_log2 = units.div_ceil(UNITS_PER_LANE).next_power_of_two().ilog2().clamp(4, 6);
-        let all = rows.div_ceil(THREADS >> lanes_log2);
-        let most = if units < SHORT_ROW_UNITS { SHORT_ROW_CTAS * num_sms } else { all };
-        Self { lanes_log2, ctas: all.min(most) }
+    /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
+    fn choose(rows: usize, row_units: usize) -> Self {
+        let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
+        let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(4, 6);
+        Self { units, lanes_log2, ctas: rows.div_ceil(THREADS >> lanes_log2) }
     }
-}
 
-fn copy_spec() -> KernelSpec {
-    KernelSpec { source: "kernels/copy_rows.cuh", name: "nib::copy_rows", args: Vec::new() }
-}
-
-fn spread_spec() -> KernelSpec {
-    KernelSpec { source: "kernels/spread_rows.cuh", name: "nib::spread_rows", args: Vec::new() }
+    fn spec(&self) -> KernelSpec {
+        let args = vec![("kUnits", TemplateArg::Int(self.units as i64))];
+        KernelSpec { source: "kernels/copy_rows.cuh", name: "nib::copy_rows", args }
+    }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    [copy_spec(), spread_spec()].map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
+    let specs = [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units).spec());
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
 }
 
 /// Rows that travel carry whole blocks, their scales beside them.
@@ -382,14 +367,15 @@ mod tests {
     #[test]
     fn lanes_follow_the_length_of_a_row() {
         // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
-        let lanes = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|units| {
-            let config = Config::choose(32768, units, 132);
-            let all = 32768 >> (8 - config.lanes_log2);
-            assert_eq!(config.ctas, if units == 68 { 6 * 132 } else { all }, "{units}");
-            1 << config.lanes_log2
+        let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
+            let config = Config::choose(32768, row_units);
+            assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);
+            assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+            (config.units, 1 << config.lanes_log2)
         });
-        assert_eq!(lanes, [16, 32, 32, 32, 64, 64, 32, 64, 64]);
-        assert_eq!(Config::choose(1, 0, 132), Config { lanes_log2: 4, ctas: 1 });
+        let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
+        assert_eq!(chosen, expected);
+        assert_eq!(Config::choose(1, 0), Config { units: 6, lanes_log2: 4, ctas: 1 });
     }
 
     #[test]
