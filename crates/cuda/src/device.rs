@@ -5,7 +5,7 @@
 
 use crate::driver::{check, failed, named};
 use crate::graph::GraphMemory;
-use crate::jit::{Cubin, Jit, KernelSpec, Key};
+use crate::jit::{Cubin, Jit, KernelSpec};
 use crate::launch::Kernel;
 use crate::probe::GpuInfo;
 use crate::staging::Staging;
@@ -32,7 +32,8 @@ struct Inner {
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
     jit: Jit,
-    modules: Mutex<HashMap<Key, Arc<Module>>>,
+    /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
+    modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
     /// Made by the first copy.
     staging: Mutex<Option<Staging>>,
     /// Where memory comes from while work is recorded.
@@ -242,9 +243,8 @@ impl Device {
     /// The kernel, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
     pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
         self.inner.bind()?;
-        let key = self.inner.jit.key(spec)?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&key) {
+        let module = match modules.get(spec) {
             Some(module) => module.clone(),
             None => {
                 let num_arguments = self.inner.jit.num_arguments(spec)?;
@@ -255,11 +255,11 @@ impl Device {
                         .map_err(|error| Error::Jit { kernel: spec.to_string(), log: error.to_string() })?,
                 };
                 let module = Arc::new(module);
-                modules.insert(key, module.clone());
+                modules.insert(spec.clone(), module.clone());
                 module
             }
         };
-        Ok(Kernel { name: spec.to_string(), module, device: self.clone() })
+        Ok(Kernel { spec: spec.clone(), module, device: self.clone() })
     }
 }
 
