@@ -90,11 +90,11 @@ pub fn peers() {
     for who in peers::everybody() {
         say!("  {:<14} {}", who.name, who.source);
     }
-    say!("SwiGLU's shape is that of a: h is twice as wide. Routed rows: {}.", routed_rows());
+    say!("SwiGLU's shape is that of a: h is twice as wide. Rows sorted by expert: {}.", routed_rows());
 }
 
 fn routed_rows() -> String {
-    let of = |experts| format!("{} slots a token of {experts} experts", super::operands::top_k(experts));
+    let of = |experts| format!("top {} of {experts}", super::operands::top_k(experts));
     [8, 32, 256].map(of).join(", ")
 }
 
