@@ -15,7 +15,16 @@ pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
 pub(crate) mod wire;
 
+use crate::Cuda;
+use crate::backend::Buf;
 use crate::jit::KernelSpec;
+use nibble_core::Result;
+use nibble_core::ops::Counts;
+
+/// Counts to add to: all zero.
+pub(crate) fn counts(cuda: &Cuda) -> Result<Counts<Cuda>> {
+    Ok(Counts(Buf::new(cuda.device().counters(3)?)))
+}
 
 /// A kernel instance that an operation may launch.
 #[derive(Debug, Clone, PartialEq)]

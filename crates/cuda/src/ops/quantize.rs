@@ -10,7 +10,7 @@ use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
 use config::{Desc, Path, SEGMENT_COLS, TRANSFORM_COLS};
 use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
+use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales};
 use std::ffi::c_void;
 
@@ -107,10 +107,10 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
         Planes::Tiles => Some(unwritten(device, codec, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
         _ => Some(unwritten(device, codec, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
-    let counts = device.filled::<u64>(3, 0)?;
+    let counts = super::counts(cuda)?;
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = Source::of(&op)?;
-        let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: &counts };
+        let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
                 let transformed = transform_first(device, &source, &desc, &transform)?;
@@ -123,7 +123,7 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
         }
     }
     let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
-    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(Counts(Buf::new(counts))) })
+    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts) })
 }
 
 /// The matrix and its groups, as arguments.
