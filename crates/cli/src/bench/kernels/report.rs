@@ -16,6 +16,9 @@ pub fn table(shape: Shape, groups: &[usize], names: &[&str], measured: &[Measure
     let mut skipped: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for &name in names {
         let of_kernel: Vec<&Measured> = measured.iter().filter(|m| m.kernel == name).collect();
+        if of_kernel.is_empty() {
+            continue;
+        }
         match line(name, &of_kernel, &ragged) {
             Ok(line) => say!("{line}"),
             Err(why) => skipped.entry(why).or_default().push(name),
