@@ -28,8 +28,8 @@ pub unsafe trait KernelArg {
 macro_rules! plain_args {
     ($($t:ty),*) => {$(
         // SAFETY: the value itself.
-        unsafe impl KernelArg for $t {
-            fn pointer(&self) -> *const c_void {
+        unsafe impl $crate::launch::KernelArg for $t {
+            fn pointer(&self) -> *const std::ffi::c_void {
                 std::ptr::from_ref(self).cast()
             }
             fn bytes(&self) -> usize {
@@ -38,6 +38,7 @@ macro_rules! plain_args {
         }
     )*};
 }
+pub(crate) use plain_args;
 plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.

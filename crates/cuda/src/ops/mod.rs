@@ -4,10 +4,16 @@
 pub(crate) mod copy_rows;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
+pub(crate) mod gemm;
 pub mod gemm_fp8_block;
+pub mod grouped_fp8_block;
+pub(crate) mod grouped_gemm;
+pub(crate) mod grouped_wgrad;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
+mod product;
+pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod route;
 pub(crate) mod swiglu;
@@ -39,6 +45,8 @@ pub struct Instance {
 pub fn instances() -> Vec<Instance> {
     [
         gemm_fp8_block::instances(),
+        grouped_fp8_block::instances(),
+        product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),
         transcode::instances(),
