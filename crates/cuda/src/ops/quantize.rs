@@ -224,10 +224,12 @@ fn launch(
             let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
-        Path::Cols { strips, panels, band } => {
-            let (strips, panels, band) = (strips as i32, panels as i32, band as i32);
-            let sizes: [&dyn KernelArg; 8] =
-                [counts, &row_id, &rows, &cols, &capacity, &strips, &panels, &band];
+        Path::Cols(groups) => {
+            let of = |value: usize| value as i32;
+            let (strips, panels, band) = (of(groups.strips), of(groups.panels), of(groups.band));
+            let (whole, part) = (of(groups.whole), of(groups.part));
+            let sizes: [&dyn KernelArg; 10] =
+                [counts, &row_id, &rows, &cols, &capacity, &strips, &panels, &band, &whole, &part];
             launch(&[&planes, &sizes, &[&rule, &rounding, &hadamard, &start, &num_groups]])
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),

@@ -46,12 +46,43 @@ pub(super) struct Desc {
 pub(super) enum Path {
     /// Blocks along the rows.
     Rows,
-    /// Blocks down the columns, with or without those along the rows: so many squares a cta, and bands of so many ctas.
-    Cols { strips: usize, panels: usize, band: usize },
+    /// Blocks down the columns, with or without those along the rows.
+    Cols(Groups),
     /// Square tiles.
     Tiles,
     /// Whatever the others do not take.
     Any,
+}
+
+/// How `quantize_cols` divides its squares among ctas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Groups {
+    /// Squares of a group: down, and across.
+    pub strips: usize,
+    pub panels: usize,
+    /// Groups done side by side.
+    pub band: usize,
+    /// Groups that are taken by one cta each.
+    pub whole: usize,
+    /// Strips of one panel that a cta takes of the others.
+    pub part: usize,
+    /// Ctas.
+    ctas: usize,
+}
+
+impl Groups {
+    /// Groups of strips x panels of so many squares, for ctas of which the device holds `slots` at once. Whole ones as long as
+    /// they fill it, but for the last round, which in parts ends everywhere at the same time.
+    fn new(
+        (down, across): (usize, usize),
+        (strips, panels, part): (usize, usize, usize),
+        slots: usize,
+    ) -> Self {
+        let groups = down.div_ceil(strips) * across.div_ceil(panels);
+        let whole = (groups / slots).saturating_sub(1) * slots;
+        let ctas = whole + (groups - whole) * strips.div_ceil(part) * panels;
+        Self { strips, panels, band: 1, whole, part, ctas }
+    }
 }
 
 /// A configuration: the instance and the shape of its launch.
@@ -145,6 +176,16 @@ impl Variant {
         let (signs, total) = (TILE / 8, 3 * size_of::<u32>());
         let input = TILE * TILE * self.input.size_bytes();
         (input + turned + col_scales + row_scales + inverse + maxima + signs + total).next_multiple_of(16)
+    }
+
+    /// Ctas of `quantize_cols` that a multiprocessor holds: its launch bounds.
+    fn column_ctas_per_sm(&self, rows: bool) -> usize {
+        match self.input {
+            DType::F32 => 2,
+            DType::Bf16 if self.hadamard => 2,
+            DType::Bf16 if rows || self.rounding.is_random() => 3,
+            DType::Bf16 => 4,
+        }
     }
 
     /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
@@ -296,12 +337,13 @@ impl Desc {
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                let (strips, panels) = (4, 2);
-                let (down, across) =
-                    (self.capacity.div_ceil(TILE * strips), self.cols.div_ceil(TILE * panels));
-                let band = if rows { 1 } else { down };
+                let squares = (self.capacity.div_ceil(TILE), self.cols.div_ceil(TILE));
+                // Two codes of a column share a byte, so those strips go in pairs.
+                let part = if variant.format == Format::Mxfp4 { 2 } else { 1 };
+                let shape = if rows { (2, 2, part) } else { (4, 1, part) };
+                let groups = Groups::new(squares, shape, num_sms * variant.column_ctas_per_sm(rows));
                 let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes(rows));
-                config(Path::Cols { strips, panels, band }, spec, down * across, 256, shared_bytes)
+                config(Path::Cols(groups), spec, groups.ctas, 256, shared_bytes)
             }
             (Some(variant), Planes::Tiles) => {
                 config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
