@@ -99,7 +99,7 @@ struct RowLayout {
 };
 
 template <class In, class E, bool kF32Scales, class Round, bool kHadamard>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, Round::kDraws && kHadamard ? 2 : 4)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
                   const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, PowerRule rule,
                   const RoundingArg rounding, const HadamardArg hadamard) {
@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const u32 tasks = u32(rows) * segments;
     u32 signs[kHeld], signed_segment = ~0u;
     Tally tally;
+#pragma unroll 1
     for (u32 task = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32; task < tasks; task += gridDim.x * (kRowThreads / 32)) {
         const u32 row = by_segments.divide(task), segment = task - row * segments;
         const int col = segment * kSegmentCols + lane * 8 * kTogether;

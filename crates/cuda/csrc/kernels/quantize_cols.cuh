@@ -1,15 +1,13 @@
 // BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round, kHadamard>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
+// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
 //   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
 //   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
 //   256 threads; a cta takes squares of 128 x 128 one after the other, and stores their scales together: one byte at a time they would
 //   cost as much as the codes. Squares come in groups of `strips` x `panels`, at most kStrips and kPanels, and bands of `band` groups are done
 //   side by side, so that what is written at one time lies together. The first `whole` ctas take a group each, of the others each takes `part`
 //   strips of one panel: a grid of whole + (groups - whole) * ceil(strips / part) * panels. Where two codes share a byte, `strips` and `part`
-//   are even. sizeof(ColumnShared<In, E, kF32Scales, kRows, kHadamard>) dynamic shared memory.
-//   kHadamard, without kRows and for BF16: after a transform down the columns from the start of each of num_groups groups (start null: from row
-//   0); groups start at multiples of hadamard.len, and capacity is one.
+//   are even. sizeof(ColumnShared<In, E, kF32Scales, kRows>) dynamic shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -25,19 +23,15 @@ namespace nib {
 constexpr int kStrips = 4;
 constexpr int kPanels = 2;
 
-template <class In, class E, bool kF32Scales, bool kRows, bool kHadamard>
+template <class In, class E, bool kF32Scales, bool kRows>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
-    union {
-        ColumnTile tile;
-        float wide[kHadamard ? kTile : 1][kTile];  // transformed
-    };
+    ColumnTile tile;
     ScaleOf<kF32Scales> col_scales[kPanels * kTile][kStrips * kBlocks];
     ScaleOf<kF32Scales> row_scales[kRows ? kStrips * kTile : 1][kRows ? kPanels * kBlocks : 16];
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][(kHadamard ? F32::kWords : In::kWords) * 16];  // of each warp's rows
-    alignas(8) u8 signs[kTile / 8];  // of rows, a bit each
+    u32 maxima[8][In::kWords * 16];  // of each warp's rows
     u32 total[3];
 };
 
@@ -192,8 +186,8 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
 
 /// Stores the lines of a turned tile, `left` bytes of each of the `lines` that exist, to `to`: line 0, row 0. With kTally, counts the
 /// blocks of E that hold a non-zero code.
-template <class E, bool kTally>
-__device__ __forceinline__ void store_turned(const ColumnTile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
+template <class E, bool kTally, class Tile>
+__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
     const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32;
     const int first = threadIdx.x / 8;
     if (chunk * 16 >= left) lines = 0;
@@ -237,18 +231,14 @@ __device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int
     }
 }
 
-template <class In, class E, bool kF32Scales, bool kRows, class Round, bool kHadamard>
-__global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows || Round::kDraws ? 3 : 4)
+template <class In, class E, bool kF32Scales, bool kRows, class Round>
+__global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
                   int rows, int cols, int capacity, int strips, int panels, int band, int whole, int part, PowerRule rule,
-                  const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
-    static_assert(!kHadamard || (!kRows && In::kBytes == 2), "a transform runs along one contraction, and as it reads from BF16 only");
-    using Shared = ColumnShared<In, E, kF32Scales, kRows, kHadamard>;
-    using Number = OneOf<kHadamard, F32, In>;
+                  const RoundingArg rounding) {
+    using Shared = ColumnShared<In, E, kF32Scales, kRows>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
-    // Two strips of half bytes fill the lines of a tile, where it outlives a strip.
-    constexpr bool kPairs = kPerByte == 2 && !kHadamard;
     extern __shared__ uint4 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const Round round(rounding);
@@ -271,38 +261,24 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows 
         const int next_s = s + 1 < at.strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
         const int my_row = (at.strip + s) * kTile + octet * 8;
         const int first_col = (at.panel + p) * kTile, my_col = first_col + chunk * 8;
-        typename Number::Eight in[8];
-        if constexpr (kHadamard) {
-            if (threadIdx.x < kTile / 8) {
-                const int row = (at.strip + s) * kTile + 8 * threadIdx.x;
-                shared.signs[threadIdx.x] = hadamard.signs_of_eight_rows(row, rows, row_id, start, num_groups);
-            }
-            ptx::copies_wait();
-            __syncthreads();
-            hadamard_columns<In>(shared.input, shared.wide[0], shared.signs, hadamard);
-            __syncthreads();
+        typename In::Eight in[8];
+        ptx::copies_wait();
 #pragma unroll
-            for (int j = 0; j < 8; ++j) in[j] = F32::load_shared(reinterpret_cast<const u8*>(&shared.wide[octet * 8 + j][chunk * 8]));
-        } else {
-            ptx::copies_wait();
+        for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
+        const auto largest = columns_of_warp<In>(in);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
-        }
-        // What was fetched has been read: by its thread, which reads nobody else's, or before the last barrier.
-        if (kHadamard && next_p < at.panels) fetch(next_s, next_p);
-        const auto largest = columns_of_warp<Number>(in);
-#pragma unroll
-        for (int i = 0; i < Number::kWords; ++i)
-            if (lane < 16) shared.maxima[warp][chunk * Number::kWords + i] = largest.word[i];
-        if (!kHadamard && next_p < at.panels) fetch(next_s, next_p);
-        RowScales<Number, E, kF32Scales> of_rows;
-        if constexpr (kRows) of_rows = RowScales<Number, E, kF32Scales>(in, lane, rule);
+        for (int i = 0; i < In::kWords; ++i)
+            if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
+        // Every thread has read what it fetched, and reads nobody else's.
+        if (next_p < at.panels) fetch(next_s, next_p);
+        RowScales<In, E, kF32Scales> of_rows;
+        if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < (kBlocks + 1) / 2; ++i) {
             const int col = threadIdx.x % kTile, block = threadIdx.x / kTile + 2 * i;
             if (block >= kBlocks) break;
-            const u32 amax = Number::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
+            const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
             shared.col_scales[p * kTile + col][s * kBlocks + block] = scale.stored;
@@ -333,7 +309,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows 
             const auto bits = round.template bits<true>(element);
             if constexpr (kRows) {
                 const float row_inverse = of_rows.inverse_of(j, lane);
-                auto out = round.template encode<E, kRuleFloor, Number>(in[j], row_inverse, bits);
+                auto out = round.template encode<E, kRuleFloor, In>(in[j], row_inverse, bits);
                 if (__float_as_uint(row_inverse) == kNanBits) out = E::zeros();
                 if (j < rows_left) store_codes<E, true>(to_row, 8, out);
                 to_row += row_bytes;
@@ -342,7 +318,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows 
                     tally.non_zero += lane % kLanes == 0 && (any >> lane & ((1u << kLanes) - 1)) != 0;
                 }
             }
-            codes[j] = round.template encode<E, kRuleFloor, Number>(in[j], inverse, bits);
+            codes[j] = round.template encode<E, kRuleFloor, In>(in[j], inverse, bits);
         }
         bool nan = false;
 #pragma unroll
@@ -352,11 +328,11 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 || kHadamard ? 2 : kRows 
             for (int i = 0; i < 8; ++i)
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
-        // An octet of the second of two strips lies eight slots further: in the upper half of a column's chunks.
-        turn_codes(codes, kPairs && s % 2 == 1 ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
-        if (!kPairs || s % 2 == 1 || s + 1 == at.strips) {
+        // Two strips of half bytes fill the lines of a tile.
+        turn_codes(codes, kPerByte == 2 && s % 2 == 1 ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
+        if (kPerByte == 1 || s % 2 == 1 || s + 1 == at.strips) {
             __syncthreads();
-            const int first = (at.strip + (kPairs ? s / 2 * 2 : s)) * kTile;  // row
+            const int first = (at.strip + s / kPerByte * kPerByte) * kTile;  // row
             const int end = min((at.strip + s + 1) * kTile, capacity);
             store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes + first_col * col_bytes + first / kPerByte, col_bytes,
                                                      cols - first_col, (end - first) / kPerByte, tally);

@@ -216,6 +216,10 @@ fn launch(
         // planes and counts are new, so that nobody else writes or reads them.
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
+    let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
+    fn arg(value: &i32) -> &dyn KernelArg {
+        value
+    }
     match config.path {
         Path::Rows => {
             let (rows, cols) = desc.row_shape();
@@ -224,12 +228,15 @@ fn launch(
             let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
-        Path::Cols { strips, panels, band } => {
-            let (strips, panels, band) = (strips as i32, panels as i32, band as i32);
-            let sizes: [&dyn KernelArg; 8] =
-                [counts, &row_id, &rows, &cols, &capacity, &strips, &panels, &band];
-            launch(&[&planes, &sizes, &[&rule, &rounding, &hadamard, &start, &num_groups]])
+        Path::Cols(groups) => {
+            launch(&[&planes, &sizes, &groups.args().each_ref().map(arg), &[&rule, &rounding]])
         }
+        Path::HadamardCols(groups) => launch(&[
+            &[x, &*col_codes, &*col_scales],
+            &sizes,
+            &groups.args().each_ref().map(arg),
+            &[&rule, &rounding, &hadamard, &start, &num_groups],
+        ]),
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {
             let form = match desc.planes {
@@ -245,9 +252,7 @@ fn launch(
                 Rounding::Dither { .. } => 3,
             };
             let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
-            let sizes: [&dyn KernelArg; 9] =
-                [counts, &row_id, &rows, &cols, &capacity, &form, &is_f32, &policy, &every_row];
-            launch(&[&planes, &sizes, &[&rule, &rounding]])
+            launch(&[&planes, &sizes, &[&form, &is_f32, &policy, &every_row], &[&rule, &rounding]])
         }
     }
 }

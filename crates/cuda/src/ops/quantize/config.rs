@@ -46,12 +46,50 @@ pub(super) struct Desc {
 pub(super) enum Path {
     /// Blocks along the rows.
     Rows,
-    /// Blocks down the columns, with or without those along the rows: so many squares a cta, and bands of so many ctas.
-    Cols { strips: usize, panels: usize, band: usize },
+    /// Blocks down the columns, with or without those along the rows.
+    Cols(Groups),
+    /// Blocks down the columns after a transform.
+    HadamardCols(Groups),
     /// Square tiles.
     Tiles,
     /// Whatever the others do not take.
     Any,
+}
+
+/// How `quantize_cols` divides its squares among ctas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Groups {
+    /// Squares of a group: down, and across.
+    strips: usize,
+    panels: usize,
+    /// Groups done side by side.
+    band: usize,
+    /// Groups that are taken by one cta each.
+    whole: usize,
+    /// Strips of one panel that a cta takes of the others.
+    part: usize,
+    /// Ctas.
+    ctas: usize,
+}
+
+impl Groups {
+    /// Groups of strips x panels of so many squares, for ctas of which the device holds `slots` at once. Whole ones as long as
+    /// they fill it, but for the last round, which in parts ends everywhere at the same time.
+    fn new(
+        (down, across): (usize, usize),
+        (strips, panels, part): (usize, usize, usize),
+        slots: usize,
+    ) -> Self {
+        let groups = down.div_ceil(strips) * across.div_ceil(panels);
+        let whole = (groups / slots).saturating_sub(1) * slots;
+        let ctas = whole + (groups - whole) * strips.div_ceil(part) * panels;
+        Self { strips, panels, band: 1, whole, part, ctas }
+    }
+
+    /// As the kernels take them: strips, panels, band, whole, part.
+    pub fn args(&self) -> [i32; 5] {
+        [self.strips, self.panels, self.band, self.whole, self.part].map(|value| value as i32)
+    }
 }
 
 /// A configuration: the instance and the shape of its launch.
@@ -116,9 +154,14 @@ impl Variant {
     }
 
     fn cols_spec(&self, rows: bool) -> KernelSpec {
+        if self.hadamard {
+            let mut spec = self.spec("kernels/quantize_hadamard.cuh", "nib::quantize_hadamard_cols");
+            // It takes BF16 only.
+            spec.args.retain(|(name, _)| *name != "In");
+            return spec;
+        }
         let mut spec = self.spec("kernels/quantize_cols.cuh", "nib::quantize_cols");
         spec.args.push(("kRows", TemplateArg::Bool(rows)));
-        spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
         spec
     }
 
@@ -131,20 +174,36 @@ impl Variant {
         self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && !self.hadamard
     }
 
-    /// Dynamic shared memory of `quantize_cols`: `ColumnShared` of the kernel.
+    /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
     fn column_shared_bytes(&self, rows: bool) -> usize {
         let blocks = TILE / self.format.spec().block;
-        let col_scales = MOST_PANELS * TILE * MOST_STRIPS * blocks * self.kind.bytes();
-        let row_scales = if rows { col_scales } else { 16 * self.kind.bytes() };
-        let inverse = blocks * TILE * size_of::<f32>();
-        let (turned, number) = match self.hadamard {
-            true => (TILE * TILE * size_of::<f32>(), size_of::<f32>()),
-            false => (TILE * TILE, self.input.size_bytes()),
-        };
-        let maxima = 8 * TILE * number;
-        let (signs, total) = (TILE / 8, 3 * size_of::<u32>());
         let input = TILE * TILE * self.input.size_bytes();
-        (input + turned + col_scales + row_scales + inverse + maxima + signs + total).next_multiple_of(16)
+        let turned = TILE * TILE;
+        let col_scales = MOST_PANELS * TILE * MOST_STRIPS * blocks * self.kind.bytes();
+        let total = 3 * size_of::<u32>();
+        let bytes = if self.hadamard {
+            // Two halves of the rows, 64 bytes apart; once more for random bits.
+            let halves = input + 64;
+            let random = if self.rounding.is_random() { halves } else { 16 };
+            let signs = TILE * size_of::<u32>();
+            (halves + turned + col_scales + signs + total).next_multiple_of(16) + random
+        } else {
+            let row_scales = if rows { col_scales } else { 16 * self.kind.bytes() };
+            let inverse = blocks * TILE * size_of::<f32>();
+            let maxima = 8 * TILE * self.input.size_bytes();
+            input + turned + col_scales + row_scales + inverse + maxima + total
+        };
+        bytes.next_multiple_of(16)
+    }
+
+    /// Ctas for columns that a multiprocessor holds: the kernels' launch bounds.
+    fn column_ctas_per_sm(&self, rows: bool) -> usize {
+        match self.input {
+            DType::F32 => 2,
+            DType::Bf16 if self.hadamard => 2,
+            DType::Bf16 if rows || self.rounding.is_random() => 3,
+            DType::Bf16 => 4,
+        }
     }
 
     /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
@@ -296,12 +355,14 @@ impl Desc {
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                let (strips, panels) = (4, 2);
-                let (down, across) =
-                    (self.capacity.div_ceil(TILE * strips), self.cols.div_ceil(TILE * panels));
-                let band = if rows { 1 } else { down };
+                let squares = (self.capacity.div_ceil(TILE), self.cols.div_ceil(TILE));
+                // Two codes of a column share a byte, so those strips go in pairs.
+                let part = if variant.format == Format::Mxfp4 { 2 } else { 1 };
+                let shape = if rows { (2, 2, part) } else { (4, 1, part) };
+                let groups = Groups::new(squares, shape, num_sms * variant.column_ctas_per_sm(rows));
                 let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes(rows));
-                config(Path::Cols { strips, panels, band }, spec, down * across, 256, shared_bytes)
+                let path = if self.hadamard { Path::HadamardCols(groups) } else { Path::Cols(groups) };
+                config(path, spec, groups.ctas, 256, shared_bytes)
             }
             (Some(variant), Planes::Tiles) => {
                 config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
