@@ -4,9 +4,11 @@
 //! later: no call waits but [`Device::synchronize`], [`Buffer::download`] and [`Event::elapsed_ms`].
 
 use crate::driver::{check, failed, named};
+use crate::graph::GraphMemory;
 use crate::jit::{Cubin, Jit, KernelSpec, Key};
 use crate::launch::Kernel;
 use crate::probe::GpuInfo;
+use crate::staging::Staging;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, MemoryStats, Result};
@@ -15,7 +17,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A handle; clones share the device.
 #[derive(Clone)]
@@ -31,6 +33,10 @@ struct Inner {
     pool: sys::CUmemoryPool,
     jit: Jit,
     modules: Mutex<HashMap<Key, Arc<Module>>>,
+    /// Made by the first copy.
+    staging: Mutex<Option<Staging>>,
+    /// Where memory comes from while work is recorded.
+    recording: Mutex<Option<Arc<GraphMemory>>>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -105,6 +111,8 @@ impl Device {
                 pool,
                 jit,
                 modules: Mutex::default(),
+                staging: Mutex::default(),
+                recording: Mutex::default(),
                 live_bytes: AtomicUsize::new(0),
                 peak_bytes: AtomicUsize::new(0),
             };
@@ -154,14 +162,55 @@ impl Device {
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::shape("Device::alloc", "len", len, "a size in bytes below 2^64"))?;
         let stream = self.stream()?;
-        // The driver has no empty allocations; one byte stands for them.
-        // SAFETY: pool and stream live as long as the device, which the buffer keeps.
-        let address = named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), unsafe {
-            result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream)
-        })?;
+        let memory = self.recording().clone();
+        let address = match &memory {
+            Some(memory) => memory.alloc(bytes)?,
+            None => {
+                // The driver has no empty allocations; one byte stands for them.
+                // SAFETY: pool and stream live as long as the device, which the buffer keeps.
+                let address = unsafe { result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream) };
+                self.count_live(bytes);
+                named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), address)
+                    .inspect_err(|_| self.uncount_live(bytes))?
+            }
+        };
+        Ok(Buffer { address, len, device: self.clone(), memory, element: PhantomData })
+    }
+
+    pub(crate) fn count_live(&self, bytes: usize) {
         let live = self.inner.live_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.inner.peak_bytes.fetch_max(live, Ordering::Relaxed);
-        Ok(Buffer { address, len, device: self.clone(), element: PhantomData })
+    }
+
+    pub(crate) fn uncount_live(&self, bytes: usize) {
+        self.inner.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn recording(&self) -> MutexGuard<'_, Option<Arc<GraphMemory>>> {
+        self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins or ends a recording.
+    pub(crate) fn set_recording(&self, memory: Option<Arc<GraphMemory>>) -> Result<()> {
+        let mut recording = self.recording();
+        if memory.is_some() && recording.is_some() {
+            return Err(failed("Device::capture", "a recording is under way"));
+        }
+        *recording = memory;
+        Ok(())
+    }
+
+    /// Copies go through the host now, which a recording cannot hold.
+    fn with_staging<R>(&self, call: &str, copy: impl FnOnce(&mut Staging) -> Result<R>) -> Result<R> {
+        if self.recording().is_some() {
+            return Err(failed(call, "not while work is being recorded"));
+        }
+        let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if staging.is_none() {
+            *staging = Some(Staging::new()?);
+        }
+        // Just made, if it was not there.
+        copy(staging.as_mut().expect("staging memory"))
     }
 
     /// A buffer with every byte set to `byte`: 0, or a poison.
@@ -175,11 +224,8 @@ impl Device {
 
     /// A buffer with these values; the slice may be reused when this returns.
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
-        let buffer = self.alloc(values.len())?;
-        let stream = self.stream()?;
-        // SAFETY: as many bytes as the buffer has. From pageable memory the driver copies to a staging area of its own
-        // before it returns, so the slice need not outlive the call.
-        named("cuMemcpyHtoDAsync", unsafe { result::memcpy_htod_async(buffer.address, values, stream) })?;
+        let mut buffer = self.alloc(values.len())?;
+        buffer.write(values)?;
         Ok(buffer)
     }
 
@@ -261,6 +307,7 @@ impl Drop for Inner {
         unsafe {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
+            drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
                 let _ = result::module::unload(module.module);
             }
@@ -308,6 +355,8 @@ pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
     device: Device,
+    /// The graph's, if it was recorded; else the pool's.
+    memory: Option<Arc<GraphMemory>>,
     element: PhantomData<T>,
 }
 
@@ -352,13 +401,30 @@ impl<T: Pod> Buffer<T> {
         Ok(copy)
     }
 
+    /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are as many.
+    pub fn write(&mut self, values: &[T]) -> Result<()> {
+        if values.len() != self.len {
+            let expected = format!("the buffer's {}", self.len);
+            return Err(Error::shape("Buffer::write", "values.len()", values.len(), expected));
+        }
+        let stream = self.device.stream()?;
+        // SAFETY: as many bytes as the buffer has, which is freed behind the copy in the stream.
+        self.device.with_staging("Buffer::write", |staging| unsafe {
+            staging.upload(self.address, bytemuck::cast_slice(values), stream)
+        })
+    }
+
     /// The values, after everything issued so far.
     pub fn download(&self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         let stream = self.device.stream()?;
-        // SAFETY: as many bytes as the buffer has; the wait below keeps `values` in place until they arrived.
-        named("cuMemcpyDtoHAsync", unsafe { result::memcpy_dtoh_async(&mut values, self.address, stream) })?;
-        self.device.synchronize()?;
+        // SAFETY: as many bytes as the buffer has.
+        self.device.with_staging("Buffer::download", |staging| unsafe {
+            staging.download(bytemuck::cast_slice_mut(&mut values), self.address, stream)
+        })?;
         Ok(values)
     }
 }
@@ -371,7 +437,10 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
 
 impl<T: Pod> Drop for Buffer<T> {
     fn drop(&mut self) {
-        self.device.inner.live_bytes.fetch_sub(self.bytes(), Ordering::Relaxed);
+        if let Some(memory) = &self.memory {
+            return memory.release(self.address, self.bytes());
+        }
+        self.device.uncount_live(self.bytes());
         if let Ok(stream) = self.device.stream() {
             // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A failure
             // means the context is lost, and the memory with it.

@@ -5,7 +5,9 @@ use crate::driver::{check, named};
 use crate::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
+use nibble_core::ops::Hadamard;
 use nibble_core::{Error, Result};
+use nibble_formats::{Rounding, Stream, hadamard};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -35,7 +37,7 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, TensorMap, Divider);
+plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.
 // SAFETY: the address field lives in the buffer, the null in static memory.
@@ -63,6 +65,88 @@ impl Divider {
         let shift = d.next_power_of_two().trailing_zeros();
         Self { magic: (1u64 << (31 + shift)).div_ceil(u64::from(d)) as u32, shift }
     }
+}
+
+/// The device's `Stream` (csrc/math/philox.cuh): the keys of all rounds are made here, once a launch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamArg {
+    keys: [[u32; 2]; 10],
+    purpose: u32,
+    site: u32,
+    step: u32,
+}
+
+impl StreamArg {
+    /// The same random bits as `stream`.
+    pub fn new(stream: &Stream) -> Self {
+        let mut keys = [[stream.seed as u32, (stream.seed >> 32) as u32]; 10];
+        for round in 1..keys.len() {
+            let [low, high] = keys[round - 1];
+            keys[round] = [low.wrapping_add(0x9E37_79B9), high.wrapping_add(0xBB67_AE85)];
+        }
+        Self { keys, purpose: (stream.purpose as u32) << 16, site: stream.site, step: stream.step }
+    }
+}
+
+/// The device's `RoundingArg` (csrc/formats/rounding.cuh): what a rounding needs beside its kind, which is a template
+/// argument.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoundingArg {
+    stream: StreamArg,
+    delta_q16: u32,
+}
+
+impl RoundingArg {
+    /// `random` is read by the random roundings only, which are let in with a stream.
+    pub fn new(rounding: Rounding, random: Option<&Stream>) -> Self {
+        let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
+        let delta_q16 = match rounding {
+            Rounding::Dither { delta_q16 } => u32::from(delta_q16),
+            Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
+        };
+        Self { stream: StreamArg::new(random.unwrap_or(&unused)), delta_q16 }
+    }
+
+    /// The policy's name on the device, for [`TemplateArg::Type`](crate::jit::TemplateArg::Type).
+    pub fn policy(rounding: Rounding) -> &'static str {
+        match rounding {
+            Rounding::NearestEven => "nib::NearestEven",
+            Rounding::NearestAway => "nib::NearestAway",
+            Rounding::Stochastic => "nib::Stochastic",
+            Rounding::Dither { .. } => "nib::Dither",
+        }
+    }
+}
+
+/// The device's `HadamardArg` (csrc/math/hadamard.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HadamardArg {
+    stream: StreamArg,
+    len: u32,
+    factor: f32,
+}
+
+impl HadamardArg {
+    /// # Errors
+    /// [`Error::Format`] for a length that is not one of a transform's.
+    pub fn new(transform: &Hadamard) -> Result<Self> {
+        let factor = hadamard::inv_sqrt_len(transform.len)?;
+        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor })
+    }
+}
+
+/// The device's `DecodeArg` (csrc/kernels/dequantize.cuh): what the codes are, and which line of scales is whose.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DecodeArg {
+    pub is_f32: u32,
+    pub is_e5m2: u32,
+    pub tile_lines: u32,
+    pub matrix_lines: u32,
+    pub matrix_tiles: u32,
 }
 
 /// A buffer is passed as its device address.

@@ -21,6 +21,12 @@ struct ColumnTile {
         return bytes + col * kTile + chunk * 16 + half * 8;
     }
 
+    /// Rows 16i to 16i + 15 of column `col`.
+    __device__ __forceinline__ uint4 chunk(int col, int i) const {
+        const uint4 v = *reinterpret_cast<const uint4*>(bytes + col * kTile + (i ^ (col / 8 % 8)) * 16);
+        return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
+    }
+
     /// Stores the whole tile, lines `stride` apart: columns 0 to 63 from `low` on, the others from `high` on, as many as are left
     /// of each. All `kThreads` threads come here, after a barrier.
     template <int kThreads>

@@ -4,7 +4,7 @@
 // dweight[rows]; row_id as in kernels/quantize.cuh; padding gives zeros. Matrices start on 16 bytes.
 // 256 threads, a warp a row; any grid.
 #pragma once
-#include "formats/plain.cuh"
+#include "formats/either.cuh"
 #include "kernels/swiglu_grad.cuh"
 
 namespace nib {
@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(kPlainRowThreads)
         float sum = 0.0f;
         for (int first = 0; first < f; first += 2 * kPart) {
             const int col = first + lane * 8, left = f - col, present = counted ? left : 0;
-            const F32::Eight gate = load_plain(h, h_bf16, u64(row) * 2 * f + col, present);
-            const F32::Eight up = load_plain(h, h_bf16, u64(row) * 2 * f + f + col, present);
-            const F32::Eight incoming = load_plain(da, da_bf16, u64(row) * f + col, present);
+            const F32::Eight gate = load_either(h, h_bf16, u64(row) * 2 * f + col, present);
+            const F32::Eight up = load_either(h, h_bf16, u64(row) * 2 * f + f + col, present);
+            const F32::Eight incoming = load_either(da, da_bf16, u64(row) * f + col, present);
             F32::Eight dg, du, again;
             float terms[8];
 #pragma unroll
@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(kPlainRowThreads)
                 again.number[i] = grad.a;
                 terms[i] = grad.silu_up;
             }
-            store_plain(dh, dh_bf16, u64(row) * 2 * f + col, left, dg);
-            store_plain(dh, dh_bf16, u64(row) * 2 * f + f + col, left, du);
-            store_plain(a, a_bf16, u64(row) * f + col, left, again);
+            store_either(dh, dh_bf16, u64(row) * 2 * f + col, left, dg);
+            store_either(dh, dh_bf16, u64(row) * 2 * f + f + col, left, du);
+            store_either(a, a_bf16, u64(row) * f + col, left, again);
             // Lanes 0 to 15 hold one part, the others the next.
             float part = dot_of_neighbours(terms, incoming.number);
 #pragma unroll

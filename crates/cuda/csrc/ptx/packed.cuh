@@ -58,6 +58,13 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
+/// The smaller of both unsigned 16-bit halves.
+__device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
+    u32 smaller;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
+}
+
 /// Two F32 to F16, nearest-even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;
@@ -98,6 +105,20 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     u32 wide;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
     return wide;
+}
+
+/// Two F16 to F32, exactly; the lower half first.
+__device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
+    float2 two;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(two.x), "=f"(two.y)
+        : "r"(pair));
+    return two;
 }
 
 /// Two 16-bit numbers in one register.
