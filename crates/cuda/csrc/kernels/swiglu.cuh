@@ -11,7 +11,7 @@
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "kernels/quantize.cuh"
-#include "kernels/swiglu_grad.cuh"
+#include "kernels/strip_tile.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
 

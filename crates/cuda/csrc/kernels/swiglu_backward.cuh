@@ -17,16 +17,14 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "kernels/column_tile.cuh"
+#include "kernels/strip_tile.cuh"
 #include "kernels/swiglu_grad.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
 
 namespace nib {
 
-constexpr int kBackwardThreads = 512;
 constexpr int kMatrices = 3;  // dg, du, a
-constexpr int kThreadRows = 4;
 
 /// h in MXFP4.
 struct SavedH {
@@ -36,7 +34,7 @@ struct SavedH {
         float up[256][16];
 
         __device__ __forceinline__ void fill() {
-            for (int i = threadIdx.x; i < 256 * 16; i += kBackwardThreads) {
+            for (int i = threadIdx.x; i < 256 * 16; i += kStripThreads) {
                 const float x = __fmul_rn(E2m1::decode(i % 16), e8m0_decode(i / 16));
                 gate[i / 16][i % 16] = gate_terms(x, sigmoid(x));
                 up[i / 16][i % 16] = x;
@@ -160,7 +158,7 @@ struct alignas(16) BackwardStage {
 
     /// Makes zeros of rows that do not count; past the last row there are zeros already.
     __device__ __forceinline__ void clear_padding() {
-        for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += kBackwardThreads / 32) {
+        for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += kStripThreads / 32) {
             if (row_id[in_tile] >= 0) continue;
             const int lane = threadIdx.x % 32;
             H::clear(h, in_tile, lane);
@@ -194,43 +192,12 @@ struct alignas(128) BackwardShared {
     typename H::Table table;  // first, as SigmoidTable wants
     BackwardStage<H> stages[H::kStages];
     union {
-        // Of the rows of a thread. Of eight columns the first four lie in the first half of a line: neighbours write neighbours.
-        float maxima[kTile / kThreadRows][kMatrices][kTile];
+        ColumnMaxima maxima[kMatrices];
         ColumnTile tiles[kMatrices];
     };
     float inverse[kMatrices][kTile];  // in the order of the maxima
     u32 total[3];
 };
-
-/// Where a column stands in a line of maxima, and back.
-__device__ __forceinline__ constexpr int place_of_column(int col) { return col / 4 % 2 * (kTile / 2) + col / 8 * 4 + col % 4; }
-__device__ __forceinline__ constexpr int column_at_place(int place) { return place / 4 % 16 * 8 + place / (kTile / 2) * 4 + place % 4; }
-
-/// Where a tile lies: strips one after the other, so that a row's scales are written at one time.
-struct StripTile {
-    u32 strip, panel;
-
-    __device__ __forceinline__ StripTile(u32 index, Divider by_across, u32 across)
-        : strip(by_across.divide(index)), panel(index - strip * across) {}
-
-    __device__ __forceinline__ u64 row() const { return u64(strip) * kTile; }
-    __device__ __forceinline__ int col() const { return int(panel) * kTile; }
-};
-
-/// Of eight values a lane, the largest over 16 neighbouring lanes; lane l gets that of value l % 8. Each exchange halves the
-/// values a lane still looks after.
-__device__ __forceinline__ float largest_of_eight(float (&v)[8], int lane) {
-#pragma unroll
-    for (int half = 4; half >= 1; half /= 2) {
-        const bool upper = lane & half;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float sent = upper ? v[i] : v[i + half];
-            v[i] = ptx::max_magnitude(upper ? v[i + half] : v[i], __shfl_xor_sync(kAllLanes, sent, half));
-        }
-    }
-    return ptx::max_magnitude(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));
-}
 
 /// Sums four values over 16 neighbouring lanes by the tree of neighbours; lane l gets value l % 2 · 2 + l / 2 % 2.
 __device__ __forceinline__ float sum_of_four(float (&v)[4], int lane) {
@@ -248,7 +215,7 @@ __device__ __forceinline__ float sum_of_four(float (&v)[4], int lane) {
 }
 
 template <class H, int kRule>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
+__global__ void __launch_bounds__(kStripThreads, 1)
     swiglu_backward(const u8* __restrict__ h, const u8* __restrict__ h_scales, const u8* __restrict__ da,
                     const float* __restrict__ weight, u8* __restrict__ dh_codes,
                     typename ScaleType<kRule>::Stored* __restrict__ dh_scales, u8* __restrict__ dh_col_codes,
@@ -258,8 +225,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     using E = E4m3;
     extern __shared__ __align__(1024) u8 raw[];
     BackwardShared<H>& shared = *reinterpret_cast<BackwardShared<H>*>(raw);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunk = lane % 16;
-    const int in_tile = warp * 8 + lane / 16 * kThreadRows;  // this thread's first row
+    const StripThread me;
+    const int lane = me.lane, chunk = me.chunk;
     const u32 across = u32(f) / kTile, down = u32(capacity) / kTile, tiles = across * down;
     Tally of_dh, of_a;
     const auto fetch = [&](BackwardStage<H>& stage, u32 index) {
@@ -279,7 +246,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     int turn = 0;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         const StripTile at(index, by_across, across);
-        const int my_row = int(at.strip) * kTile + in_tile, first_col = at.col();
+        const int my_row = int(at.strip) * kTile + me.row, first_col = at.col();
         BackwardStage<H>& stage = shared.stages[turn];
         if (++turn == H::kStages) turn = 0;
         ptx::copies_wait_but<H::kStages - 1>();
@@ -290,12 +257,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             __syncthreads();
         }
 
-        float value[kMatrices][kThreadRows][8], row_largest[2 * kThreadRows], terms[kThreadRows];
+        StripValues value[kMatrices];
+        float row_largest[2 * kThreadRows], terms[kThreadRows];
 #pragma unroll
         for (int r = 0; r < kThreadRows; ++r) {
-            const typename H::Row row(stage.h, shared.table, in_tile + r, chunk);
-            const Bf16::Eight incoming = Bf16::load_shared(stage.da[in_tile + r] + chunk * 16);
-            const float w = stage.weight[in_tile + r];
+            const typename H::Row row(stage.h, shared.table, me.row + r, chunk);
+            const Bf16::Eight incoming = Bf16::load_shared(stage.da[me.row + r] + chunk * 16);
+            const float w = stage.weight[me.row + r];
             float silu_up[8], das[8];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -318,20 +286,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             for (int m = 0; m < 2; ++m) row_largest[2 * r + m] = largest_magnitude<8>(value[m][r]);
         }
 #pragma unroll
-        for (int m = 0; m < kMatrices; ++m) {
-            float largest[8];
-#pragma unroll
-            for (int c = 0; c < 8; ++c)
-                largest[c] = largest_magnitude<4>({value[m][0][c], value[m][1][c], value[m][2][c], value[m][3][c]});
-            float4* const to = reinterpret_cast<float4*>(shared.maxima[warp * 2 + lane / 16][m]) + chunk;
-            to[0] = {largest[0], largest[1], largest[2], largest[3]};
-            to[kTile / 8] = {largest[4], largest[5], largest[6], largest[7]};
-        }
+        for (int m = 0; m < kMatrices; ++m) shared.maxima[m].write(me, value[m]);
         const float part = sum_of_four(terms, lane);
         const int part_row = my_row + lane % 2 * 2 + lane / 2 % 2;
         if (chunk < kThreadRows && part_row < rows) parts[u64(at.panel) * rows + part_row] = part;
         // Value 2r is dg's of row r, 2r + 1 du's.
-        const float row_amax = largest_of_eight(row_largest, lane);
+        const float row_amax = largest_of_lanes(row_largest, lane);
         const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
         const int scale_row = my_row + chunk / 2;
         if (chunk < 2 * kThreadRows) {
@@ -345,10 +305,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         fetch(stage, index + H::kStages * gridDim.x);
         bool col_nan = false;
         if (threadIdx.x < kMatrices * kTile) {
-            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = column_at_place(place);
-            float amax = shared.maxima[0][m][place];
-#pragma unroll
-            for (int i = 1; i < kTile / kThreadRows; ++i) amax = ptx::max_magnitude(amax, shared.maxima[i][m][place]);
+            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = ColumnMaxima::column_at(place);
+            const float amax = shared.maxima[m].at(place);
             const auto scale = block_scale<E, kRule>(__float_as_uint(amax));
             shared.inverse[m][place] = scale.inverse;
             col_nan = scale.is_nan();
@@ -366,8 +324,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | (2 * r + m));
-                const float(&v)[8] = value[m][r];
-                const uint2 codes = E::encode<false>(F32::Eight{{v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]}}, inverse);
+                const uint2 codes = row_codes_of(value[m][r], inverse);
                 if (my_row + r < rows) ptx::store_8(row_codes + u32(r * 2 + m) * u32(f), codes);
             }
         if (__any_sync(kAllLanes, row_scale.is_nan())) {  // rare
@@ -378,30 +335,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
         col_nan = __syncthreads_or(col_nan);
 #pragma unroll
-        for (int m = 0; m < kMatrices; ++m) {
-            u8* const place = shared.tiles[m].place(chunk * 8, warp) + lane / 16 * kThreadRows;
-            const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[m]) + chunk;
-            const float4 low = inverses[0], high = inverses[kTile / 8];
-            const float inverse[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                const auto scaled = [&](int r) { return __fmul_rn(value[m][r][c], inverse[c]); };
-                ptx::store_4(place + c * kTile, ptx::pack_u16(E::pair(scaled(0), scaled(1)), E::pair(scaled(2), scaled(3))));
-            }
-        }
+        for (int m = 0; m < kMatrices; ++m) turn_values(shared.tiles[m], me, value[m], shared.inverse[m]);
         __syncthreads();
-        if (col_nan) {  // rare
-            for (int i = threadIdx.x; i < kMatrices * kTile * (kTile / 4); i += kBackwardThreads) {
-                const int line = i / (kTile / 4);
-                if (__float_as_uint(shared.inverse[line / kTile][place_of_column(line % kTile)]) == kNanBits)
-                    ptx::store_4(shared.tiles[0].bytes + i * 4, 0);
-            }
+        if (col_nan) {
+            for (int m = 0; m < kMatrices; ++m) clear_nan_columns(shared.tiles[m], shared.inverse[m]);
             __syncthreads();
         }
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
             u8* const line = (m == 2 ? a_codes : dh_col_codes) + u64(u32(first_col + (m == 1 ? f : 0))) * capacity + u32(at.strip) * kTile;
-            shared.tiles[m].template store_whole<kBackwardThreads>(line, capacity);
+            shared.tiles[m].template store_whole<kStripThreads>(line, capacity);
         }
     }
     of_dh.flush(dh_counts, shared.total);

@@ -1,7 +1,6 @@
 // The gradients of one element of SwiGLU, and the order in which the gate weight's gradient is summed.
 #pragma once
 #include "math/exp.cuh"
-#include "ptx/packed.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
@@ -30,15 +29,6 @@ __device__ __forceinline__ SwigluGrad swiglu_grad(GateTerms of, float up, float 
     const float silu_up = __fmul_rn(of.silu, up);
     const float scaled = __fmul_rn(da, weight);
     return {__fmul_rn(__fmul_rn(scaled, up), of.slope), __fmul_rn(scaled, of.silu), __fmul_rn(silu_up, weight), silu_up};
-}
-
-/// The largest |x|; NaN if one is.
-template <int kCount>
-__device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
-    float largest = fabsf(x[0]);
-#pragma unroll
-    for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude(largest, x[i]);
-    return largest;
 }
 
 /// Σ x·y of neighbours, a power of two of them: pairs by fma, those by a tree.

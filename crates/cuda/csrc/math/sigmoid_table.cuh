@@ -12,8 +12,11 @@ struct SigmoidTable {
     static constexpr u32 kHigh = 0x42D0;  // 104: 1 from there up, and 0 of negative numbers
     static constexpr int kEntries = kHigh - kLow + 1;
 
-    float positive[kEntries];
-    float unused[0x8000 / 4 - kEntries];
+    static constexpr int kRoom = 0x4000;
+
+    alignas(16) float positive[kEntries];
+    alignas(16) u8 room[kRoom];  // for others
+    u8 gap[0x8000 - (kEntries * 4 + 15) / 16 * 16 - kRoom];
     float negative[kEntries];  // 0x8000 bytes further, so that a sign's bit is its own offset
 
     /// All threads of the cta come here; a barrier follows.
@@ -39,5 +42,6 @@ struct SigmoidTable {
     }
 };
 static_assert(SigmoidTable::kEntries * 4 <= 0x4000, "an offset within a line, a base below that and the sign share 16 bits");
+static_assert(sizeof(SigmoidTable) == 0x8000 + (SigmoidTable::kEntries * 4 + 15) / 16 * 16, "the lines lie 32 KiB apart");
 
 }  // namespace nib

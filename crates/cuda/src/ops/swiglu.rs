@@ -1,5 +1,6 @@
-//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows (`csrc/kernels/swiglu.cuh`); every other form by way of a plain matrix
-//! in F32 (`csrc/kernels/swiglu_plain.cuh`), which [`Quantize`] takes.
+//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows (`csrc/kernels/swiglu.cuh`), one to rows and columns
+//! (`csrc/kernels/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu_plain.cuh`), which
+//! [`Quantize`] takes.
 
 use super::Instance;
 use crate::Cuda;
@@ -15,16 +16,24 @@ const OP: &str = "swiglu";
 
 /// See [`Swiglu`].
 pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
-    match Rows::choose(&op, cuda.device().info().num_sms) {
-        Some(rows) => rows.run(cuda, &op),
+    let num_sms = cuda.device().info().num_sms;
+    if let Some(rows) = Rows::choose(&op, num_sms) {
+        return rows.run(cuda, &op);
+    }
+    match RowsCols::choose(&op, num_sms) {
+        Some(both) => both.run(cuda, &op),
         None => by_way_of_plain(cuda, &op),
     }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    let specs = FUSED_RULES.into_iter().flat_map(|rule| [false, true].map(|save_h| rows_spec(rule, save_h)));
-    specs.chain([plain_spec()]).map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+    let of_rule = |rule| {
+        let rows = [false, true].map(|save_h| (rows_spec(rule, save_h), 0));
+        rows.into_iter().chain([(rows_cols_spec(rule), ROWS_COLS_SHARED)])
+    };
+    let all = FUSED_RULES.into_iter().flat_map(of_rule).chain([(plain_spec(), 0)]);
+    all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 /// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
@@ -168,15 +177,16 @@ pub(super) fn plain_form(emit: Emit) -> DType {
 /// Any form: plain `a`, then what is to be quantized.
 fn by_way_of_plain(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
     let a = emit(cuda, plain(cuda.device(), op, plain_form(op.a))?, op.a, op.groups)?;
-    let h = match op.save_h {
-        Some(codec) => {
-            let saved =
-                Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) }.run(cuda)?;
-            Some(saved.take_rows(OP)?.block(OP)?.clone())
-        }
-        None => None,
+    Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+}
+
+/// h as the backward pass will want it.
+fn saved_h(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<Option<BlockScaled<Cuda>>> {
+    let save = |codec| {
+        let saved = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) }.run(cuda)?;
+        Ok(saved.take_rows(OP)?.block(OP)?.clone())
     };
-    Ok(SwigluOut { a, h })
+    op.save_h.map(save).transpose()
 }
 
 const PLAIN_THREADS: usize = 256;
@@ -291,5 +301,96 @@ impl Rows {
         let rows = Some(Operand::Block(a.written()));
         let a = Emitted { rows, cols: None, counts: Some(Counts(Buf::new(counts))) };
         Ok(SwigluOut { a, h: saved.map(Unwritten::written) })
+    }
+}
+
+const ROWS_COLS_THREADS: u32 = 512;
+/// Ctas that a multiprocessor holds.
+const ROWS_COLS_PER_SM: usize = 2;
+/// Rows and columns of a tile, E4M3's block.
+const TILE: usize = 128;
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: lines of 4049 sigmoids of which the second lies 32 KiB after the
+/// first, the factors of 128 columns, and counts.
+const ROWS_COLS_SHARED: usize =
+    (0x8000 + (4049 * 4usize).next_multiple_of(16) + TILE * 4 + 3 * 4usize).next_multiple_of(16);
+
+fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
+    let args = vec![("kRule", rule_arg(rule))];
+    KernelSpec { source: "kernels/swiglu_cols.cuh", name: "nib::swiglu_rows_cols", args }
+}
+
+/// A launch of `swiglu_rows_cols`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct RowsCols {
+    codec: Codec,
+    ctas: u32,
+    /// Rows of the column plane.
+    capacity: usize,
+}
+
+impl RowsCols {
+    /// Where the kernel makes `a`.
+    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Both } = op.a else { return None };
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let capacity = tiled_capacity(rows, op.groups)?;
+        let fits = f.is_multiple_of(8) && rows > 0 && f > 0 && check_size(OP, capacity, f).is_ok();
+        if !(fits && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
+            return None;
+        }
+        let tiles = f.div_ceil(TILE) * (capacity / TILE);
+        Some(Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity })
+    }
+
+    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
+        let row_plane = unwritten(device, self.codec, BlockAxis::Row, rows, f)?;
+        let col_plane = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
+        let counts = device.filled::<u64>(3, 0)?;
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (h, _) = plain_arg(op.h);
+        let launch = Launch {
+            ctas: self.ctas,
+            threads: ROWS_COLS_THREADS,
+            cluster: 1,
+            shared_bytes: ROWS_COLS_SHARED,
+        };
+        let kernel = device.kernel(&rows_cols_spec(self.codec.rule()))?;
+        let args: [&dyn KernelArg; 12] = [
+            h,
+            &weight,
+            &row_plane.codes,
+            row_plane.scales(),
+            &col_plane.codes,
+            col_plane.scales(),
+            &counts,
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &(self.capacity as i32),
+            &Divider::by(f.div_ceil(TILE) as u32),
+        ];
+        // SAFETY: h is BF16 `[rows, 2f]` with f a multiple of 8, the planes were made for these sizes and rules and are not yet
+        // shared; `op.check` held weights and groups to `rows`.
+        unsafe { kernel.launch(launch, &args) }?;
+        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane.written())));
+        let a = Emitted { rows, cols, counts: Some(Counts(Buf::new(counts))) };
+        Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+    }
+}
+
+/// Rows of a column plane of E4M3 in whole tiles; `None` where groups do not start with a tile.
+pub(super) fn tiled_capacity(rows: usize, groups: Option<&Groups<Cuda>>) -> Option<usize> {
+    let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
+    whole.then(|| rows.next_multiple_of(TILE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_memory_is_what_the_kernel_lays_out() {
+        assert_eq!(ROWS_COLS_SHARED, 49_504);
     }
 }

@@ -4,8 +4,8 @@
 
 use super::Instance;
 use super::swiglu::{
-    FUSED_RULES, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids, rule_arg, unwritten,
-    unwritten_plain,
+    FUSED_RULES, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids, rule_arg, tiled_capacity,
+    unwritten, unwritten_plain,
 };
 use crate::Cuda;
 use crate::backend::Buf;
@@ -110,10 +110,7 @@ impl Fused {
             _ => return None,
         };
         let same = op.a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
-        let capacity = match op.groups {
-            Some(groups) if !(rows.is_multiple_of(TILE) && groups.align.is_multiple_of(TILE)) => return None,
-            _ => rows.next_multiple_of(TILE),
-        };
+        let capacity = tiled_capacity(rows, op.groups)?;
         let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, capacity, 2 * f).is_ok();
         if !(same && fits && op.da.dtype() == DType::Bf16) {
             return None;
