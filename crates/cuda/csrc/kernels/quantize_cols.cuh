@@ -3,11 +3,9 @@
 // quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
 //   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
 //   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
-//   256 threads; a cta takes squares of 128 x 128 one after the other, and stores their scales together: one byte at a time they would
-//   cost as much as the codes. Squares come in groups of `strips` x `panels`, at most kStrips and kPanels, and bands of `band` groups are done
-//   side by side, so that what is written at one time lies together. The first `whole` ctas take a group each, of the others each takes `part`
-//   strips of one panel: a grid of whole + (groups - whole) * ceil(strips / part) * panels. Where two codes share a byte, `strips` and `part`
-//   are even. sizeof(ColumnShared<In, E, kF32Scales, kRows>) dynamic shared memory.
+//   256 threads. Each cta takes an equal run of the squares of 128 x 128, in the order of SquareWalk, and stores the scales of a group of
+//   kGroup strips together: one at a time they would cost as much as the codes. Any grid, best as many ctas as the device holds, but at most
+//   one a square; across_first for both planes, not for columns alone. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -20,37 +18,36 @@
 
 namespace nib {
 
-constexpr int kStrips = 4;
-constexpr int kPanels = 2;
+constexpr int kGroup = 4;
 
-template <class In, class E, bool kF32Scales, bool kRows>
+template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
-    ScaleOf<kF32Scales> col_scales[kPanels * kTile][kStrips * kBlocks];
-    ScaleOf<kF32Scales> row_scales[kRows ? kStrips * kTile : 1][kRows ? kPanels * kBlocks : 16];
-    float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];  // of each warp's rows
+    ScaleOf<kF32Scales> scales[kTile][kGroup * kBlocks];  // of columns, of a group of strips
+    float inverse[kBlocks][kTile];                        // of columns, see inverse_place
+    u32 maxima[8][In::kWords * 16];                       // of each warp's rows
     u32 total[3];
 };
 
 /// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// Which of eight rows count, one a bit, of a warp's sixteen from `first` on: lanes 0 to 15 have the first eight.
+/// Which of kRows rows count, one a bit, of a warp's 2 · kRows from `first` on: lanes 0 to 15 have the first of them.
+template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
-    const int lane = threadIdx.x % 32, row = first + lane % 16;
+    const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
     const bool counts = row < rows && (row_id == nullptr || __ldg(row_id + row) >= 0);
-    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? 8 : 0);
+    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
 }
 
-/// Fetches eight rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
+/// Fetches kRows rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
 /// all in flight. Rows whose bit in `counted` is 0 are zeros and not read.
-template <class In>
-__device__ __forceinline__ void fetch_octet(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
+template <class In, int kRows>
+__device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kRows; ++j) {
 #pragma unroll
         for (int part = 0; part < In::kBytes / 2; ++part)
             ptx::copy_16_async(mine + j * kTile * In::kBytes + part * 16, from + part * 16, counted >> j & 1);
@@ -74,32 +71,44 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The squares of a cta, in units of one.
-struct Squares {
-    int strip, panel;    // the first
-    int strips, panels;  // how many
+/// This cta's run of the squares of a matrix: down the strips of a group, then to the next panel (across_first) or the next group.
+struct SquareWalk {
+    const int down, across;  // squares of the matrix
+    const bool across_first;
+    int strip, panel;  // the square
+    int left;          // squares of the run from it on
 
-    /// `down` x `across` squares of the matrix in groups of strips x panels, in bands of `band` groups side by side. The first `whole` ctas
-    /// take a group each; of the other groups, `part` strips a cta, so that all multiprocessors finish together.
-    __device__ __forceinline__ Squares(int down, int across, int group_strips, int group_panels, int band, int whole, int part) {
-        const int cta = blockIdx.x, groups_across = ceil_div(across, group_panels), groups_down = ceil_div(down, group_strips);
-        int group = cta, first_strip = 0, first_panel = 0;
-        strips = group_strips;
-        panels = group_panels;
-        if (cta >= whole) {
-            const int down_parts = ceil_div(group_strips, part), rest = cta - whole;
-            group = whole + rest / (down_parts * group_panels);
-            first_strip = rest % down_parts * part;
-            first_panel = rest / down_parts % group_panels;
-            strips = part;
-            panels = 1;
+    __device__ __forceinline__ SquareWalk(int down, int across, bool across_first) : down(down), across(across), across_first(across_first) {
+        const u64 squares = u64(down) * across;
+        const int first = int(squares * blockIdx.x / gridDim.x);
+        left = int(squares * (blockIdx.x + 1) / gridDim.x) - first;
+        if (across_first) {
+            const int band = first / (kGroup * across), within = first - band * kGroup * across;
+            const int height = min(kGroup, down - band * kGroup);
+            panel = within / height;
+            strip = band * kGroup + within - panel * height;
+        } else {
+            panel = first / down;
+            strip = first - panel * down;
         }
-        const int first = group / (band * groups_across) * band, height = min(band, groups_down - first);
-        const int within = group - first * groups_across;
-        strip = (first + within % height) * group_strips + first_strip;
-        panel = within / height * group_panels + first_panel;
-        strips = min(strips, down - strip);
-        panels = min(panels, across - panel);
+    }
+
+    /// Whether the run or the group ends with this square.
+    __device__ __forceinline__ bool ends() const { return left == 1 || strip % kGroup == kGroup - 1 || strip + 1 == down; }
+
+    __device__ __forceinline__ void step() {
+        --left;
+        ++strip;
+        if (strip % kGroup != 0 && strip != down) return;
+        if (across_first) {
+            const int band = (strip - 1) / kGroup;
+            ++panel;
+            if (panel == across) panel = 0;
+            strip = (panel == 0 ? band + 1 : band) * kGroup;
+        } else if (strip == down) {
+            strip = 0;
+            ++panel;
+        }
     }
 };
 
@@ -124,14 +133,16 @@ struct RowScales {
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Puts those of one panel to the others of these rows, and counts. `present`: whether this thread's columns exist.
-    template <class Round, int kCount>
-    __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*to)[kCount], int panel, bool present, int lane, Tally& tally) const {
+    /// Stores them, and counts. `present`: whether this thread's columns exist.
+    template <class Round>
+    __device__ __forceinline__ void store(ScaleOf<kF32Scales>* to, int blocks, int first_row, int rows, int panel, bool present, int lane,
+                                          Tally& tally) const {
         if (kHeld == 1 ? lane % 2 != 0 : !present) return;
+        const int block = kHeld == 1 ? panel : panel * 4 + lane / 4 % 4;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const int row = kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i;
-            to[row][kHeld == 1 ? panel : panel * 4 + lane / 4 % 4] = scale[i].stored;
+            const int row = first_row + (kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i);
+            if (row < rows) to[u64(row) * blocks + block] = scale[i].stored;
             if constexpr (!Round::kDraws)
                 tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax[i]), scale[i].inverse));
             tally.non_finite += scale[i].is_nan();
@@ -184,20 +195,20 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the lines of a turned tile, `left` bytes of each of the `lines` that exist, to `to`: line 0, row 0. With kTally, counts the
-/// blocks of E that hold a non-zero code.
-template <class E, bool kTally, class Tile>
-__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
-    const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32;
-    const int first = threadIdx.x / 8;
-    if (chunk * 16 >= left) lines = 0;
-    to += first * line_bytes + chunk * 16;
+/// Stores the lines of a turned tile, as many as exist, from byte `first` up to `end`, multiples of 16; `to` is where byte 0 of line 0 belongs.
+/// With kTally, counts the blocks of E that hold a non-zero code.
+template <class E, bool kTally, int kThreads, class Tile>
+__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int first, int end, Tally& tally) {
+    constexpr int kLines = kThreads / 8;  // at a time
+    const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
+    if (chunk * 16 < first || chunk * 16 >= end) lines = 0;
+    to += first_line * line_bytes + chunk * 16;
 #pragma unroll
-    for (int line = 0; line < kTile; line += 32) {
-        const uint4 v = tile.chunk(first + line, chunk);
-        const bool present = first + line < lines;
+    for (int line = 0; line < kTile; line += kLines) {
+        const uint4 v = tile.chunk(first_line + line, chunk);
+        const bool present = first_line + line < lines;
         if (present) ptx::store_16(to, v);
-        to += 32 * line_bytes;
+        to += kLines * line_bytes;
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
@@ -211,18 +222,18 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
     }
 }
 
-/// Copies the scales of a line, whole words at a time where both ends of the copy allow it.
+/// Copies the scales of a line, whole words at a time where they lie so.
 template <class Stored>
 __device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int count) {
-    const u32 bytes = count * sizeof(Stored), both = bytes | u32(reinterpret_cast<u64>(to));
-    if (bytes == 16 && both % 16 == 0) {
+    const u32 bytes = count * sizeof(Stored), all = bytes | u32(reinterpret_cast<u64>(to)) | u32(reinterpret_cast<u64>(from));
+    if (bytes == 16 && all % 16 == 0) {
         ptx::store_16(to, *reinterpret_cast<const uint4*>(from));
-    } else if (bytes == 8 && both % 8 == 0) {
+    } else if (bytes == 8 && all % 8 == 0) {
         ptx::store_8(to, *reinterpret_cast<const uint2*>(from));
-    } else if (both % 4 == 0) {
+    } else if (all % 4 == 0) {
 #pragma unroll 1
         for (u32 i = 0; i < bytes / 4; ++i) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
-    } else if (both % 2 == 0) {
+    } else if (all % 2 == 0) {
 #pragma unroll 1
         for (u32 i = 0; i < bytes / 2; ++i) reinterpret_cast<u16*>(to)[i] = reinterpret_cast<const u16*>(from)[i];
     } else {
@@ -231,36 +242,48 @@ __device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int
     }
 }
 
+/// Stores what this cta has of the scales of a group of strips: of a panel's columns, from strip `first` to `last`.
+template <class Stored, int kCount>
+__device__ __forceinline__ void store_group(Stored* to, const Stored (*scales)[kCount], int panel, int first, int last, int cols, int capacity,
+                                            int block) {
+    constexpr int kBlocks = kCount / kGroup;
+    const int col = panel * kTile + threadIdx.x, blocks = capacity / block, first_block = first * kBlocks;
+    if (threadIdx.x < kTile && col < cols)
+        store_scales(to + u64(col) * blocks + first_block, scales[threadIdx.x] + first % kGroup * kBlocks,
+                     min((last + 1) * kBlocks, blocks) - first_block);
+}
+
 template <class In, class E, bool kF32Scales, bool kRows, class Round>
 __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
-                  int rows, int cols, int capacity, int strips, int panels, int band, int whole, int part, PowerRule rule,
-                  const RoundingArg rounding) {
-    using Shared = ColumnShared<In, E, kF32Scales, kRows>;
+                  int rows, int cols, int capacity, int across_first, PowerRule rule, const RoundingArg rounding) {
+    using Shared = ColumnShared<In, E, kF32Scales>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
     extern __shared__ uint4 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
-    const Squares at(ceil_div(capacity, kTile), ceil_div(cols, kTile), strips, panels, band, whole, part);
-    if (at.strips <= 0 || at.panels <= 0) return;
+    const int row_blocks = ceil_div(cols, E::kBlock);
     const u64 in_bytes = u64(cols) * In::kBytes, row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     u8* const place = shared.tile.place(chunk * 8, kPerByte == 2 ? octet / 2 : octet) + (kPerByte == 2 ? octet % 2 * 4 : 0);
     Tally tally;
 
-    const auto fetch = [&](int s, int p) {
-        const int first = (at.strip + s) * kTile, col = (at.panel + p) * kTile + chunk * 8;
-        const u32 counted = rows_of_lane(row_id, first + warp * 16, rows);
-        fetch_octet<In>(mine, x + (first + octet * 8) * in_bytes + col * In::kBytes, in_bytes, col < cols ? counted : 0);
+    const auto fetch = [&](const SquareWalk& at) {
+        const int first = at.strip * kTile, col = at.panel * kTile + chunk * 8;
+        const u32 counted = rows_of_lane<8>(row_id, first + warp * 16, rows);
+        fetch_rows<In, 8>(mine, x + (first + octet * 8) * in_bytes + col * In::kBytes, in_bytes, col < cols ? counted : 0);
     };
-    fetch(0, 0);
-    for (int s = 0, p = 0; p < at.panels;) {
-        const int next_s = s + 1 < at.strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
-        const int my_row = (at.strip + s) * kTile + octet * 8;
-        const int first_col = (at.panel + p) * kTile, my_col = first_col + chunk * 8;
+    SquareWalk at(ceil_div(capacity, kTile), ceil_div(cols, kTile), across_first);
+    int first_strip = at.strip;  // of the group, as far as it is this cta's
+    fetch(at);
+    while (at.left > 0) {
+        const int strip = at.strip, panel = at.panel, my_row = strip * kTile + octet * 8;
+        const int first_col = panel * kTile, my_col = first_col + chunk * 8;
+        const bool ends = at.ends();
+        at.step();
         typename In::Eight in[8];
         ptx::copies_wait();
 #pragma unroll
@@ -270,7 +293,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         for (int i = 0; i < In::kWords; ++i)
             if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
         // Every thread has read what it fetched, and reads nobody else's.
-        if (next_p < at.panels) fetch(next_s, next_p);
+        if (at.left > 0) fetch(at);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
         __syncthreads();
@@ -281,17 +304,17 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
-            shared.col_scales[p * kTile + col][s * kBlocks + block] = scale.stored;
+            shared.scales[col][strip % kGroup * kBlocks + block] = scale.stored;
             if (!kRows && first_col + col < cols) {
                 if constexpr (!Round::kDraws)
                     tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
                 tally.non_finite += scale.is_nan();
             }
         }
-        if constexpr (kRows) of_rows.template put<Round>(shared.row_scales + s * kTile + octet * 8, p, my_col < cols, lane, tally);
+        if constexpr (kRows) of_rows.template store<Round>(row_scales, row_blocks, my_row, rows, panel, my_col < cols, lane, tally);
         int id = 0;  // of row lane % 16 of the warp, for random bits
         if constexpr (Round::kDraws) {
-            id = (at.strip + s) * kTile + warp * 16 + lane % 16;
+            id = strip * kTile + warp * 16 + lane % 16;
             if (row_id != nullptr && id < rows) id = max(__ldg(row_id + id), 0);
         }
         __syncthreads();
@@ -329,29 +352,18 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
         // Two strips of half bytes fill the lines of a tile.
-        turn_codes(codes, kPerByte == 2 && s % 2 == 1 ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
-        if (kPerByte == 1 || s % 2 == 1 || s + 1 == at.strips) {
+        const bool second = kPerByte == 2 && strip % 2 == 1;
+        turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
+        if (kPerByte == 1 || second || ends) {
             __syncthreads();
-            const int first = (at.strip + s / kPerByte * kPerByte) * kTile;  // row
-            const int end = min((at.strip + s + 1) * kTile, capacity);
-            store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes + first_col * col_bytes + first / kPerByte, col_bytes,
-                                                     cols - first_col, (end - first) / kPerByte, tally);
+            const int tile_row = strip / kPerByte * kPerByte * kTile;
+            const int first = max(first_strip * kTile - tile_row, 0), end = min((strip + 1) * kTile, capacity) - tile_row;
+            store_turned<E, Round::kDraws && !kRows, 256>(shared.tile, col_codes + first_col * col_bytes + tile_row / kPerByte, col_bytes,
+                                                          cols - first_col, first / kPerByte, end / kPerByte, tally);
         }
-        s = next_s;
-        p = next_p;
-    }
-    const int first_row = at.strip * kTile, first_col = at.panel * kTile;
-    const int row_blocks = ceil_div(cols, E::kBlock), col_blocks = capacity / E::kBlock;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < at.panels * kTile && first_col + i < cols; i += 256) {
-        const int first = at.strip * kBlocks;
-        store_scales(col_scales + u64(first_col + i) * col_blocks + first, shared.col_scales[i], min(at.strips * kBlocks, col_blocks - first));
-    }
-    if constexpr (kRows) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < at.strips * kTile && first_row + i < rows; i += 256) {
-            const int first = at.panel * kBlocks;
-            store_scales(row_scales + u64(first_row + i) * row_blocks + first, shared.row_scales[i], min(at.panels * kBlocks, row_blocks - first));
+        if (ends) {
+            store_group(col_scales, shared.scales, panel, first_strip, strip, cols, capacity, E::kBlock);
+            first_strip = at.strip;
         }
     }
     tally.flush(counts, shared.total);

@@ -217,9 +217,8 @@ fn launch(
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
-    fn arg(value: &i32) -> &dyn KernelArg {
-        value
-    }
+    // For both planes along the rows, so that what is written at one time lies together in either.
+    let across_first = i32::from(desc.planes == Planes::Both);
     match config.path {
         Path::Rows => {
             let (rows, cols) = desc.row_shape();
@@ -228,14 +227,11 @@ fn launch(
             let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
-        Path::Cols(groups) => {
-            launch(&[&planes, &sizes, &groups.args().each_ref().map(arg), &[&rule, &rounding]])
-        }
-        Path::HadamardCols(groups) => launch(&[
+        Path::Cols => launch(&[&planes, &sizes, &[&across_first, &rule, &rounding]]),
+        Path::HadamardCols => launch(&[
             &[x, &*col_codes, &*col_scales],
             &sizes,
-            &groups.args().each_ref().map(arg),
-            &[&rule, &rounding, &hadamard, &start, &num_groups],
+            &[&across_first, &rule, &rounding, &hadamard, &start, &num_groups],
         ]),
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {
