@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Backend, Result};
+use crate::{Backend, Error, Result};
 
 /// `n` rounded up to a multiple of `align`.
 pub fn round_up(n: usize, align: usize) -> usize {
@@ -67,4 +67,36 @@ pub struct PermuteMap<B: Backend> {
     pub slot_row: B::Buf<i32>,
     /// Number of occupied (received token, slot) pairs.
     pub num_slots: usize,
+    /// Whether all of them found a row.
+    pub occupancy: Occupancy<B>,
+}
+
+/// What a plan found to sort, still on the device. Where it does not fit, all groups are empty and all rows padding: whoever
+/// plans asks [`Occupancy::verify`] at a moment when waiting costs nothing, such as the end of a step.
+#[derive(Debug, Clone)]
+pub struct Occupancy<B: Backend> {
+    /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.
+    pub found: B::Buf<i32>,
+    /// The pairs the plan was told of.
+    pub num_slots: usize,
+    /// The rows there are.
+    pub capacity: usize,
+}
+
+impl<B: Backend> Occupancy<B> {
+    /// Reads it from the device, waiting for the plan.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] if the rows did not fit; [`Error::Shape`] if there were more or fewer occupied slots than
+    /// the plan was told of.
+    pub fn verify(&self, b: &B) -> Result<()> {
+        const OP: &str = "plan_permute";
+        let found = b.download(&self.found)?;
+        let [needed, occupied] = [0, 1].map(|i| found.get(i).map_or(0, |n| *n as usize));
+        expect_eq(OP, "occupied slots", occupied, self.num_slots)?;
+        if needed > self.capacity {
+            return Err(Error::Capacity { op: OP, needed, capacity: self.capacity });
+        }
+        Ok(())
+    }
 }

@@ -22,7 +22,7 @@ pub use backend::{Backend, Convert, Kernels, MemoryStats, Model, Plain, Products
 pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result};
-pub use groups::{Groups, PermuteMap, round_up};
+pub use groups::{Groups, Occupancy, PermuteMap, round_up};
 pub use nibble_formats as formats;
 pub use recipe::Recipe;
 pub use tensor::{DType, Data, Tensor};

@@ -233,10 +233,11 @@ fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) 
     let (d, k) = (moe.router.shape.d_model, moe.router.shape.top_k);
     let candidates = matrix(cx.b, "candidates", (40 * tokens, d), DType::F32);
     let many = rig::cx(cx.b, cx.recipe, 1, 40 * tokens);
-    let logits = host(cx, &moe.router.forward(&many, &candidates).unwrap().logits);
+    let probs = host(cx, &moe.router.forward(&many, &candidates).unwrap().routing.probs);
     let values = host(cx, &candidates);
-    let decided = logits.chunks(moe.router.shape.experts).zip(values.chunks(d)).filter(|(logits, _)| {
-        let mut sorted = logits.to_vec();
+    let decided = probs.chunks(moe.router.shape.experts).zip(values.chunks(d)).filter(|(probs, _)| {
+        // The logits but for a constant of the token.
+        let mut sorted: Vec<f32> = probs.iter().map(|p| p.ln()).collect();
         sorted.sort_by(|a, b| b.total_cmp(a));
         k == sorted.len() || sorted[k - 1] - sorted[k] >= margin
     });

@@ -67,10 +67,10 @@ fn the_table_adds_up_and_names_every_kind() {
     for (layer, kind, format) in [
         ("model.layers.mlp.experts", "x", "mxfp4"),
         ("model.layers.mlp.experts", "h", "mxfp4"),
+        ("model.layers.mlp.gate", "probs", "f32"),
         ("model.layers.self_attn.q_proj", "x", "mxfp4"),
         ("model.layers.self_attn.o_proj", "x", "mxfp4"),
         ("model.layers.self_attn", "v", "bf16"),
-        ("model.layers.mlp.gate", "logits", "f32"),
         ("model.layers.input_layernorm", "x", "bf16"),
     ] {
         let found = rows.iter().any(|line| line.split_whitespace().take(3).eq([layer, kind, format]));

@@ -159,11 +159,11 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         }
         assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
         assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
-        // The output head and the norms stay plain, the router's logits F32.
+        // The output head and the norms stay plain, the router's probabilities F32.
         let plain = if recipe == "f32" { "f32" } else { "bf16" };
         assert_eq!(kept(&config, "model.embed_tokens", "x"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "layernorm", "x"), one(plain), "{recipe}");
-        assert_eq!(kept(&config, "mlp.gate", "logits"), one("f32"), "{recipe}");
+        assert_eq!(kept(&config, "mlp.gate", "probs"), one("f32"), "{recipe}");
         let events = traces(&config, 1).remove(0);
         for (pass, sent) in [Pass::Forward, Pass::Backward].into_iter().zip(sent) {
             let dispatched = events.iter().filter(|e| e.op == "dispatch+permute" && e.pass == pass);

@@ -147,6 +147,7 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
         expert: &routing.expert,
         token_id: &ids,
         top_k: TOP_K,
+        num_slots: ROWS * TOP_K,
         num_groups: EXPERTS,
         align: 128,
         capacity,

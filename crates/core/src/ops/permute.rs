@@ -12,6 +12,8 @@ pub struct PlanPermute<'a, B: Backend> {
     pub token_id: &'a B::Buf<i32>,
     /// Slots a token.
     pub top_k: usize,
+    /// How many slots are occupied.
+    pub num_slots: usize,
     /// Local experts.
     pub num_groups: usize,
     /// Alignment of each group's start.
@@ -36,13 +38,27 @@ impl<B: Backend> PlanPermute<'_, B> {
             ));
         }
         expect_eq(OP, "capacity modulo align", self.capacity % self.align, 0)?;
+        let slots = B::len(self.expert);
+        if self.num_slots > slots {
+            return Err(Error::shape(
+                OP,
+                "num_slots",
+                self.num_slots,
+                format!("at most {slots}, all of them"),
+            ));
+        }
+        if slots.max(self.capacity) + self.num_groups.saturating_mul(self.align) >= 1 << 31 {
+            let got = format!("{slots} in {} groups, capacity {}", self.num_groups, self.capacity);
+            return Err(Error::shape(OP, "slots", got, "row numbers below 2^31, padding included"));
+        }
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
 
     /// Checks and runs.
     ///
     /// # Errors
-    /// [`Error::Capacity`] if the padded rows exceed the capacity.
+    /// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
+    /// that sees the slots on the host may say so at once, and of experts and tokens that are out of range or order.
     pub fn run(self, b: &B) -> Result<PermuteMap<B>>
     where
         B: Convert,

@@ -3,8 +3,14 @@ use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
 
 /// Softmax over the experts, the `top_k` largest (the lower index first among equals), their weights.
 ///
-/// Experts are chosen by probability. Sums over slots run in F32 in slot order, sums over a shard's tokens in F64 in token
-/// order, rounded once. A row with a NaN or +∞ has NaN probabilities and the first k experts.
+/// Experts are chosen by probability. A row with a NaN or +∞ has NaN probabilities and the first k experts.
+///
+/// The order of every sum:
+/// * over experts: expert j to lane j mod 64, each lane in order; four neighbouring lanes as (0 + 1) + (2 + 3), those sixteen
+///   sums by the tree 8, 4, 2, 1; in F32 (the load-balancing loss in F64), products by fma;
+/// * over slots: in slot order, in F32;
+/// * over the tokens of a shard: in chunks of [`Route::CHUNK`]; token i of a chunk to lane i mod 16, each lane in order,
+///   closed by the tree 8, 4, 2, 1; chunk c to lane c mod 16, and so on; in F64, rounded to F32 at the end of the loss.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.
@@ -26,6 +32,8 @@ pub struct Routing<B: Backend> {
     pub weight: B::Buf<f32>,
     /// Softmax of the logits, F32 `[t, e]`.
     pub probs: Tensor<B>,
+    /// log Σ exp of each token's logits: `t`.
+    pub log_sum_exp: B::Buf<f32>,
     /// For each shard, tokens·slots that chose each expert: `shards · e` values.
     pub load: B::Buf<i32>,
     /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e),
@@ -34,6 +42,9 @@ pub struct Routing<B: Backend> {
 }
 
 impl<B: Backend> Route<'_, B> {
+    /// Tokens whose probabilities are summed by themselves.
+    pub const CHUNK: usize = 64;
+
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
@@ -41,10 +52,13 @@ impl<B: Backend> Route<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "route";
         expect_eq(OP, "type of logits", self.logits.dtype(), DType::F32)?;
+        if self.shards == 0 {
+            return Err(Error::shape(OP, "shards", 0, "at least 1"));
+        }
         if self.top_k == 0 || self.top_k > self.logits.cols {
             return Err(Error::shape(OP, "top_k", self.top_k, format!("1 to {} experts", self.logits.cols)));
         }
-        expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards.max(1), 0)
+        expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
 
     /// Checks and runs.
@@ -60,8 +74,6 @@ impl<B: Backend> Route<'_, B> {
 /// The gradient of the logits, from the gate weights' gradients and the two auxiliary losses.
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
-    /// The logits.
-    pub logits: &'a Tensor<B>,
     /// What [`Route`] returned.
     pub routing: &'a Routing<B>,
     /// As given to [`Route`].
@@ -85,8 +97,17 @@ impl<B: Backend> RouteBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "route_backward";
-        expect_eq(OP, "shape of logits", self.logits.shape(), self.routing.probs.shape())?;
-        expect_eq(OP, "dweight.len()", B::len(self.dweight), self.logits.rows * self.top_k)
+        let (tokens, experts) = self.routing.probs.shape();
+        if self.shards == 0 || !tokens.is_multiple_of(self.shards) {
+            return Err(Error::shape(OP, "shards", self.shards, format!("a divisor of {tokens} tokens")));
+        }
+        let slots = tokens * self.top_k;
+        expect_eq(OP, "type of routing.probs", self.routing.probs.dtype(), DType::F32)?;
+        expect_eq(OP, "routing.expert.len()", B::len(&self.routing.expert), slots)?;
+        expect_eq(OP, "routing.weight.len()", B::len(&self.routing.weight), slots)?;
+        expect_eq(OP, "routing.load.len()", B::len(&self.routing.load), self.shards * experts)?;
+        expect_eq(OP, "routing.log_sum_exp.len()", B::len(&self.routing.log_sum_exp), tokens)?;
+        expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
     }
 
     /// Checks and runs. Returns F32 `[t, e]`.

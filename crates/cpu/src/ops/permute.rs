@@ -8,7 +8,8 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{
-    Backend, BlockScaled, Data, Error, Groups, Operand, PermuteMap, Plain, Result, Scales, Tensor, round_up,
+    Backend, BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
+    round_up,
 };
 use nibble_formats::{BlockAxis, ScaleLayout};
 
@@ -16,6 +17,15 @@ use nibble_formats::{BlockAxis, ScaleLayout};
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
     let counts = count_slots(&op)?;
+    let occupied: usize = counts.iter().sum();
+    if occupied != op.num_slots {
+        return Err(Error::shape(
+            "plan_permute",
+            "num_slots",
+            op.num_slots,
+            format!("{occupied} are occupied"),
+        ));
+    }
     let mut start = Vec::with_capacity(op.num_groups + 1);
     let mut end = 0;
     for &count in &counts {
@@ -29,7 +39,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let mut row_id = cpu.scratch::<i32>(op.capacity);
     let mut source_row = cpu.scratch::<i32>(op.capacity);
     let mut row_slot = cpu.scratch::<i32>(op.capacity);
-    let mut slot_row = cpu.scratch::<i32>(counts.iter().sum());
+    let mut slot_row = cpu.scratch::<i32>(occupied);
     for rows in [&mut row_id, &mut source_row, &mut row_slot] {
         rows.as_mut_slice().fill(-1);
     }
@@ -61,8 +71,13 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
         },
         source_row,
         row_slot,
-        num_slots: slot_row.as_slice().len(),
+        num_slots: occupied,
         slot_row,
+        occupancy: Occupancy {
+            found: cpu.upload(&as_i32(&[end, occupied]))?,
+            num_slots: occupied,
+            capacity: op.capacity,
+        },
     })
 }
 

@@ -1,19 +1,35 @@
-//! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`].
+//! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also say in which order sums run.
 //!
-//! The order of every sum, which other backends keep:
-//! * over experts: 16 lanes, expert j to lane j mod 16 in order, closed by the tree 8, 4, 2, 1, in F32; products by fma;
-//! * over slots: in slot order, in F32;
-//! * over the tokens of a shard: in order, in F64, rounded to F32 once, at the end of the loss.
-//!
-//! Experts are chosen by probability. A row of logits with a NaN or +∞ (or with −∞ alone) has probabilities that are
-//! all NaN, chooses the first experts, and makes the losses of its shard NaN: training sees it there.
+//! A row of logits with a NaN or +∞ (or with −∞ alone) has probabilities that are all NaN, chooses the first experts, and
+//! makes the losses of its shard NaN: training sees it there.
 
 use super::elementwise::{for_rows, run_shares};
-use crate::simd::{lane_dot, per_isa, rows_per_task, softmax_terms};
+use crate::simd::{LANES, exp_less, lane_max, per_isa, rows_per_task, tree_sum};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Route, RouteBackward, Routing};
-use nibble_core::{Data, Error, Result, Tensor};
+use nibble_core::{Data, Result, Tensor};
 use nibble_formats::math;
+use std::ops::Add;
+
+/// Lanes of a sum over experts.
+const EXPERT_LANES: usize = 4 * LANES;
+
+/// A sum over experts: `add(lane, j)` puts expert j's term on its lane.
+#[inline(always)]
+fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(T, usize) -> T) -> T {
+    let mut lanes = [T::default(); EXPERT_LANES];
+    let whole = experts - experts % EXPERT_LANES;
+    for first in (0..whole).step_by(EXPERT_LANES) {
+        for (i, lane) in lanes.iter_mut().enumerate() {
+            *lane = add(*lane, first + i);
+        }
+    }
+    for (lane, j) in lanes.iter_mut().zip(whole..experts) {
+        *lane = add(*lane, j);
+    }
+    let four = |i: usize| (lanes[4 * i] + lanes[4 * i + 1]) + (lanes[4 * i + 2] + lanes[4 * i + 3]);
+    tree_sum(std::array::from_fn::<T, LANES, _>(four))
+}
 
 /// Softmax of each row and its log Σ exp.
 #[inline(always)]
@@ -21,7 +37,9 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
     let rows = logits.chunks_exact(experts).zip(probs.chunks_exact_mut(experts));
     for ((logits, probs), log_sum_exp) in rows.zip(log_sum_exp) {
         probs.copy_from_slice(logits);
-        let (max, sum) = softmax_terms(probs);
+        let max = lane_max(probs);
+        exp_less(probs, max);
+        let sum = expert_sum(experts, |lane: f32, j| lane + probs[j]);
         for p in probs.iter_mut() {
             *p /= sum;
         }
@@ -75,9 +93,6 @@ struct Share<'a> {
 pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     const OP: &str = "route";
     let (tokens, experts, top_k) = (op.logits.rows, op.logits.cols, op.top_k);
-    if op.shards == 0 {
-        return Err(Error::shape(OP, "shards", 0, "at least 1"));
-    }
     let logits = op.logits.f32(OP, "logits")?.as_slice();
     let mut probs = cpu.scratch::<f32>(tokens * experts);
     let mut expert = cpu.scratch::<i32>(tokens * top_k);
@@ -106,7 +121,38 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
         }
     });
     let (load, losses) = shard_losses(cpu, &op, probs.as_slice(), expert.as_slice(), log_sum_exp.as_slice());
-    Ok(Routing { expert, weight, probs: Tensor::new(Data::F32(probs), tokens, experts)?, load, losses })
+    Ok(Routing {
+        expert,
+        weight,
+        probs: Tensor::new(Data::F32(probs), tokens, experts)?,
+        log_sum_exp,
+        load,
+        losses,
+    })
+}
+
+/// Sums of `width` values over the tokens of a shard: `add(lane, token)` puts a token's on its lane.
+fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f64], usize)) -> Vec<f64> {
+    let close = |lanes: &mut [f64]| {
+        for half in [8, 4, 2, 1] {
+            let (low, high) = lanes.split_at_mut(half * width);
+            low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+        }
+    };
+    let mut all = vec![0.0f64; LANES * width];
+    let mut chunk = vec![0.0f64; LANES * width];
+    for (i, first) in (0..tokens).step_by(Route::<Cpu>::CHUNK).enumerate() {
+        chunk.fill(0.0);
+        for token in first..tokens.min(first + Route::<Cpu>::CHUNK) {
+            add(&mut chunk[token % LANES * width..][..width], token);
+        }
+        close(&mut chunk);
+        let lane = &mut all[i % LANES * width..][..width];
+        lane.iter_mut().zip(&chunk).for_each(|(lane, sum)| *lane += sum);
+    }
+    close(&mut all);
+    all.truncate(width);
+    all
 }
 
 /// Tokens·slots of each expert and the two losses, of each shard.
@@ -127,15 +173,17 @@ fn shard_losses(
         for &e in &expert[shard * slots..][..slots] {
             load[e as usize] += 1; // chosen by `choose`: an index below `experts`
         }
-        let mut prob_sums = vec![0.0f64; experts];
-        for row in probs[shard * tokens * experts..][..tokens * experts].chunks_exact(experts) {
-            for (sum, &p) in prob_sums.iter_mut().zip(row) {
+        let (probs, log_sum_exp) = (&probs[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
+        // The probabilities' sums, then that of the squares of log Σ exp.
+        let sums = token_sum(tokens, experts + 1, |lane, token| {
+            let row = &probs[token * experts..][..experts];
+            for (sum, &p) in lane.iter_mut().zip(row) {
                 *sum += f64::from(p);
             }
-        }
-        let balance = load.iter().zip(&prob_sums).fold(0.0, |sum, (&n, p)| sum + f64::from(n) * p);
-        let square = |&x: &f32| f64::from(x) * f64::from(x);
-        let squares = log_sum_exp[shard * tokens..][..tokens].iter().fold(0.0, |sum, x| sum + square(x));
+            lane[experts] += f64::from(log_sum_exp[token]) * f64::from(log_sum_exp[token]);
+        });
+        let balance: f64 = expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]);
+        let squares = sums[experts];
         // A shard without tokens has no loss, rather than 0 / 0.
         let (per_slot, per_token) = ((slots * tokens).max(1) as f64, tokens.max(1) as f64);
         losses[0] = (experts as f64 * balance / per_slot) as f32;
@@ -149,27 +197,29 @@ fn shard_losses(
     (load, losses)
 }
 
-/// dlogits = p ⊙ ((dp − Σ dp·p) + shift). `dp` comes in `out`, which is overwritten.
+/// dlogits = p ⊙ ((dp − Σ dp·p) + z · log Σ exp). `dp` comes in `out`, which is overwritten.
 #[inline(always)]
-fn softmax_backward_body(probs: &[f32], experts: usize, shift: &[f32], out: &mut [f32]) {
+fn softmax_backward_body(probs: &[f32], experts: usize, log_sum_exp: &[f32], z: f32, out: &mut [f32]) {
     let rows = probs.chunks_exact(experts).zip(out.chunks_exact_mut(experts));
-    for ((p, out), shift) in rows.zip(shift) {
-        let inner = lane_dot(out, p);
+    for ((p, out), log_sum_exp) in rows.zip(log_sum_exp) {
+        let inner = expert_sum(experts, |lane, j| out[j].mul_add(p[j], lane));
+        let shift = if z == 0.0 { 0.0 } else { z * log_sum_exp };
         for (d, p) in out.iter_mut().zip(p) {
             *d = p * ((*d - inner) + shift);
         }
     }
 }
-per_isa!(fn softmax_backward = softmax_backward_body; (probs: &[f32], experts: usize, shift: &[f32], out: &mut [f32]));
+per_isa!(fn softmax_backward = softmax_backward_body; (probs: &[f32], experts: usize, log_sum_exp: &[f32], z: f32, out: &mut [f32]));
 
 /// Back through the normalisation of the chosen weights, the softmax, and the two losses. The load share is a count: it
 /// has no gradient.
 pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "route_backward";
-    check_routing(OP, &op)?;
-    let (tokens, experts) = op.logits.shape();
+    let (tokens, experts) = op.routing.probs.shape();
+    let (expert, pads) = (op.routing.expert.as_slice(), super::permute::Pads::Refused);
+    super::permute::check_index(OP, "routing.expert", expert, experts, pads)?;
     let per_shard = tokens / op.shards;
-    let logits = op.logits.f32(OP, "logits")?.as_slice();
+    let log_sum_exp = op.routing.log_sum_exp.as_slice();
     let probs = op.routing.probs.f32(OP, "routing.probs")?.as_slice();
     let per_slot = (per_shard * op.top_k * per_shard).max(1) as f64;
     let factor = f64::from(op.aux_scale) * experts as f64 / per_slot;
@@ -178,13 +228,6 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let z = (2.0 * f64::from(op.z_scale) / per_shard.max(1) as f64) as f32;
     let mut out = cpu.scratch::<f32>(tokens * experts);
     for_rows(cpu, out.as_mut_slice(), experts, |first, out| {
-        let rows = out.len() / experts;
-        let mut shift = vec![0.0f32; rows];
-        if z != 0.0 {
-            // `out` is a place for the probabilities, which are known already.
-            softmax(cpu.isa(), &logits[first * experts..][..out.len()], experts, out, &mut shift);
-            shift.iter_mut().for_each(|x| *x *= z);
-        }
         for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {
             let shard = token / per_shard;
             weights_backward(
@@ -195,7 +238,8 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
                 out,
             );
         }
-        softmax_backward(cpu.isa(), &probs[first * experts..][..out.len()], experts, &shift, out);
+        let log_sum_exp = &log_sum_exp[first..][..out.len() / experts];
+        softmax_backward(cpu.isa(), &probs[first * experts..][..out.len()], experts, log_sum_exp, z, out);
     });
     Tensor::new(Data::F32(out), tokens, experts)
 }
@@ -212,7 +256,7 @@ fn weights_backward(
     let expert = &op.routing.expert.as_slice()[slots.clone()];
     let weight = &op.routing.weight.as_slice()[slots.clone()];
     let dweight = &op.dweight.as_slice()[slots];
-    out.copy_from_slice(&balance[..out.len()]);
+    out.fill(0.0);
     let (mut inner, mut sum) = (0.0, 1.0);
     if op.normalize {
         // w = p / Σp: dp = (dw − Σ dw·w) / Σp
@@ -220,33 +264,9 @@ fn weights_backward(
         sum = slot_sum(expert.iter().map(|&e| probs[e as usize]));
     }
     for (&e, d) in expert.iter().zip(dweight) {
-        out[e as usize] += (d - inner) / sum;
+        out[e as usize] = (d - inner) / sum;
     }
-}
-
-/// The routing must be one that [`route`] returned for arguments like these.
-fn check_routing(op: &'static str, args: &RouteBackward<'_, Cpu>) -> Result<()> {
-    let (tokens, experts) = args.logits.shape();
-    if args.shards == 0 || !tokens.is_multiple_of(args.shards) {
-        return Err(Error::shape(op, "shards", args.shards, format!("a divisor of {tokens} tokens")));
-    }
-    let lengths = [
-        ("routing.expert.len()", args.routing.expert.as_slice().len(), tokens * args.top_k),
-        ("routing.weight.len()", args.routing.weight.as_slice().len(), tokens * args.top_k),
-        ("routing.load.len()", args.routing.load.as_slice().len(), args.shards * experts),
-    ];
-    for (argument, got, expected) in lengths {
-        if got != expected {
-            return Err(Error::shape(op, argument, got, expected));
-        }
-    }
-    super::permute::check_index(
-        op,
-        "routing.expert",
-        args.routing.expert.as_slice(),
-        experts,
-        super::permute::Pads::Refused,
-    )
+    out.iter_mut().zip(balance).for_each(|(d, balance)| *d += balance);
 }
 
 #[cfg(test)]

@@ -41,3 +41,23 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
         Path::Simd => simd::backward(cpu, &op, &spans),
     }
 }
+
+/// Columns of a part of the gate weight's gradient.
+const PART: usize = SwigluBackward::<Cpu>::PART;
+
+/// The part's sum of `x · y`, by pairs and the tree of neighbours.
+#[inline(always)]
+fn part_dot(x: &[f32; PART], y: &[f32; PART]) -> f32 {
+    let mut sums = [0.0f32; PART / 2];
+    for ((sum, x), y) in sums.iter_mut().zip(x.as_chunks::<2>().0).zip(y.as_chunks::<2>().0) {
+        *sum = x[1].mul_add(y[1], x[0] * y[0]);
+    }
+    let mut left = sums.len();
+    while left > 1 {
+        left /= 2;
+        for i in 0..left {
+            sums[i] = sums[2 * i] + sums[2 * i + 1];
+        }
+    }
+    sums[0]
+}

@@ -1,19 +1,18 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
 // strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
 //
-// Along the rows (hadamard_row): a lane holds eight neighbouring columns, len / 8 lanes a transform block. The signs depend on the
-// column alone: a warp that stays at its columns draws them once.
+// Along the rows (hadamard_row): a lane holds eight neighbouring columns, or sixteen, or thirty-two, and neighbouring lanes a transform
+// block. The signs depend on the column alone: a warp that stays at its columns draws them once.
 //
 //   const u32 signs = counted ? arg.signs_of_eight(col) : 0;   // of a row of padding: zeros stay +0
-//   auto wide = widen<In>(x);                                  // F32::Eight, from here on in place of In::Eight
+//   F32::Eight wide[1] = {widen<In>(x)};                       // from here on in place of In::Eight
 //   hadamard_row(wide, signs, arg);
 //
-// Down the columns (hadamard_columns): of a tile of 128 x 128 floats in shared memory, in place, by 256 threads; `Tile` of F32
-// afterwards. The signs depend on the row's position in its group; eight rows are one byte:
+// Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
 //
 //   if (threadIdx.x < 16) shared.signs[threadIdx.x] = arg.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
 //   (barrier: the tile, with +0 where a row does not count, and the signs)
-//   hadamard_columns(shared.tile, shared.signs, arg);
+//   hadamard_columns<In>(shared.input, shared.tile, shared.signs, arg);   // F32 also in place
 //   (barrier)
 //
 // After it rows that did not count may be non-zero, up to the end of their transform block: their codes count like others, and
@@ -90,34 +89,39 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
-/// One transform block over len / 8 neighbouring lanes. All lanes of the warp come here.
-__device__ __forceinline__ void hadamard_row(F32::Eight& x, u32 signs, const HadamardArg& arg) {
+/// One transform block over neighbouring lanes, or as many as kEights hold. A sign is a bit. All lanes of the warp come here.
+template <int kEights>
+__device__ __forceinline__ void hadamard_row(F32::Eight (&wide)[kEights], u32 signs, const HadamardArg& arg) {
+    constexpr int kCount = 8 * kEights;
+    float x[kCount];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (signs << (31 - i) & 0x80000000));
-    butterflies(x.number, arg.len);
-    for (u32 lanes = 1; lanes < arg.len / 8; lanes *= 2) {
+    for (int i = 0; i < kCount; ++i)
+        x[i] = __uint_as_float(__float_as_uint(wide[i / 8].number[i % 8]) ^ (signs << (31 - i) & 0x80000000));
+    butterflies(x, arg.len);
+    for (u32 lanes = 1; lanes < arg.len / kCount; lanes *= 2) {
         // The upper lane's result is its partner's number less its own.
         const float own = threadIdx.x & lanes ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            x.number[i] = __fmaf_rn(x.number[i], own, __shfl_xor_sync(kAllLanes, x.number[i], lanes));
+        for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x.number[i] = __fmul_rn(x.number[i], arg.factor);
+    for (int i = 0; i < kCount; ++i) wide[i / 8].number[i % 8] = __fmul_rn(x[i], arg.factor);
 }
 
-/// The columns of tile[128][128], in place; signs[16] as in the file's header. 256 threads, two a column; all come here.
-__device__ __forceinline__ void hadamard_columns(float* tile, const u8* signs, const HadamardArg& arg) {
+/// The columns of `from` [128][128], to `tile`; signs[16] as in the file's header. 256 threads, two a column; all come here.
+template <class In>
+__device__ __forceinline__ void hadamard_columns(const void* from, float* tile, const u8* signs, const HadamardArg& arg) {
     constexpr int kHalf = kHadamardTile / 2;
     const int col = threadIdx.x % kHadamardTile, half = threadIdx.x / kHadamardTile;
-    float* const mine = tile + half * kHalf * kHadamardTile + col;
+    const int first = half * kHalf * kHadamardTile + col;
+    const u8* const in = static_cast<const u8*>(from) + first * In::kBytes;
+    float* const mine = tile + first;
     const uint2 sign = *reinterpret_cast<const uint2*>(signs + half * 8);
     float x[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         const u32 negated = (i < 32 ? sign.x : sign.y) << (31 - i % 32) & 0x80000000;
-        x[i] = __uint_as_float(__float_as_uint(mine[i * kHadamardTile]) ^ negated);
+        x[i] = __uint_as_float(__float_as_uint(In::number(in + i * kHadamardTile * In::kBytes)) ^ negated);
     }
     butterflies(x, arg.len);
     const float factor = arg.len == kHadamardTile ? 1.0f : arg.factor;

@@ -52,6 +52,7 @@ impl Received {
             expert: &expert,
             token_id: &token_id,
             top_k: self.top_k,
+            num_slots: self.slots().iter().filter(|e| **e >= 0).count(),
             num_groups: self.experts,
             align: self.align,
             capacity,
@@ -70,6 +71,7 @@ impl<B: Convert> Case<B> for Planning {
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let map = self.0.plan(b, self.1)?;
+        map.occupancy.verify(b)?;
         let mut out = Outputs::default();
         let buffers = [
             ("start", &map.groups.start),
@@ -78,6 +80,7 @@ impl<B: Convert> Case<B> for Planning {
             ("source_row", &map.source_row),
             ("row_slot", &map.row_slot),
             ("slot_row", &map.slot_row),
+            ("found", &map.occupancy.found),
         ];
         for (name, buf) in buffers {
             out.buf(b, name, buf, None)?;
@@ -88,9 +91,18 @@ impl<B: Convert> Case<B> for Planning {
     }
 }
 
+/// Plans alone are cheap enough for many slots and experts.
+fn many_slots() -> Vec<Received> {
+    let sizes = [(1200, 8, 70, 128), (3000, 1, 256, 1), (700, 6, 3, 4), (70_000, 8, 128, 128)];
+    let of = |spread| {
+        sizes.map(|(tokens, top_k, experts, align)| Received { tokens, top_k, experts, align, spread })
+    };
+    [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
+}
+
 /// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for.
 pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
-    for received in Received::all() {
+    for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
         pair.check(&Planning(received, rows.capacity));
         // Exactly enough, and one step too little.

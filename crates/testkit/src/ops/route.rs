@@ -33,6 +33,10 @@ impl Tokens {
                 let MoeShape { experts, top_k, .. } = shape;
                 all.push(Tokens { tokens: 96, experts, top_k, normalize, shards, input });
             }
+            // Several chunks of tokens in a shard, the last one short.
+            all.push(Tokens { tokens: 2 * 1100, experts: 40, top_k: 4, normalize: true, shards: 2, input });
+            all.push(Tokens { tokens: 70, experts: 300, top_k: 10, normalize: true, shards: 1, input });
+            all.push(Tokens { tokens: 0, experts: 8, top_k: 2, normalize: true, shards: 2, input });
             all.push(Tokens { tokens: 12, experts: 5, top_k: 5, normalize: true, shards: 4, input });
             all.push(Tokens { tokens: 1, experts: 1, top_k: 1, normalize: false, shards: 1, input });
         }
@@ -54,6 +58,7 @@ impl<B: Convert> Case<B> for Forward {
         out.buf(b, "expert", &routing.expert, None)?;
         out.buf(b, "weight", &routing.weight, None)?;
         out.tensor(b, "probs", &routing.probs)?;
+        out.buf(b, "log_sum_exp", &routing.log_sum_exp, None)?;
         out.buf(b, "load", &routing.load, None)?;
         out.buf(b, "losses", &routing.losses, None)?;
         Ok(out)
@@ -79,7 +84,6 @@ impl<B: Convert> Case<B> for Backward {
         let routing = self.0.forward(b, &logits)?;
         let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * top_k))?;
         let dlogits = RouteBackward {
-            logits: &logits,
             routing: &routing,
             top_k,
             normalize,

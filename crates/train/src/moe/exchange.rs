@@ -49,6 +49,7 @@ impl<B: Kernels> Saved for Plan<B> {
             &map.source_row,
             &map.row_slot,
             &map.slot_row,
+            &map.occupancy.found,
         ] {
             ledger.words::<B, i32>(LAYER, "plan", index);
         }
@@ -163,6 +164,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             expert,
             token_id: &self.cx.b.upload(token_id)?,
             top_k: self.top_k,
+            num_slots: slots,
             num_groups,
             align,
             capacity: round_up(slots + num_groups * (align - 1), align).max(align),

@@ -17,7 +17,7 @@ use crate::param::Param;
 use nibble_core::ops::Add;
 use nibble_core::ops::Planes;
 use nibble_core::recipe::{Kind, Precision, Site};
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -66,6 +66,11 @@ impl<B: Kernels> MoeSaved<B> {
     /// Load-balancing loss and z-loss of each shard of this rank.
     pub fn losses(&self) -> &B::Buf<f32> {
         &self.router.routing.losses
+    }
+
+    /// Whether every row found its place on this rank.
+    pub fn occupancy(&self) -> &Occupancy<B> {
+        &self.plan.map.occupancy
     }
 }
 

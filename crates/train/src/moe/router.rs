@@ -21,18 +21,16 @@ pub struct Router<B: Kernels> {
 #[derive(Debug)]
 pub struct RouterSaved<B: Kernels> {
     layer: String,
-    /// F32 `[t, e]`.
-    pub logits: Tensor<B>,
     /// Experts and weights.
     pub routing: Routing<B>,
 }
 
 impl<B: Kernels> Saved for RouterSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.tensor(&self.layer, "logits", &self.logits);
         ledger.tensor(&self.layer, "probs", &self.routing.probs);
         ledger.words::<B, i32>(&self.layer, "routing", &self.routing.expert);
         ledger.words::<B, f32>(&self.layer, "routing", &self.routing.weight);
+        ledger.words::<B, f32>(&self.layer, "routing", &self.routing.log_sum_exp);
         ledger.words::<B, i32>(&self.layer, "routing", &self.routing.load);
         ledger.words::<B, f32>(&self.layer, "routing", &self.routing.losses);
     }
@@ -59,7 +57,7 @@ impl<B: Kernels> Router<B> {
         let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
         let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
         let layer = self.weight.name.trim_end_matches(".weight").to_owned();
-        Ok(RouterSaved { layer, logits, routing })
+        Ok(RouterSaved { layer, routing })
     }
 
     /// Adds the weight's gradient; returns the input's, in F32.
@@ -73,7 +71,6 @@ impl<B: Kernels> Router<B> {
         // A step's loss is the mean over its shards and micro-batches.
         let shards = (cx.comm.world() * cx.shards.local * cx.micro_batches) as f32;
         let op = RouteBackward {
-            logits: &saved.logits,
             routing: &saved.routing,
             top_k: self.shape.top_k,
             normalize: self.shape.normalize,

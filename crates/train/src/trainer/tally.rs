@@ -5,7 +5,7 @@ use crate::cx::{Cx, SiteCounts};
 use crate::error::Result;
 use crate::metrics::Metrics;
 use crate::model::DecoderSaved;
-use nibble_core::{Error as CoreError, Kernels};
+use nibble_core::{Error as CoreError, Kernels, Occupancy};
 use std::collections::BTreeMap;
 
 /// What a step's micro-batches leave on the device. It is read once, at the end of the step: nothing waits in between.
@@ -19,8 +19,17 @@ pub(super) struct Tally<B: Kernels> {
 struct MicroBatch<B: Kernels> {
     /// Nats of each token.
     nats: B::Buf<f32>,
-    /// For each layer, the router's losses by shard, and the slots that chose each expert by shard.
-    layers: Vec<(B::Buf<f32>, B::Buf<i32>)>,
+    layers: Vec<Layer<B>>,
+}
+
+/// Handles of what one expert layer leaves.
+#[derive(Debug)]
+struct Layer<B: Kernels> {
+    /// The router's losses by shard.
+    losses: B::Buf<f32>,
+    /// Slots that chose each expert by shard.
+    load: B::Buf<i32>,
+    occupancy: Occupancy<B>,
 }
 
 impl<B: Kernels> Tally<B> {
@@ -30,14 +39,18 @@ impl<B: Kernels> Tally<B> {
 
     /// Keeps a micro-batch's losses and loads.
     pub fn keep(&mut self, nats: B::Buf<f32>, saved: &DecoderSaved<B>) {
-        let layers = saved.blocks.iter().map(|b| (b.moe.losses().clone(), b.moe.load().clone())).collect();
-        self.micro_batches.push(MicroBatch { nats, layers });
+        let layers = saved.blocks.iter().map(|block| Layer {
+            losses: block.moe.losses().clone(),
+            load: block.moe.load().clone(),
+            occupancy: block.moe.occupancy().clone(),
+        });
+        self.micro_batches.push(MicroBatch { nats, layers: layers.collect() });
     }
 
     /// The step's metrics, over all ranks, the same for any number of them.
     ///
     /// # Errors
-    /// [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
+    /// [`CoreError::Capacity`] if an expert layer had more rows than its buffers hold; [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
     pub fn metrics(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
         let mut sums = Sums { counts: cx.site_counts()?, ..Sums::default() };
         for micro_batch in &self.micro_batches {
@@ -69,13 +82,14 @@ impl Sums {
         for (sum, nats) in self.shard_nats.iter_mut().zip(nats.chunks(nats.len() / shards)) {
             *sum += nats.iter().map(|n| f64::from(*n)).sum::<f64>();
         }
-        for ((losses, load), layer) in micro_batch.layers.iter().zip(&mut self.load) {
-            let losses = cx.b.download(losses)?;
+        for (left, layer) in micro_batch.layers.iter().zip(&mut self.load) {
+            left.occupancy.verify(cx.b)?;
+            let losses = cx.b.download(&left.losses)?;
             for (sum, pair) in self.router_losses.iter_mut().zip(losses.chunks(2)) {
                 sum[0] += f64::from(pair[0]);
                 sum[1] += f64::from(pair[1]);
             }
-            let load = cx.b.download(load)?;
+            let load = cx.b.download(&left.load)?;
             let experts = load.len() / shards;
             layer.resize(experts, 0.0);
             for shard in load.chunks(experts) {

@@ -60,7 +60,8 @@ impl Case {
     ) -> Result<PermuteMap<Cpu>> {
         let (expert, token_id) = (&cpu.upload(expert)?, &cpu.upload(token_id)?);
         let (top_k, num_groups, align) = (self.top_k, self.groups, self.align);
-        plan_permute(cpu, PlanPermute { expert, token_id, top_k, num_groups, align, capacity })
+        let num_slots = expert.as_slice().iter().filter(|e| **e >= 0).count();
+        plan_permute(cpu, PlanPermute { expert, token_id, top_k, num_slots, num_groups, align, capacity })
     }
 }
 

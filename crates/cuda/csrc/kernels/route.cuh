@@ -1,0 +1,537 @@
+// The router: softmax over the experts, the largest of them, and the losses of each shard; and the way back. In which order
+// sums run is said in crates/core/src/ops/route.rs.
+//
+// kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
+// Ctas take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
+//
+// route_tokens<kLanes, kPerLane>: logits, probs [tokens][experts]; expert, weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the
+//   sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each expert [experts].
+//   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
+//   (experts rounded up to 32) + 16, 64, experts, and threads / kLanes rows of top_k numbers.
+// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
+//   1024 threads; clusters of ceil(experts / 64) ctas, one a shard.
+// route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
+//   each slot of the load) and of the z-loss (z).
+//   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for (threads / kLanes + 1) rows of experts rounded up to 4.
+#pragma once
+#include "math/divide.cuh"
+#include "math/exp.cuh"
+#include "math/log.cuh"
+#include "math/reduce.cuh"
+#include "math/sort.cuh"
+#include "ptx/global.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+constexpr int kRouteChunk = 64;  // tokens
+constexpr int kTokenLanes = 16;  // lanes of a sum over tokens
+constexpr int kSumQuads = 16;    // quads of lanes of a sum over experts
+constexpr int kSorted = 8;       // the most experts that the fast choice finds
+constexpr u32 kWarp = 0xFFFFFFFF;
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+/// Sums values that lie kHalf apart, then kHalf / 2, ..., to the first one; those past the last one are zeros.
+template <int kHalf, int kCount, class T>
+__device__ __forceinline__ void tree_sum(T (&x)[kCount]) {
+    if constexpr (kHalf > 0) {
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i)
+            if (i + kHalf < kCount) x[i] = add(x[i], x[i + kHalf]);
+        tree_sum<kHalf / 2>(x);
+    }
+}
+
+template <int kLanes, int kPerLane>
+struct TokenLanes {
+    static constexpr int kThreads = kLanes < 4 ? kRouteChunk * kLanes : 256;
+    static constexpr int kGroups = kThreads / kLanes;  // tokens at once
+    static constexpr int kQuads = kPerLane / 4;
+    static constexpr int kSets = kSumQuads / kLanes;  // quads of the sum that a thread stands for
+    static constexpr int kUsed = kSets < kQuads ? kSets : kQuads;
+    static_assert(kSets >= 1 && kRouteChunk % kGroups == 0);
+
+    /// The first expert of the thread's i-th quad.
+    __device__ __forceinline__ static int first_of(int quad) { return 4 * (quad * kLanes + int(threadIdx.x % kLanes)); }
+
+    /// The lanes of this thread's token.
+    __device__ __forceinline__ static u32 mask() {
+        return (kWarp >> (32 - kLanes)) << (threadIdx.x % 32 / kLanes * kLanes);
+    }
+
+    __device__ __forceinline__ static float largest(float x) {
+#pragma unroll
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, lane));
+        return x;
+    }
+
+    __device__ __forceinline__ static u32 largest(u32 x) {
+#pragma unroll
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = larger_of(x, __shfl_xor_sync(kWarp, x, lane));
+        return x;
+    }
+
+    /// Closes the lanes of a sum over experts.
+    __device__ __forceinline__ static float close(const float (&lanes)[kUsed * 4]) {
+        float quad[kUsed];
+#pragma unroll
+        for (int i = 0; i < kUsed; ++i)
+            quad[i] = __fadd_rn(__fadd_rn(lanes[4 * i], lanes[4 * i + 1]), __fadd_rn(lanes[4 * i + 2], lanes[4 * i + 3]));
+        // A quad that no expert is in would add zero.
+        tree_sum<kSets / 2>(quad);
+        float sum = quad[0];
+#pragma unroll
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, lane));
+        return sum;
+    }
+};
+
+/// Copies the thread's part of a row of logits to shared memory, in the background where the rows lie on 16 bytes.
+template <class Token>
+__device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, bool is_token) {
+#pragma unroll
+    for (int i = 0; i < Token::kQuads; ++i) {
+        const int first = Token::first_of(i);
+        if (first >= experts) continue;
+        if (experts % 4 == 0)
+            ptx::copy_16_async(row + first, from + first, is_token);
+        else
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                row[first + c] = first + c < experts && is_token ? __ldcs(from + first + c) : __uint_as_float(0xFF800000);
+    }
+}
+
+/// Stores a quad of a row of results.
+__device__ __forceinline__ void store_quad(float* to, float4 quad, int left) {
+    const float values[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+        if (c < left) to[c] = values[c];
+}
+
+/// Replaces logits by probabilities. Returns log sum exp.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    float max = p[0];
+    bool is_nan = false;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        is_nan = is_nan || p[i] != p[i];
+        max = fmaxf(max, p[i]);  // passes over a NaN
+    }
+    max = Token::largest(max);
+    u32 smallest = kWarp;
+    float lanes[Token::kUsed * 4];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        p[i] = exp_of_negative(__fsub_rn(p[i], max));
+        smallest = Quotient::smallest(smallest, p[i]);
+        float& lane = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+        lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
+    }
+    float sum = Token::close(lanes);
+    // The exponential of a NaN is some number. A row without a finite maximum has NaNs too.
+    const bool is_finite = fabsf(max) < __uint_as_float(0x7F800000);
+    if ((__ballot_sync(kWarp, is_nan) & Token::mask()) != 0 || !is_finite) sum = __uint_as_float(0x7FC00000);
+    const Quotient quotient(sum);
+    if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) p[i] = quotient.of(p[i]);
+    }
+    return __fadd_rn(max, log_of_at_least_one(sum));
+}
+
+/// Writes the top_k <= 8 largest probabilities' experts, largest first, to `slots`.
+///
+/// Probabilities are sorted as integers, with the index in place of the last bits: false where those would decide.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    constexpr u32 kIndex = kLanes * kPerLane - 1;
+    u32 best[kSorted];
+#pragma unroll
+    for (int block = 0; block < kPerLane; block += kSorted) {
+        u32 key[kSorted];
+#pragma unroll
+        for (int i = 0; i < kSorted; ++i) {
+            const u32 index = Token::first_of((block + i) / 4) + i % 4;
+            key[i] = (__float_as_uint(p[block + i]) << 2 & ~kIndex) | (kIndex - index);  // p <= 1 leaves two bits
+        }
+        sort_descending(key);
+        if (block == 0)
+#pragma unroll
+            for (int i = 0; i < kSorted; ++i) best[i] = key[i];
+        else
+            keep_largest(best, key);
+    }
+    u32 mine[kSorted];
+#pragma unroll
+    for (int i = 0; i < kSorted; ++i) mine[i] = best[i];
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+        u32 other[kSorted];
+#pragma unroll
+        for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
+        keep_largest(best, other);
+    }
+    // Neighbours that are alike but for the index, among the chosen ones or at their end.
+    bool is_alike = false;
+    u32 last = best[0];
+#pragma unroll
+    for (int i = 1; i < kSorted; ++i) {
+        if (i >= top_k) continue;
+        is_alike = is_alike || (best[i - 1] ^ best[i]) <= kIndex;
+        last = best[i];
+    }
+    u32 below = kWarp;  // how far the next smaller one of this lane is below the last chosen one
+#pragma unroll
+    for (int i = 0; i < kSorted; ++i) {
+        const u32 distance = last - 1 - mine[i];
+        below = distance < below ? distance : below;
+    }
+    is_alike = is_alike || below < (last & kIndex);
+    // All eight of a lane were chosen: of its others nothing is known.
+    if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
+    constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
+#pragma unroll
+    for (int turn = 0; turn < kSorted; turn += kTurn) {
+        const int lane = threadIdx.x % kLanes;
+        u32 key = best[turn];
+#pragma unroll
+        for (int i = 1; i < kTurn; ++i) key = lane == i ? best[turn + i] : key;
+        if (lane < kTurn && turn + lane < top_k) slots[turn + lane] = int(kIndex - (key & kIndex));
+    }
+    return !is_alike && top_k <= kSorted;
+}
+
+/// The same for any number of any probabilities, NaN among them, expert by expert.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int experts, int top_k, int* slots) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    u32 taken = 0;
+    for (int slot = 0; slot < top_k; ++slot) {
+        u32 best = 0, index = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const bool is_free = (taken >> i & 1) == 0 && Token::first_of(i / 4) + i % 4 < experts;
+            const u32 rank = is_free ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+            if (rank > best) best = rank, index = i;
+        }
+        const u32 expert = Token::first_of(index / 4) + index % 4;
+        const u32 largest = Token::largest(best);
+        const u32 lowest = ~Token::largest(best == largest ? ~expert : 0);
+        if (lowest == expert && best == largest) {
+            taken |= 1u << index;
+            slots[slot] = int(expert);
+        }
+    }
+}
+
+/// A token's weights from its probabilities, its experts counted.
+template <int kLanes>
+__device__ __forceinline__ void write_slots(const float* row, const int* slots, int* expert, float* weight, int* count, int top_k,
+                                            int normalize, bool is_token) {
+    const int lane = threadIdx.x % kLanes;
+    float divisor = 0.0f;
+    if (normalize)
+        for (int first = 0; first < top_k; first += kLanes) {
+            const float prob = is_token && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
+            const int left = min(kLanes, top_k - first);
+            for (int i = 0; i < left; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
+        }
+    if (!is_token) return;
+    for (int slot = lane; slot < top_k; slot += kLanes) {
+        const int e = slots[slot];
+        expert[slot] = e;
+        weight[slot] = normalize ? __fdiv_rn(row[e], divisor) : row[e];
+        atomicAdd(&count[e], 1);
+    }
+}
+
+/// Closes the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
+__device__ __forceinline__ double close_token_lanes(double sum) {
+#pragma unroll
+    for (int half = kTokenLanes / 2; half > 0; half /= 2) sum = __dadd_rn(sum, __shfl_xor_sync(kWarp, sum, half));
+    return sum;
+}
+
+/// Sums of a column of the chunk's rows: a thread has the even or the odd lanes, its neighbour the others.
+__device__ __forceinline__ double sum_column(const float* rows, int stride, int column) {
+    const int odd = threadIdx.x % 2;
+    double lanes[kTokenLanes / 2] = {};
+#pragma unroll
+    for (int i = 0; i < kRouteChunk / 2; ++i) {
+        double& lane = lanes[i % (kTokenLanes / 2)];
+        lane = __dadd_rn(lane, double(rows[(2 * i + odd) * stride + column]));
+    }
+    tree_sum<kTokenLanes / 4>(lanes);
+    return __dadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
+}
+
+template <int kLanes, int kPerLane>
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 2)
+    route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,
+                 float* __restrict__ log_sum_exp, double* __restrict__ prob_sums, double* __restrict__ square_sums,
+                 int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard, int chunks) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
+    extern __shared__ float4 shared[];
+    const int stride = ceil_div(experts, 32) * 32 + 16;        // neighbouring rows half the banks apart
+    float* const rows = reinterpret_cast<float*>(shared);      // [64][stride]: logits, then probabilities
+    float* const logs = rows + kRouteChunk * stride;           // [64]
+    int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]
+    const int group = threadIdx.x / kLanes;
+    int* const slots = count + experts + group * top_k;  // of [tokens at once][top_k]
+    const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
+    const int tokens = min(kRouteChunk, tokens_per_shard - first);
+    const u64 first_token = u64(shard) * tokens_per_shard + first;
+    const auto fetch = [&](int at) {
+        if (at < kRouteChunk)
+            fetch_row<Token>(rows + at * stride, logits + (first_token + min(at, tokens - 1)) * experts, experts, at < tokens);
+        ptx::copies_commit();
+    };
+    fetch(group);
+    fetch(group + kGroups);
+    for (int j = threadIdx.x; j < experts; j += kThreads) count[j] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int at = group; at < kRouteChunk; at += kGroups) {
+        const bool is_token = at < tokens;
+        const u64 token = first_token + at;
+        float* const row = rows + at * stride;
+        // A thread reads back what it copied itself.
+        ptx::copies_wait_but<1>();
+        float p[kPerLane];
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const float nothing = __uint_as_float(0xFF800000);
+            float4 quad = {nothing, nothing, nothing, nothing};
+            if (Token::first_of(i) < experts) quad = *reinterpret_cast<const float4*>(row + Token::first_of(i));
+            p[4 * i] = quad.x, p[4 * i + 1] = quad.y, p[4 * i + 2] = quad.z, p[4 * i + 3] = quad.w;
+        }
+        fetch(at + 2 * kGroups);
+        const float log_sum = softmax<kLanes, kPerLane>(p);
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            if (j >= experts) continue;
+            float4 quad = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+            if (is_token) {
+                if (experts % 4 == 0)
+                    __stcs(reinterpret_cast<float4*>(probs + token * experts + j), quad);
+                else
+                    store_quad(probs + token * experts + j, quad, experts - j);
+            } else {
+                quad = {0.0f, 0.0f, 0.0f, 0.0f};  // for the sums
+            }
+            *reinterpret_cast<float4*>(row + j) = quad;
+        }
+        if (threadIdx.x % kLanes == 0) {
+            logs[at] = is_token ? log_sum : 0.0f;
+            if (is_token) log_sum_exp[token] = log_sum;
+        }
+        const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
+        if (__any_sync(kWarp, is_token && !is_chosen)) {
+            __syncwarp();
+            choose_any<kLanes, kPerLane>(p, experts, top_k, slots);
+        }
+        __syncwarp();
+        write_slots<kLanes>(row, slots, expert + token * top_k, weight + token * top_k, count, top_k, normalize, is_token);
+        __syncwarp();
+    }
+    __syncthreads();
+    const u64 out = u64(blockIdx.x) * experts;
+    for (int j = threadIdx.x; j < experts; j += kThreads) counts[out + j] = count[j];
+    for (int task = threadIdx.x; task < ceil_div(2 * experts, 32) * 32; task += kThreads) {
+        const int j = min(task / 2, experts - 1);
+        const double sum = sum_column(rows, stride, j);
+        if (task % 2 == 0 && task < 2 * experts) prob_sums[out + j] = sum;
+    }
+    if (threadIdx.x < 32) {
+        double squares = 0.0;
+        for (int at = threadIdx.x % kTokenLanes; at < kRouteChunk; at += kTokenLanes)
+            squares = __dadd_rn(squares, __dmul_rn(double(logs[at]), double(logs[at])));
+        squares = close_token_lanes(squares);
+        if (threadIdx.x == 0) square_sums[blockIdx.x] = squares;
+    }
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    route_losses(const double* __restrict__ prob_sums, const double* __restrict__ square_sums, const int* __restrict__ counts, double* products,
+                 int* __restrict__ load, float* __restrict__ losses, int experts, int top_k, int tokens_per_shard, int chunks) {
+    constexpr int kColumns = kThreads / kTokenLanes;
+    __shared__ double sums[kTokenLanes][kColumns];
+    __shared__ int slots[kColumns];
+    const u32 block = ptx::cluster_cta_rank();
+    const int column = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
+    const int clusters = ceil_div(experts, kColumns), shard = blockIdx.x / clusters;
+    const int j = block * kColumns + column;
+    if (lane == 0) slots[column] = 0;
+    __syncthreads();
+    double sum = 0.0;
+    int chosen = 0;
+    if (j < experts) {
+        const u64 from = u64(shard) * chunks * experts + j;
+#pragma unroll 8
+        for (int chunk = lane; chunk < chunks; chunk += kTokenLanes) {
+            sum = __dadd_rn(sum, __ldg(prob_sums + from + u64(chunk) * experts));
+            chosen += __ldg(counts + from + u64(chunk) * experts);
+        }
+    }
+    sums[lane][column] = sum;
+    if (chosen != 0) atomicAdd(&slots[column], chosen);
+    __syncthreads();
+    if (lane == 0 && j < experts) {
+        double lanes[kTokenLanes];
+#pragma unroll
+        for (int i = 0; i < kTokenLanes; ++i) lanes[i] = sums[i][column];
+        tree_sum<kTokenLanes / 2>(lanes);
+        load[u64(shard) * experts + j] = slots[column];
+        products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
+    }
+    ptx::cluster_sync();  // makes the products visible to the first cta
+    if (block != 0 || threadIdx.x >= 32) return;
+    // Sixteen threads have a quad of lanes each.
+    double quad[4] = {};
+    const int first = 4 * (threadIdx.x % kSumQuads);
+    for (int base = first; base < experts; base += 4 * kSumQuads)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (base + c < experts) quad[c] = __dadd_rn(quad[c], products[u64(shard) * experts + base + c]);
+    double balance = __dadd_rn(__dadd_rn(quad[0], quad[1]), __dadd_rn(quad[2], quad[3]));
+    double squares = 0.0;
+    for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
+        squares = __dadd_rn(squares, __ldg(square_sums + u64(shard) * chunks + chunk));
+    balance = close_token_lanes(balance);
+    squares = close_token_lanes(squares);
+    if (threadIdx.x != 0) return;
+    // A shard without tokens has no loss, rather than 0 / 0.
+    const double per_slot = tokens_per_shard == 0 ? 1.0 : double(u64(tokens_per_shard) * top_k * tokens_per_shard);
+    const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
+    losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
+    losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
+}
+
+/// What a token's slots have in common: w = p / sum of p, so that dp = (dw - sum of dw * w) / sum of p.
+struct SlotSums {
+    float inner;
+    float divisor;
+};
+
+template <int kLanes>
+__device__ __forceinline__ SlotSums sum_slots(const float* __restrict__ row, const int* __restrict__ expert, const float* __restrict__ weight,
+                                              const float* __restrict__ dweight, int experts, int top_k) {
+    const int lane = threadIdx.x % kLanes;
+    SlotSums sums = {0.0f, 0.0f};
+    for (int first = 0; first < top_k; first += kLanes) {
+        const bool is_slot = first + lane < top_k;
+        const u32 e = is_slot ? u32(__ldg(expert + first + lane)) : kWarp;
+        const float product = is_slot ? __fmul_rn(__ldg(dweight + first + lane), __ldg(weight + first + lane)) : 0.0f;
+        const float prob = e < u32(experts) ? __ldg(row + e) : 0.0f;
+        const int left = min(kLanes, top_k - first);
+        for (int i = 0; i < left; ++i) {
+            sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
+            sums.divisor = __fadd_rn(sums.divisor, __shfl_sync(kWarp, prob, i, kLanes));
+        }
+    }
+    return sums;
+}
+
+template <int kLanes, int kPerLane>
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
+    route_backward(const float* __restrict__ probs, const int* __restrict__ expert, const float* __restrict__ weight,
+                   const float* __restrict__ log_sum_exp, const int* __restrict__ load, const float* __restrict__ dweight,
+                   float* __restrict__ dlogits, int experts, int top_k, int normalize, int tokens_per_shard, int chunks, double balance,
+                   float z) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
+    extern __shared__ float4 shared[];
+    const int stride = ceil_div(experts, 4) * 4;
+    float* const balances = reinterpret_cast<float*>(shared);  // [stride]: the load-balancing loss's part
+    const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    float* const chosen = balances + (1 + group) * stride;  // [stride]: the chosen experts' gradients, zeros elsewhere
+    const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
+    const int tokens = min(kRouteChunk, tokens_per_shard - first);
+    for (int j = threadIdx.x; j < stride; j += kThreads) {
+        const int slots = j < experts ? __ldg(load + u64(shard) * experts + j) : 0;
+        balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
+    }
+    for (int j = 4 * lane; j < stride; j += 4 * kLanes) *reinterpret_cast<float4*>(chosen + j) = {0.0f, 0.0f, 0.0f, 0.0f};
+    __syncthreads();
+#pragma unroll 1
+    for (int at = group; at - group < tokens; at += kGroups) {
+        const bool is_token = at < tokens;
+        const u64 token = u64(shard) * tokens_per_shard + first + min(at, tokens - 1);
+        const float* const row = probs + token * experts;
+        const u64 slots = token * top_k;
+        float p[kPerLane], d[kPerLane];
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            float4 quad = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (j < experts) {
+                if (experts % 4 == 0) {
+                    quad = __ldg(reinterpret_cast<const float4*>(row + j));
+                } else {
+                    quad.x = __ldg(row + j);
+                    if (j + 1 < experts) quad.y = __ldg(row + j + 1);
+                    if (j + 2 < experts) quad.z = __ldg(row + j + 2);
+                    if (j + 3 < experts) quad.w = __ldg(row + j + 3);
+                }
+            }
+            p[4 * i] = quad.x, p[4 * i + 1] = quad.y, p[4 * i + 2] = quad.z, p[4 * i + 3] = quad.w;
+        }
+        const float shift = z == 0.0f ? 0.0f : __fmul_rn(z, __ldg(log_sum_exp + token));
+        SlotSums sums = {0.0f, 1.0f};
+        if (normalize) sums = sum_slots<kLanes>(row, expert + slots, weight + slots, dweight + slots, experts, top_k);
+        for (int slot = lane; slot < top_k; slot += kLanes) {
+            const u32 e = u32(__ldg(expert + slots + slot));
+            if (e < u32(experts)) chosen[e] = __fdiv_rn(__fsub_rn(__ldg(dweight + slots + slot), sums.inner), sums.divisor);
+        }
+        __syncwarp();
+        float lanes[Token::kUsed * 4] = {};
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            float4 mine = {0.0f, 0.0f, 0.0f, 0.0f}, all = mine;
+            if (j < experts) mine = *reinterpret_cast<float4*>(chosen + j), all = *reinterpret_cast<float4*>(balances + j);
+            d[4 * i] = __fadd_rn(mine.x, all.x), d[4 * i + 1] = __fadd_rn(mine.y, all.y);
+            d[4 * i + 2] = __fadd_rn(mine.z, all.z), d[4 * i + 3] = __fadd_rn(mine.w, all.w);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                float& sum = lanes[i % Token::kUsed * 4 + c];
+                sum = __fmaf_rn(d[4 * i + c], p[4 * i + c], sum);
+            }
+        }
+        const float dot = Token::close(lanes);
+        __syncwarp();
+        for (int slot = lane; slot < top_k; slot += kLanes) {
+            const u32 e = u32(__ldg(expert + slots + slot));
+            if (e < u32(experts)) chosen[e] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            if (j >= experts || !is_token) continue;
+            const float4 quad = {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
+            if (experts % 4 == 0)
+                __stcs(reinterpret_cast<float4*>(dlogits + token * experts + j), quad);
+            else
+                store_quad(dlogits + token * experts + j, quad, experts - j);
+        }
+        __syncwarp();
+    }
+}
+
+}  // namespace nib
