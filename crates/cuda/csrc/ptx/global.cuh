@@ -64,15 +64,6 @@ __device__ __forceinline__ void copies_wait_but() {
 /// Waits for this thread's copies; a barrier makes those of the others visible.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-/// Makes one batch of this thread's copies so far.
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-/// Waits for all of this thread's batches but the latest kPending.
-template <int kPending>
-__device__ __forceinline__ void copies_wait_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
 __device__ __forceinline__ void store_4(void* to, u32 v) { *static_cast<u32*>(to) = v; }

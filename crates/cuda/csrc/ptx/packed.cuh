@@ -79,13 +79,6 @@ __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     return clamped;
 }
 
-/// The larger magnitude; NaN if one is.
-__device__ __forceinline__ float max_magnitude(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return larger;
-}
-
 /// Two F32 to F16, nearest-even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;

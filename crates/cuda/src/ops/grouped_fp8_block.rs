@@ -162,7 +162,7 @@ impl Config {
             ScalesB::Vector => BLOCK_N,
         };
         let scales = (BLOCK_M + columns) * size_of::<f32>();
-        let tile = i32::BITS as usize;
+        let tile = size_of::<[i32; 8]>();
         let barriers = 2 * size_of::<u64>();
         let row = match desc.out {
             Out::Bf16 => OUT_COLS * size_of::<bf16>(),
