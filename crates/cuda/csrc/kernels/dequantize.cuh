@@ -4,7 +4,7 @@
 //
 // dequantize_rows<kBits, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
 //   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
-//   Any grid, best ceil(rows · segments / 8) but at most 64 ctas a multiprocessor. Blocks of rows with cols a multiple of the
+//   Any grid, best ceil(rows · segments / 8) but at most 128 ctas a multiprocessor. Blocks of rows with cols a multiple of the
 //   block may be passed as one row, if they are less than 2^30 numbers.
 // dequantize_cols<kBits, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.

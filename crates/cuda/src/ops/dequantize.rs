@@ -94,7 +94,7 @@ impl Desc {
         let (rows, cols) = if flat { (1, rows * cols) } else { (rows, cols) };
         let segments = cols.div_ceil(SEGMENT);
         let tasks = most(rows.saturating_mul(segments))?;
-        let ctas = tasks.div_ceil(THREADS / 32).min(64 * num_sms);
+        let ctas = tasks.div_ceil(THREADS / 32).min(128 * num_sms);
         Ok(Some(Config { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
     }
 
