@@ -2,7 +2,8 @@
 
 use half::bf16;
 use nibble_cuda::ops::grouped_product::{
-    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB, Target,
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
+    Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;

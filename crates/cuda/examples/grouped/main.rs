@@ -64,7 +64,13 @@ fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 }
 
 fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
-    Case { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Vector), out: Out::F32, m, ..rows(lens, n, 0) }
+    Case {
+        ragged: Ragged::Contraction,
+        kind: Kind::Fp8(ScalesB::Vector),
+        out: Out::F32,
+        m,
+        ..rows(lens, n, 0)
+    }
 }
 
 fn bf16_of(case: Case) -> Case {

@@ -144,7 +144,12 @@ impl Desc {
         let by_rows = self.ragged == Ragged::Rows;
         if !by_rows && (self.kind == Kind::Fp8(ScalesB::Tile) || self.out == Out::Bf16) {
             let got = format!("{:?}, {:?}", self.kind, self.out);
-            return Err(Error::shape(OP, "kind, out", got, "1 x 128 scales and F32 with Ragged::Contraction"));
+            return Err(Error::shape(
+                OP,
+                "kind, out",
+                got,
+                "1 x 128 scales and F32 with Ragged::Contraction",
+            ));
         }
         if self.accumulate && by_rows {
             return Err(Error::shape(OP, "accumulate", true, "false with Ragged::Rows"));
@@ -261,7 +266,14 @@ impl Operand<'_> {
         }
     }
 
-    fn check(&self, argument: &'static str, desc: &Desc, len: usize, scale_rows: usize, on: &Device) -> Result<()> {
+    fn check(
+        &self,
+        argument: &'static str,
+        desc: &Desc,
+        len: usize,
+        scale_rows: usize,
+        on: &Device,
+    ) -> Result<()> {
         let (got, kind) = match self {
             Self::Fp8(codes, scales) => {
                 scales.check(OP, argument, scale_rows, desc.blocks_k())?;
