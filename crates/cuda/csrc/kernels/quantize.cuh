@@ -99,7 +99,7 @@ struct RowLayout {
 };
 
 template <class In, class E, bool kF32Scales, class Round, bool kHadamard>
-__global__ void __launch_bounds__(kRowThreads, kHadamard && Round::kDraws ? 2 : 4)
+__global__ void __launch_bounds__(kRowThreads, kHadamard ? 3 : 4)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
                   const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, PowerRule rule,
                   const RoundingArg rounding, const HadamardArg hadamard) {

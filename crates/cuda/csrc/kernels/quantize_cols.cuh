@@ -1,11 +1,15 @@
 // BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
-//   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
-//   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
-//   256 threads. Each cta takes an equal run of the squares of 128 x 128, in the order of SquareWalk, and stores the scales of a group of
-//   kGroup strips together: one at a time they would cost as much as the codes. Any grid, best as many ctas as the device holds, but at most
-//   one a square; across_first for both planes, not for columns alone. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
+//   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
+//   row_id and counts as there, counts of the row blocks where those are written. Scales go block by block: a square's lie together, which one
+//   by one would cost as much as its codes. With D = ceil(capacity / 128) and A = ceil(cols / 128), col_scales [D * 128 / E::kBlock][A * 128],
+//   row_scales [A * 128 / E::kBlock][D * 128], from where gather_scales brings them to their places.
+//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares); bands
+//   of `band` ctas are done side by side, so that what is written at one time lies together: all of them for columns alone, 4 strips for both.
+//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+// gather_scales<Stored>: [blocks][stride] -> [lines][blocks], of two such planes (the second one null: of one). 256 threads; grid
+//   ceil(blocks / 32) * ceil(lines / 128), of both together.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -18,16 +22,14 @@
 
 namespace nib {
 
-constexpr int kGroup = 4;
-
 template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
-    ScaleOf<kF32Scales> scales[kTile][kGroup * kBlocks];  // of columns, of a group of strips
-    float inverse[kBlocks][kTile];                        // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];                       // of each warp's rows
+    ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
+    float inverse[kBlocks][kTile];   // of columns, see inverse_place
+    u32 maxima[8][In::kWords * 16];  // of each warp's rows
     u32 total[3];
 };
 
@@ -71,44 +73,15 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// This cta's run of the squares of a matrix: down the strips of a group, then to the next panel (across_first) or the next group.
-struct SquareWalk {
-    const int down, across;  // squares of the matrix
-    const bool across_first;
-    int strip, panel;  // the square
-    int left;          // squares of the run from it on
+/// The place of this cta among down x across, in bands of `band` side by side.
+struct CtaPlace {
+    int down, across;
 
-    __device__ __forceinline__ SquareWalk(int down, int across, bool across_first) : down(down), across(across), across_first(across_first) {
-        const u64 squares = u64(down) * across;
-        const int first = int(squares * blockIdx.x / gridDim.x);
-        left = int(squares * (blockIdx.x + 1) / gridDim.x) - first;
-        if (across_first) {
-            const int band = first / (kGroup * across), within = first - band * kGroup * across;
-            const int height = min(kGroup, down - band * kGroup);
-            panel = within / height;
-            strip = band * kGroup + within - panel * height;
-        } else {
-            panel = first / down;
-            strip = first - panel * down;
-        }
-    }
-
-    /// Whether the run or the group ends with this square.
-    __device__ __forceinline__ bool ends() const { return left == 1 || strip % kGroup == kGroup - 1 || strip + 1 == down; }
-
-    __device__ __forceinline__ void step() {
-        --left;
-        ++strip;
-        if (strip % kGroup != 0 && strip != down) return;
-        if (across_first) {
-            const int band = (strip - 1) / kGroup;
-            ++panel;
-            if (panel == across) panel = 0;
-            strip = (panel == 0 ? band + 1 : band) * kGroup;
-        } else if (strip == down) {
-            strip = 0;
-            ++panel;
-        }
+    __device__ __forceinline__ CtaPlace(int total_down, int total_across, int band) {
+        const int first = blockIdx.x / (band * total_across) * band, height = min(band, total_down - first);
+        const int within = blockIdx.x - first * total_across;
+        across = within / height;
+        down = first + within - across * height;
     }
 };
 
@@ -133,16 +106,14 @@ struct RowScales {
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Stores them, and counts. `present`: whether this thread's columns exist.
+    /// Puts them to those of the square, from these eight rows on, and counts. `present`: whether this thread's columns exist.
     template <class Round>
-    __device__ __forceinline__ void store(ScaleOf<kF32Scales>* to, int blocks, int first_row, int rows, int panel, bool present, int lane,
-                                          Tally& tally) const {
-        if (kHeld == 1 ? lane % 2 != 0 : !present) return;
-        const int block = kHeld == 1 ? panel : panel * 4 + lane / 4 % 4;
+    __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
+        if (kHeld == 1 && lane % 2 != 0) return;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const int row = first_row + (kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i);
-            if (row < rows) to[u64(row) * blocks + block] = scale[i].stored;
+            of_square[kHeld == 1 ? 0 : lane / 4 % 4][first_row + (kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i)] = scale[i].stored;
+            if (kHeld == 2 && !present) continue;
             if constexpr (!Round::kDraws)
                 tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax[i]), scale[i].inverse));
             tally.non_finite += scale[i].is_nan();
@@ -195,13 +166,13 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the lines of a turned tile, as many as exist, from byte `first` up to `end`, multiples of 16; `to` is where byte 0 of line 0 belongs.
+/// Stores the first `left` bytes, a multiple of 16, of as many lines of a turned tile as exist; `to` is where line 0 belongs.
 /// With kTally, counts the blocks of E that hold a non-zero code.
 template <class E, bool kTally, int kThreads, class Tile>
-__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int first, int end, Tally& tally) {
+__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
     constexpr int kLines = kThreads / 8;  // at a time
     const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
-    if (chunk * 16 < first || chunk * 16 >= end) lines = 0;
+    if (chunk * 16 >= left) lines = 0;
     to += first_line * line_bytes + chunk * 16;
 #pragma unroll
     for (int line = 0; line < kTile; line += kLines) {
@@ -222,42 +193,11 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
     }
 }
 
-/// Copies the scales of a line, whole words at a time where they lie so.
-template <class Stored>
-__device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int count) {
-    const u32 bytes = count * sizeof(Stored), all = bytes | u32(reinterpret_cast<u64>(to)) | u32(reinterpret_cast<u64>(from));
-    if (bytes == 16 && all % 16 == 0) {
-        ptx::store_16(to, *reinterpret_cast<const uint4*>(from));
-    } else if (bytes == 8 && all % 8 == 0) {
-        ptx::store_8(to, *reinterpret_cast<const uint2*>(from));
-    } else if (all % 4 == 0) {
-#pragma unroll 1
-        for (u32 i = 0; i < bytes / 4; ++i) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
-    } else if (all % 2 == 0) {
-#pragma unroll 1
-        for (u32 i = 0; i < bytes / 2; ++i) reinterpret_cast<u16*>(to)[i] = reinterpret_cast<const u16*>(from)[i];
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) to[i] = from[i];
-    }
-}
-
-/// Stores what this cta has of the scales of a group of strips: of a panel's columns, from strip `first` to `last`.
-template <class Stored, int kCount>
-__device__ __forceinline__ void store_group(Stored* to, const Stored (*scales)[kCount], int panel, int first, int last, int cols, int capacity,
-                                            int block) {
-    constexpr int kBlocks = kCount / kGroup;
-    const int col = panel * kTile + threadIdx.x, blocks = capacity / block, first_block = first * kBlocks;
-    if (threadIdx.x < kTile && col < cols)
-        store_scales(to + u64(col) * blocks + first_block, scales[threadIdx.x] + first % kGroup * kBlocks,
-                     min((last + 1) * kBlocks, blocks) - first_block);
-}
-
 template <class In, class E, bool kF32Scales, bool kRows, class Round>
 __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
-                  int rows, int cols, int capacity, int across_first, PowerRule rule, const RoundingArg rounding) {
+                  int rows, int cols, int capacity, int band, PowerRule rule, const RoundingArg rounding) {
     using Shared = ColumnShared<In, E, kF32Scales>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
     extern __shared__ uint4 raw[];
@@ -265,25 +205,23 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
-    const int row_blocks = ceil_div(cols, E::kBlock);
+    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
+    const CtaPlace at(ceil_div(down, kPerByte), across, band);
+    const int first_strip = at.down * kPerByte, end_strip = min(first_strip + kPerByte, down);
+    const int first_col = at.across * kTile, my_col = first_col + chunk * 8;
     const u64 in_bytes = u64(cols) * In::kBytes, row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     u8* const place = shared.tile.place(chunk * 8, kPerByte == 2 ? octet / 2 : octet) + (kPerByte == 2 ? octet % 2 * 4 : 0);
     Tally tally;
 
-    const auto fetch = [&](const SquareWalk& at) {
-        const int first = at.strip * kTile, col = at.panel * kTile + chunk * 8;
+    const auto fetch = [&](int strip) {
+        const int first = strip * kTile;
         const u32 counted = rows_of_lane<8>(row_id, first + warp * 16, rows);
-        fetch_rows<In, 8>(mine, x + (first + octet * 8) * in_bytes + col * In::kBytes, in_bytes, col < cols ? counted : 0);
+        fetch_rows<In, 8>(mine, x + (first + octet * 8) * in_bytes + my_col * In::kBytes, in_bytes, my_col < cols ? counted : 0);
     };
-    SquareWalk at(ceil_div(capacity, kTile), ceil_div(cols, kTile), across_first);
-    int first_strip = at.strip;  // of the group, as far as it is this cta's
-    fetch(at);
-    while (at.left > 0) {
-        const int strip = at.strip, panel = at.panel, my_row = strip * kTile + octet * 8;
-        const int first_col = panel * kTile, my_col = first_col + chunk * 8;
-        const bool ends = at.ends();
-        at.step();
+    fetch(first_strip);
+    for (int strip = first_strip; strip < end_strip; ++strip) {
+        const int my_row = strip * kTile + octet * 8;
         typename In::Eight in[8];
         ptx::copies_wait();
 #pragma unroll
@@ -293,7 +231,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         for (int i = 0; i < In::kWords; ++i)
             if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
         // Every thread has read what it fetched, and reads nobody else's.
-        if (at.left > 0) fetch(at);
+        if (strip + 1 < end_strip) fetch(strip + 1);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
         __syncthreads();
@@ -304,14 +242,14 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
-            shared.scales[col][strip % kGroup * kBlocks + block] = scale.stored;
+            col_scales[u64(strip * kBlocks + block) * across * kTile + first_col + col] = scale.stored;
             if (!kRows && first_col + col < cols) {
                 if constexpr (!Round::kDraws)
                     tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
                 tally.non_finite += scale.is_nan();
             }
         }
-        if constexpr (kRows) of_rows.template store<Round>(row_scales, row_blocks, my_row, rows, panel, my_col < cols, lane, tally);
+        if constexpr (kRows) of_rows.template put<Round>(shared.row_scales, octet * 8, my_col < cols, lane, tally);
         int id = 0;  // of row lane % 16 of the warp, for random bits
         if constexpr (Round::kDraws) {
             id = strip * kTile + warp * 16 + lane % 16;
@@ -319,6 +257,12 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         }
         __syncthreads();
 
+        if (kRows && threadIdx.x < sizeof(shared.row_scales) / 4) {
+            constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // of a block of all rows
+            const int block = threadIdx.x / kWords, word = threadIdx.x % kWords;
+            u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.across * kBlocks + block) * down + strip) * kTile);
+            to[word] = reinterpret_cast<const u32*>(shared.row_scales[block])[word];
+        }
         const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[octet / kLanes]) + chunk;
         const float4 low = inverses[0], high = inverses[kTile / 8];
         const float inverse[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -352,21 +296,44 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
         // Two strips of half bytes fill the lines of a tile.
-        const bool second = kPerByte == 2 && strip % 2 == 1;
+        const bool second = strip != first_strip;
         turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
-        if (kPerByte == 1 || second || ends) {
-            __syncthreads();
-            const int tile_row = strip / kPerByte * kPerByte * kTile;
-            const int first = max(first_strip * kTile - tile_row, 0), end = min((strip + 1) * kTile, capacity) - tile_row;
-            store_turned<E, Round::kDraws && !kRows, 256>(shared.tile, col_codes + first_col * col_bytes + tile_row / kPerByte, col_bytes,
-                                                          cols - first_col, first / kPerByte, end / kPerByte, tally);
-        }
-        if (ends) {
-            store_group(col_scales, shared.scales, panel, first_strip, strip, cols, capacity, E::kBlock);
-            first_strip = at.strip;
-        }
     }
+    __syncthreads();
+    const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
+    store_turned<E, Round::kDraws && !kRows, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
+                                                  cols - first_col, left, tally);
     tally.flush(counts, shared.total);
+}
+
+/// One of the planes of gather_scales.
+template <class Stored>
+struct ScalePlane {
+    const Stored* from;
+    Stored* to;
+    int lines, blocks, stride;
+};
+
+template <class Stored>
+__global__ void __launch_bounds__(256)
+    gather_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
+                  const Stored* __restrict__ second, Stored* __restrict__ second_out, int second_lines, int second_blocks, int second_stride) {
+    constexpr int kBlocks = 32, kLines = 128;  // of a cta
+    __shared__ Stored tile[kBlocks][kLines + 4 / sizeof(Stored)];  // a word more than there are, so that lines lie in different banks
+    const int ctas = ceil_div(first_blocks, kBlocks) * ceil_div(first_lines, kLines);
+    const bool of_first = blockIdx.x < ctas;
+    const ScalePlane<Stored> plane = of_first ? ScalePlane<Stored>{first, first_out, first_lines, first_blocks, first_stride}
+                                              : ScalePlane<Stored>{second, second_out, second_lines, second_blocks, second_stride};
+    const int cta = of_first ? blockIdx.x : blockIdx.x - ctas, across = ceil_div(plane.blocks, kBlocks);
+    const int block = cta % across * kBlocks, line = cta / across * kLines;
+    for (int i = threadIdx.x; i < kBlocks * kLines; i += 256) {
+        const int b = i / kLines, l = i % kLines;
+        if (block + b < plane.blocks && line + l < plane.lines) tile[b][l] = plane.from[u64(block + b) * plane.stride + line + l];
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    for (int l = threadIdx.x / 32; l < kLines && line + l < plane.lines; l += 8)
+        if (block + lane < plane.blocks) plane.to[u64(line + l) * plane.blocks + block + lane] = tile[lane][l];
 }
 
 }  // namespace nib

@@ -1,7 +1,7 @@
 // BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
 //
-// quantize_hadamard_cols<E, kF32Scales, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id, counts and the
-//   grid as in quantize_cols.cuh, without its row planes. The transform starts at the start of each of num_groups groups (start null: at row
+// quantize_hadamard_cols<E, kF32Scales, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id, counts, grid
+//   and band as in quantize_cols.cuh, without its row planes. The transform starts at the start of each of num_groups groups (start null: at row
 //   0); groups start at multiples of hadamard.len, and capacity is one. What is missing of a group's last transform block reads as +0, and
 //   becomes numbers like others. 512 threads; sizeof(HadamardShared<E, kF32Scales, Round>) dynamic shared memory.
 //
@@ -55,7 +55,6 @@ struct alignas(16) HadamardShared {
     static constexpr int kBlocks = kTile / E::kBlock;
     QuartersTile input;
     LineTile tile;
-    ScaleOf<kF32Scales> scales[kTile][kGroup * kBlocks];
     u32 signs[kTile];  // of rows: bit 31
     u32 total[3];
     alignas(16) u8 random[Round::kDraws ? sizeof(QuartersTile) : 16];
@@ -64,7 +63,7 @@ struct alignas(16) HadamardShared {
 template <class E, bool kF32Scales, class Round>
 __global__ void __launch_bounds__(512, 2)
     quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts,
-                           const int* __restrict__ row_id, int rows, int cols, int capacity, int across_first, PowerRule rule,
+                           const int* __restrict__ row_id, int rows, int cols, int capacity, int band, PowerRule rule,
                            const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
     using Shared = HadamardShared<E, kF32Scales, Round>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kRowBytes = QuartersTile::kRowBytes;
@@ -77,22 +76,21 @@ __global__ void __launch_bounds__(512, 2)
     // As they fetch and draw, threads have four rows of eight columns.
     const int four_rows = (warp * 2 + lane / 16) * 4, chunk = lane % 16;
     const int quarter = lane / 8, column = warp * 8 + lane % 8;
+    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
+    const CtaPlace at(ceil_div(down, kPerByte), across, band);
+    const int first_strip = at.down * kPerByte, end_strip = min(first_strip + kPerByte, down), first_col = at.across * kTile;
     const u64 in_bytes = u64(cols) * Bf16::kBytes, col_bytes = u64(capacity) / kPerByte;
     Tally tally;
 
-    const auto fetch = [&](const SquareWalk& at) {
-        const int first = at.strip * kTile, col = at.panel * kTile + chunk * 8;
+    const auto fetch = [&](int strip) {
+        const int first = strip * kTile, col = first_col + chunk * 8;
         const u32 counted = rows_of_lane<4>(row_id, first + warp * 8, rows);
         fetch_rows<Bf16, 4>(shared.input.at(four_rows, chunk * 8), x + (first + four_rows) * in_bytes + col * Bf16::kBytes, in_bytes,
                             col < cols ? counted : 0);
     };
-    SquareWalk at(ceil_div(capacity, kTile), ceil_div(cols, kTile), across_first);
-    int first_strip = at.strip;  // of the group, as far as it is this cta's
-    fetch(at);
-    while (at.left > 0) {
-        const int strip = at.strip, panel = at.panel, first_row = strip * kTile, first_col = panel * kTile;
-        const bool ends = at.ends();
-        at.step();
+    fetch(first_strip);
+    for (int strip = first_strip; strip < end_strip; ++strip) {
+        const int first_row = strip * kTile;
         if (threadIdx.x < kTile / 8) {
             const u32 signs = hadamard.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
 #pragma unroll
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(512, 2)
         const auto scale = scale_of<E, kF32Scales>(__float_as_uint(largest), rule);
         if (quarter % kLanes == 0) {
             const bool present = first_col + column < cols;
-            shared.scales[column][strip % kGroup * kBlocks + quarter / kLanes] = scale.stored;
+            col_scales[u64(strip * kBlocks + quarter / kLanes) * across * kTile + first_col + column] = scale.stored;
             tally.non_finite += present && scale.is_nan();
             if constexpr (!Round::kDraws)
                 tally.non_zero += present && Round::template reaches<E>(__fmul_rn(largest, scale.inverse));
@@ -164,24 +162,17 @@ __global__ void __launch_bounds__(512, 2)
             put_words(words, i / 4 / kPerByte, codes);
         }
         // Two strips of half bytes fill the lines of a tile.
-        const int first_chunk = (kPerByte == 2 ? strip % 2 * 4 : 0) + quarter * (2 / kPerByte);
+        const int first_chunk = (strip - first_strip) * 4 + quarter * (2 / kPerByte);
 #pragma unroll
         for (int i = 0; i < 2 / kPerByte; ++i)
             ptx::store_16(shared.tile.place(column, first_chunk + i), {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
         __syncthreads();
         // What was fetched and drawn has been read.
-        if (at.left > 0) fetch(at);
-        if (kPerByte == 1 || strip % 2 == 1 || ends) {
-            const int tile_row = strip / kPerByte * kPerByte * kTile;
-            const int first = max(first_strip * kTile - tile_row, 0), end = min(first_row + kTile, capacity) - tile_row;
-            store_turned<E, Round::kDraws, 512>(shared.tile, col_codes + first_col * col_bytes + tile_row / kPerByte, col_bytes,
-                                                cols - first_col, first / kPerByte, end / kPerByte, tally);
-        }
-        if (ends) {
-            store_group(col_scales, shared.scales, panel, first_strip, strip, cols, capacity, E::kBlock);
-            first_strip = at.strip;
-        }
+        if (strip + 1 < end_strip) fetch(strip + 1);
     }
+    const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
+    store_turned<E, Round::kDraws, 512>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
+                                        cols - first_col, left, tally);
     tally.flush(counts, shared.total);
 }
 

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     } else {
         __syncthreads();
     }
-    store_turned<E, false, 256>(shared.tile, col_codes + first + u64(first_col) * rows + first_row, rows, cols - first_col, 0, rows - first_row,
+    store_turned<E, false, 256>(shared.tile, col_codes + first + u64(first_col) * rows + first_row, rows, cols - first_col, rows - first_row,
                                 tally);
     tally.flush(counts, shared.total);
 }

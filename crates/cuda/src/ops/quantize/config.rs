@@ -13,8 +13,10 @@ use nibble_core::{DType, Error, Result};
 const TILE: usize = 128;
 /// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
 pub(super) const SEGMENT_COLS: usize = 1024;
-/// Strips of 128 rows whose scales are stored together.
-const GROUP: usize = 4;
+/// Strips of 128 rows done side by side where both planes are written.
+const BAND_STRIPS: usize = 4;
+/// Blocks and lines that a cta of `gather_scales` takes.
+const GATHER: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 256;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
@@ -45,10 +47,10 @@ pub(super) struct Desc {
 pub(super) enum Path {
     /// Blocks along the rows.
     Rows,
-    /// Blocks down the columns, with or without those along the rows.
-    Cols,
+    /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
+    Cols { band: usize },
     /// Blocks down the columns after a transform.
-    HadamardCols,
+    HadamardCols { band: usize },
     /// Square tiles.
     Tiles,
     /// Whatever the others do not take.
@@ -142,30 +144,20 @@ impl Variant {
         let blocks = TILE / self.format.spec().block;
         let input = TILE * TILE * self.input.size_bytes();
         let turned = TILE * TILE;
-        let scales = TILE * GROUP * blocks * self.kind.bytes();
         let total = 3 * size_of::<u32>();
         let bytes = if self.hadamard {
             // Quarters of the rows, 32 bytes apart; once more for random bits.
             let quarters = input + 3 * 32;
             let random = if self.rounding.is_random() { quarters } else { 16 };
             let signs = TILE * size_of::<u32>();
-            (quarters + turned + scales + signs + total).next_multiple_of(16) + random
+            (quarters + turned + signs + total).next_multiple_of(16) + random
         } else {
             let inverse = blocks * TILE * size_of::<f32>();
             let maxima = 8 * TILE * self.input.size_bytes();
-            input + turned + scales + inverse + maxima + total
+            let row_scales = TILE * blocks * self.kind.bytes();
+            input + turned + row_scales + inverse + maxima + total
         };
         bytes.next_multiple_of(16)
-    }
-
-    /// Ctas for columns that a multiprocessor holds: the kernels' launch bounds.
-    fn column_ctas_per_sm(&self, rows: bool) -> usize {
-        match self.input {
-            DType::F32 => 2,
-            DType::Bf16 if self.hadamard => 2,
-            DType::Bf16 if rows || self.rounding.is_random() => 3,
-            DType::Bf16 => 4,
-        }
     }
 
     /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
@@ -195,6 +187,44 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
         name: "nib::quantize_any",
         args: vec![("In", input_type(input)), ("E", element_type(format))],
     }
+}
+
+/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ScalePlane {
+    pub lines: usize,
+    /// Of a line.
+    pub blocks: usize,
+    /// From one block to the next, a multiple of 128 lines.
+    pub stride: usize,
+    /// Blocks that the kernels write: those of whole squares.
+    pub written: usize,
+}
+
+impl ScalePlane {
+    fn new(lines: usize, contraction: usize, block: usize) -> Self {
+        Self {
+            lines,
+            blocks: contraction.div_ceil(block),
+            stride: lines.next_multiple_of(TILE),
+            written: contraction.next_multiple_of(TILE) / block,
+        }
+    }
+
+    /// Ctas of `gather_scales`.
+    pub fn ctas(&self) -> usize {
+        self.blocks.div_ceil(GATHER.0) * self.lines.div_ceil(GATHER.1)
+    }
+}
+
+/// The kernel that brings scales to their places.
+pub(super) fn gather_spec(kind: ScaleKind) -> KernelSpec {
+    let stored = match kind {
+        ScaleKind::E8m0 => "nib::u8",
+        ScaleKind::F32 => "float",
+    };
+    let args = vec![("Stored", TemplateArg::Type(stored))];
+    KernelSpec { source: "kernels/quantize_cols.cuh", name: "nib::gather_scales", args }
 }
 
 /// The transform of a matrix to F32.
@@ -280,6 +310,14 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
+    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
+    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
+        let block = self.codec.format().spec().block;
+        let rows = ScalePlane::new(self.rows, self.cols, block);
+        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
+        (ScalePlane::new(self.cols, self.capacity, block), rows)
+    }
+
     /// Whether one kernel does all of it, the transform included.
     pub fn is_fused(&self) -> bool {
         !self.hadamard || self.variant().is_some()
@@ -317,12 +355,15 @@ impl Desc {
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                // As many ctas as the device holds: each takes an equal run of squares.
-                let ctas = self.squares().min(num_sms * variant.column_ctas_per_sm(rows));
+                // Two strips of half bytes fill the lines of a cta.
+                let strips = 8 / self.codec.format().spec().code_bits as usize;
+                let down = self.capacity.div_ceil(TILE * strips);
+                let band = if rows { BAND_STRIPS / strips } else { down };
+                let ctas = down * self.cols.div_ceil(TILE);
                 let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
                 match self.hadamard {
-                    true => config(Path::HadamardCols, spec, ctas, 512, shared_bytes),
-                    false => config(Path::Cols, spec, ctas, 256, shared_bytes),
+                    true => config(Path::HadamardCols { band }, spec, ctas, 512, shared_bytes),
+                    false => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
                 }
             }
             (Some(variant), Planes::Tiles) => {
@@ -348,6 +389,9 @@ pub fn instances() -> Vec<Instance> {
             all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
         }
     }
+    all.extend(
+        [ScaleKind::E8m0, ScaleKind::F32].map(|kind| Instance { spec: gather_spec(kind), shared_bytes: 0 }),
+    );
     for input in [DType::Bf16, DType::F32] {
         let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
         all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
