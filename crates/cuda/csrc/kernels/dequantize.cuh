@@ -13,11 +13,11 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
+#include "formats/plain.cuh"
 #include "kernels/column_tile.cuh"
 #include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
-#include "ptx/thread.cuh"
 
 namespace nib {
 
@@ -65,21 +65,13 @@ __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&valu
 /// Sixteen bytes of numbers, of which `left` exist.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
+    constexpr int kNumbers = 16 / Out::kBytes;
     if constexpr (kAligned) {
-        if (left <= 0) return;
-        if constexpr (Out::kBytes == 2)
-            ptx::store_16(to, {ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7])});
-        else
-            ptx::store_16(to, {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
+        if (left > 0) Few<Out, kNumbers>::from_f32(x).store(to);
     } else {
 #pragma unroll
-        for (int i = 0; i < 16 / Out::kBytes; ++i) {
-            if (i >= left) continue;
-            if constexpr (Out::kBytes == 2)
-                reinterpret_cast<u16*>(to)[i] = ptx::low_u16(ptx::pack_bf16(x[i], 0.0f));
-            else
-                reinterpret_cast<float*>(to)[i] = x[i];
-        }
+        for (int i = 0; i < kNumbers; ++i)
+            if (i < left) Few<Out, 1>::from_f32({x[i]}).store(to + i * Out::kBytes);
     }
 }
 

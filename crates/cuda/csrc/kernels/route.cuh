@@ -166,7 +166,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) p[i] = quotient.of(p[i]);
     }
-    return __fadd_rn(max, log_of_at_least_one(sum));
+    return __fadd_rn(max, log_of_normal(sum));
 }
 
 /// Writes the top_k <= 8 largest probabilities' experts, largest first, to `slots`.

@@ -44,7 +44,7 @@ __device__ __forceinline__ float normal_of_middle(double p, u32 bits) {
 
 /// The same where it is.
 __device__ __forceinline__ float normal_of_tail(u32 bits) {
-    const double q = __dsqrt_rn(__dmul_rn(-2.0, double(log_of_at_least_one(__double2float_rn(probability(bits))))));
+    const double q = __dsqrt_rn(__dmul_rn(-2.0, double(log_of_normal(__double2float_rn(probability(bits))))));
     return signed_normal(__ddiv_rn(polynomial(kTailNumerator, q), polynomial(kTailDenominator, q)), bits);
 }
 

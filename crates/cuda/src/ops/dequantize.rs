@@ -1,6 +1,7 @@
 //! `dequantize` on a GPU (`csrc/kernels/dequantize.cuh`).
 
 use super::Instance;
+use super::permute::type_name;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
@@ -123,16 +124,12 @@ struct Kind {
 
 impl Kind {
     fn spec(&self) -> KernelSpec {
-        let out = match self.dtype {
-            DType::F32 => "nib::F32",
-            DType::Bf16 => "nib::Bf16",
-        };
         KernelSpec {
             source: "kernels/dequantize.cuh",
             name: if self.down { "nib::dequantize_cols" } else { "nib::dequantize_rows" },
             args: vec![
                 ("kBits", TemplateArg::Int(self.bits as i64)),
-                ("Out", TemplateArg::Type(out)),
+                ("Out", TemplateArg::Type(type_name(self.dtype))),
                 ("kAligned", TemplateArg::Bool(self.aligned)),
             ],
         }
