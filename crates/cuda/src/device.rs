@@ -5,7 +5,7 @@
 
 use crate::driver::{check, failed, named};
 use crate::graph::GraphMemory;
-use crate::jit::{Cubin, Jit, KernelSpec, Key};
+use crate::jit::{Cubin, Jit, KernelSpec};
 use crate::launch::Kernel;
 use crate::probe::GpuInfo;
 use crate::staging::Staging;
@@ -32,7 +32,10 @@ struct Inner {
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
     jit: Jit,
-    modules: Mutex<HashMap<Key, Arc<Module>>>,
+    /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
+    modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
+    /// Zeroed words that counters are cut from.
+    zeros: Mutex<Option<(Arc<ZeroWords>, usize)>>,
     /// Made by the first copy.
     staging: Mutex<Option<Staging>>,
     /// Where memory comes from while work is recorded.
@@ -111,6 +114,7 @@ impl Device {
                 pool,
                 jit,
                 modules: Mutex::default(),
+                zeros: Mutex::default(),
                 staging: Mutex::default(),
                 recording: Mutex::default(),
                 live_bytes: AtomicUsize::new(0),
@@ -162,19 +166,48 @@ impl Device {
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::shape("Device::alloc", "len", len, "a size in bytes below 2^64"))?;
         let stream = self.stream()?;
-        let memory = self.recording().clone();
-        let address = match &memory {
-            Some(memory) => memory.alloc(bytes)?,
+        let recording = self.recording().clone();
+        let (address, memory) = match recording {
+            Some(graph) => (graph.alloc(bytes)?, Memory::Graph(graph)),
             None => {
                 // The driver has no empty allocations; one byte stands for them.
                 // SAFETY: pool and stream live as long as the device, which the buffer keeps.
                 let address = unsafe { result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream) };
                 self.count_live(bytes);
-                named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), address)
-                    .inspect_err(|_| self.uncount_live(bytes))?
+                let address = named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), address)
+                    .inspect_err(|_| self.uncount_live(bytes))?;
+                (address, Memory::Pool)
             }
         };
-        Ok(Buffer { address, len, device: self.clone(), memory, element: PhantomData })
+        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
+    }
+
+    /// A few words of zeros, without a fill of their own: counters of a conversion. Recorded work fills its own, at each launch.
+    pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
+        if len > ZEROS || self.recording().is_some() {
+            return self.filled(len, 0);
+        }
+        let stream = self.stream()?;
+        let mut zeros = self.inner.zeros.lock().unwrap_or_else(PoisonError::into_inner);
+        let (words, first) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
+            Some(left) => left,
+            None => {
+                let bytes = ZEROS * size_of::<u64>();
+                // SAFETY: pool and stream are alive; the range is that of the allocation.
+                let words = unsafe {
+                    let address = result::mem_pool::alloc_async(self.inner.pool, bytes, stream);
+                    let address = named("cuMemAllocFromPoolAsync", address)?;
+                    let words = ZeroWords { address, stream };
+                    named("cuMemsetD8Async", result::memset_d8_async(address, 0, bytes, stream))?;
+                    words
+                };
+                (Arc::new(words), 0)
+            }
+        };
+        let address = words.address + (first * size_of::<u64>()) as u64;
+        let memory = Memory::Zeros(words.clone());
+        *zeros = Some((words, first + len));
+        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
     }
 
     pub(crate) fn count_live(&self, bytes: usize) {
@@ -242,9 +275,8 @@ impl Device {
     /// The kernel, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
     pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
         self.inner.bind()?;
-        let key = self.inner.jit.key(spec)?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&key) {
+        let module = match modules.get(spec) {
             Some(module) => module.clone(),
             None => {
                 let num_arguments = self.inner.jit.num_arguments(spec)?;
@@ -255,11 +287,11 @@ impl Device {
                         .map_err(|error| Error::Jit { kernel: spec.to_string(), log: error.to_string() })?,
                 };
                 let module = Arc::new(module);
-                modules.insert(key, module.clone());
+                modules.insert(spec.clone(), module.clone());
                 module
             }
         };
-        Ok(Kernel { name: spec.to_string(), module, device: self.clone() })
+        Ok(Kernel { spec: spec.clone(), module, device: self.clone() })
     }
 }
 
@@ -307,6 +339,7 @@ impl Drop for Inner {
         unsafe {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
+            drop(self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
                 let _ = result::module::unload(module.module);
@@ -354,11 +387,44 @@ fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<us
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
+    /// Given back before the device's handle is.
+    memory: Memory,
     device: Device,
-    /// The graph's, if it was recorded; else the pool's.
-    memory: Option<Arc<GraphMemory>>,
     element: PhantomData<T>,
 }
+
+/// Where a buffer's bytes are from.
+enum Memory {
+    /// The pool: freed by the buffer.
+    Pool,
+    /// A recorded graph's.
+    Graph(Arc<GraphMemory>),
+    /// Cut from zeroed words, which outlive it.
+    Zeros(#[expect(dead_code, reason = "kept, not read")] Arc<ZeroWords>),
+}
+
+/// Zeroed words that are handed out once each. Without a handle of the device, which holds one of these: freed by the last
+/// buffer that was cut from it, or by the device.
+struct ZeroWords {
+    address: sys::CUdeviceptr,
+    stream: sys::CUstream,
+}
+
+// SAFETY: an address and a driver's handle, used with the context current.
+unsafe impl Send for ZeroWords {}
+// SAFETY: as above.
+unsafe impl Sync for ZeroWords {}
+
+impl Drop for ZeroWords {
+    fn drop(&mut self) {
+        // SAFETY: allocated from the pool and freed once, behind everything issued that may use it; whoever holds the last
+        // handle, a buffer or the device itself, still keeps the stream alive. An error has nobody to go to.
+        let _ = unsafe { result::free_async(self.address, self.stream) };
+    }
+}
+
+/// Words zeroed at a time: enough for the conversions of a training step.
+const ZEROS: usize = 6 << 10;
 
 impl<T: Pod> Buffer<T> {
     /// Number of values.
@@ -437,14 +503,18 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
 
 impl<T: Pod> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if let Some(memory) = &self.memory {
-            return memory.release(self.address, self.bytes());
-        }
-        self.device.uncount_live(self.bytes());
-        if let Ok(stream) = self.device.stream() {
-            // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A failure
-            // means the context is lost, and the memory with it.
-            let _ = unsafe { result::free_async(self.address, stream) };
+        match &self.memory {
+            Memory::Graph(graph) => graph.release(self.address, self.bytes()),
+            // The words may go with it: they want the context current.
+            Memory::Zeros(_) => drop(self.device.stream()),
+            Memory::Pool => {
+                self.device.uncount_live(self.bytes());
+                if let Ok(stream) = self.device.stream() {
+                    // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A
+                    // failure means the context is lost, and the memory with it.
+                    let _ = unsafe { result::free_async(self.address, stream) };
+                }
+            }
         }
     }
 }

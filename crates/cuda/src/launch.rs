@@ -2,6 +2,7 @@
 
 use crate::device::{Buffer, Device, Module};
 use crate::driver::{check, named};
+use crate::jit::KernelSpec;
 use crate::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
@@ -27,8 +28,8 @@ pub unsafe trait KernelArg {
 macro_rules! plain_args {
     ($($t:ty),*) => {$(
         // SAFETY: the value itself.
-        unsafe impl KernelArg for $t {
-            fn pointer(&self) -> *const c_void {
+        unsafe impl $crate::launch::KernelArg for $t {
+            fn pointer(&self) -> *const std::ffi::c_void {
                 std::ptr::from_ref(self).cast()
             }
             fn bytes(&self) -> usize {
@@ -37,6 +38,7 @@ macro_rules! plain_args {
         }
     )*};
 }
+pub(crate) use plain_args;
 plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.
@@ -200,7 +202,7 @@ impl Launch {
 
 /// A loaded kernel.
 pub struct Kernel {
-    pub(crate) name: String,
+    pub(crate) spec: KernelSpec,
     pub(crate) module: Arc<Module>,
     pub(crate) device: Device,
 }
@@ -215,8 +217,8 @@ impl Kernel {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         let sizes: Vec<_> = args.iter().map(|arg| arg.bytes()).collect();
         if sizes != self.module.param_bytes {
-            let (got, expected) =
-                (format!("{sizes:?} bytes"), format!("{:?} for {}", self.module.param_bytes, self.name));
+            let got = format!("{sizes:?} bytes");
+            let expected = format!("{:?} for {}", self.module.param_bytes, self.spec);
             return Err(Error::shape(OP, "args", got, expected));
         }
         let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| arg.pointer().cast_mut()).collect();
@@ -225,7 +227,7 @@ impl Kernel {
         let code = self.configured(launch, |config| unsafe {
             sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })?;
-        check(&format!("cuLaunchKernelEx({}, {launch:?})", self.name), code)
+        self.checked("cuLaunchKernelEx", launch, code)
     }
 
     /// How many clusters of this shape the device holds at once: a GPU's multiprocessors come in clusters of clusters, of
@@ -242,11 +244,19 @@ impl Kernel {
         let code = self.configured(launch, |config| unsafe {
             sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, config)
         })?;
-        check(&format!("cuOccupancyMaxActiveClusters({}, {launch:?})", self.name), code)?;
+        self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;
         // An instance is launched with one shape; if ever with two, the second is asked for each time.
         let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
         Ok(clusters)
+    }
+
+    /// The text is made for a failure only: it costs as much as the launch.
+    fn checked(&self, call: &str, launch: Launch, code: sys::CUresult) -> Result<()> {
+        match code {
+            sys::CUresult::CUDA_SUCCESS => Ok(()),
+            _ => check(&format!("{call}({}, {launch:?})", self.spec), code),
+        }
     }
 
     /// Hands the driver's form of a launch to a call.

@@ -79,7 +79,9 @@ impl<B: Backend> Swiglu<'_, B> {
 /// The backward pass of [`Swiglu`], with `a` made again from h: one kernel writes dh, `a` and the gate weight's
 /// gradient.
 ///
-/// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·s·(1 + g·(1 − s)); du = da·w·silu(g).
+/// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
+///
+/// Products from the left; what depends on g alone is rounded by itself.
 ///
 /// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that whoever has a tile of that many columns can sum its
 /// own: with p = silu(g)·u of the part's columns, past the last column zeros, pairs fma(p₁, da₁, p₀·da₀) of neighbours,

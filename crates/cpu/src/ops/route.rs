@@ -9,14 +9,15 @@ use crate::{Buf, Cpu};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::math;
+use std::ops::{Add, AddAssign};
 
 /// Lanes of a sum over experts.
-const EXPERT_LANES: usize = 2 * LANES;
+const EXPERT_LANES: usize = 4 * LANES;
 
 /// A sum over experts: `add(lane, j)` puts expert j's term on its lane.
 #[inline(always)]
-fn expert_sum(experts: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
-    let mut lanes = [0.0f32; EXPERT_LANES];
+fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(T, usize) -> T) -> T {
+    let mut lanes = [T::default(); EXPERT_LANES];
     let whole = experts - experts % EXPERT_LANES;
     for first in (0..whole).step_by(EXPERT_LANES) {
         for (i, lane) in lanes.iter_mut().enumerate() {
@@ -26,7 +27,8 @@ fn expert_sum(experts: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
     for (lane, j) in lanes.iter_mut().zip(whole..experts) {
         *lane = add(*lane, j);
     }
-    tree_sum(std::array::from_fn::<f32, LANES, _>(|i| lanes[i] + lanes[i + LANES]))
+    let four = |i: usize| (lanes[4 * i] + lanes[4 * i + 1]) + (lanes[4 * i + 2] + lanes[4 * i + 3]);
+    tree_sum(std::array::from_fn::<T, LANES, _>(four))
 }
 
 /// Softmax of each row and its log Σ exp.
@@ -37,7 +39,7 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
         probs.copy_from_slice(logits);
         let max = lane_max(probs);
         exp_less(probs, max);
-        let sum = expert_sum(experts, |lane, j| lane + probs[j]);
+        let sum = expert_sum(experts, |lane: f32, j| lane + probs[j]);
         for p in probs.iter_mut() {
             *p /= sum;
         }
@@ -129,26 +131,28 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     })
 }
 
+/// Closes sixteen lanes of `width` sums.
+fn close_lanes<T: Copy + AddAssign>(lanes: &mut [T], width: usize) {
+    for half in [8, 4, 2, 1] {
+        let (low, high) = lanes.split_at_mut(half * width);
+        low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+    }
+}
+
 /// Sums of `width` values over the tokens of a shard: `add(lane, token)` puts a token's on its lane.
-fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f64], usize)) -> Vec<f64> {
-    let close = |lanes: &mut [f64]| {
-        for half in [8, 4, 2, 1] {
-            let (low, high) = lanes.split_at_mut(half * width);
-            low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
-        }
-    };
+fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Vec<f64> {
     let mut all = vec![0.0f64; LANES * width];
-    let mut chunk = vec![0.0f64; LANES * width];
+    let mut chunk = vec![0.0f32; LANES * width];
     for (i, first) in (0..tokens).step_by(Route::<Cpu>::CHUNK).enumerate() {
         chunk.fill(0.0);
         for token in first..tokens.min(first + Route::<Cpu>::CHUNK) {
             add(&mut chunk[token % LANES * width..][..width], token);
         }
-        close(&mut chunk);
+        close_lanes(&mut chunk, width);
         let lane = &mut all[i % LANES * width..][..width];
-        lane.iter_mut().zip(&chunk).for_each(|(lane, sum)| *lane += sum);
+        lane.iter_mut().zip(&chunk).for_each(|(lane, sum)| *lane += f64::from(*sum));
     }
-    close(&mut all);
+    close_lanes(&mut all, width);
     all.truncate(width);
     all
 }
@@ -176,15 +180,11 @@ fn shard_losses(
         let sums = token_sum(tokens, experts + 1, |lane, token| {
             let row = &probs[token * experts..][..experts];
             for (sum, &p) in lane.iter_mut().zip(row) {
-                *sum += f64::from(p);
+                *sum += p;
             }
-            lane[experts] += f64::from(log_sum_exp[token]) * f64::from(log_sum_exp[token]);
+            lane[experts] += log_sum_exp[token] * log_sum_exp[token];
         });
-        let mut lanes = [0.0f64; EXPERT_LANES];
-        for (j, (&n, p)) in load.iter().zip(&sums).enumerate() {
-            lanes[j % EXPERT_LANES] += f64::from(n) * p;
-        }
-        let balance = tree_sum(std::array::from_fn::<f64, LANES, _>(|i| lanes[i] + lanes[i + LANES]));
+        let balance: f64 = expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]);
         let squares = sums[experts];
         // A shard without tokens has no loss, rather than 0 / 0.
         let (per_slot, per_token) = ((slots * tokens).max(1) as f64, tokens.max(1) as f64);

@@ -49,6 +49,31 @@ struct E2m1 {
         return pack_halves<kExceeds>(half);
     }
 
+    /// Codes of x · 2^(127 - byte), nearest-even, for finite numbers that this brings to 6 at most; half the work of the integer
+    /// pipe that `encode` is.
+    ///
+    /// The code of v rises by 1 every half up to 2, every 1 up to 4, every 2 up to 6: it is the smallest of 2v, v + 2 and v / 2 + 4.
+    /// A fused multiply-add to a number whose last place is worth a half, 1 or 2 rounds as each of them wants, and leaves
+    /// the code in the last bits.
+    __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 byte) {
+        const u32 factor = ((254 - byte) << 7) * 0x10001;
+        u32 code[4];  // above 0x42C0 in either half
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 magnitude = x.word[i] & 0x7FFF7FFF;
+            const u32 halves = ptx::fma_bf16x2(magnitude, factor, 0x42C042C0);  // 96
+            const u32 ones = ptx::fma_bf16x2(magnitude, factor, 0x43424342);    // 192 + 2
+            const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 384 + 8
+            code[i] = ptx::add_min_s16x2(twos, 0xFF00FF00, ptx::add_min_s16x2(ones, 0xFF80FF80, halves));
+        }
+        // Elements 0, 2, 1, 3 and 4, 6, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
+        const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
+        const u32 signs_a = __byte_perm(x.word[0], x.word[1], 0x7351), signs_b = __byte_perm(x.word[2], x.word[3], 0x7351);
+        const u32 signs_even = __byte_perm(signs_a, signs_b, 0x5410), signs_odd = __byte_perm(signs_a, signs_b, 0x7632);
+        return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
+    }
+
     /// The same for F32, which is rounded before it becomes F16.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {

@@ -4,19 +4,20 @@
 //
 // dequantize_rows<kBits, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
 //   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
-//   Any grid, best ceil(rows · segments / 8) but at most 32 ctas a multiprocessor. Blocks of rows with cols a multiple of the
+//   Any grid, best ceil(rows · segments / 8) but at most 128 ctas a multiprocessor. Blocks of rows with cols a multiple of the
 //   block may be passed as one row, if they are less than 2^30 numbers.
 // dequantize_cols<kBits, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
+#include "formats/plain.cuh"
 #include "kernels/column_tile.cuh"
 #include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
-#include "ptx/thread.cuh"
 
 namespace nib {
 
@@ -41,13 +42,19 @@ struct DecodeArg {
     }
 };
 
-/// Codes of kBits bits. Their values by way of F16, which has all the elements in it: E5M2 as its upper byte, and E2M1, times 2^-14,
-/// likewise, subnormal numbers where E2M1 has them.
-template <int kBits>
-struct Code;
+/// Eight codes of E2M1 as the upper bytes of the same numbers in F16, which is E5M2.
+__device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
+    // Of 0, 0.5, 1, 1.5; of 2, 3, 4, 6. A code without its sign picks one.
+    constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
+    const u32 magnitudes = eight & 0x77777777, even_signs = eight << 4;
+    const u32 low = __byte_perm(kSmall, kLarge, magnitudes), high = __byte_perm(kSmall, kLarge, magnitudes >> 16);
+    return {low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080)};
+}
 
-/// Four values out of two pairs of F16.
-__device__ __forceinline__ void four_values(u32 low, u32 high, float (&value)[4]) {
+/// Values of four codes of eight bits, by way of F16, which has both formats in it.
+__device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
+    const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
+    const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
     const float2 a = ptx::f32x2_from_f16x2(low), b = ptx::f32x2_from_f16x2(high);
     value[0] = a.x;
     value[1] = a.y;
@@ -55,69 +62,16 @@ __device__ __forceinline__ void four_values(u32 low, u32 high, float (&value)[4]
     value[3] = b.y;
 }
 
-template <>
-struct Code<4> {
-    static constexpr int kBlock = 32;
-    static constexpr u32 kTwoTo14 = 0x74007400;  // twice
-
-    /// Values of four codes in the low half of a word.
-    __device__ __forceinline__ static void decode_four(u32 four, bool, float (&value)[4]) {
-        const u32 two = __byte_perm(four, 0, 0x4140);  // codes 0 and 1 in the low half, 2 and 3 in the high one
-        const u32 even = (two << 9 & 0x0E000E00) | (two << 12 & 0x80008000);
-        const u32 odd = (two << 5 & 0x0E000E00) | (two << 8 & 0x80008000);
-        const float2 a = ptx::f32x2_from_f16x2(ptx::mul_f16x2(even, kTwoTo14)), b = ptx::f32x2_from_f16x2(ptx::mul_f16x2(odd, kTwoTo14));
-        value[0] = a.x;
-        value[1] = b.x;
-        value[2] = a.y;
-        value[3] = b.y;
-    }
-
-    /// Eight codes as upper bytes of F16.
-    __device__ __forceinline__ static uint2 widen(u32 eight) {
-        const u32 even = (eight << 1 & 0x0E0E0E0E) | (eight << 4 & 0x80808080);
-        const u32 odd = (eight >> 3 & 0x0E0E0E0E) | (eight & 0x80808080);
-        return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
-    }
-
-    /// Values of four such bytes.
-    __device__ __forceinline__ static void decode_bytes(u32 four, bool, float (&value)[4]) {
-        const u32 low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
-        four_values(ptx::mul_f16x2(low, kTwoTo14), ptx::mul_f16x2(high, kTwoTo14), value);
-    }
-};
-
-template <>
-struct Code<8> {
-    static constexpr int kBlock = 128;
-
-    /// Values of four codes in a word.
-    __device__ __forceinline__ static void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
-        const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
-        const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
-        four_values(low, high, value);
-    }
-
-    __device__ __forceinline__ static void decode_bytes(u32 four, bool is_e5m2, float (&value)[4]) { decode_four(four, is_e5m2, value); }
-};
-
 /// Sixteen bytes of numbers, of which `left` exist.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
+    constexpr int kNumbers = 16 / Out::kBytes;
     if constexpr (kAligned) {
-        if (left <= 0) return;
-        if constexpr (Out::kBytes == 2)
-            ptx::store_16(to, {ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7])});
-        else
-            ptx::store_16(to, {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
+        if (left > 0) Few<Out, kNumbers>::from_f32(x).store(to);
     } else {
 #pragma unroll
-        for (int i = 0; i < 16 / Out::kBytes; ++i) {
-            if (i >= left) continue;
-            if constexpr (Out::kBytes == 2)
-                reinterpret_cast<u16*>(to)[i] = ptx::low_u16(ptx::pack_bf16(x[i], 0.0f));
-            else
-                reinterpret_cast<float*>(to)[i] = x[i];
-        }
+        for (int i = 0; i < kNumbers; ++i)
+            if (i < left) Few<Out, 1>::from_f32({x[i]}).store(to + i * Out::kBytes);
     }
 }
 
@@ -127,7 +81,8 @@ __global__ void __launch_bounds__(256)
                     int cols, Divider by_segments, u32 segments) {
     constexpr int kNumbers = 16 / Out::kBytes;  // of a lane, as one store takes them
     constexpr int kChunkCols = kNumbers * 32, kChunks = 1024 / kChunkCols;
-    constexpr int kCodeBytes = kNumbers * kBits / 8, kBlock = Code<kBits>::kBlock;
+    constexpr int kCodeBytes = kNumbers * kBits / 8, kBlock = kBits == 4 ? E2m1::kBlock : E4m3::kBlock;
+    const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
     const int lane = threadIdx.x % 32;
     const int blocks = ceil_div(cols, kBlock);
     const u64 line_bytes = u64(cols) * kBits / 8;
@@ -137,7 +92,7 @@ __global__ void __launch_bounds__(256)
         const int col = segment * 1024 + lane * kNumbers;
         const u8* from = codes + row * line_bytes + u64(col) * kBits / 8;
         const u64 first_scale = u64(arg.scale_line(row)) * blocks;
-        u32 four[kChunks][kNumbers / 4];
+        u32 four[kChunks][kNumbers / 4];  // codes; of four bits, eight in the first
         float scale[kChunks];
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -155,9 +110,7 @@ __global__ void __launch_bounds__(256)
                     four[i][0] = v.x;
                     four[i][1] = v.y;
                 } else if constexpr (kCodeBytes == 4) {
-                    const u32 v = __ldg(reinterpret_cast<const u32*>(place));
-                    four[i][0] = v;
-                    if constexpr (kBits == 4) four[i][1] = v >> 16;
+                    four[i][0] = __ldg(reinterpret_cast<const u32*>(place));
                 } else {
                     four[i][0] = __ldg(reinterpret_cast<const u16*>(place));
                 }
@@ -168,10 +121,15 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             float x[kNumbers];
+            if constexpr (kBits == 4) {
+                const uint2 wide = e5m2_from_e2m1(four[i][0]);
+                four[i][0] = wide.x;
+                if constexpr (kNumbers == 8) four[i][1] = wide.y;
+            }
 #pragma unroll
             for (int j = 0; j < kNumbers / 4; ++j) {
                 float value[4];
-                Code<kBits>::decode_four(four[i][j], arg.is_e5m2, value);
+                decode_four(four[i][j], is_e5m2, value);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) x[4 * j + k] = __fmul_rn(value[k], scale[i]);
             }
@@ -180,11 +138,31 @@ __global__ void __launch_bounds__(256)
     }
 }
 
+/// Sixteen codes of a line, of which `left` exist, a byte each; those of four bits as E5M2.
+template <int kBits, bool kAligned>
+__device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
+    if constexpr (kBits == 4) {
+        // Lines are whole blocks of 32.
+        const uint2 packed = left > 0 ? ptx::load_8(from) : uint2{0, 0};
+        const uint2 low = e5m2_from_e2m1(packed.x), high = e5m2_from_e2m1(packed.y);
+        return {low.x, low.y, high.x, high.y};
+    } else if constexpr (kAligned) {
+        return left > 0 ? ptx::load_16(from) : uint4{0, 0, 0, 0};
+    } else {
+        u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (i < left) word[i / 4] |= u32(__ldg(from + i)) << (i % 4 * 8);
+        return {word[0], word[1], word[2], word[3]};
+    }
+}
+
 template <int kBits, class Out, bool kAligned>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, kAligned ? 4 : 3)
     dequantize_cols(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, int band) {
-    constexpr int kBlock = Code<kBits>::kBlock, kBlocks = kTile / kBlock;
+    constexpr int kBlock = kBits == 4 ? E2m1::kBlock : E4m3::kBlock, kBlocks = kTile / kBlock;
+    const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
     __shared__ ColumnTile tile;
     __shared__ float scale[kBlocks][kTile];
     const TilePlace at(cols, ceil_div(rows, kTile) * kTile, band);
@@ -192,37 +170,34 @@ __global__ void __launch_bounds__(256, 4)
     const u64 line_bytes = u64(rows) * kBits / 8;
     const int blocks = ceil_div(rows, kBlock);
 
-    // Sixteen codes of a column at a time, a byte each.
+    // Everything is fetched before anything is stored. Sixteen codes of a column at a time.
+    constexpr int kScales = ceil_div(kTile * kBlocks, 256);
+    float fetched[kScales];
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+        const int index = i * 256 + threadIdx.x, col = first_col + index / kBlocks, block = at.strip * kBlocks + index % kBlocks;
+        const bool exists = index < kTile * kBlocks && col < cols && block < blocks;
+        fetched[i] = exists ? arg.scale(scales, u64(col) * blocks + block) : 0.0f;
+    }
+    const int line = threadIdx.x / 8, chunk_16 = threadIdx.x % 8;
+    uint4 sixteen[4];
 #pragma unroll
     for (int pass = 0; pass < 4; ++pass) {
-        const int col = pass * 32 + threadIdx.x / 8, chunk = threadIdx.x % 8;
-        const int left = first_col + col < cols ? rows - first_row - chunk * 16 : 0;
-        const u8* const from = codes + (first_col + col) * line_bytes + u64(first_row + chunk * 16) * kBits / 8;
-        uint4 v = {0, 0, 0, 0};
-        if constexpr (kBits == 4) {
-            // Lines are whole blocks of 32.
-            if (left > 0) {
-                const uint2 packed = ptx::load_8(from);
-                const uint2 low = Code<4>::widen(packed.x), high = Code<4>::widen(packed.y);
-                v = {low.x, low.y, high.x, high.y};
-            }
-        } else if constexpr (kAligned) {
-            if (left > 0) v = ptx::load_16(from);
-        } else {
-            u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int i = 0; i < 16; ++i)
-                if (i < left) word[i / 4] |= u32(__ldg(from + i)) << (i % 4 * 8);
-            v = {word[0], word[1], word[2], word[3]};
-        }
-        // The halves of a pair of octets are exchanged in the upper half of the tile.
-        u8* const place = tile.bytes + col * kTile + (chunk ^ (col / 8 % 8)) * 16;
-        *reinterpret_cast<uint4*>(place) = col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
+        const int col = first_col + pass * 32 + line;
+        const int left = col < cols ? rows - first_row - chunk_16 * 16 : 0;
+        sixteen[pass] = load_codes<kBits, kAligned>(codes + col * line_bytes + u64(first_row + chunk_16 * 16) * kBits / 8, left);
     }
-    for (int i = threadIdx.x; i < kTile * kBlocks; i += 256) {
-        const int col = i / kBlocks, block = at.strip * kBlocks + i % kBlocks;
-        if (first_col + col < cols && block < blocks)
-            scale[i % kBlocks][col] = arg.scale(scales, u64(first_col + col) * blocks + block);
+#pragma unroll
+    for (int pass = 0; pass < 4; ++pass) {
+        const int col = pass * 32 + line;
+        const uint4 v = sixteen[pass];
+        // The halves of a pair of octets are exchanged in the upper half of the tile.
+        *reinterpret_cast<uint4*>(tile.bytes + col * kTile + (chunk_16 ^ (col / 8 % 8)) * 16) = pass < 2 ? v : uint4{v.z, v.w, v.x, v.y};
+    }
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+        const int index = i * 256 + threadIdx.x;
+        if (index < kTile * kBlocks) scale[index % kBlocks][index / kBlocks] = fetched[i];
     }
     __syncthreads();
 
@@ -258,7 +233,7 @@ __global__ void __launch_bounds__(256, 4)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value[4];
-            Code<kBits>::decode_bytes(row[half][j], arg.is_e5m2, value);
+            decode_four(row[half][j], is_e5m2, value);
 #pragma unroll
             for (int c = 0; c < 4; ++c) x[half * 4 + c] = __fmul_rn(value[c], by[half][c]);
         }

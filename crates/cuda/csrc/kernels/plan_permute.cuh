@@ -6,7 +6,7 @@
 //   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
 //   found = {rows needed, slots occupied}. Where the rows do not fit the capacity: groups without rows.
 //   kThreads = kPlanThreads threads; grid chunks, but plan_place at least 1. Dynamic shared memory: plan_count 4 * columns bytes; plan_place
-//   16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
+//   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -45,10 +45,15 @@ __global__ void __launch_bounds__(kThreads)
     extern __shared__ int count[];
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) count[g] = 0;
     __syncthreads();
-    const int first = blockIdx.x * (sizes.passes * kPassSlots);
-    for (int i = threadIdx.x; i < sizes.passes * kPassSlots; i += kThreads) {
-        const int group = group_of(expert, first + i, sizes);
-        if (group >= 0) atomicAdd(&count[group], 1);
+    const int first = blockIdx.x * (sizes.passes * kPassSlots) + threadIdx.x;
+#pragma unroll 2
+    for (int pass = 0; pass < sizes.passes; ++pass) {
+        int group[kPlanRounds];
+#pragma unroll
+        for (int i = 0; i < kPlanRounds; ++i) group[i] = group_of(expert, first + (pass * kPlanRounds + i) * kThreads, sizes);
+#pragma unroll
+        for (int i = 0; i < kPlanRounds; ++i)
+            if (group[i] >= 0) atomicAdd(&count[group[i]], 1);
     }
     __syncthreads();
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) counts[u64(blockIdx.x) * sizes.columns + g] = u16(count[g]);
@@ -93,11 +98,11 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
                 if (chunk < blockIdx.x) earlier[i] += n;
             }
         }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            partial[2 * row * sizes.columns + unit * 8 + i] = earlier[i];
-            partial[(2 * row + 1) * sizes.columns + unit * 8 + i] = total[i];
-        }
+        int4* const to = reinterpret_cast<int4*>(partial + 2 * row * sizes.columns) + 2 * unit;
+        to[0] = {earlier[0], earlier[1], earlier[2], earlier[3]};
+        to[1] = {earlier[4], earlier[5], earlier[6], earlier[7]};
+        to[2 * units] = {total[0], total[1], total[2], total[3]};
+        to[2 * units + 1] = {total[4], total[5], total[6], total[7]};
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * sizes.columns; i += kPlanThreads) {
@@ -110,6 +115,13 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
             all[i - sizes.columns] = sum;
     }
     __syncthreads();
+}
+
+/// Sum of values[0 .. count - 1], by one warp.
+__device__ __forceinline__ int warp_sum(const int* values, int count) {
+    int sum = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) sum += values[i];
+    return __reduce_add_sync(kFullWarp, sum);
 }
 
 /// Where rows are described.
@@ -141,34 +153,38 @@ __global__ void __launch_bounds__(kThreads)
                int* __restrict__ len_out, int* __restrict__ row_id, int* __restrict__ source_row, int* __restrict__ row_slot,
                int* __restrict__ slot_row, int* __restrict__ found, const __grid_constant__ PlanSizes sizes, int top_k, Divider by_top_k) {
     static_assert(kThreads == kPlanThreads);
-    extern __shared__ int shared[];
+    extern __shared__ int4 shared[];
     const int columns = sizes.columns;
-    int* const next = shared;             // [columns]: the chunk's next row of each group
-    int* const len = next + columns;      // [columns]
-    int* const start = len + columns;     // [columns]
-    int* const local = start + columns;   // [columns]: where the group begins in `sorted`
-    u32* const sorted = reinterpret_cast<u32*>(local + columns);           // [kPassSlots]: group << 16 | slot in the pass
-    u16* const warp_count = reinterpret_cast<u16*>(sorted + kPassSlots);   // [kPlanWarps][columns]
-    int* const partial = reinterpret_cast<int*>(sorted);                   // [2 * count_rows][columns], before those
+    int* const next = reinterpret_cast<int*>(shared);  // [columns]: the chunk's next row of each group
+    int* const len = next + columns;                   // [columns]
+    int* const start = len + columns;                  // [columns]
+    int* const local = start + columns;                // [columns]: where the group begins in `sorted`
+    int* const ids = local + columns;                  // [kPassSlots + 1]: global numbers of the pass's tokens
+    int* const partial = ids + kPassSlots + 4;         // [2 * count_rows][columns], before the two that follow
+    u32* const sorted = reinterpret_cast<u32*>(partial);                  // [kPassSlots]: group << 16 | slot in the pass
+    u16* const warp_count = reinterpret_cast<u16*>(sorted + kPassSlots);  // [kPlanWarps][columns]
     __shared__ int warp_occupied[kPlanWarps + 1];
     __shared__ int totals[4];  // rows needed, slots occupied, those of earlier chunks, and of this pass
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
+    int group[kPlanRounds];
+    const auto load = [&](int pass) {
+        const int first = (blockIdx.x * sizes.passes + pass) * kPassSlots;
+#pragma unroll
+        for (int round = 0; round < kPlanRounds; ++round)
+            group[round] = group_of(expert, first + (warp * kPlanRounds + round) * 32 + lane, sizes);
+        if (first >= sizes.slots) return;
+        const int token = by_top_k.divide(u32(first)), last = by_top_k.divide(u32(min(first + kPassSlots, sizes.slots) - 1));
+        for (int i = threadIdx.x; i <= last - token; i += kThreads) ids[i] = __ldg(token_id + token + i);
+    };
+    load(0);
     sum_counts(counts, sizes, partial, next, len);
-    for (int g = threadIdx.x; g < columns; g += kThreads) {
+    for (int g = threadIdx.x; g < columns; g += kThreads)
         start[g] = g < sizes.groups ? ceil_div(len[g], sizes.align) * sizes.align : 0;
-        local[g] = next[g];
-    }
     __syncthreads();
-    if (warp == 0) {
-        const int needed = exclusive_scan(start, columns);
-        const int earlier = exclusive_scan(local, columns);
-        if (lane == 0) totals[0] = needed, totals[2] = earlier;
-    } else if (warp == 1) {
-        int occupied = 0;
-        for (int g = lane; g < columns; g += 32) occupied += len[g];
-        occupied = __reduce_add_sync(kFullWarp, occupied);
-        if (lane == 0) totals[1] = occupied;
+    if (warp < 3) {
+        const int total = warp == 0 ? exclusive_scan(start, columns) : warp_sum(warp == 1 ? len : next, columns);
+        if (lane == 0) totals[warp] = total;
     }
     __syncthreads();
     const bool fits = totals[0] <= sizes.capacity;
@@ -196,22 +212,21 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         // A warp takes 128 neighbouring slots, 32 a round: rank counts those of the same group before it in the warp.
         u16* const mine = warp_count + warp * columns;
-        int group[kPlanRounds], rank[kPlanRounds], place[kPlanRounds], before = 0;
+        int rank[kPlanRounds], place[kPlanRounds], before = 0;
+        u32 same[kPlanRounds];
 #pragma unroll
-        for (int round = 0; round < kPlanRounds; ++round)
-            group[round] = group_of(expert, first + (warp * kPlanRounds + round) * 32 + lane, sizes);
+        for (int round = 0; round < kPlanRounds; ++round) same[round] = __match_any_sync(kFullWarp, group[round]);
 #pragma unroll
         for (int round = 0; round < kPlanRounds; ++round) {
-            const u32 same = __match_any_sync(kFullWarp, group[round]);
             const u32 taken = __ballot_sync(kFullWarp, group[round] >= 0);
             const u32 below = (1u << lane) - 1;
             place[round] = before + __popc(taken & below);
             before += __popc(taken);
             if (group[round] >= 0) {
                 const int seen = mine[group[round]];
-                rank[round] = seen + __popc(same & below);
+                rank[round] = seen + __popc(same[round] & below);
                 __syncwarp(taken);
-                if ((same & below) == 0) mine[group[round]] = u16(seen + __popc(same));
+                if ((same[round] & below) == 0) mine[group[round]] = u16(seen + __popc(same[round]));
             }
             __syncwarp();
         }
@@ -253,15 +268,16 @@ __global__ void __launch_bounds__(kThreads)
         }
         __syncthreads();
         // In sorted order, so that neighbouring threads write neighbouring rows.
-        const int all = totals[3];
+        const int all = totals[3], first_token = by_top_k.divide(u32(min(first, sizes.slots)));
         for (int i = threadIdx.x; i < all; i += kThreads) {
             const int g = int(sorted[i] >> 16), slot = first + int(sorted[i] & 0xFFFF);
             const int token = int(by_top_k.divide(u32(slot)));
-            rows.set(next[g] + i - local[g], int(u32(__ldg(token_id + token)) * top_k + slot - token * top_k), token, slot);
+            rows.set(next[g] + i - local[g], int(u32(ids[token - first_token]) * top_k + slot - token * top_k), token, slot);
         }
         earlier = warp_occupied[kPlanWarps];
         __syncthreads();
         for (int g = threadIdx.x; g < columns; g += kThreads) next[g] += (g + 1 < columns ? local[g + 1] : all) - local[g];
+        if (pass + 1 < sizes.passes) load(pass + 1);
         __syncthreads();
     }
 }

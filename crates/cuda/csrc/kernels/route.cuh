@@ -1,380 +1,535 @@
 // The router: softmax over the experts, the largest of them, and the losses of each shard; and the way back. In which order
 // sums run is said in crates/core/src/ops/route.rs.
 //
-// route_tokens<kLanes, kPerLane>: logits [tokens][experts], experts <= kLanes * kPerLane, in shards of tokens_per_shard
-// tokens; a cta takes one of the shard's `chunks` chunks of 64 tokens, kLanes lanes a token. probs as the logits; expert and
-// weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the sums of probabilities [experts], of squares of log_sum_exp,
-// and its slots' experts counted [experts].
-//   16 * kLanes threads; grid shards * chunks; route_shared_bytes(experts, top_k) of dynamic shared memory.
-// route_losses<kThreads>: sums those of a shard's chunks: load [shards][experts], losses [shards][2].
-//   kThreads threads; grid shards; (16 * 8 + 4) * experts bytes of dynamic shared memory.
-// route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (its factor
-// for one slot: balance) and of the z-loss (z).
-//   16 * kLanes threads, any grid; 16 * experts * 4 bytes of dynamic shared memory.
+// kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
+// Ctas take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
+//
+// route_tokens<kLanes, kPerLane>: logits, probs [tokens][experts]; expert, weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the
+//   sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each expert [experts].
+//   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
+//   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k numbers.
+// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
+//   1024 threads; clusters of ceil(experts / 64) ctas, one a shard.
+// route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
+//   each slot of the load) and of the z-loss (z).
+//   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
 #pragma once
+#include "math/divide.cuh"
 #include "math/exp.cuh"
 #include "math/log.cuh"
 #include "math/reduce.cuh"
+#include "math/sort.cuh"
+#include "ptx/global.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-constexpr int kRouteGroups = 16;   // tokens a cta works on at once, and lanes of a sum over tokens
-constexpr int kRouteChunk = 64;    // tokens
-constexpr int kExpertLanes = 32;   // lanes of a sum over experts
+constexpr int kRouteChunk = 64;  // tokens
+constexpr int kTokenLanes = 16;  // lanes of a sum over tokens
+constexpr int kSumQuads = 16;    // quads of lanes of a sum over experts
+constexpr int kSorted = 8;       // the most experts that the fast choice finds
 constexpr u32 kWarp = 0xFFFFFFFF;
-constexpr u32 kNegInfinityBits = 0xFF800000;
 
-/// kLanes neighbouring lanes share a token: lane l has experts l, l + kLanes, ...
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+/// Sums values that lie kHalf apart, then kHalf / 2, ..., to the first one; those past the last one are zeros.
+template <int kHalf, int kCount, class T>
+__device__ __forceinline__ void tree_sum(T (&x)[kCount]) {
+    if constexpr (kHalf > 0) {
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i)
+            if (i + kHalf < kCount) x[i] = add(x[i], x[i + kHalf]);
+        tree_sum<kHalf / 2>(x);
+    }
+}
+
 template <int kLanes, int kPerLane>
 struct TokenLanes {
-    static constexpr int kSets = kExpertLanes / kLanes;  // lanes of the sum that one thread stands for
-    static constexpr int kIndexBits = kPerLane == 1 ? 0 : kPerLane == 2 ? 1 : kPerLane == 4 ? 2 : kPerLane == 8 ? 3 : 4;
-    static_assert(kSets >= 1 && 1 << kIndexBits == kPerLane);
+    static constexpr int kThreads = kLanes < 4 ? kRouteChunk * kLanes : 256;
+    static constexpr int kGroups = kThreads / kLanes;  // tokens at once
+    static constexpr int kQuads = kPerLane / 4;
+    static constexpr int kSets = kSumQuads / kLanes;  // quads of the sum that a thread stands for
+    static constexpr int kUsed = kSets < kQuads ? kSets : kQuads;
+    static constexpr int kExperts = kLanes * kPerLane;
+    static_assert(kSets >= 1 && kRouteChunk % kGroups == 0);
+
+    /// The first expert of the thread's i-th quad.
+    __device__ __forceinline__ static int first_of(int quad) { return 4 * (quad * kLanes + int(threadIdx.x % kLanes)); }
 
     __device__ __forceinline__ static float largest(float x) {
 #pragma unroll
-        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, lane));
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = ptx::max_or_nan(x, __shfl_xor_sync(kWarp, x, lane));
         return x;
     }
 
     __device__ __forceinline__ static u32 largest(u32 x) {
 #pragma unroll
-        for (int lane = kLanes / 2; lane > 0; lane /= 2) {
-            const u32 other = __shfl_xor_sync(kWarp, x, lane);
-            x = other > x ? other : x;
-        }
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = larger_of(x, __shfl_xor_sync(kWarp, x, lane));
         return x;
     }
 
-    /// Sum over the experts in the agreed order: `add(lane, i)` adds the thread's i-th term to a lane.
-    template <class Add>
-    __device__ __forceinline__ static float sum(Add add) {
-        float lanes[kSets] = {};
+    /// Closes the lanes of a sum over experts.
+    __device__ __forceinline__ static float close(const float (&lanes)[kUsed * 4]) {
+        float quad[kUsed];
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) lanes[i % kSets] = add(lanes[i % kSets], i);
-#pragma unroll
-        for (int half = kSets / 2; half > 0; half /= 2)
-#pragma unroll
-            for (int i = 0; i < half; ++i) lanes[i] = __fadd_rn(lanes[i], lanes[i + half]);
-        float sum = lanes[0];
+        for (int i = 0; i < kUsed; ++i)
+            quad[i] = __fadd_rn(__fadd_rn(lanes[4 * i], lanes[4 * i + 1]), __fadd_rn(lanes[4 * i + 2], lanes[4 * i + 3]));
+        // A quad that no expert is in would add zero.
+        tree_sum<kSets / 2>(quad);
+        float sum = quad[0];
 #pragma unroll
         for (int lane = kLanes / 2; lane > 0; lane /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, lane));
         return sum;
     }
 };
 
-/// x / y for many x with 0 <= x <= y, y >= 1: IEEE's quotient. The first guess is within a unit in the last place and the
-/// reciprocal is the nearest one, so that one correction is enough (Markstein) while the remainder is exact: x zero or not tiny.
-struct Quotient {
-    float y, reciprocal, rest;
-
-    __device__ __forceinline__ explicit Quotient(float y) : y(y), reciprocal(__frcp_rn(y)) {
-        rest = __fmul_rn(__fmaf_rn(-y, reciprocal, 1.0f), reciprocal);
+/// Copies the thread's part of a row to shared memory, in the background where rows lie on 16 bytes; `nothing` past its end.
+template <class Token>
+__device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, float nothing) {
+    if (experts % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            if (j < experts)
+                ptx::copy_16_async(row + j, from + j, true);
+            else
+                *reinterpret_cast<float4*>(row + j) = {nothing, nothing, nothing, nothing};
+        }
+        return;
     }
-    __device__ __forceinline__ static bool is_tiny(float x) { return x < 8.27e-25f && x > 0.0f; }  // 2^-80
-    __device__ __forceinline__ float of(float x) const {
-        const float guess = __fmaf_rn(x, reciprocal, __fmul_rn(x, rest));
-        return __fmaf_rn(__fmaf_rn(-y, guess, x), reciprocal, guess);
+    for (int i = 0; i < 4 * Token::kQuads; ++i) {
+        const int j = Token::first_of(i / 4) + i % 4;
+        row[j] = j < experts ? __ldcs(from + j) : nothing;
     }
-};
-
-__device__ __forceinline__ void order_descending(u32& a, u32& b) {
-    const u32 low = a < b ? a : b;
-    a = a < b ? b : a;
-    b = low;
 }
 
-/// Batcher's odd-even merge sort, largest first.
-template <int kCount>
-__device__ __forceinline__ void sort_descending(u32 (&x)[kCount]) {
+/// The thread's part of a row in shared memory.
+template <class Token>
+__device__ __forceinline__ void read_row(const float* row, float (&x)[4 * Token::kQuads]) {
 #pragma unroll
-    for (int p = 1; p < kCount; p *= 2)
-#pragma unroll
-        for (int k = p; k > 0; k /= 2)
-#pragma unroll
-            for (int j = k % p; j + k < kCount; j += 2 * k)
-#pragma unroll
-                for (int i = 0; i < k; ++i)
-                    if (i + j + k < kCount && (i + j) / (2 * p) == (i + j + k) / (2 * p)) order_descending(x[i + j], x[i + j + k]);
+    for (int i = 0; i < Token::kQuads; ++i) {
+        const float4 quad = *reinterpret_cast<const float4*>(row + Token::first_of(i));
+        x[4 * i] = quad.x, x[4 * i + 1] = quad.y, x[4 * i + 2] = quad.z, x[4 * i + 3] = quad.w;
+    }
 }
 
-/// The chosen experts of one token, in shared memory.
-struct Slots {
-    int* expert;
-    float* prob;
-};
+template <class Token>
+__device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token::kQuads]) {
+#pragma unroll
+    for (int i = 0; i < Token::kQuads; ++i)
+        *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+}
 
-/// The top_k largest probabilities, the lower index first among equals.
-///
-/// A lane sorts its own as integers, the index below the bits of the probability; then the largest of all lanes' first ones
-/// is taken top_k times. In 32 bits there is no room for the smallest probabilities: false if one of them was chosen.
+/// Stores the thread's part of a row.
+template <class Token>
+__device__ __forceinline__ void store_row(float* to, const float (&x)[4 * Token::kQuads], int experts) {
+    if (experts % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i)
+            if (Token::first_of(i) < experts)
+                __stcs(reinterpret_cast<float4*>(to + Token::first_of(i)), {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * Token::kQuads; ++i)
+        if (Token::first_of(i / 4) + i % 4 < experts) to[Token::first_of(i / 4) + i % 4] = x[i];
+}
+
+/// Replaces logits by probabilities. Returns log sum exp.
 template <int kLanes, int kPerLane>
-__device__ __forceinline__ bool choose(const float (&p)[kPerLane], int experts, int top_k, Slots slots) {
+__device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    constexpr int kBits = Token::kIndexBits;
-    constexpr u32 kBase = kBits <= 2 ? 0 : 0x40000000 - (1u << (32 - kBits));
-    const int lane = threadIdx.x % kLanes;
-    const u32 below = ((1u << lane) - 1) << (threadIdx.x % 32 - lane);  // of the token's lanes
-    u32 key[kPerLane];
+    float max = p[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) max = ptx::max_or_nan(max, p[i]);
+    max = Token::largest(max);
+    u32 smallest = kWarp;
+    float lanes[Token::kUsed * 4];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        const u32 bits = __float_as_uint(p[i]);
-        key[i] = (bits > kBase ? (bits - kBase) << kBits : 0) | u32(kPerLane - 1 - i);
-        if (i * kLanes + lane >= experts) key[i] = 0;
+        p[i] = exp_of_negative(__fsub_rn(p[i], max));
+        smallest = Quotient::smallest(smallest, p[i]);
+        float& lane = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+        lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
     }
-    sort_descending(key);
-    u32 largest = 0;
-    for (int slot = 0; slot < top_k; ++slot) {
-        largest = Token::largest(key[0]);
-        const u32 holders = __ballot_sync(kWarp, key[0] == largest);
-        if (key[0] == largest && (holders & below) == 0) {
-            slots.expert[slot] = (kPerLane - 1 - (largest & (kPerLane - 1))) * kLanes + lane;
-            slots.prob[slot] = __uint_as_float((largest >> kBits) + kBase);
+    float sum = Token::close(lanes);
+    // The exponential of a NaN is some number.
+    if (!(fabsf(max) < __uint_as_float(0x7F800000))) sum = __uint_as_float(0x7FC00000);
+    const Quotient quotient(sum);
+    if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
 #pragma unroll
-            for (int i = 1; i < kPerLane; ++i) key[i - 1] = key[i];
-            key[kPerLane - 1] = 0;
-        }
+        for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) p[i] = quotient.of(p[i]);
     }
-    return largest >> kBits != 0;
+    return __fadd_rn(max, log_of_normal(sum));
 }
 
-/// The same for any probabilities, NaN among them, expert by expert.
+/// Writes the top_k <= 8 largest probabilities' experts, largest first, to `slots`.
+///
+/// Probabilities are sorted as integers, with the index in place of the last bits: false where those would decide.
 template <int kLanes, int kPerLane>
-__device__ __forceinline__ void choose_among_any(const float (&p)[kPerLane], int experts, int top_k, Slots slots) {
+__device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    const int lane = threadIdx.x % kLanes;
+    constexpr u32 kIndex = kLanes * kPerLane - 1;
+    u32 best[kSorted];
+#pragma unroll
+    for (int block = 0; block < kPerLane; block += kSorted) {
+        u32 key[kSorted];
+#pragma unroll
+        for (int i = 0; i < kSorted; ++i) {
+            const u32 index = Token::first_of((block + i) / 4) + i % 4;
+            key[i] = (__float_as_uint(p[block + i]) << 2 & ~kIndex) | (kIndex - index);  // p <= 1 leaves two bits
+        }
+        sort_descending(key);
+        if (block == 0)
+#pragma unroll
+            for (int i = 0; i < kSorted; ++i) best[i] = key[i];
+        else
+            keep_largest(best, key);
+    }
+    u32 mine[kSorted];
+#pragma unroll
+    for (int i = 0; i < kSorted; ++i) mine[i] = best[i];
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+        u32 other[kSorted];
+#pragma unroll
+        for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
+        keep_largest(best, other);
+    }
+    // Neighbours that are alike but for the index, among the chosen ones or at their end.
+    bool is_alike = false;
+    u32 last = best[0];
+#pragma unroll
+    for (int i = 1; i < kSorted; ++i) {
+        if (i >= top_k) continue;
+        is_alike = is_alike || (best[i - 1] ^ best[i]) <= kIndex;
+        last = best[i];
+    }
+    u32 below = kWarp;  // how far the next smaller one of this lane is below the last chosen one
+#pragma unroll
+    for (int i = 0; i < kSorted; ++i) {
+        const u32 distance = last - 1 - mine[i];
+        below = distance < below ? distance : below;
+    }
+    is_alike = is_alike || below < (last & kIndex);
+    // All eight of a lane were chosen: of its others nothing is known.
+    if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
+    constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
+#pragma unroll
+    for (int turn = 0; turn < kSorted; turn += kTurn) {
+        const int lane = threadIdx.x % kLanes;
+        u32 key = best[turn];
+#pragma unroll
+        for (int i = 1; i < kTurn; ++i) key = lane == i ? best[turn + i] : key;
+        if (lane < kTurn && turn + lane < top_k) slots[turn + lane] = int(kIndex - (key & kIndex));
+    }
+    return !is_alike && top_k <= kSorted;
+}
+
+/// The same for any number of any probabilities, NaN among them, expert by expert.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int experts, int top_k, int* slots) {
+    using Token = TokenLanes<kLanes, kPerLane>;
     u32 taken = 0;
     for (int slot = 0; slot < top_k; ++slot) {
-        u32 best = 0, expert = kWarp;
+        u32 best = 0, index = 0;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            const bool is_free = (taken >> i & 1) == 0 && i * kLanes + lane < experts;
-            const u32 rank = is_free ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN above nothing
-            if (rank > best) best = rank, expert = i * kLanes + lane;
+            const bool is_free = (taken >> i & 1) == 0 && Token::first_of(i / 4) + i % 4 < experts;
+            const u32 rank = is_free ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+            if (rank > best) best = rank, index = i;
         }
+        const u32 expert = Token::first_of(index / 4) + index % 4;
         const u32 largest = Token::largest(best);
         const u32 lowest = ~Token::largest(best == largest ? ~expert : 0);
-        if (lowest == expert) {
-            taken |= 1u << expert / kLanes;
-            slots.expert[slot] = int(expert);
-            slots.prob[slot] = largest == 1 ? __int_as_float(0x7FC00000) : __uint_as_float(largest - 2);
+        if (lowest == expert && best == largest) {
+            taken |= 1u << index;
+            slots[slot] = int(expert);
         }
     }
 }
 
-/// Closes sixteen lanes that lie `stride` apart.
-__device__ __forceinline__ double close_sixteen(const double* lanes, int stride) {
-    double sum[8];
+/// A token's weights from its probabilities, its experts counted.
+template <int kLanes>
+__device__ __forceinline__ void write_slots(const float* row, const int* slots, int* expert, float* weight, int* count, int top_k,
+                                            int normalize, bool is_token) {
+    const int lane = threadIdx.x % kLanes;
+    constexpr int kTurn = kLanes < 8 ? kLanes : 8;
+    float divisor = 0.0f;
+    if (normalize)
+#pragma unroll 1
+        for (int first = 0; first < top_k; first += kTurn) {
+            const float prob = is_token && lane < kTurn && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
+            // Past the last slot it is zeros that are added.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = __dadd_rn(lanes[i * stride], lanes[(i + 8) * stride]);
+            for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
+        }
+    if (!is_token) return;
+#pragma unroll 1
+    for (int slot = lane; slot < top_k; slot += kLanes) {
+        const int e = slots[slot];
+        expert[slot] = e;
+        weight[slot] = normalize ? __fdiv_rn(row[e], divisor) : row[e];
+        atomicAdd(&count[e], 1);
+    }
+}
+
+/// Closes the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
+template <class T>
+__device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
-    for (int half = 4; half > 0; half /= 2)
+    for (int half = kTokenLanes / 2; half > 0; half /= 2) sum = add(sum, __shfl_xor_sync(kWarp, sum, half));
+    return sum;
+}
+
+/// The sum of a column of the chunk's rows: a thread has the even or the odd lanes, its neighbour the others.
+template <int kStride>
+__device__ __forceinline__ float sum_column(const float* rows, int column) {
+    const int odd = threadIdx.x % 2;
+    float lanes[kTokenLanes / 2] = {};
 #pragma unroll
-        for (int i = 0; i < half; ++i) sum[i] = __dadd_rn(sum[i], sum[i + half]);
-    return sum[0];
+    for (int i = 0; i < kRouteChunk / 2; ++i) {
+        float& lane = lanes[i % (kTokenLanes / 2)];
+        lane = __fadd_rn(lane, rows[(2 * i + odd) * kStride + column]);
+    }
+    tree_sum<kTokenLanes / 4>(lanes);
+    return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
 template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(kRouteGroups* kLanes)
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,
-                 float* __restrict__ log_sum_exp, double* __restrict__ prob_sums, double* __restrict__ square_sums,
+                 float* __restrict__ log_sum_exp, float* __restrict__ prob_sums, float* __restrict__ square_sums,
                  int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard, int chunks) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    constexpr int kThreads = kRouteGroups * kLanes;
-    extern __shared__ double shared[];
-    double* const lane_sums = shared;                                        // [16][experts], at the end
-    double* const lane_squares = shared + kRouteGroups * experts;            // [16]
-    int* const count = reinterpret_cast<int*>(lane_squares + kRouteGroups);  // [experts]
-    const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const Slots slots = {count + experts + group * top_k, reinterpret_cast<float*>(count + experts + (kRouteGroups + group) * top_k)};
-
-    for (int j = threadIdx.x; j < experts; j += kThreads) count[j] = 0;
-    __syncthreads();
+    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
+    extern __shared__ float4 shared[];
+    constexpr int kStride = Token::kExperts + 16;              // neighbouring rows half the banks apart
+    float* const rows = reinterpret_cast<float*>(shared);      // [64][kStride]: logits, then probabilities
+    float* const logs = rows + kRouteChunk * kStride;           // [64]
+    int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]
+    const int group = threadIdx.x / kLanes;
+    int* const slots = count + experts + group * top_k;  // of [tokens at once][top_k]
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
-    double sums[kPerLane] = {};
-    double squares = 0.0;
-    for (int step = 0; step < tokens; step += kRouteGroups) {
-        const bool is_token = step + group < tokens;
-        const u64 token = first_token + step + group;
+    const float nothing = __uint_as_float(0xFF800000);
+    const auto fetch = [&](int at) {
+        if (at < kRouteChunk)
+            fetch_row<Token>(rows + at * kStride, logits + (first_token + min(at, tokens - 1)) * experts, experts, nothing);
+        ptx::copies_commit();
+    };
+    fetch(group);
+    fetch(group + kGroups);
+    for (int j = threadIdx.x; j < experts; j += kThreads) count[j] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int at = group; at < kRouteChunk; at += kGroups) {
+        const bool is_token = at < tokens;
+        const u64 token = first_token + at;
+        float* const row = rows + at * kStride;
+        // A thread reads back what it copied itself.
+        ptx::copies_wait_but<1>();
         float p[kPerLane];
-        const float nothing = __uint_as_float(kNegInfinityBits);
-        float max = nothing;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int j = i * kLanes + lane;
-            p[i] = is_token && j < experts ? __ldcs(logits + token * experts + j) : nothing;
-            max = fmaxf(max, p[i]);  // passes over a NaN
-        }
-        max = Token::largest(max);
-        bool any_tiny = false;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const float less = __fsub_rn(p[i], max);
-            p[i] = less <= 0.0f ? exp_of_negative(less) : less;  // a NaN stays one
-            any_tiny |= Quotient::is_tiny(p[i]);
-        }
-        // Where there is no expert the exponential is 0, or the sum NaN anyhow.
-        const float sum = Token::sum([&](float lane_sum, int i) { return __fadd_rn(lane_sum, p[i]); });
-        const Quotient quotient(sum);
-        if (__any_sync(kWarp, any_tiny)) {
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
+        read_row<Token>(row, p);
+        fetch(at + 2 * kGroups);
+        const float log_sum = softmax<kLanes, kPerLane>(p);
+        if (is_token) {
+            store_row<Token>(probs + token * experts, p, experts);
         } else {
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) p[i] = quotient.of(p[i]);
+            for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
         }
-        if (is_token)
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {
-                const int j = i * kLanes + lane;
-                if (j < experts) __stcs(probs + token * experts + j, p[i]);
-                sums[i] = __dadd_rn(sums[i], double(p[i]));
-            }
-        const bool is_chosen = choose<kLanes, kPerLane>(p, experts, top_k, slots) && sum >= 0.0f;
+        write_row<Token>(row, p);
+        if (threadIdx.x % kLanes == 0) {
+            logs[at] = is_token ? log_sum : 0.0f;
+            if (is_token) log_sum_exp[token] = log_sum;
+        }
+        const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
         if (__any_sync(kWarp, is_token && !is_chosen)) {
             __syncwarp();
-            choose_among_any<kLanes, kPerLane>(p, experts, top_k, slots);
+            choose_any<kLanes, kPerLane>(p, experts, top_k, slots);
         }
         __syncwarp();
-        if (is_token) {
-            float divisor = 1.0f;
-            if (normalize) {
-                divisor = 0.0f;
-                for (int slot = 0; slot < top_k; ++slot) divisor = __fadd_rn(divisor, slots.prob[slot]);
-            }
-            for (int slot = lane; slot < top_k; slot += kLanes) {
-                const int e = slots.expert[slot];
-                expert[token * top_k + slot] = e;
-                weight[token * top_k + slot] = normalize ? __fdiv_rn(slots.prob[slot], divisor) : slots.prob[slot];
-                atomicAdd(&count[e], 1);
-            }
-            const float log_sum = __fadd_rn(max, log_of_at_least_one(sum));
-            if (lane == 0) log_sum_exp[token] = log_sum;
-            squares = __dadd_rn(squares, __dmul_rn(double(log_sum), double(log_sum)));
-        }
+        write_slots<kLanes>(row, slots, expert + token * top_k, weight + token * top_k, count, top_k, normalize, is_token);
         __syncwarp();
     }
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-        if (i * kLanes + lane < experts) lane_sums[group * experts + i * kLanes + lane] = sums[i];
-    if (lane == 0) lane_squares[group] = squares;
     __syncthreads();
     const u64 out = u64(blockIdx.x) * experts;
-    for (int j = threadIdx.x; j < experts; j += kThreads) {
-        prob_sums[out + j] = close_sixteen(lane_sums + j, experts);
-        counts[out + j] = count[j];
+    for (int j = threadIdx.x; j < experts; j += kThreads) counts[out + j] = count[j];
+    for (int task = threadIdx.x; task < ceil_div(2 * experts, 32) * 32; task += kThreads) {
+        const int j = min(task / 2, experts - 1);
+        const float sum = sum_column<kStride>(rows, j);
+        if (task % 2 == 0 && task < 2 * experts) prob_sums[out + j] = sum;
     }
-    if (threadIdx.x == 0) square_sums[blockIdx.x] = close_sixteen(lane_squares, 1);
+    if (threadIdx.x < 32) {
+        float squares = 0.0f;
+        for (int at = threadIdx.x % kTokenLanes; at < kRouteChunk; at += kTokenLanes)
+            squares = __fadd_rn(squares, __fmul_rn(logs[at], logs[at]));
+        squares = close_token_lanes(squares);
+        if (threadIdx.x == 0) square_sums[blockIdx.x] = squares;
+    }
 }
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    route_losses(const double* __restrict__ prob_sums, const double* __restrict__ square_sums, const int* __restrict__ counts,
+    route_losses(const float* __restrict__ prob_sums, const float* __restrict__ square_sums, const int* __restrict__ counts, double* products,
                  int* __restrict__ load, float* __restrict__ losses, int experts, int top_k, int tokens_per_shard, int chunks) {
-    constexpr int kLanes = 16, kColumns = kThreads / kLanes;
-    extern __shared__ double lane_sums[];                                  // [16][experts]
-    int* const count = reinterpret_cast<int*>(lane_sums + kLanes * experts);  // [experts]
-    __shared__ double lane_squares[kLanes];
-    const int lane = threadIdx.x / kColumns;
-    const u64 first = u64(blockIdx.x) * chunks;
-    for (int j = threadIdx.x; j < experts; j += kThreads) count[j] = 0;
+    constexpr int kColumns = kThreads / kTokenLanes;
+    __shared__ double sums[kTokenLanes][kColumns];
+    __shared__ int slots[kColumns];
+    const u32 block = ptx::cluster_cta_rank();
+    const int column = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
+    const int clusters = ceil_div(experts, kColumns), shard = blockIdx.x / clusters;
+    const int j = block * kColumns + column;
+    if (lane == 0) slots[column] = 0;
     __syncthreads();
-    for (int j = threadIdx.x % kColumns; j < experts; j += kColumns) {
-        double sum = 0.0;
-        int slots = 0;
-#pragma unroll 4
-        for (int chunk = lane; chunk < chunks; chunk += kLanes) {
-            sum = __dadd_rn(sum, __ldg(prob_sums + (first + chunk) * experts + j));
-            slots += __ldg(counts + (first + chunk) * experts + j);
+    double sum = 0.0;
+    int chosen = 0;
+    if (j < experts) {
+        const u64 from = u64(shard) * chunks * experts + j;
+#pragma unroll 8
+        for (int chunk = lane; chunk < chunks; chunk += kTokenLanes) {
+            sum = __dadd_rn(sum, double(__ldg(prob_sums + from + u64(chunk) * experts)));
+            chosen += __ldg(counts + from + u64(chunk) * experts);
         }
-        lane_sums[lane * experts + j] = sum;
-        if (slots != 0) atomicAdd(&count[j], slots);
     }
-    if (threadIdx.x < kLanes) {
-        double sum = 0.0;
-        for (int chunk = threadIdx.x; chunk < chunks; chunk += kLanes) sum = __dadd_rn(sum, __ldg(square_sums + first + chunk));
-        lane_squares[threadIdx.x] = sum;
-    }
+    sums[lane][column] = sum;
+    if (chosen != 0) atomicAdd(&slots[column], chosen);
     __syncthreads();
-    for (int j = threadIdx.x; j < experts; j += kThreads) {
-        load[u64(blockIdx.x) * experts + j] = count[j];
-        lane_sums[j] = __dmul_rn(double(count[j]), close_sixteen(lane_sums + j, experts));
-    }
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    double balance = 0.0;
-    for (int j = threadIdx.x; j < experts; j += kExpertLanes) balance = __dadd_rn(balance, lane_sums[j]);
+    if (lane == 0 && j < experts) {
+        double lanes[kTokenLanes];
 #pragma unroll
-    for (int half = 16; half > 0; half /= 2) balance = __dadd_rn(balance, __shfl_xor_sync(kWarp, balance, half));
+        for (int i = 0; i < kTokenLanes; ++i) lanes[i] = sums[i][column];
+        tree_sum<kTokenLanes / 2>(lanes);
+        load[u64(shard) * experts + j] = slots[column];
+        products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
+    }
+    ptx::cluster_sync();  // makes the products visible to the first cta
+    if (block != 0 || threadIdx.x >= 32) return;
+    // Sixteen threads have a quad of lanes each.
+    double quad[4] = {};
+    const int first = 4 * (threadIdx.x % kSumQuads);
+    for (int base = first; base < experts; base += 4 * kSumQuads)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (base + c < experts) quad[c] = __dadd_rn(quad[c], products[u64(shard) * experts + base + c]);
+    double balance = __dadd_rn(__dadd_rn(quad[0], quad[1]), __dadd_rn(quad[2], quad[3]));
+    double squares = 0.0;
+    for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
+        squares = __dadd_rn(squares, double(__ldg(square_sums + u64(shard) * chunks + chunk)));
+    balance = close_token_lanes(balance);
+    squares = close_token_lanes(squares);
     if (threadIdx.x != 0) return;
     // A shard without tokens has no loss, rather than 0 / 0.
     const double per_slot = tokens_per_shard == 0 ? 1.0 : double(u64(tokens_per_shard) * top_k * tokens_per_shard);
     const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
-    losses[2 * blockIdx.x] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
-    losses[2 * blockIdx.x + 1] = __double2float_rn(__ddiv_rn(close_sixteen(lane_squares, 1), per_token));
+    losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
+    losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
 }
 
-/// Each thread's own slot, of which it knows the weight's gradient, the weight and the probability; tokens with more slots
-/// than lanes take turns.
+/// What a token's slots have in common: w = p / sum of p, so that dp = (dw - sum of dw * w) / sum of p.
+struct SlotSums {
+    float inner;
+    float divisor;
+};
+
+/// From a token's slots and its row of probabilities, all in shared memory.
+template <int kLanes>
+__device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
+                                              int top_k) {
+    constexpr int kTurn = kLanes < 8 ? kLanes : 8;
+    const int lane = threadIdx.x % kLanes;
+    SlotSums sums = {0.0f, 0.0f};
+#pragma unroll 1
+    for (int first = 0; first < top_k; first += kTurn) {
+        const bool is_slot = lane < kTurn && first + lane < top_k;
+        const u32 e = is_slot ? expert[first + lane] : kWarp;
+        const float product = is_slot ? __fmul_rn(dweight[first + lane], weight[first + lane]) : 0.0f;
+        const float prob = e < u32(experts) ? row[e] : 0.0f;
+        // Past the last slot it is zeros that are added.
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
+            sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
+            sums.divisor = __fadd_rn(sums.divisor, __shfl_sync(kWarp, prob, i, kLanes));
+        }
+    }
+    return sums;
+}
+
 template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(kRouteGroups* kLanes)
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_backward(const float* __restrict__ probs, const int* __restrict__ expert, const float* __restrict__ weight,
                    const float* __restrict__ log_sum_exp, const int* __restrict__ load, const float* __restrict__ dweight,
-                   float* __restrict__ dlogits, int experts, int top_k, int normalize, int tokens, Divider by_shard, double balance,
+                   float* __restrict__ dlogits, int experts, int top_k, int normalize, int tokens_per_shard, int chunks, double balance,
                    float z) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    extern __shared__ float chosen[];  // [16][experts]: the chosen experts' gradients, zeros elsewhere
+    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
+    extern __shared__ float4 shared[];
+    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: probabilities, then the chosen experts' gradients
+    float* const balances = rows + kRouteChunk * kStride;  // [kStride]: the load-balancing loss's part
+    float* const weights = balances + kStride;             // [64][top_k], and so the two that follow
+    float* const dweights = weights + kRouteChunk * top_k;
+    u32* const chosen = reinterpret_cast<u32*>(dweights + kRouteChunk * top_k);
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    float* const mine = chosen + group * experts;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-        if (i * kLanes + lane < experts) mine[i * kLanes + lane] = 0.0f;
-    __syncwarp();
-    for (int first = blockIdx.x * kRouteGroups; first < tokens; first += gridDim.x * kRouteGroups) {
-        const bool is_token = first + group < tokens;
-        const u64 token = is_token ? first + group : 0;
-        const u64 shard = by_shard.divide(u32(token));
+    const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
+    const int tokens = min(kRouteChunk, tokens_per_shard - first);
+    const u64 first_token = u64(shard) * tokens_per_shard + first;
+    for (int at = group; at < tokens; at += kGroups) fetch_row<Token>(rows + at * kStride, probs + (first_token + at) * experts, experts, 0.0f);
+    for (int slot = threadIdx.x; slot < tokens * top_k; slot += kThreads) {
+        const u64 from = first_token * top_k + slot;
+        chosen[slot] = u32(__ldg(expert + from));
+        weights[slot] = __ldg(weight + from);
+        dweights[slot] = __ldg(dweight + from);
+    }
+    for (int j = threadIdx.x; j < kStride; j += kThreads) {
+        const int slots = j < experts ? __ldg(load + u64(shard) * experts + j) : 0;
+        balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
+    }
+    ptx::copies_wait();
+    __syncthreads();
+#pragma unroll 1
+    for (int at = group; at - group < tokens; at += kGroups) {
+        // Where tokens end within a warp, the others do the last one's work again, on a row of their own.
+        const bool is_token = at < tokens;
+        const u64 token = first_token + min(at, tokens - 1);
+        const int slots = min(at, tokens - 1) * top_k;
+        float* const row = rows + at * kStride;
         float p[kPerLane], d[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int j = i * kLanes + lane;
-            p[i] = j < experts ? __ldcs(probs + token * experts + j) : 0.0f;
-            d[i] = j < experts ? __double2float_rn(__dmul_rn(balance, double(__ldg(load + shard * experts + j)))) : 0.0f;
-        }
+        read_row<Token>(row, p);
         const float shift = z == 0.0f ? 0.0f : __fmul_rn(z, __ldg(log_sum_exp + token));
-        // w = p / sum of p: dp = (dw - sum of dw * w) / sum of p
-        float inner = 0.0f, divisor = normalize ? 0.0f : 1.0f;
-        if (normalize)
-            for (int slot = 0; slot < top_k; ++slot) {
-                const u64 at = token * top_k + slot;
-                const u32 e = u32(__ldg(expert + at));
-                inner = __fadd_rn(inner, __fmul_rn(__ldg(dweight + at), __ldg(weight + at)));
-                divisor = __fadd_rn(divisor, e < u32(experts) ? __ldg(probs + token * experts + e) : 0.0f);
-            }
+        SlotSums sums = {0.0f, 1.0f};
+        if (normalize) sums = sum_slots<kLanes>(row, chosen + slots, weights + slots, dweights + slots, experts, top_k);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) d[i] = 0.0f;
+        write_row<Token>(row, d);
+        __syncwarp();
+#pragma unroll 1
         for (int slot = lane; slot < top_k; slot += kLanes) {
-            const u64 at = token * top_k + slot;
-            const u32 e = u32(__ldg(expert + at));
-            if (e < u32(experts)) mine[e] = __fdiv_rn(__fsub_rn(__ldg(dweight + at), inner), divisor);
+            const u32 e = chosen[slots + slot];
+            if (e < u32(experts)) row[e] = __fdiv_rn(__fsub_rn(dweights[slots + slot], sums.inner), sums.divisor);
         }
         __syncwarp();
+        read_row<Token>(row, d);
+        float all[kPerLane], lanes[Token::kUsed * 4] = {};
+        read_row<Token>(balances, all);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            const int j = i * kLanes + lane;
-            if (j >= experts) continue;
-            d[i] = __fadd_rn(mine[j], d[i]);
-            mine[j] = 0.0f;
+            d[i] = __fadd_rn(d[i], all[i]);
+            float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+            sum = __fmaf_rn(d[i], p[i], sum);
         }
-        const float dot = Token::sum([&](float lane_sum, int i) { return __fmaf_rn(d[i], p[i], lane_sum); });
+        const float dot = Token::close(lanes);
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int j = i * kLanes + lane;
-            const float out = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
-            if (is_token && j < experts) __stcs(dlogits + token * experts + j, out);
-        }
-        __syncwarp();
+        for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
+        if (is_token) store_row<Token>(dlogits + token * experts, d, experts);
     }
 }
 

@@ -41,6 +41,21 @@ __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool p
                  : "memory");
 }
 
+/// 4 bytes; zeros if not `present`, and then `from` is not read. 4-byte aligned.
+__device__ __forceinline__ void copy_4_async(void* to, const void* from, bool present) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0)
+                 : "memory");
+}
+
+/// Ends a group of this thread's copies.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most `kPending` of this thread's groups are under way; a barrier makes the copies of the others visible.
+template <int kPending>
+__device__ __forceinline__ void copies_wait_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 /// Waits for this thread's copies; a barrier makes those of the others visible.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

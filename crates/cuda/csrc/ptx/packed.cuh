@@ -11,6 +11,53 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
+/// max(min(a + b, limit), 0) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+__device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
+    u32 clamped;
+    asm("{\n"
+        ".reg .b32 sum;\n"
+        "add.s16x2 sum, %1, %2;\n"
+        "min.relu.s16x2 %0, sum, %3;\n"
+        "}"
+        : "=r"(clamped)
+        : "r"(a), "r"(b), "r"(limit));
+    return clamped;
+}
+
+/// min(a + b, c) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+__device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
+    u32 smaller;
+    asm("{\n"
+        ".reg .b32 sum;\n"
+        "add.s16x2 sum, %1, %2;\n"
+        "min.s16x2 %0, sum, %3;\n"
+        "}"
+        : "=r"(smaller)
+        : "r"(a), "r"(b), "r"(c));
+    return smaller;
+}
+
+/// a · b + c of two BF16 pairs, rounded once, to nearest even; subnormals are kept.
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+/// The larger of |a| and |b|; NaN if either is.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+    float larger;
+    asm("{\n"
+        ".reg .f32 x, y;\n"
+        "abs.f32 x, %1;\n"
+        "abs.f32 y, %2;\n"
+        "max.NaN.f32 %0, x, y;\n"
+        "}"
+        : "=f"(larger)
+        : "f"(a), "f"(b));
+    return larger;
+}
+
 /// The smaller of both unsigned 16-bit halves.
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     u32 smaller;
@@ -97,6 +144,13 @@ __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
 
 __device__ __forceinline__ u16 low_u16(u32 pair) { return static_cast<u16>(pair); }
 __device__ __forceinline__ u16 high_u16(u32 pair) { return static_cast<u16>(pair >> 16); }
+
+/// The larger number, or a NaN if either is one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
 
 /// 1 / x to within one unit in the last place, for normal x and 1 / x.
 __device__ __forceinline__ float reciprocal_approx(float x) {

@@ -1,6 +1,7 @@
 //! `dequantize` on a GPU (`csrc/kernels/dequantize.cuh`).
 
 use super::Instance;
+use super::permute::type_name;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
@@ -94,7 +95,7 @@ impl Desc {
         let (rows, cols) = if flat { (1, rows * cols) } else { (rows, cols) };
         let segments = cols.div_ceil(SEGMENT);
         let tasks = most(rows.saturating_mul(segments))?;
-        let ctas = tasks.div_ceil(THREADS / 32).min(32 * num_sms);
+        let ctas = tasks.div_ceil(THREADS / 32).min(128 * num_sms);
         Ok(Some(Config { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
     }
 
@@ -123,16 +124,12 @@ struct Kind {
 
 impl Kind {
     fn spec(&self) -> KernelSpec {
-        let out = match self.dtype {
-            DType::F32 => "nib::F32",
-            DType::Bf16 => "nib::Bf16",
-        };
         KernelSpec {
             source: "kernels/dequantize.cuh",
             name: if self.down { "nib::dequantize_cols" } else { "nib::dequantize_rows" },
             args: vec![
                 ("kBits", TemplateArg::Int(self.bits as i64)),
-                ("Out", TemplateArg::Type(out)),
+                ("Out", TemplateArg::Type(type_name(self.dtype))),
                 ("kAligned", TemplateArg::Bool(self.aligned)),
             ],
         }

@@ -93,12 +93,13 @@ impl Sizes {
         self.launch(self.chunks, 4 * self.columns as usize)
     }
 
-    /// Four numbers a column; and, one after the other, the counts of several chunks, and the sorted slots of a pass with
+    /// Four numbers a column, a number a token; and, one after the other, the counts of several chunks, and the sorted slots of a pass with
     /// each warp's counts.
     fn place(&self) -> Launch {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
         let sorted = 4 * PASS + THREADS / 32 * 2 * columns;
-        self.launch(self.chunks.max(1), 16 * columns + sorted.max(8 * count_rows * columns))
+        let ids = 4 * (PASS + 4);
+        self.launch(self.chunks.max(1), 16 * columns + ids + sorted.max(8 * count_rows * columns))
     }
 
     fn launch(&self, ctas: i32, shared_bytes: usize) -> Launch {

@@ -1,17 +1,17 @@
-//! `route`, `route_backward` on a GPU: a few lanes a token; then one cta a shard for its losses.
+//! `route`, `route_backward` on a GPU: a few lanes a token; then a cluster a shard for its losses.
 
 use super::Instance;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
+use crate::launch::Launch;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/route.cuh";
-/// Tokens a cta works on at once, and lanes of a sum over tokens.
-const GROUPS: usize = 16;
+/// Threads of the losses' ctas, and the experts one of them sums.
 const LOSS_THREADS: usize = 1024;
+const LOSS_EXPERTS: usize = 64;
 
 /// The sizes of a routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,14 +48,13 @@ struct Config {
 }
 
 impl Config {
-    /// Fewer lanes a token take fewer instructions a token; eight probabilities a lane still fit its registers well.
-    const ALL: [Config; 6] = [
-        Config { lanes: 8, per_lane: 1 },
-        Config { lanes: 8, per_lane: 4 },
-        Config { lanes: 8, per_lane: 8 },
-        Config { lanes: 16, per_lane: 8 },
-        Config { lanes: 32, per_lane: 8 },
-        Config { lanes: 32, per_lane: 16 },
+    /// Fewer lanes a token take fewer instructions a token; sixteen probabilities a lane still fit its registers well.
+    const ALL: [Config; 5] = [
+        Config { lanes: 2, per_lane: 8 },
+        Config { lanes: 4, per_lane: 16 },
+        Config { lanes: 8, per_lane: 16 },
+        Config { lanes: 16, per_lane: 16 },
+        Config { lanes: 16, per_lane: 32 },
     ];
 
     fn choose(op: &'static str, experts: usize) -> Result<Self> {
@@ -73,27 +72,34 @@ impl Config {
         KernelSpec { source: SOURCE, name, args }
     }
 
-    fn launch(&self, ctas: usize, shared_bytes: usize) -> Launch {
-        Launch { ctas: ctas as u32, threads: (GROUPS * self.lanes) as u32, cluster: 1, shared_bytes }
+    fn threads(&self) -> usize {
+        256.min(Route::<Cuda>::CHUNK * self.lanes)
     }
 
-    /// Sums of probabilities and of squares a lane, counts an expert, expert and probability a slot.
+    /// A cta a chunk.
+    fn launch(&self, desc: &Desc, words: usize) -> Launch {
+        let (ctas, threads) = (desc.shards * desc.chunks(), self.threads() as u32);
+        Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
+    }
+
+    /// The chunk's probabilities, in rows half the banks apart; a count an expert; the slots of the tokens at work.
     fn tokens(&self, desc: &Desc) -> Launch {
-        let shared = 8 * GROUPS * (desc.experts + 1) + 4 * desc.experts + 8 * GROUPS * desc.top_k;
-        self.launch(desc.shards * desc.chunks(), shared)
+        let row = self.lanes * self.per_lane + 16 + 1;
+        let slots = self.threads() / self.lanes * desc.top_k;
+        self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
     }
 
-    /// A gradient an expert of the tokens at work.
+    /// The chunk's probabilities, a row that they share, three numbers a slot.
     fn backward(&self, desc: &Desc) -> Launch {
-        let ctas = (desc.shards * desc.tokens_per_shard).div_ceil(GROUPS);
-        self.launch(ctas, 4 * GROUPS * desc.experts)
+        let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
+        self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
-/// Sums a lane, counts an expert.
+/// A cluster a shard.
 fn losses_launch(desc: &Desc) -> Launch {
-    let shared_bytes = (8 * GROUPS + 4) * desc.experts;
-    Launch { ctas: desc.shards as u32, threads: LOSS_THREADS as u32, cluster: 1, shared_bytes }
+    let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
+    Launch { ctas: desc.shards as u32 * cluster, threads: LOSS_THREADS as u32, cluster, shared_bytes: 0 }
 }
 
 fn losses_spec() -> KernelSpec {
@@ -103,8 +109,8 @@ fn losses_spec() -> KernelSpec {
 
 /// Sums over each chunk of tokens.
 struct Chunks {
-    probs: Buffer<f64>,
-    squares: Buffer<f64>,
+    probs: Buffer<f32>,
+    squares: Buffer<f32>,
     counts: Buffer<i32>,
 }
 
@@ -126,6 +132,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
         squares: device.alloc(chunks)?,
         counts: device.alloc(chunks * experts)?,
     };
+    let products = device.alloc::<f64>(shards * experts)?;
     let [experts_arg, top_k_arg, tokens_arg, chunks_arg] =
         [experts, top_k, desc.tokens_per_shard, desc.chunks()].map(|n| n as i32);
     if tokens > 0 {
@@ -154,7 +161,8 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
             )?;
         }
     }
-    // SAFETY: the sums are of shards · chunks chunks; load is shards · experts values, losses two a shard; a cta a shard.
+    // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
+    // clusters are those of the shards.
     unsafe {
         device.kernel(&losses_spec())?.launch(
             losses_launch(&desc),
@@ -162,6 +170,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                 &sums.probs,
                 &sums.squares,
                 &sums.counts,
+                &products,
                 &load,
                 &losses,
                 &experts_arg,
@@ -196,9 +205,8 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
         let per_slot = (per_shard * top_k * per_shard) as f64;
         let balance = f64::from(op.aux_scale) * experts as f64 / per_slot;
         let z = (2.0 * f64::from(op.z_scale) / per_shard as f64) as f32;
-        let [experts, top_k, normalize, tokens] =
-            [experts, top_k, usize::from(op.normalize), tokens].map(|n| n as i32);
-        let by_shard = Divider::by(per_shard as u32);
+        let [experts, top_k, normalize, per_shard, chunks] =
+            [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
         let routing = op.routing;
         let kernel = device.kernel(&config.spec("nib::route_backward"))?;
         // SAFETY: probs and dlogits are tokens · experts values; expert, weight and dweight tokens · top_k; log_sum_exp
@@ -217,8 +225,8 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
                     &experts,
                     &top_k,
                     &normalize,
-                    &tokens,
-                    &by_shard,
+                    &per_shard,
+                    &chunks,
                     &balance,
                     &z,
                 ],
@@ -255,8 +263,7 @@ mod tests {
     #[test]
     fn every_number_of_experts_gets_the_smallest_instance_that_holds_it() {
         let of = |experts| Config::choose("route", experts).map(|c| (c.lanes, c.per_lane));
-        let expected =
-            [(1, 8, 1), (8, 8, 1), (9, 8, 4), (64, 8, 8), (128, 16, 8), (129, 32, 8), (512, 32, 16)];
+        let expected = [(1, 2, 8), (17, 4, 16), (64, 4, 16), (128, 8, 16), (256, 16, 16), (512, 16, 32)];
         for (experts, lanes, per_lane) in expected {
             assert_eq!(of(experts).unwrap(), (lanes, per_lane), "{experts}");
         }
@@ -265,7 +272,7 @@ mod tests {
 
     #[test]
     fn the_largest_instance_fits_shared_memory() {
-        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 512 };
+        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
         let config = Config::choose("route", 512).unwrap();
         assert_eq!(config.tokens(&desc).ctas, 512);
         let all = [config.tokens(&desc), config.backward(&desc), losses_launch(&desc)];

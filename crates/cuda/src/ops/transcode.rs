@@ -6,7 +6,7 @@ use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
-use nibble_core::ops::{Counts, Transcode, Transcoded};
+use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result, Scales};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 
@@ -181,11 +181,11 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     }
     let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
     let out = unwritten(cuda, &op, rule, capacity)?;
-    let counts = Buf::new(cuda.device().filled(3, 0)?);
+    let counts = super::counts(cuda)?;
     if x.rows != 0 && x.cols != 0 {
-        launch(cuda, &op, row_id, &out, counts.get())?;
+        launch(cuda, &op, row_id, &out, counts.0.get())?;
     }
-    Ok(Transcoded { out, counts: Counts(counts) })
+    Ok(Transcoded { out, counts })
 }
 
 fn launch(

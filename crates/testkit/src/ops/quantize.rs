@@ -294,6 +294,21 @@ pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             }
         }
     }
+    // Several tiles either way, rows longer than a kernel takes at once, and ends of neither.
+    let large = [
+        (Format::E4m3, BlockAxis::Row, 5, 2500, 1),
+        (Format::E4m3, BlockAxis::Row, 5, 2504, 1),
+        (Format::E5m2, BlockAxis::Tile, 2 * 150, 1100, 2),
+        (Format::E4m3, BlockAxis::Col, 1040, 392, 1),
+        (Format::Mxfp4, BlockAxis::Col, 1056, 390, 1),
+        (Format::Mxfp4, BlockAxis::Row, 3, 2496, 1),
+    ];
+    for (format, axis, rows, cols, stack) in large {
+        let (codec, input) = (codec(format, ScaleRule::Rceil, Rounding::NearestEven), Input::Outliers);
+        PLAIN.into_iter().for_each(|dtype| {
+            pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
+        });
+    }
     for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {
             PLAIN.into_iter().for_each(|dtype| pair.check(&DecodingAny { format, axis, dtype }));

@@ -25,9 +25,20 @@ pub struct Kernel<B: Convert> {
     pub name: &'static str,
     /// The separate kernels it is compared with, in words; empty where there are none.
     pub against: &'static str,
-    /// Its rows are sorted by expert: there is no dense form.
-    pub routed: bool,
+    /// What rows it takes.
+    pub rows: Rows,
     build: Build<B>,
+}
+
+/// What rows a kernel is timed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// Dense rows alone: it knows no groups.
+    Dense,
+    /// Dense rows, and uneven groups.
+    Any,
+    /// Rows on their way to or from experts: uneven groups alone.
+    Sorted,
 }
 
 impl<B: Convert> Kernel<B> {
@@ -36,11 +47,24 @@ impl<B: Convert> Kernel<B> {
         against: &'static str,
         build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static,
     ) -> Self {
-        Self { name, against, routed: false, build: Box::new(build) }
+        Self { name, against, rows: Rows::Any, build: Box::new(build) }
     }
 
-    fn routed(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
-        Self { routed: true, ..Self::new(name, "", build) }
+    fn dense(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
+        Self { rows: Rows::Dense, ..Self::new(name, "", build) }
+    }
+
+    fn sorted(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
+        Self { rows: Rows::Sorted, ..Self::new(name, "", build) }
+    }
+
+    /// Whether it is timed on so many groups; 0 for dense rows.
+    pub fn takes(&self, groups: usize) -> bool {
+        match self.rows {
+            Rows::Dense => groups == 0,
+            Rows::Any => true,
+            Rows::Sorted => groups > 0,
+        }
     }
 
     /// Prepares its operands.
@@ -88,7 +112,7 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
         simple("BF16 → E4M3 columns", "", Block::E4M3, Cols),
         simple("BF16 → E4M3 both, F32 scales", both, Block::E4M3_AMAX, Both),
         simple("BF16 → E4M3 both", both, Block::E4M3, Both),
-        Kernel::new("F32 → E4M3 tiles, both ways", "", tiles),
+        Kernel::dense("F32 → E4M3 tiles, both ways", tiles),
     ]
 }
 
@@ -115,12 +139,11 @@ fn hadamard<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     }))
 }
 
-/// A weight's two planes, from its F32 master. Dense: a weight has no groups.
+/// A weight's two planes, from its F32 master.
 fn tiles<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let extent = o.extent;
     let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
-    let dense = traffic::Extent { capacity: extent.valid, ..extent };
-    Ok(Case::new(traffic::quantize(dense, DType::F32, Block::E4M3, Planes::Tiles, false), move |b| {
+    Ok(Case::new(traffic::quantize(extent, DType::F32, Block::E4M3, Planes::Tiles, false), move |b| {
         Quantize::new(&x, codec, Planes::Tiles).run(b).map(drop)
     }))
 }
@@ -134,8 +157,8 @@ fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
         kernel("MXFP4 → E4M3 columns (lift)", Block::MXFP4, Block::E4M3, Col),
         kernel("E4M3 rows → columns", Block::E4M3, Block::E4M3, Col),
         kernel("E4M3 → MXFP4 rows", Block::E4M3, Block::MXFP4, Row),
-        Kernel::new("MXFP4 → BF16", "", |o| dequantize(o, Block::MXFP4)),
-        Kernel::new("E4M3 → BF16", "", |o| dequantize(o, Block::E4M3)),
+        Kernel::dense("MXFP4 → BF16", |o| dequantize(o, Block::MXFP4)),
+        Kernel::dense("E4M3 → BF16", |o| dequantize(o, Block::E4M3)),
     ]
 }
 
@@ -150,11 +173,9 @@ fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxi
     }))
 }
 
-/// Knows no groups: padding is decoded too.
 fn dequantize<B: Convert>(o: &Operands<B>, from: Block) -> Result<Case<B>> {
     let x = o.block(from)?;
-    let all = traffic::Extent { valid: o.extent.capacity, ..o.extent };
-    Ok(Case::new(traffic::dequantize(all, from), move |b| {
+    Ok(Case::new(traffic::dequantize(o.extent, from), move |b| {
         Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(drop)
     }))
 }
@@ -246,21 +267,21 @@ fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<
 fn rearrangements<B: Convert>() -> Vec<Kernel<B>> {
     let through = "dequantize, permute, quantize";
     vec![
-        Kernel::routed("permute + pad BF16", |o| permute(o, None)),
+        Kernel::sorted("permute + pad BF16", |o| permute(o, None)),
         Kernel {
             against: through,
-            ..Kernel::routed("permute + pad E4M3", |o| permute(o, Some(Block::E4M3)))
+            ..Kernel::sorted("permute + pad E4M3", |o| permute(o, Some(Block::E4M3)))
         },
         Kernel {
             against: through,
-            ..Kernel::routed("permute + pad MXFP4", |o| permute(o, Some(Block::MXFP4)))
+            ..Kernel::sorted("permute + pad MXFP4", |o| permute(o, Some(Block::MXFP4)))
         },
-        Kernel::routed("unpermute BF16", unpermute),
-        Kernel::routed("combine BF16", combine),
-        Kernel::routed("route", route),
-        Kernel::routed("plan permute", plan_permute),
-        Kernel::new("cast BF16 → F32", "", cast),
-        Kernel::new("transpose BF16", "", transpose),
+        Kernel::sorted("unpermute BF16", unpermute),
+        Kernel::sorted("combine BF16", combine),
+        Kernel::sorted("route", route),
+        Kernel::sorted("plan permute", plan_permute),
+        Kernel::dense("cast BF16 → F32", cast),
+        Kernel::dense("transpose BF16", transpose),
     ]
 }
 
@@ -327,15 +348,13 @@ fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
 
 fn cast<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let x = o.x()?;
-    let all = traffic::Extent { valid: o.extent.capacity, ..o.extent };
-    let traffic = traffic::elementwise(all, DType::Bf16, DType::F32);
+    let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::F32);
     Ok(Case::new(traffic, move |b| Cast { x: &x, dtype: DType::F32 }.run(b).map(drop)))
 }
 
 fn transpose<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let x = o.x()?;
-    let all = traffic::Extent { valid: o.extent.capacity, ..o.extent };
-    let traffic = traffic::elementwise(all, DType::Bf16, DType::Bf16);
+    let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::Bf16);
     Ok(Case::new(traffic, move |b| Transpose { x: &x, stack: 1 }.run(b).map(drop)))
 }
 
@@ -354,7 +373,7 @@ mod tests {
             let lengths = groups.map(|groups| uneven(groups, shape.rows));
             let operands = Operands::new(&cpu, shape, lengths.as_deref()).unwrap();
             for kernel in kernels::<Cpu>() {
-                if kernel.routed && groups.is_none() {
+                if !kernel.takes(groups.unwrap_or(0)) {
                     continue;
                 }
                 let case = kernel.case(&operands).unwrap();

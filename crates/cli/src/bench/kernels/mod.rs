@@ -216,7 +216,7 @@ fn at_shape(bench: &Bench, chosen: &[Kernel<Cuda>], shape: Shape, groups: &[usiz
     for &groups in groups {
         let lengths = (groups > 0).then(|| uneven(groups, shape.rows));
         let operands = Operands::new(&bench.cuda, shape, lengths.as_deref())?;
-        for kernel in chosen.iter().filter(|k| groups > 0 || !k.routed) {
+        for kernel in chosen.iter().filter(|k| k.takes(groups)) {
             let times = bench.times(kernel, &operands).map_err(|error| error.to_string());
             let Kernel { name, against, .. } = *kernel;
             measured.push(Measured { kernel: name, against, shape, groups, times });

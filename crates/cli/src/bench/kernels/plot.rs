@@ -1,7 +1,7 @@
 //! The shares of the floor as an SVG file that any browser opens.
 
 use super::operands::Shape;
-use super::{Measured, Times};
+use super::{Measured, peers};
 use crate::error::{Error, Result};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -27,17 +27,26 @@ pub fn draw(gpu: &str, measured: &[Measured], path: &Path) -> Result<()> {
     std::fs::write(path, svg).map_err(Error::io(path))
 }
 
-/// A kernel's name, and its share at each number of groups.
-type Line<'a> = (&'a str, Vec<(usize, f64)>);
+/// A kernel's shares, in per cent.
+struct Line<'a> {
+    name: &'a str,
+    /// By number of groups.
+    shares: Vec<(usize, f64)>,
+    /// Of the fastest published kernel for the first of them.
+    published: Option<f64>,
+}
 
 fn lines(measured: &[Measured], shape: Shape) -> Vec<Line<'_>> {
     let mut lines: Vec<Line<'_>> = Vec::new();
     for m in measured.iter().filter(|m| m.shape == shape) {
-        let Ok(share) = m.times.as_ref().map(Times::share) else { continue };
-        match lines.iter_mut().find(|(name, _)| *name == m.kernel) {
-            Some((_, shares)) => shares.push((m.groups, share)),
-            None => lines.push((m.kernel, vec![(m.groups, share)])),
-        }
+        let Ok(times) = &m.times else { continue };
+        let published =
+            || peers::fastest(m.kernel, shape, m.groups, true).map(|(_, us)| 100.0 * times.floor_us / us);
+        let at = lines.iter().position(|line| line.name == m.kernel).unwrap_or_else(|| {
+            lines.push(Line { name: m.kernel, shares: Vec::new(), published: published() });
+            lines.len() - 1
+        });
+        lines[at].shares.push((m.groups, times.share()));
     }
     lines
 }
@@ -58,13 +67,14 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
         .margin(12)
         .x_label_area_size(36)
         .y_label_area_size(330)
-        .build_cartesian_2d(0.0..110.0, (count as f64)..0.0)
+        .build_cartesian_2d(0.0..125.0, (count as f64)..0.0)
         .map_err(text)?;
     chart
         .configure_mesh()
         .disable_y_mesh()
         .y_labels(0)
         .light_line_style(WHITE)
+        .x_label_formatter(&|share| format!("{share:.0}"))
         .x_desc("per cent of the floor; bars: dense rows; dots: uneven groups")
         .draw()
         .map_err(text)?;
@@ -75,7 +85,7 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
     let color =
         |groups: usize| RAGGED[group_counts.iter().position(|g| *g == groups).unwrap_or(0) % RAGGED.len()];
     let name_style = TextStyle::from(("sans-serif", 14)).pos(Pos::new(HPos::Right, VPos::Center));
-    for (i, (name, shares)) in lines.iter().enumerate() {
+    for (i, Line { name, shares, published }) in lines.iter().enumerate() {
         let middle = i as f64 + 0.5;
         let bars = shares.iter().filter(|(groups, _)| *groups == 0);
         chart
@@ -86,6 +96,8 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
         let dots = shares.iter().filter(|(groups, _)| *groups > 0);
         let dots = dots.map(|(groups, share)| Circle::new((*share, middle), 4, color(*groups).filled()));
         chart.draw_series(dots).map_err(text)?;
+        let peers = published.iter().map(|share| Cross::new((*share, middle), 4, BLACK.stroke_width(2)));
+        chart.draw_series(peers).map_err(text)?;
         let (x, y) = chart.backend_coord(&(0.0, middle));
         root.draw(&Text::new((*name).to_owned(), (x - 8, y), name_style.clone())).map_err(text)?;
     }
@@ -100,6 +112,9 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
         let key = move |(x, y)| Circle::new((x + 6, y), 4, dot.filled());
         chart.draw_series(none).map_err(text)?.label(format!("{groups} groups")).legend(key);
     }
+    let none = std::iter::empty::<Cross<(f64, f64), i32>>();
+    let key = |(x, y)| Cross::new((x + 6, y), 4, BLACK.stroke_width(2));
+    chart.draw_series(none).map_err(text)?.label("fastest published").legend(key);
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::LowerRight)
@@ -113,8 +128,8 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
 
 #[cfg(test)]
 mod tests {
-    use super::super::SHAPES;
     use super::super::traffic::Traffic;
+    use super::super::{SHAPES, Times};
     use super::*;
 
     fn measured(kernel: &'static str, groups: usize, us: Result<f64, String>) -> Measured {

@@ -6,6 +6,7 @@
 use super::Bench;
 use super::conversion::Conversion;
 use super::operands::{Operands, Shape, uneven};
+use super::report::shortened;
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::{Error, Result};
@@ -88,62 +89,66 @@ struct Cost {
     before_dispatch_us: f64,
 }
 
-pub fn run(bench: &Bench) -> Result<Value> {
-    say!("");
-    say!(
-        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us; speed: {BASELINE}'s time / the \
-         recipe's"
-    );
-    say!(
-        "{:<14} {:>9} {:>7}   {:>10} {:>17} {:>7}",
-        "recipe",
-        "dense",
-        "speed",
-        "8 experts",
-        "before dispatch",
-        "speed"
-    );
-    let mut costs = Vec::new();
-    for name in Recipe::names() {
-        let events = recipe::changes(name)?;
-        let recipe = Recipe::builtin(name)?;
+/// A recipe's costs: of a dense layer, and of one of experts.
+struct Costs {
+    recipe: &'static str,
+    dense: Result<Cost>,
+    experts: Result<Cost>,
+}
+
+impl Costs {
+    fn of(bench: &Bench, name: &'static str) -> Result<Self> {
+        let (events, recipe) = (recipe::changes(name)?, Recipe::builtin(name)?);
         let cost = |kind, layer, groups| {
-            let section = recipe.section(kind, layer, 0.5);
-            let steps = steps(&events, layer, &section)?;
+            let steps = steps(&events, layer, &recipe.section(kind, layer, 0.5))?;
             measure(bench, &steps, groups).map_err(Error::from)
         };
         let dense = cost(Kind::Linear, DENSE, None);
-        let grouped = cost(Kind::Expert, recipe::EXPERTS, Some(EXPERTS));
-        costs.push((name, dense, grouped));
+        let experts = cost(Kind::Expert, recipe::EXPERTS, Some(EXPERTS));
+        Ok(Self { recipe: name, dense, experts })
     }
-    let baseline = costs.iter().find(|(name, ..)| *name == BASELINE);
-    let of = |cost: &Result<Cost>| cost.as_ref().ok().map(|c| c.us);
-    let base = baseline.map_or((None, None), |(_, dense, grouped)| (of(dense), of(grouped)));
-    let mut figures = Vec::new();
-    for (name, dense, grouped) in &costs {
-        let speed = |us: Option<f64>, base: Option<f64>| {
-            us.zip(base).filter(|(us, _)| *us > 0.0).map(|(us, b)| b / us)
-        };
-        let (dense_speed, grouped_speed) = (speed(of(dense), base.0), speed(of(grouped), base.1));
-        let shown = |x: Option<f64>, digits| x.map_or("-".to_owned(), |x| format!("{x:.digits$}"));
-        let before = grouped.as_ref().ok().map(|c| c.before_dispatch_us);
-        say!(
-            "{name:<14} {:>9} {:>7}   {:>10} {:>17} {:>7}",
-            shown(of(dense), 1),
-            shown(dense_speed, 2),
-            shown(of(grouped), 1),
-            shown(before, 1),
-            shown(grouped_speed, 2)
-        );
-        for why in [dense, grouped].into_iter().filter_map(|cost| cost.as_ref().err()) {
-            say!("  not timed: {why}");
-        }
-        figures.push(json!({
-            "recipe": name, "dense_us": of(dense), "dense_speed": dense_speed, "grouped_us": of(grouped),
-            "before_dispatch_us": before, "grouped_speed": grouped_speed,
-        }));
+
+    /// Of the dense layer; of the experts with what is done before the dispatch, and without.
+    fn us(&self) -> [Option<f64>; 3] {
+        let of = |cost: &Result<Cost>, us: fn(&Cost) -> f64| cost.as_ref().ok().map(us);
+        let local = of(&self.experts, |c| c.us - c.before_dispatch_us);
+        [of(&self.dense, |c| c.us), of(&self.experts, |c| c.us), local]
     }
-    Ok(Value::Array(figures))
+}
+
+pub fn run(bench: &Bench) -> Result<Value> {
+    say!("");
+    say!(
+        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (weights' once a step aside);"
+    );
+    say!(
+        "speed: {BASELINE}'s time / the recipe's; experts: {EXPERTS}, with and without what is quantized before the dispatch"
+    );
+    let heads =
+        [("dense", 10), ("speed", 6), ("experts", 12), ("speed", 6), ("after dispatch", 18), ("speed", 6)];
+    let heads: String = heads.iter().map(|(head, width)| format!("{head:>width$}")).collect();
+    say!("{:<14}{heads}", "recipe");
+    let all = Recipe::names().map(|name| Costs::of(bench, name)).collect::<Result<Vec<_>>>()?;
+    let base = all.iter().find(|c| c.recipe == BASELINE).map_or([None; 3], Costs::us);
+    Ok(all.iter().map(|costs| report(costs, base)).collect())
+}
+
+/// Prints a recipe's line.
+fn report(costs: &Costs, base: [Option<f64>; 3]) -> Value {
+    let us = costs.us();
+    let speed = |i: usize| us[i].zip(base[i]).filter(|(us, _)| *us > 0.0).map(|(us, base)| base / us);
+    let shown = |x: Option<f64>, digits| x.map_or("-".to_owned(), |x| format!("{x:.digits$}"));
+    let cells = [10, 12, 18].iter().enumerate();
+    let cells: String =
+        cells.map(|(i, &width)| format!("{:>width$}{:>6}", shown(us[i], 1), shown(speed(i), 2))).collect();
+    say!("{:<14}{cells}", costs.recipe);
+    for why in [&costs.dense, &costs.experts].into_iter().filter_map(|cost| cost.as_ref().err()) {
+        say!("  not timed: {}", shortened(&why.to_string()));
+    }
+    json!({
+        "recipe": costs.recipe, "dense_us": us[0], "dense_speed": speed(0), "experts_us": us[1],
+        "experts_speed": speed(1), "after_dispatch_us": us[2], "after_dispatch_speed": speed(2),
+    })
 }
 
 fn measure(bench: &Bench, steps: &[Step], groups: Option<usize>) -> CoreResult<Cost> {

@@ -16,13 +16,27 @@ pub fn table(shape: Shape, groups: &[usize], names: &[&str], measured: &[Measure
     let mut skipped: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for &name in names {
         let of_kernel: Vec<&Measured> = measured.iter().filter(|m| m.kernel == name).collect();
+        if of_kernel.is_empty() {
+            continue;
+        }
         match line(name, &of_kernel, &ragged) {
             Ok(line) => say!("{line}"),
             Err(why) => skipped.entry(why).or_default().push(name),
         }
     }
     for (why, names) in skipped {
-        say!("not timed, {why}: {}", names.join("; "));
+        say!("not timed: {}", names.join("; "));
+        say!("  {}", shortened(why));
+    }
+}
+
+/// The first line, as much of it as a line of the table holds; the figures have it all.
+pub fn shortened(why: &str) -> String {
+    const MOST: usize = 130;
+    let line = why.lines().next().unwrap_or_default();
+    match line.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{} …", &line[..end]),
+        None => line.to_owned(),
     }
 }
 
@@ -90,11 +104,11 @@ pub fn peers() {
     for who in peers::everybody() {
         say!("  {:<14} {}", who.name, who.source);
     }
-    say!("SwiGLU's shape is that of a: h is twice as wide. Routed rows: {}.", routed_rows());
+    say!("SwiGLU's shape is that of a: h is twice as wide. Rows sorted by expert: {}.", routed_rows());
 }
 
 fn routed_rows() -> String {
-    let of = |experts| format!("{} slots a token of {experts} experts", super::operands::top_k(experts));
+    let of = |experts| format!("top {} of {experts}", super::operands::top_k(experts));
     [8, 32, 256].map(of).join(", ")
 }
 
@@ -151,6 +165,12 @@ mod tests {
             let line = line(kernel.name, &all.iter().collect::<Vec<_>>(), ragged).unwrap();
             assert!(line.chars().count() <= 140, "{}: {line}", line.chars().count());
         }
+    }
+
+    #[test]
+    fn long_reasons_are_shortened() {
+        assert_eq!(shortened("no kernel yet"), "no kernel yet");
+        assert_eq!(shortened(&format!("{}\nlog", "é".repeat(200))), format!("{} …", "é".repeat(130)));
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub(super) fn forward(
 fn element(gate: f32, up: f32, da: f32, weight: f32) -> [f32; 4] {
     let s = sigmoid(gate);
     let silu = gate * s;
-    let dg = da * weight * up * s * (1.0 + gate * (1.0 - s));
+    let dg = da * weight * up * (s * (1.0 + gate * (1.0 - s)));
     [dg, da * weight * silu, silu * up * weight, silu * up]
 }
 
@@ -94,9 +94,9 @@ fn backward_row_body(
             a[first + i..][..LANES].copy_from_slice(&a16);
             silu_up[i..][..LANES].copy_from_slice(&silu_up16);
         }
-        for i in whole..len {
+        for (i, silu_up) in silu_up.iter_mut().enumerate().take(len).skip(whole) {
             let at = first + i;
-            [dg[at], du[at], a[at], silu_up[i]] = element(gate[at], up[at], da[at], weight);
+            [dg[at], du[at], a[at], *silu_up] = element(gate[at], up[at], da[at], weight);
         }
         *dweight += match da[first..].first_chunk() {
             Some(da) => part_dot(&silu_up, da),

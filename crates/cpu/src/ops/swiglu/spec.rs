@@ -54,15 +54,15 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     for row in spans.valid() {
         let weight = weight_of(op.weight, row);
         let mut silu_up = vec![0.0; f];
-        for i in 0..f {
+        for (i, silu_up) in silu_up.iter_mut().enumerate() {
             let (gate, up) = (h.values[row * 2 * f + i], h.values[row * 2 * f + f + i]);
             let da = da.values[row * f + i];
             let s = sigmoid(gate);
             let silu = gate * s;
             a.values[row * f + i] = silu * up * weight;
-            dh.values[row * 2 * f + i] = da * weight * up * s * (1.0 + gate * (1.0 - s));
+            dh.values[row * 2 * f + i] = da * weight * up * (s * (1.0 + gate * (1.0 - s)));
             dh.values[row * 2 * f + f + i] = da * weight * silu;
-            silu_up[i] = silu * up;
+            *silu_up = silu * up;
         }
         for (x, y) in silu_up.chunks(PART).zip(da.values[row * f..][..f].chunks(PART)) {
             let (mut p, mut incoming) = ([0.0; PART], [0.0; PART]);
