@@ -11,7 +11,7 @@ use crate::{Cuda, Device};
 use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, gather_spec};
 use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -109,7 +109,7 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     };
     let counts = device.filled::<u64>(3, 0)?;
     if op.x.rows != 0 && op.x.cols != 0 {
-        let source = Source::of(&op)?;
+        let source = Source::of(device, &op)?;
         let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: &counts };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
@@ -139,21 +139,33 @@ struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// With lengths held to the shape.
-    fn of(op: &Quantize<'a, Cuda>) -> Result<Self> {
-        let expect = |argument, got: usize, expected: usize| {
-            if got == expected { Ok(()) } else { Err(Error::shape(OP, argument, got, expected)) }
+    fn of(device: &Device, op: &Quantize<'a, Cuda>) -> Result<Self> {
+        fn held<'a, T: Plain>(
+            device: &Device,
+            argument: &'static str,
+            buf: &'a Buf<T>,
+            len: usize,
+        ) -> Result<&'a Buffer<T>> {
+            let buffer = buf.get();
+            if buffer.len() != len {
+                return Err(Error::shape(OP, argument, format!("{} values", buffer.len()), len));
+            }
+            if !buffer.device().is_same(device) {
+                let (got, expected) = (format!("on {:?}", buffer.device()), format!("on {device:?}"));
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+            Ok(buffer)
+        }
+        let len = op.x.rows * op.x.cols;
+        let x: &dyn KernelArg = match &op.x.data {
+            Data::F32(x) => held(device, "x", x, len)?,
+            Data::Bf16(x) => held(device, "x", x, len)?,
         };
-        let (x, len): (&dyn KernelArg, _) = match &op.x.data {
-            Data::F32(x) => (x.get(), Cuda::len(x)),
-            Data::Bf16(x) => (x.get(), Cuda::len(x)),
-        };
-        expect("x.data.len()", len, op.x.rows * op.x.cols)?;
         let Some(groups) = op.groups else {
             return Ok(Self { x, row_id: None, start: None, num_groups: 0, every_row: false });
         };
-        expect("groups.row_id.len()", Cuda::len(&groups.row_id), op.x.rows)?;
-        expect("groups.start.len()", Cuda::len(&groups.start), groups.num_groups + 1)?;
-        let (row_id, start) = (Some(groups.row_id.get()), Some(groups.start.get()));
+        let row_id = Some(held(device, "groups.row_id", &groups.row_id, op.x.rows)?);
+        let start = Some(held(device, "groups.start", &groups.start, groups.num_groups + 1)?);
         Ok(Self { x, row_id, start, num_groups: groups.num_groups as i32, every_row: false })
     }
 }
