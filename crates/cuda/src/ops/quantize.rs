@@ -8,10 +8,10 @@ use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, gather_spec};
+use config::{Desc, Path, SEGMENT_COLS, TRANSFORM_COLS};
 use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -109,7 +109,7 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     };
     let counts = super::counts(cuda)?;
     if op.x.rows != 0 && op.x.cols != 0 {
-        let source = Source::of(&op)?;
+        let source = Source::of(device, &op)?;
         let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
@@ -139,21 +139,33 @@ struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// With lengths held to the shape.
-    fn of(op: &Quantize<'a, Cuda>) -> Result<Self> {
-        let expect = |argument, got: usize, expected: usize| {
-            if got == expected { Ok(()) } else { Err(Error::shape(OP, argument, got, expected)) }
+    fn of(device: &Device, op: &Quantize<'a, Cuda>) -> Result<Self> {
+        fn held<'a, T: Plain>(
+            device: &Device,
+            argument: &'static str,
+            buf: &'a Buf<T>,
+            len: usize,
+        ) -> Result<&'a Buffer<T>> {
+            let buffer = buf.get();
+            if buffer.len() != len {
+                return Err(Error::shape(OP, argument, format!("{} values", buffer.len()), len));
+            }
+            if !buffer.device().is_same(device) {
+                let (got, expected) = (format!("on {:?}", buffer.device()), format!("on {device:?}"));
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+            Ok(buffer)
+        }
+        let len = op.x.rows * op.x.cols;
+        let x: &dyn KernelArg = match &op.x.data {
+            Data::F32(x) => held(device, "x", x, len)?,
+            Data::Bf16(x) => held(device, "x", x, len)?,
         };
-        let (x, len): (&dyn KernelArg, _) = match &op.x.data {
-            Data::F32(x) => (x.get(), Cuda::len(x)),
-            Data::Bf16(x) => (x.get(), Cuda::len(x)),
-        };
-        expect("x.data.len()", len, op.x.rows * op.x.cols)?;
         let Some(groups) = op.groups else {
             return Ok(Self { x, row_id: None, start: None, num_groups: 0, every_row: false });
         };
-        expect("groups.row_id.len()", Cuda::len(&groups.row_id), op.x.rows)?;
-        expect("groups.start.len()", Cuda::len(&groups.start), groups.num_groups + 1)?;
-        let (row_id, start) = (Some(groups.row_id.get()), Some(groups.start.get()));
+        let row_id = Some(held(device, "groups.row_id", &groups.row_id, op.x.rows)?);
+        let start = Some(held(device, "groups.start", &groups.start, groups.num_groups + 1)?);
         Ok(Self { x, row_id, start, num_groups: groups.num_groups as i32, every_row: false })
     }
 }
@@ -194,39 +206,21 @@ fn transform_first(
     Ok(out)
 }
 
-/// The scales of the column kernels, block by block.
-struct ByBlock {
-    rows: Buffer<u8>,
-    cols: Buffer<u8>,
+/// Scratch memory of the column kernels.
+struct Scratch {
+    rows_by_block: Buffer<u8>,
+    cols_by_block: Buffer<u8>,
+    done: Buffer<u32>,
 }
 
-impl ByBlock {
+impl Scratch {
     fn new(device: &Device, desc: &Desc) -> Result<Self> {
-        let bytes = |plane: ScalePlane| plane.written * plane.stride * desc.kind().bytes();
-        let (cols, rows) = desc.scale_planes();
-        let row_bytes = if desc.planes == Planes::Both { bytes(rows) } else { 0 };
-        Ok(Self { rows: device.alloc(row_bytes)?, cols: device.alloc(bytes(cols))? })
-    }
-
-    /// Brings them to their places.
-    fn gather(
-        &self,
-        device: &Device,
-        desc: &Desc,
-        row_scales: &dyn KernelArg,
-        col_scales: &dyn KernelArg,
-    ) -> Result<()> {
-        let (cols, rows) = desc.scale_planes();
-        let rows_ctas = if desc.planes == Planes::Both { rows.ctas() } else { 0 };
-        let of = |plane: ScalePlane| [plane.lines, plane.blocks, plane.stride].map(|value| value as i32);
-        let ([col_lines, col_blocks, col_stride], [row_lines, row_blocks, row_stride]) = (of(cols), of(rows));
-        let launch =
-            Launch { ctas: (cols.ctas() + rows_ctas) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
-        let cols: [&dyn KernelArg; 5] = [&self.cols, col_scales, &col_lines, &col_blocks, &col_stride];
-        let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
-        // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; as many ctas as cover the
-        // columns' plane, and the rows' where there is one.
-        unsafe { device.kernel(&gather_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
+        let (sizes, bytes) = (desc.by_block(), desc.kind().bytes());
+        Ok(Self {
+            rows_by_block: device.alloc(sizes.rows * bytes)?,
+            cols_by_block: device.alloc(sizes.cols * bytes)?,
+            done: device.filled(sizes.done, 0)?,
+        })
     }
 }
 
@@ -262,19 +256,17 @@ fn launch(
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {
-            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
-            let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &by_block.rows, &*col_codes, &by_block.cols];
-            launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
-            by_block.gather(device, desc, &*row_scales, &*col_scales)
+            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
+            let scratch: [&dyn KernelArg; 3] =
+                [&scratch.rows_by_block, &scratch.cols_by_block, &scratch.done];
+            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding]])
         }
         Path::HadamardCols { band } => {
-            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
-            launch(&[
-                &[x, &*col_codes, &by_block.cols],
-                &sizes,
-                &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
-            ])?;
-            by_block.gather(device, desc, &*row_scales, &*col_scales)
+            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
+            let planes: [&dyn KernelArg; 3] = [x, &*col_codes, &*col_scales];
+            let scratch: [&dyn KernelArg; 2] = [&scratch.cols_by_block, &scratch.done];
+            let transform: [&dyn KernelArg; 3] = [&hadamard, &start, &num_groups];
+            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding], &transform])
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {
