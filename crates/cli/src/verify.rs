@@ -8,7 +8,7 @@ use crate::console::say;
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::gpu;
-use nibble_core::{Backend, Convert, Kernels};
+use nibble_core::{Backend, Convert, Kernels, Products};
 use nibble_cpu::Cpu;
 use nibble_testkit::{Pair, conformance};
 use serde_json::{Value, json};
@@ -47,16 +47,16 @@ pub fn run(args: Args) -> Result<()> {
         return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &all());
     }
     let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    verify(&args, &Pair::new(cpu, cuda), &conversions())
+    verify(&args, &Pair::new(cpu, cuda), &of_gpu())
 }
 
-/// What a GPU has: the conversions.
-fn conversions<A: Convert, B: Convert>() -> Vec<Test<A, B>> {
-    conformance!(Convert).to_vec()
+/// What a GPU has: conversions and products.
+fn of_gpu<A: Convert + Products, B: Convert + Products>() -> Vec<Test<A, B>> {
+    [conformance!(Convert).to_vec(), conformance!(Products).to_vec()].concat()
 }
 
 fn all<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
-    [conformance!(Convert).to_vec(), conformance!(Products).to_vec(), conformance!(Model).to_vec()].concat()
+    [of_gpu(), conformance!(Model).to_vec()].concat()
 }
 
 /// The tests that were asked for.

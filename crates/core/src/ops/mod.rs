@@ -22,7 +22,7 @@ pub use attention::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut};
 pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward};
-pub use gemm::{FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
+pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};

@@ -9,8 +9,8 @@ use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
 /// * over experts: expert j to lane j mod 64, each lane in order; four neighbouring lanes as (0 + 1) + (2 + 3), those sixteen
 ///   sums by the tree 8, 4, 2, 1; in F32 (the load-balancing loss in F64), products by fma;
 /// * over slots: in slot order, in F32;
-/// * over the tokens of a shard: in chunks of [`Route::CHUNK`]; token i of a chunk to lane i mod 16, each lane in order,
-///   closed by the tree 8, 4, 2, 1; chunk c to lane c mod 16, and so on; in F64, rounded to F32 at the end of the loss.
+/// * over the tokens of a shard: in chunks of [`Route::CHUNK`], in F32: token i of a chunk to lane i mod 16, each lane in order,
+///   closed by the tree 8, 4, 2, 1. The chunks' sums likewise, in F64, rounded to F32 at the end of the loss.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.

@@ -9,7 +9,7 @@ use crate::{Buf, Cpu};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::math;
-use std::ops::Add;
+use std::ops::{Add, AddAssign};
 
 /// Lanes of a sum over experts.
 const EXPERT_LANES: usize = 4 * LANES;
@@ -131,26 +131,28 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     })
 }
 
+/// Closes sixteen lanes of `width` sums.
+fn close_lanes<T: Copy + AddAssign>(lanes: &mut [T], width: usize) {
+    for half in [8, 4, 2, 1] {
+        let (low, high) = lanes.split_at_mut(half * width);
+        low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+    }
+}
+
 /// Sums of `width` values over the tokens of a shard: `add(lane, token)` puts a token's on its lane.
-fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f64], usize)) -> Vec<f64> {
-    let close = |lanes: &mut [f64]| {
-        for half in [8, 4, 2, 1] {
-            let (low, high) = lanes.split_at_mut(half * width);
-            low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
-        }
-    };
+fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Vec<f64> {
     let mut all = vec![0.0f64; LANES * width];
-    let mut chunk = vec![0.0f64; LANES * width];
+    let mut chunk = vec![0.0f32; LANES * width];
     for (i, first) in (0..tokens).step_by(Route::<Cpu>::CHUNK).enumerate() {
         chunk.fill(0.0);
         for token in first..tokens.min(first + Route::<Cpu>::CHUNK) {
             add(&mut chunk[token % LANES * width..][..width], token);
         }
-        close(&mut chunk);
+        close_lanes(&mut chunk, width);
         let lane = &mut all[i % LANES * width..][..width];
-        lane.iter_mut().zip(&chunk).for_each(|(lane, sum)| *lane += sum);
+        lane.iter_mut().zip(&chunk).for_each(|(lane, sum)| *lane += f64::from(*sum));
     }
-    close(&mut all);
+    close_lanes(&mut all, width);
     all.truncate(width);
     all
 }
@@ -178,9 +180,9 @@ fn shard_losses(
         let sums = token_sum(tokens, experts + 1, |lane, token| {
             let row = &probs[token * experts..][..experts];
             for (sum, &p) in lane.iter_mut().zip(row) {
-                *sum += f64::from(p);
+                *sum += p;
             }
-            lane[experts] += f64::from(log_sum_exp[token]) * f64::from(log_sum_exp[token]);
+            lane[experts] += log_sum_exp[token] * log_sum_exp[token];
         });
         let balance: f64 = expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]);
         let squares = sums[experts];

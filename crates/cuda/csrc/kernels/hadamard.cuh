@@ -25,8 +25,10 @@ __global__ void __launch_bounds__(256)
     const bool present = col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
     const u64 first = u64(row) * cols + col;
     // cols is a multiple of 16, so eight columns exist or none.
-    F32::Eight wide[1] = {widen<In>(In::template load<true>(x + first * In::kBytes, present ? 8 : 0))};
-    hadamard_row(wide, present ? hadamard.signs_of_eight(col) : 0, hadamard);
+    auto plain = In::template load<true>(x + first * In::kBytes, present ? 8 : 0);
+    if (present) flip(plain, hadamard.sign_bits_of_eight(col));
+    F32::Eight wide[1] = {widen<In>(plain)};
+    hadamard_row(wide, hadamard);
     if (col >= cols) return;
     float4* const to = reinterpret_cast<float4*>(out + first);
     to[0] = {wide[0].number[0], wide[0].number[1], wide[0].number[2], wide[0].number[3]};

@@ -213,18 +213,20 @@ __global__ void __launch_bounds__(kThreads)
         // A warp takes 128 neighbouring slots, 32 a round: rank counts those of the same group before it in the warp.
         u16* const mine = warp_count + warp * columns;
         int rank[kPlanRounds], place[kPlanRounds], before = 0;
+        u32 same[kPlanRounds];
+#pragma unroll
+        for (int round = 0; round < kPlanRounds; ++round) same[round] = __match_any_sync(kFullWarp, group[round]);
 #pragma unroll
         for (int round = 0; round < kPlanRounds; ++round) {
-            const u32 same = __match_any_sync(kFullWarp, group[round]);
             const u32 taken = __ballot_sync(kFullWarp, group[round] >= 0);
             const u32 below = (1u << lane) - 1;
             place[round] = before + __popc(taken & below);
             before += __popc(taken);
             if (group[round] >= 0) {
                 const int seen = mine[group[round]];
-                rank[round] = seen + __popc(same & below);
+                rank[round] = seen + __popc(same[round] & below);
                 __syncwarp(taken);
-                if ((same & below) == 0) mine[group[round]] = u16(seen + __popc(same));
+                if ((same[round] & below) == 0) mine[group[round]] = u16(seen + __popc(same[round]));
             }
             __syncwarp();
         }

@@ -99,7 +99,7 @@ struct RowLayout {
 };
 
 template <class In, class E, bool kF32Scales, class Round, bool kHadamard>
-__global__ void __launch_bounds__(kRowThreads, Round::kDraws && kHadamard ? 2 : 4)
+__global__ void __launch_bounds__(kRowThreads, kHadamard ? 3 : 4)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
                   const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, PowerRule rule,
                   const RoundingArg rounding, const HadamardArg hadamard) {
@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kRowThreads, Round::kDraws && kHadamard ? 2 : 
     const int blocks = ceil_div(cols, E::kBlock);  // of a row
     const u64 row_bytes = u64(cols) * E::kCodeBits / 8;
     const u32 tasks = u32(rows) * segments;
-    u32 signs[kHeld], signed_segment = ~0u;
+    uint4 signs[kHadamard ? kRowChunks : 1];
+    u32 signed_segment = ~0u;
     Tally tally;
 #pragma unroll 1
     for (u32 task = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32; task < tasks; task += gridDim.x * (kRowThreads / 32)) {
@@ -135,18 +136,18 @@ __global__ void __launch_bounds__(kRowThreads, Round::kDraws && kHadamard ? 2 : 
         if constexpr (kHadamard) {
             if (segment != signed_segment) {
 #pragma unroll
-                for (int i = 0; i < kRowChunks; ++i) {
-                    const u32 of_eight = hadamard.signs_of_eight(col + col_of(i)) << (i % kTogether * 8);
-                    signs[i / kTogether] = i % kTogether == 0 ? of_eight : signs[i / kTogether] | of_eight;
-                }
+                for (int i = 0; i < kRowChunks; ++i) signs[i] = hadamard.sign_bits_of_eight(col + col_of(i));
                 signed_segment = segment;
             }
 #pragma unroll
             for (int h = 0; h < kHeld; ++h) {
                 F32::Eight wide[kTogether];
 #pragma unroll
-                for (int i = 0; i < kTogether; ++i) wide[i] = widen<In>(plain[h * kTogether + i]);
-                hadamard_row(wide, id >= 0 ? signs[h] : 0, hadamard);
+                for (int i = 0; i < kTogether; ++i) {
+                    flip(plain[h * kTogether + i], signs[h * kTogether + i]);
+                    wide[i] = widen<In>(plain[h * kTogether + i]);
+                }
+                hadamard_row(wide, hadamard);
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i) in[h * kTogether + i] = wide[i];
             }
@@ -170,7 +171,8 @@ __global__ void __launch_bounds__(kRowThreads, Round::kDraws && kHadamard ? 2 : 
                 const int chunk = h * kTogether + i;
                 const auto bits = round.template bits<true>(element, col_of(chunk) / 8);
                 out[i] = round.template encode<E, kRuleFloor, Number>(in[chunk], scale.inverse, bits);
-                if (scale.is_nan()) out[i] = E::zeros();
+                // A sign has made -0 of padding.
+                if (scale.is_nan() || (kHadamard && id < 0)) out[i] = E::zeros();
                 any |= E::any(out[i]);
             }
             store_together<E>(to + col_of(h * kTogether) * E::kCodeBits / 8, cols - col - col_of(h * kTogether), out);

@@ -1,13 +1,15 @@
 // BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
 //
-// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], col_scales
-//   [cols][capacity / E::kBlock], zeros from `rows` to `capacity`, which is a multiple of the block. kRows: also what quantize_rows writes;
-//   else row_codes and row_scales are null. row_id as there; counts as there, of the row blocks where those are written.
-//   256 threads; a cta takes squares of 128 x 128 one after the other, and stores their scales together: one byte at a time they would
-//   cost as much as the codes. Squares come in groups of `strips` x `panels`, at most kStrips and kPanels, and bands of `band` groups are done
-//   side by side, so that what is written at one time lies together. The first `whole` ctas take a group each, of the others each takes `part`
-//   strips of one panel: a grid of whole + (groups - whole) * ceil(strips / part) * panels. Where two codes share a byte, `strips` and `part`
-//   are even. sizeof(ColumnShared<In, E, kF32Scales, kRows>) dynamic shared memory.
+// quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
+//   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
+//   row_id and counts as there, counts of the row blocks where those are written. Scales go block by block: a square's lie together, which one
+//   by one would cost as much as its codes. With D = ceil(capacity / 128) and A = ceil(cols / 128), col_scales [D * 128 / E::kBlock][A * 128],
+//   row_scales [A * 128 / E::kBlock][D * 128], from where gather_scales brings them to their places.
+//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares); bands
+//   of `band` ctas are done side by side, so that what is written at one time lies together: all of them for columns alone, 4 strips for both.
+//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+// gather_scales<Stored>: [blocks][stride] -> [lines][blocks], of two such planes (the second one null: of one). 256 threads; grid
+//   ceil(blocks / 32) * ceil(lines / 128), of both together.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -20,16 +22,12 @@
 
 namespace nib {
 
-constexpr int kStrips = 4;
-constexpr int kPanels = 2;
-
-template <class In, class E, bool kF32Scales, bool kRows>
+template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
-    ScaleOf<kF32Scales> col_scales[kPanels * kTile][kStrips * kBlocks];
-    ScaleOf<kF32Scales> row_scales[kRows ? kStrips * kTile : 1][kRows ? kPanels * kBlocks : 16];
+    ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
     u32 maxima[8][In::kWords * 16];  // of each warp's rows
     u32 total[3];
@@ -38,19 +36,20 @@ struct alignas(16) ColumnShared {
 /// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// Which of eight rows count, one a bit, of a warp's sixteen from `first` on: lanes 0 to 15 have the first eight.
+/// Which of kRows rows count, one a bit, of a warp's 2 · kRows from `first` on: lanes 0 to 15 have the first of them.
+template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
-    const int lane = threadIdx.x % 32, row = first + lane % 16;
+    const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
     const bool counts = row < rows && (row_id == nullptr || __ldg(row_id + row) >= 0);
-    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? 8 : 0);
+    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
 }
 
-/// Fetches eight rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
+/// Fetches kRows rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
 /// all in flight. Rows whose bit in `counted` is 0 are zeros and not read.
-template <class In>
-__device__ __forceinline__ void fetch_octet(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
+template <class In, int kRows>
+__device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kRows; ++j) {
 #pragma unroll
         for (int part = 0; part < In::kBytes / 2; ++part)
             ptx::copy_16_async(mine + j * kTile * In::kBytes + part * 16, from + part * 16, counted >> j & 1);
@@ -74,32 +73,15 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The squares of a cta, in units of one.
-struct Squares {
-    int strip, panel;    // the first
-    int strips, panels;  // how many
+/// The place of this cta among down x across, in bands of `band` side by side.
+struct CtaPlace {
+    int down, across;
 
-    /// `down` x `across` squares of the matrix in groups of strips x panels, in bands of `band` groups side by side. The first `whole` ctas
-    /// take a group each; of the other groups, `part` strips a cta, so that all multiprocessors finish together.
-    __device__ __forceinline__ Squares(int down, int across, int group_strips, int group_panels, int band, int whole, int part) {
-        const int cta = blockIdx.x, groups_across = ceil_div(across, group_panels), groups_down = ceil_div(down, group_strips);
-        int group = cta, first_strip = 0, first_panel = 0;
-        strips = group_strips;
-        panels = group_panels;
-        if (cta >= whole) {
-            const int down_parts = ceil_div(group_strips, part), rest = cta - whole;
-            group = whole + rest / (down_parts * group_panels);
-            first_strip = rest % down_parts * part;
-            first_panel = rest / down_parts % group_panels;
-            strips = part;
-            panels = 1;
-        }
-        const int first = group / (band * groups_across) * band, height = min(band, groups_down - first);
-        const int within = group - first * groups_across;
-        strip = (first + within % height) * group_strips + first_strip;
-        panel = within / height * group_panels + first_panel;
-        strips = min(strips, down - strip);
-        panels = min(panels, across - panel);
+    __device__ __forceinline__ CtaPlace(int total_down, int total_across, int band) {
+        const int first = blockIdx.x / (band * total_across) * band, height = min(band, total_down - first);
+        const int within = blockIdx.x - first * total_across;
+        across = within / height;
+        down = first + within - across * height;
     }
 };
 
@@ -124,14 +106,14 @@ struct RowScales {
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Puts those of one panel to the others of these rows, and counts. `present`: whether this thread's columns exist.
-    template <class Round, int kCount>
-    __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*to)[kCount], int panel, bool present, int lane, Tally& tally) const {
-        if (kHeld == 1 ? lane % 2 != 0 : !present) return;
+    /// Puts them to those of the square, from these eight rows on, and counts. `present`: whether this thread's columns exist.
+    template <class Round>
+    __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
+        if (kHeld == 1 && lane % 2 != 0) return;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const int row = kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i;
-            to[row][kHeld == 1 ? panel : panel * 4 + lane / 4 % 4] = scale[i].stored;
+            of_square[kHeld == 1 ? 0 : lane / 4 % 4][first_row + (kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i)] = scale[i].stored;
+            if (kHeld == 2 && !present) continue;
             if constexpr (!Round::kDraws)
                 tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax[i]), scale[i].inverse));
             tally.non_finite += scale[i].is_nan();
@@ -184,20 +166,20 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the lines of a turned tile, `left` bytes of each of the `lines` that exist, to `to`: line 0, row 0. With kTally, counts the
-/// blocks of E that hold a non-zero code.
-template <class E, bool kTally, class Tile>
+/// Stores the first `left` bytes, a multiple of 16, of as many lines of a turned tile as exist; `to` is where line 0 belongs.
+/// With kTally, counts the blocks of E that hold a non-zero code.
+template <class E, bool kTally, int kThreads, class Tile>
 __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
-    const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32;
-    const int first = threadIdx.x / 8;
+    constexpr int kLines = kThreads / 8;  // at a time
+    const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
     if (chunk * 16 >= left) lines = 0;
-    to += first * line_bytes + chunk * 16;
+    to += first_line * line_bytes + chunk * 16;
 #pragma unroll
-    for (int line = 0; line < kTile; line += 32) {
-        const uint4 v = tile.chunk(first + line, chunk);
-        const bool present = first + line < lines;
+    for (int line = 0; line < kTile; line += kLines) {
+        const uint4 v = tile.chunk(first_line + line, chunk);
+        const bool present = first_line + line < lines;
         if (present) ptx::store_16(to, v);
-        to += 32 * line_bytes;
+        to += kLines * line_bytes;
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
@@ -211,56 +193,35 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
     }
 }
 
-/// Copies the scales of a line, whole words at a time where both ends of the copy allow it.
-template <class Stored>
-__device__ __forceinline__ void store_scales(Stored* to, const Stored* from, int count) {
-    const u32 bytes = count * sizeof(Stored), both = bytes | u32(reinterpret_cast<u64>(to));
-    if (bytes == 16 && both % 16 == 0) {
-        ptx::store_16(to, *reinterpret_cast<const uint4*>(from));
-    } else if (bytes == 8 && both % 8 == 0) {
-        ptx::store_8(to, *reinterpret_cast<const uint2*>(from));
-    } else if (both % 4 == 0) {
-#pragma unroll 1
-        for (u32 i = 0; i < bytes / 4; ++i) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
-    } else if (both % 2 == 0) {
-#pragma unroll 1
-        for (u32 i = 0; i < bytes / 2; ++i) reinterpret_cast<u16*>(to)[i] = reinterpret_cast<const u16*>(from)[i];
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) to[i] = from[i];
-    }
-}
-
 template <class In, class E, bool kF32Scales, bool kRows, class Round>
 __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
     quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
-                  int rows, int cols, int capacity, int strips, int panels, int band, int whole, int part, PowerRule rule,
-                  const RoundingArg rounding) {
-    using Shared = ColumnShared<In, E, kF32Scales, kRows>;
+                  int rows, int cols, int capacity, int band, PowerRule rule, const RoundingArg rounding) {
+    using Shared = ColumnShared<In, E, kF32Scales>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
     extern __shared__ uint4 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
-    const Squares at(ceil_div(capacity, kTile), ceil_div(cols, kTile), strips, panels, band, whole, part);
-    if (at.strips <= 0 || at.panels <= 0) return;
+    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
+    const CtaPlace at(ceil_div(down, kPerByte), across, band);
+    const int first_strip = at.down * kPerByte, end_strip = min(first_strip + kPerByte, down);
+    const int first_col = at.across * kTile, my_col = first_col + chunk * 8;
     const u64 in_bytes = u64(cols) * In::kBytes, row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     u8* const place = shared.tile.place(chunk * 8, kPerByte == 2 ? octet / 2 : octet) + (kPerByte == 2 ? octet % 2 * 4 : 0);
     Tally tally;
 
-    const auto fetch = [&](int s, int p) {
-        const int first = (at.strip + s) * kTile, col = (at.panel + p) * kTile + chunk * 8;
-        const u32 counted = rows_of_lane(row_id, first + warp * 16, rows);
-        fetch_octet<In>(mine, x + (first + octet * 8) * in_bytes + col * In::kBytes, in_bytes, col < cols ? counted : 0);
+    const auto fetch = [&](int strip) {
+        const int first = strip * kTile;
+        const u32 counted = rows_of_lane<8>(row_id, first + warp * 16, rows);
+        fetch_rows<In, 8>(mine, x + (first + octet * 8) * in_bytes + my_col * In::kBytes, in_bytes, my_col < cols ? counted : 0);
     };
-    fetch(0, 0);
-    for (int s = 0, p = 0; p < at.panels;) {
-        const int next_s = s + 1 < at.strips ? s + 1 : 0, next_p = next_s == 0 ? p + 1 : p;
-        const int my_row = (at.strip + s) * kTile + octet * 8;
-        const int first_col = (at.panel + p) * kTile, my_col = first_col + chunk * 8;
+    fetch(first_strip);
+    for (int strip = first_strip; strip < end_strip; ++strip) {
+        const int my_row = strip * kTile + octet * 8;
         typename In::Eight in[8];
         ptx::copies_wait();
 #pragma unroll
@@ -270,7 +231,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         for (int i = 0; i < In::kWords; ++i)
             if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
         // Every thread has read what it fetched, and reads nobody else's.
-        if (next_p < at.panels) fetch(next_s, next_p);
+        if (strip + 1 < end_strip) fetch(strip + 1);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
         __syncthreads();
@@ -281,21 +242,27 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
-            shared.col_scales[p * kTile + col][s * kBlocks + block] = scale.stored;
+            col_scales[u64(strip * kBlocks + block) * across * kTile + first_col + col] = scale.stored;
             if (!kRows && first_col + col < cols) {
                 if constexpr (!Round::kDraws)
                     tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
                 tally.non_finite += scale.is_nan();
             }
         }
-        if constexpr (kRows) of_rows.template put<Round>(shared.row_scales + s * kTile + octet * 8, p, my_col < cols, lane, tally);
+        if constexpr (kRows) of_rows.template put<Round>(shared.row_scales, octet * 8, my_col < cols, lane, tally);
         int id = 0;  // of row lane % 16 of the warp, for random bits
         if constexpr (Round::kDraws) {
-            id = (at.strip + s) * kTile + warp * 16 + lane % 16;
+            id = strip * kTile + warp * 16 + lane % 16;
             if (row_id != nullptr && id < rows) id = max(__ldg(row_id + id), 0);
         }
         __syncthreads();
 
+        if (kRows && threadIdx.x < sizeof(shared.row_scales) / 4) {
+            constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // of a block of all rows
+            const int block = threadIdx.x / kWords, word = threadIdx.x % kWords;
+            u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.across * kBlocks + block) * down + strip) * kTile);
+            to[word] = reinterpret_cast<const u32*>(shared.row_scales[block])[word];
+        }
         const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[octet / kLanes]) + chunk;
         const float4 low = inverses[0], high = inverses[kTile / 8];
         const float inverse[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -329,32 +296,44 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
         // Two strips of half bytes fill the lines of a tile.
-        turn_codes(codes, kPerByte == 2 && s % 2 == 1 ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
-        if (kPerByte == 1 || s % 2 == 1 || s + 1 == at.strips) {
-            __syncthreads();
-            const int first = (at.strip + s / kPerByte * kPerByte) * kTile;  // row
-            const int end = min((at.strip + s + 1) * kTile, capacity);
-            store_turned<E, Round::kDraws && !kRows>(shared.tile, col_codes + first_col * col_bytes + first / kPerByte, col_bytes,
-                                                     cols - first_col, (end - first) / kPerByte, tally);
-        }
-        s = next_s;
-        p = next_p;
+        const bool second = strip != first_strip;
+        turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
     }
-    const int first_row = at.strip * kTile, first_col = at.panel * kTile;
-    const int row_blocks = ceil_div(cols, E::kBlock), col_blocks = capacity / E::kBlock;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < at.panels * kTile && first_col + i < cols; i += 256) {
-        const int first = at.strip * kBlocks;
-        store_scales(col_scales + u64(first_col + i) * col_blocks + first, shared.col_scales[i], min(at.strips * kBlocks, col_blocks - first));
-    }
-    if constexpr (kRows) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < at.strips * kTile && first_row + i < rows; i += 256) {
-            const int first = at.panel * kBlocks;
-            store_scales(row_scales + u64(first_row + i) * row_blocks + first, shared.row_scales[i], min(at.panels * kBlocks, row_blocks - first));
-        }
-    }
+    __syncthreads();
+    const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
+    store_turned<E, Round::kDraws && !kRows, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
+                                                  cols - first_col, left, tally);
     tally.flush(counts, shared.total);
+}
+
+/// One of the planes of gather_scales.
+template <class Stored>
+struct ScalePlane {
+    const Stored* from;
+    Stored* to;
+    int lines, blocks, stride;
+};
+
+template <class Stored>
+__global__ void __launch_bounds__(256)
+    gather_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
+                  const Stored* __restrict__ second, Stored* __restrict__ second_out, int second_lines, int second_blocks, int second_stride) {
+    constexpr int kBlocks = 32, kLines = 128;  // of a cta
+    __shared__ Stored tile[kBlocks][kLines + 4 / sizeof(Stored)];  // a word more than there are, so that lines lie in different banks
+    const int ctas = ceil_div(first_blocks, kBlocks) * ceil_div(first_lines, kLines);
+    const bool of_first = blockIdx.x < ctas;
+    const ScalePlane<Stored> plane = of_first ? ScalePlane<Stored>{first, first_out, first_lines, first_blocks, first_stride}
+                                              : ScalePlane<Stored>{second, second_out, second_lines, second_blocks, second_stride};
+    const int cta = of_first ? blockIdx.x : blockIdx.x - ctas, across = ceil_div(plane.blocks, kBlocks);
+    const int block = cta % across * kBlocks, line = cta / across * kLines;
+    for (int i = threadIdx.x; i < kBlocks * kLines; i += 256) {
+        const int b = i / kLines, l = i % kLines;
+        if (block + b < plane.blocks && line + l < plane.lines) tile[b][l] = plane.from[u64(block + b) * plane.stride + line + l];
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    for (int l = threadIdx.x / 32; l < kLines && line + l < plane.lines; l += 8)
+        if (block + lane < plane.blocks) plane.to[u64(line + l) * plane.blocks + block + lane] = tile[lane][l];
 }
 
 }  // namespace nib

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     Tally tally;
 
-    const u32 in_rows = rows_of_lane(nullptr, first_row + warp * 16, rows), present = my_col < cols ? in_rows : 0;
-    fetch_octet<In>(mine, x + (first + u64(my_row) * cols + my_col) * In::kBytes, u64(cols) * In::kBytes, present);
+    const u32 in_rows = rows_of_lane<8>(nullptr, first_row + warp * 16, rows), present = my_col < cols ? in_rows : 0;
+    fetch_rows<In, 8>(mine, x + (first + u64(my_row) * cols + my_col) * In::kBytes, u64(cols) * In::kBytes, present);
     ptx::copies_wait();
     typename In::Eight in[8];
 #pragma unroll
@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     } else {
         __syncthreads();
     }
-    store_turned<E, false>(shared.tile, col_codes + first + u64(first_col) * rows + first_row, rows, cols - first_col, rows - first_row, tally);
+    store_turned<E, false, 256>(shared.tile, col_codes + first + u64(first_col) * rows + first_row, rows, cols - first_col, rows - first_row,
+                                tally);
     tally.flush(counts, shared.total);
 }
 

@@ -7,12 +7,12 @@
 // route_tokens<kLanes, kPerLane>: logits, probs [tokens][experts]; expert, weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the
 //   sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each expert [experts].
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
-//   (experts rounded up to 32) + 16, 64, experts, and threads / kLanes rows of top_k numbers.
+//   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k numbers.
 // route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
 //   1024 threads; clusters of ceil(experts / 64) ctas, one a shard.
 // route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
 //   each slot of the load) and of the z-loss (z).
-//   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for (threads / kLanes + 1) rows of experts rounded up to 4.
+//   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
 #pragma once
 #include "math/divide.cuh"
 #include "math/exp.cuh"
@@ -20,6 +20,7 @@
 #include "math/reduce.cuh"
 #include "math/sort.cuh"
 #include "ptx/global.cuh"
+#include "ptx/packed.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
@@ -52,19 +53,15 @@ struct TokenLanes {
     static constexpr int kQuads = kPerLane / 4;
     static constexpr int kSets = kSumQuads / kLanes;  // quads of the sum that a thread stands for
     static constexpr int kUsed = kSets < kQuads ? kSets : kQuads;
+    static constexpr int kExperts = kLanes * kPerLane;
     static_assert(kSets >= 1 && kRouteChunk % kGroups == 0);
 
     /// The first expert of the thread's i-th quad.
     __device__ __forceinline__ static int first_of(int quad) { return 4 * (quad * kLanes + int(threadIdx.x % kLanes)); }
 
-    /// The lanes of this thread's token.
-    __device__ __forceinline__ static u32 mask() {
-        return (kWarp >> (32 - kLanes)) << (threadIdx.x % 32 / kLanes * kLanes);
-    }
-
     __device__ __forceinline__ static float largest(float x) {
 #pragma unroll
-        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, lane));
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) x = ptx::max_or_nan(x, __shfl_xor_sync(kWarp, x, lane));
         return x;
     }
 
@@ -89,28 +86,56 @@ struct TokenLanes {
     }
 };
 
-/// Copies the thread's part of a row of logits to shared memory, in the background where the rows lie on 16 bytes.
+/// Copies the thread's part of a row to shared memory, in the background where rows lie on 16 bytes; `nothing` past its end.
 template <class Token>
-__device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, bool is_token) {
+__device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, float nothing) {
+    if (experts % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i < Token::kQuads; ++i) {
-        const int first = Token::first_of(i);
-        if (first >= experts) continue;
-        if (experts % 4 == 0)
-            ptx::copy_16_async(row + first, from + first, is_token);
-        else
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                row[first + c] = first + c < experts && is_token ? __ldcs(from + first + c) : __uint_as_float(0xFF800000);
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            if (j < experts)
+                ptx::copy_16_async(row + j, from + j, true);
+            else
+                *reinterpret_cast<float4*>(row + j) = {nothing, nothing, nothing, nothing};
+        }
+        return;
+    }
+    for (int i = 0; i < 4 * Token::kQuads; ++i) {
+        const int j = Token::first_of(i / 4) + i % 4;
+        row[j] = j < experts ? __ldcs(from + j) : nothing;
     }
 }
 
-/// Stores a quad of a row of results.
-__device__ __forceinline__ void store_quad(float* to, float4 quad, int left) {
-    const float values[4] = {quad.x, quad.y, quad.z, quad.w};
+/// The thread's part of a row in shared memory.
+template <class Token>
+__device__ __forceinline__ void read_row(const float* row, float (&x)[4 * Token::kQuads]) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-        if (c < left) to[c] = values[c];
+    for (int i = 0; i < Token::kQuads; ++i) {
+        const float4 quad = *reinterpret_cast<const float4*>(row + Token::first_of(i));
+        x[4 * i] = quad.x, x[4 * i + 1] = quad.y, x[4 * i + 2] = quad.z, x[4 * i + 3] = quad.w;
+    }
+}
+
+template <class Token>
+__device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token::kQuads]) {
+#pragma unroll
+    for (int i = 0; i < Token::kQuads; ++i)
+        *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+}
+
+/// Stores the thread's part of a row.
+template <class Token>
+__device__ __forceinline__ void store_row(float* to, const float (&x)[4 * Token::kQuads], int experts) {
+    if (experts % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i)
+            if (Token::first_of(i) < experts)
+                __stcs(reinterpret_cast<float4*>(to + Token::first_of(i)), {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * Token::kQuads; ++i)
+        if (Token::first_of(i / 4) + i % 4 < experts) to[Token::first_of(i / 4) + i % 4] = x[i];
 }
 
 /// Replaces logits by probabilities. Returns log sum exp.
@@ -118,12 +143,8 @@ template <int kLanes, int kPerLane>
 __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     using Token = TokenLanes<kLanes, kPerLane>;
     float max = p[0];
-    bool is_nan = false;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        is_nan = is_nan || p[i] != p[i];
-        max = fmaxf(max, p[i]);  // passes over a NaN
-    }
+    for (int i = 1; i < kPerLane; ++i) max = ptx::max_or_nan(max, p[i]);
     max = Token::largest(max);
     u32 smallest = kWarp;
     float lanes[Token::kUsed * 4];
@@ -135,9 +156,8 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
         lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
     }
     float sum = Token::close(lanes);
-    // The exponential of a NaN is some number. A row without a finite maximum has NaNs too.
-    const bool is_finite = fabsf(max) < __uint_as_float(0x7F800000);
-    if ((__ballot_sync(kWarp, is_nan) & Token::mask()) != 0 || !is_finite) sum = __uint_as_float(0x7FC00000);
+    // The exponential of a NaN is some number.
+    if (!(fabsf(max) < __uint_as_float(0x7F800000))) sum = __uint_as_float(0x7FC00000);
     const Quotient quotient(sum);
     if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
 #pragma unroll
@@ -240,14 +260,18 @@ template <int kLanes>
 __device__ __forceinline__ void write_slots(const float* row, const int* slots, int* expert, float* weight, int* count, int top_k,
                                             int normalize, bool is_token) {
     const int lane = threadIdx.x % kLanes;
+    constexpr int kTurn = kLanes < 8 ? kLanes : 8;
     float divisor = 0.0f;
     if (normalize)
-        for (int first = 0; first < top_k; first += kLanes) {
-            const float prob = is_token && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
-            const int left = min(kLanes, top_k - first);
-            for (int i = 0; i < left; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
+#pragma unroll 1
+        for (int first = 0; first < top_k; first += kTurn) {
+            const float prob = is_token && lane < kTurn && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
+            // Past the last slot it is zeros that are added.
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
     if (!is_token) return;
+#pragma unroll 1
     for (int slot = lane; slot < top_k; slot += kLanes) {
         const int e = slots[slot];
         expert[slot] = e;
@@ -257,45 +281,48 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
 }
 
 /// Closes the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
-__device__ __forceinline__ double close_token_lanes(double sum) {
+template <class T>
+__device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
-    for (int half = kTokenLanes / 2; half > 0; half /= 2) sum = __dadd_rn(sum, __shfl_xor_sync(kWarp, sum, half));
+    for (int half = kTokenLanes / 2; half > 0; half /= 2) sum = add(sum, __shfl_xor_sync(kWarp, sum, half));
     return sum;
 }
 
-/// Sums of a column of the chunk's rows: a thread has the even or the odd lanes, its neighbour the others.
-__device__ __forceinline__ double sum_column(const float* rows, int stride, int column) {
+/// The sum of a column of the chunk's rows: a thread has the even or the odd lanes, its neighbour the others.
+template <int kStride>
+__device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;
-    double lanes[kTokenLanes / 2] = {};
+    float lanes[kTokenLanes / 2] = {};
 #pragma unroll
     for (int i = 0; i < kRouteChunk / 2; ++i) {
-        double& lane = lanes[i % (kTokenLanes / 2)];
-        lane = __dadd_rn(lane, double(rows[(2 * i + odd) * stride + column]));
+        float& lane = lanes[i % (kTokenLanes / 2)];
+        lane = __fadd_rn(lane, rows[(2 * i + odd) * kStride + column]);
     }
     tree_sum<kTokenLanes / 4>(lanes);
-    return __dadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
+    return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
 template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 2)
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,
-                 float* __restrict__ log_sum_exp, double* __restrict__ prob_sums, double* __restrict__ square_sums,
+                 float* __restrict__ log_sum_exp, float* __restrict__ prob_sums, float* __restrict__ square_sums,
                  int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard, int chunks) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
     extern __shared__ float4 shared[];
-    const int stride = ceil_div(experts, 32) * 32 + 16;        // neighbouring rows half the banks apart
-    float* const rows = reinterpret_cast<float*>(shared);      // [64][stride]: logits, then probabilities
-    float* const logs = rows + kRouteChunk * stride;           // [64]
+    constexpr int kStride = Token::kExperts + 16;              // neighbouring rows half the banks apart
+    float* const rows = reinterpret_cast<float*>(shared);      // [64][kStride]: logits, then probabilities
+    float* const logs = rows + kRouteChunk * kStride;           // [64]
     int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]
     const int group = threadIdx.x / kLanes;
     int* const slots = count + experts + group * top_k;  // of [tokens at once][top_k]
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
+    const float nothing = __uint_as_float(0xFF800000);
     const auto fetch = [&](int at) {
         if (at < kRouteChunk)
-            fetch_row<Token>(rows + at * stride, logits + (first_token + min(at, tokens - 1)) * experts, experts, at < tokens);
+            fetch_row<Token>(rows + at * kStride, logits + (first_token + min(at, tokens - 1)) * experts, experts, nothing);
         ptx::copies_commit();
     };
     fetch(group);
@@ -306,34 +333,20 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     for (int at = group; at < kRouteChunk; at += kGroups) {
         const bool is_token = at < tokens;
         const u64 token = first_token + at;
-        float* const row = rows + at * stride;
+        float* const row = rows + at * kStride;
         // A thread reads back what it copied itself.
         ptx::copies_wait_but<1>();
         float p[kPerLane];
-#pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i) {
-            const float nothing = __uint_as_float(0xFF800000);
-            float4 quad = {nothing, nothing, nothing, nothing};
-            if (Token::first_of(i) < experts) quad = *reinterpret_cast<const float4*>(row + Token::first_of(i));
-            p[4 * i] = quad.x, p[4 * i + 1] = quad.y, p[4 * i + 2] = quad.z, p[4 * i + 3] = quad.w;
-        }
+        read_row<Token>(row, p);
         fetch(at + 2 * kGroups);
         const float log_sum = softmax<kLanes, kPerLane>(p);
+        if (is_token) {
+            store_row<Token>(probs + token * experts, p, experts);
+        } else {
 #pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i) {
-            const int j = Token::first_of(i);
-            if (j >= experts) continue;
-            float4 quad = {p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
-            if (is_token) {
-                if (experts % 4 == 0)
-                    __stcs(reinterpret_cast<float4*>(probs + token * experts + j), quad);
-                else
-                    store_quad(probs + token * experts + j, quad, experts - j);
-            } else {
-                quad = {0.0f, 0.0f, 0.0f, 0.0f};  // for the sums
-            }
-            *reinterpret_cast<float4*>(row + j) = quad;
+            for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
         }
+        write_row<Token>(row, p);
         if (threadIdx.x % kLanes == 0) {
             logs[at] = is_token ? log_sum : 0.0f;
             if (is_token) log_sum_exp[token] = log_sum;
@@ -352,13 +365,13 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     for (int j = threadIdx.x; j < experts; j += kThreads) counts[out + j] = count[j];
     for (int task = threadIdx.x; task < ceil_div(2 * experts, 32) * 32; task += kThreads) {
         const int j = min(task / 2, experts - 1);
-        const double sum = sum_column(rows, stride, j);
+        const float sum = sum_column<kStride>(rows, j);
         if (task % 2 == 0 && task < 2 * experts) prob_sums[out + j] = sum;
     }
     if (threadIdx.x < 32) {
-        double squares = 0.0;
+        float squares = 0.0f;
         for (int at = threadIdx.x % kTokenLanes; at < kRouteChunk; at += kTokenLanes)
-            squares = __dadd_rn(squares, __dmul_rn(double(logs[at]), double(logs[at])));
+            squares = __fadd_rn(squares, __fmul_rn(logs[at], logs[at]));
         squares = close_token_lanes(squares);
         if (threadIdx.x == 0) square_sums[blockIdx.x] = squares;
     }
@@ -366,7 +379,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    route_losses(const double* __restrict__ prob_sums, const double* __restrict__ square_sums, const int* __restrict__ counts, double* products,
+    route_losses(const float* __restrict__ prob_sums, const float* __restrict__ square_sums, const int* __restrict__ counts, double* products,
                  int* __restrict__ load, float* __restrict__ losses, int experts, int top_k, int tokens_per_shard, int chunks) {
     constexpr int kColumns = kThreads / kTokenLanes;
     __shared__ double sums[kTokenLanes][kColumns];
@@ -383,7 +396,7 @@ __global__ void __launch_bounds__(kThreads)
         const u64 from = u64(shard) * chunks * experts + j;
 #pragma unroll 8
         for (int chunk = lane; chunk < chunks; chunk += kTokenLanes) {
-            sum = __dadd_rn(sum, __ldg(prob_sums + from + u64(chunk) * experts));
+            sum = __dadd_rn(sum, double(__ldg(prob_sums + from + u64(chunk) * experts)));
             chosen += __ldg(counts + from + u64(chunk) * experts);
         }
     }
@@ -410,7 +423,7 @@ __global__ void __launch_bounds__(kThreads)
     double balance = __dadd_rn(__dadd_rn(quad[0], quad[1]), __dadd_rn(quad[2], quad[3]));
     double squares = 0.0;
     for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
-        squares = __dadd_rn(squares, __ldg(square_sums + u64(shard) * chunks + chunk));
+        squares = __dadd_rn(squares, double(__ldg(square_sums + u64(shard) * chunks + chunk)));
     balance = close_token_lanes(balance);
     squares = close_token_lanes(squares);
     if (threadIdx.x != 0) return;
@@ -427,18 +440,22 @@ struct SlotSums {
     float divisor;
 };
 
+/// From a token's slots and its row of probabilities, all in shared memory.
 template <int kLanes>
-__device__ __forceinline__ SlotSums sum_slots(const float* __restrict__ row, const int* __restrict__ expert, const float* __restrict__ weight,
-                                              const float* __restrict__ dweight, int experts, int top_k) {
+__device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
+                                              int top_k) {
+    constexpr int kTurn = kLanes < 8 ? kLanes : 8;
     const int lane = threadIdx.x % kLanes;
     SlotSums sums = {0.0f, 0.0f};
-    for (int first = 0; first < top_k; first += kLanes) {
-        const bool is_slot = first + lane < top_k;
-        const u32 e = is_slot ? u32(__ldg(expert + first + lane)) : kWarp;
-        const float product = is_slot ? __fmul_rn(__ldg(dweight + first + lane), __ldg(weight + first + lane)) : 0.0f;
-        const float prob = e < u32(experts) ? __ldg(row + e) : 0.0f;
-        const int left = min(kLanes, top_k - first);
-        for (int i = 0; i < left; ++i) {
+#pragma unroll 1
+    for (int first = 0; first < top_k; first += kTurn) {
+        const bool is_slot = lane < kTurn && first + lane < top_k;
+        const u32 e = is_slot ? expert[first + lane] : kWarp;
+        const float product = is_slot ? __fmul_rn(dweight[first + lane], weight[first + lane]) : 0.0f;
+        const float prob = e < u32(experts) ? row[e] : 0.0f;
+        // Past the last slot it is zeros that are added.
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
             sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
             sums.divisor = __fadd_rn(sums.divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
@@ -447,90 +464,72 @@ __device__ __forceinline__ SlotSums sum_slots(const float* __restrict__ row, con
 }
 
 template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_backward(const float* __restrict__ probs, const int* __restrict__ expert, const float* __restrict__ weight,
                    const float* __restrict__ log_sum_exp, const int* __restrict__ load, const float* __restrict__ dweight,
                    float* __restrict__ dlogits, int experts, int top_k, int normalize, int tokens_per_shard, int chunks, double balance,
                    float z) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
+    constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
     extern __shared__ float4 shared[];
-    const int stride = ceil_div(experts, 4) * 4;
-    float* const balances = reinterpret_cast<float*>(shared);  // [stride]: the load-balancing loss's part
+    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: probabilities, then the chosen experts' gradients
+    float* const balances = rows + kRouteChunk * kStride;  // [kStride]: the load-balancing loss's part
+    float* const weights = balances + kStride;             // [64][top_k], and so the two that follow
+    float* const dweights = weights + kRouteChunk * top_k;
+    u32* const chosen = reinterpret_cast<u32*>(dweights + kRouteChunk * top_k);
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    float* const chosen = balances + (1 + group) * stride;  // [stride]: the chosen experts' gradients, zeros elsewhere
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
-    for (int j = threadIdx.x; j < stride; j += kThreads) {
+    const u64 first_token = u64(shard) * tokens_per_shard + first;
+    for (int at = group; at < tokens; at += kGroups) fetch_row<Token>(rows + at * kStride, probs + (first_token + at) * experts, experts, 0.0f);
+    for (int slot = threadIdx.x; slot < tokens * top_k; slot += kThreads) {
+        const u64 from = first_token * top_k + slot;
+        chosen[slot] = u32(__ldg(expert + from));
+        weights[slot] = __ldg(weight + from);
+        dweights[slot] = __ldg(dweight + from);
+    }
+    for (int j = threadIdx.x; j < kStride; j += kThreads) {
         const int slots = j < experts ? __ldg(load + u64(shard) * experts + j) : 0;
         balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
     }
-    for (int j = 4 * lane; j < stride; j += 4 * kLanes) *reinterpret_cast<float4*>(chosen + j) = {0.0f, 0.0f, 0.0f, 0.0f};
+    ptx::copies_wait();
     __syncthreads();
 #pragma unroll 1
     for (int at = group; at - group < tokens; at += kGroups) {
+        // Where tokens end within a warp, the others do the last one's work again, on a row of their own.
         const bool is_token = at < tokens;
-        const u64 token = u64(shard) * tokens_per_shard + first + min(at, tokens - 1);
-        const float* const row = probs + token * experts;
-        const u64 slots = token * top_k;
+        const u64 token = first_token + min(at, tokens - 1);
+        const int slots = min(at, tokens - 1) * top_k;
+        float* const row = rows + at * kStride;
         float p[kPerLane], d[kPerLane];
-#pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i) {
-            const int j = Token::first_of(i);
-            float4 quad = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (j < experts) {
-                if (experts % 4 == 0) {
-                    quad = __ldg(reinterpret_cast<const float4*>(row + j));
-                } else {
-                    quad.x = __ldg(row + j);
-                    if (j + 1 < experts) quad.y = __ldg(row + j + 1);
-                    if (j + 2 < experts) quad.z = __ldg(row + j + 2);
-                    if (j + 3 < experts) quad.w = __ldg(row + j + 3);
-                }
-            }
-            p[4 * i] = quad.x, p[4 * i + 1] = quad.y, p[4 * i + 2] = quad.z, p[4 * i + 3] = quad.w;
-        }
+        read_row<Token>(row, p);
         const float shift = z == 0.0f ? 0.0f : __fmul_rn(z, __ldg(log_sum_exp + token));
         SlotSums sums = {0.0f, 1.0f};
-        if (normalize) sums = sum_slots<kLanes>(row, expert + slots, weight + slots, dweight + slots, experts, top_k);
+        if (normalize) sums = sum_slots<kLanes>(row, chosen + slots, weights + slots, dweights + slots, experts, top_k);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) d[i] = 0.0f;
+        write_row<Token>(row, d);
+        __syncwarp();
+#pragma unroll 1
         for (int slot = lane; slot < top_k; slot += kLanes) {
-            const u32 e = u32(__ldg(expert + slots + slot));
-            if (e < u32(experts)) chosen[e] = __fdiv_rn(__fsub_rn(__ldg(dweight + slots + slot), sums.inner), sums.divisor);
+            const u32 e = chosen[slots + slot];
+            if (e < u32(experts)) row[e] = __fdiv_rn(__fsub_rn(dweights[slots + slot], sums.inner), sums.divisor);
         }
         __syncwarp();
-        float lanes[Token::kUsed * 4] = {};
+        read_row<Token>(row, d);
+        float all[kPerLane], lanes[Token::kUsed * 4] = {};
+        read_row<Token>(balances, all);
 #pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i) {
-            const int j = Token::first_of(i);
-            float4 mine = {0.0f, 0.0f, 0.0f, 0.0f}, all = mine;
-            if (j < experts) mine = *reinterpret_cast<float4*>(chosen + j), all = *reinterpret_cast<float4*>(balances + j);
-            d[4 * i] = __fadd_rn(mine.x, all.x), d[4 * i + 1] = __fadd_rn(mine.y, all.y);
-            d[4 * i + 2] = __fadd_rn(mine.z, all.z), d[4 * i + 3] = __fadd_rn(mine.w, all.w);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                float& sum = lanes[i % Token::kUsed * 4 + c];
-                sum = __fmaf_rn(d[4 * i + c], p[4 * i + c], sum);
-            }
+        for (int i = 0; i < kPerLane; ++i) {
+            d[i] = __fadd_rn(d[i], all[i]);
+            float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+            sum = __fmaf_rn(d[i], p[i], sum);
         }
         const float dot = Token::close(lanes);
-        __syncwarp();
-        for (int slot = lane; slot < top_k; slot += kLanes) {
-            const u32 e = u32(__ldg(expert + slots + slot));
-            if (e < u32(experts)) chosen[e] = 0.0f;
-        }
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
-#pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i) {
-            const int j = Token::first_of(i);
-            if (j >= experts || !is_token) continue;
-            const float4 quad = {d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
-            if (experts % 4 == 0)
-                __stcs(reinterpret_cast<float4*>(dlogits + token * experts + j), quad);
-            else
-                store_quad(dlogits + token * experts + j, quad, experts - j);
-        }
-        __syncwarp();
+        if (is_token) store_row<Token>(dlogits + token * experts, d, experts);
     }
 }
 

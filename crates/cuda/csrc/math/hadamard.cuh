@@ -4,9 +4,9 @@
 // Along the rows (hadamard_row): a lane holds eight neighbouring columns, or sixteen, or thirty-two, and neighbouring lanes a transform
 // block. The signs depend on the column alone: a warp that stays at its columns draws them once.
 //
-//   const u32 signs = counted ? arg.signs_of_eight(col) : 0;   // of a row of padding: zeros stay +0
-//   F32::Eight wide[1] = {widen<In>(x)};                       // from here on in place of In::Eight
-//   hadamard_row(wide, signs, arg);
+//   flip(x, arg.sign_bits_of_eight(col));   // not in a row of padding: its zeros stay +0
+//   F32::Eight wide[1] = {widen<In>(x)};    // from here on in place of In::Eight
+//   hadamard_row(wide, arg);
 //
 // Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
 //
@@ -54,6 +54,13 @@ struct HadamardArg {
         return signs;
     }
 
+    /// The sign bits of eight BF16 numbers from position k on, as they lie in their words.
+    __device__ __forceinline__ uint4 sign_bits_of_eight(u64 k) const {
+        constexpr u32 kSigns = 0x80008000;
+        const uint4 bits = stream.block(k / 8);
+        return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
+    }
+
     /// Those of eight rows from `row` on, down the columns. None in a transform block without a row that counts, as row_id and `rows` say:
     /// its zeros stay +0. A group's rows come first, so the first one tells.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
@@ -89,14 +96,23 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
-/// One transform block over neighbouring lanes, or as many as kEights hold. A sign is a bit. All lanes of the warp come here.
+__device__ __forceinline__ void flip(Bf16::Eight& x, const uint4& signs) {
+    x = {{x.word[0] ^ signs.x, x.word[1] ^ signs.y, x.word[2] ^ signs.z, x.word[3] ^ signs.w}};
+}
+__device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
+    const u32 words[4] = {signs.x, signs.y, signs.z, signs.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
+}
+
+/// The transform block of neighbouring lanes, or those that kEights hold, without its signs. All lanes of the warp come here.
 template <int kEights>
-__device__ __forceinline__ void hadamard_row(F32::Eight (&wide)[kEights], u32 signs, const HadamardArg& arg) {
+__device__ __forceinline__ void hadamard_row(F32::Eight (&wide)[kEights], const HadamardArg& arg) {
     constexpr int kCount = 8 * kEights;
     float x[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        x[i] = __uint_as_float(__float_as_uint(wide[i / 8].number[i % 8]) ^ (signs << (31 - i) & 0x80000000));
+    for (int i = 0; i < kCount; ++i) x[i] = wide[i / 8].number[i % 8];
     butterflies(x, arg.len);
     for (u32 lanes = 1; lanes < arg.len / kCount; lanes *= 2) {
         // The upper lane's result is its partner's number less its own.

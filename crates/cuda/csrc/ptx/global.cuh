@@ -41,11 +41,6 @@ __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool p
                  : "memory");
 }
 
-/// The first `bytes` of 16, and zeros for the others; none is read past them.
-__device__ __forceinline__ void copy_16_async(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
-}
-
 /// 4 bytes; zeros if not `present`, and then `from` is not read. 4-byte aligned.
 __device__ __forceinline__ void copy_4_async(void* to, const void* from, bool present) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0)

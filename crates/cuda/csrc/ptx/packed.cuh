@@ -145,6 +145,13 @@ __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
 __device__ __forceinline__ u16 low_u16(u32 pair) { return static_cast<u16>(pair); }
 __device__ __forceinline__ u16 high_u16(u32 pair) { return static_cast<u16>(pair >> 16); }
 
+/// The larger number, or a NaN if either is one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 /// 1 / x to within one unit in the last place, for normal x and 1 / x.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;

@@ -1,8 +1,9 @@
 //! One grouped product: its operands on the host, its run on the device, and its exact result.
 
 use half::bf16;
-use nibble_cuda::ops::grouped_fp8_block::{
-    Config, Desc, GroupBuffers, GroupedFp8Block, Out, Ragged, ScaleValues, Scales, ScalesB, Target,
+use nibble_cuda::ops::grouped_product::{
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
+    Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -52,7 +53,7 @@ pub enum Data {
 #[derive(Debug, Clone)]
 pub struct Case {
     pub ragged: Ragged,
-    pub scales_b: ScalesB,
+    pub kind: Kind,
     pub out: Out,
     /// E8M0 scales rather than F32: of A, of B.
     pub e8m0: (bool, bool),
@@ -73,9 +74,11 @@ pub struct Case {
 impl Case {
     /// First row of each group, and the end of the last.
     pub fn starts(&self) -> Vec<usize> {
+        // Plain groups follow each other without padding.
+        let align = if self.kind == Kind::Bf16 { 1 } else { 128 };
         let mut starts = vec![0];
         for &len in &self.lens {
-            starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(128));
+            starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(align));
         }
         starts
     }
@@ -91,7 +94,7 @@ impl Case {
         };
         Desc {
             ragged: self.ragged,
-            scales_b: self.scales_b,
+            kind: self.kind,
             out: self.out,
             accumulate: self.accumulate,
             groups: self.lens.len(),
@@ -117,24 +120,90 @@ impl Case {
             Ragged::Contraction => format!("wgrad {} x {}", self.m, self.n),
         };
         let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
+        let operands = match self.kind {
+            Kind::Bf16 => "bf16".to_owned(),
+            Kind::Fp8(scales_b) => {
+                let layout = if self.mn_major { "mn" } else { "row" };
+                format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
+            }
+        };
         let total: usize = self.lens.iter().sum();
-        let (a, b) = (scale(self.e8m0.0), scale(self.e8m0.1));
         let how = if self.accumulate { " +=" } else { "" };
-        let layout = if self.mn_major { "mn" } else { "row" };
-        format!(
-            "{kind} G {} rows {total} {a}/{b} {layout} {:?}{how} {:?}",
-            self.lens.len(),
-            self.scales_b,
-            self.out
-        )
+        format!("{kind} G {} rows {total} {operands}{how} {:?}", self.lens.len(), self.out)
+    }
+}
+
+/// An operand's values, `[rows][k]`.
+enum Plane {
+    Codes(Vec<u8>),
+    Bf16(Vec<bf16>),
+}
+
+impl Plane {
+    fn draw(kind: Kind, data: Data, random: &mut Random, len: usize) -> Self {
+        let value: Vec<f32> = match data {
+            Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
+            Data::Normal => normals().into_iter().map(|x| x * 160.0).collect(),
+            Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
+        };
+        match kind {
+            Kind::Bf16 => {
+                Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len))
+            }
+            Kind::Fp8(_) => {
+                let codes: Vec<u8> = value.into_iter().map(|x| Element::E4m3.encode(x)).collect();
+                Self::Codes(random.draw(&codes, len))
+            }
+        }
+    }
+
+    fn fill(&mut self, at: std::ops::Range<usize>, nan: bool) {
+        match self {
+            Self::Codes(codes) => codes[at].fill(if nan { 0x7F } else { 0 }),
+            Self::Bf16(values) => values[at].fill(if nan { bf16::NAN } else { bf16::ZERO }),
+        }
+    }
+
+    fn value(&self, at: usize, decode: &[f64; 256]) -> f64 {
+        match self {
+            Self::Codes(codes) => decode[codes[at] as usize],
+            Self::Bf16(values) => values[at].to_f64(),
+        }
+    }
+
+    /// BF16 with the contraction down the rows if `down`.
+    fn upload(&self, device: &Device, k: usize, down: bool) -> Result<OnDevicePlane> {
+        match self {
+            Self::Codes(codes) => Ok(OnDevicePlane::Codes(device.upload(codes)?)),
+            Self::Bf16(values) if down => {
+                let rows = values.len() / k;
+                let down: Vec<bf16> = (0..values.len()).map(|i| values[i % rows * k + i / rows]).collect();
+                Ok(OnDevicePlane::Bf16(device.upload(&down)?))
+            }
+            Self::Bf16(values) => Ok(OnDevicePlane::Bf16(device.upload(values)?)),
+        }
+    }
+}
+
+enum OnDevicePlane {
+    Codes(Buffer<u8>),
+    Bf16(Buffer<bf16>),
+}
+
+impl OnDevicePlane {
+    fn operand<'a>(&'a self, scales: Scales<'a>) -> Operand<'a> {
+        match self {
+            Self::Codes(codes) => Operand::Fp8(codes, scales),
+            Self::Bf16(values) => Operand::Bf16(values),
+        }
     }
 }
 
 /// Operands on the host.
 pub struct Operands {
     pub case: Case,
-    a: Vec<u8>,
-    b: Vec<u8>,
+    a: Plane,
+    b: Plane,
     /// Row-major; as F32, and as bytes where the case says so.
     scales_a: Vec<f32>,
     scales_b: Vec<f32>,
@@ -149,15 +218,9 @@ fn e8m0_byte(scale: f32) -> u8 {
 impl Operands {
     pub fn new(case: Case, data: Data, seed: u64) -> Self {
         let desc = case.desc();
-        let codes: Vec<u8> = match data {
-            Data::Integers => (0..1 << 16).map(|i| Element::E4m3.encode((i % 5) as f32 - 2.0)).collect(),
-            Data::Normal => normals().into_iter().map(|x| Element::E4m3.encode(x * 160.0)).collect(),
-            Data::HeavyTails => {
-                normals().into_iter().map(|x| Element::E4m3.encode(x * x * x * 8.0)).collect()
-            }
-        };
         let scales = |e8m0: bool| -> Vec<f32> {
             let value = |i: u32| match (data, e8m0) {
+                _ if desc.kind == Kind::Bf16 => 1.0,
                 (Data::Integers, _) => 0.5 * (1 << (i % 4)) as f32,
                 (_, true) => f32::from_bits((118 + i % 8) << 23),
                 (_, false) => f32::from_bits((118 << 23) + i * (8 << 7)),
@@ -167,8 +230,8 @@ impl Operands {
         let mut random = Random(seed);
         let (rows_a, rows_b) = desc.scale_rows();
         let mut operands = Self {
-            a: random.draw(&codes, desc.a()),
-            b: random.draw(&codes, desc.b()),
+            a: Plane::draw(desc.kind, data, &mut random, desc.a()),
+            b: Plane::draw(desc.kind, data, &mut random, desc.b()),
             scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
             scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
             before: if case.accumulate { random.draw(&scales(true), desc.d()) } else { Vec::new() },
@@ -188,17 +251,19 @@ impl Operands {
         match self.case.ragged {
             Ragged::Rows => {
                 for (row, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
-                    self.a[row * desc.k..][..desc.k].fill(0x7F);
+                    self.a.fill(row * desc.k..(row + 1) * desc.k, true);
                     let blocks = desc.blocks_k();
                     // The byte that `e8m0_byte` makes of it is 0xFF.
                     self.scales_a[row * blocks..][..blocks].fill(f32::NAN);
                 }
             }
             Ragged::Contraction => {
-                for codes in [&mut self.a, &mut self.b] {
-                    for row in codes.chunks_mut(desc.k) {
-                        for (code, _) in row.iter_mut().zip(&valid).filter(|(_, valid)| !**valid) {
-                            *code = 0;
+                // BF16 rows outside the groups may hold anything.
+                let nan = desc.kind == Kind::Bf16;
+                for (plane, rows) in [(&mut self.a, desc.m), (&mut self.b, desc.n)] {
+                    for row in 0..rows {
+                        for (k, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
+                            plane.fill(row * desc.k + k..row * desc.k + k + 1, nan);
                         }
                     }
                 }
@@ -219,8 +284,8 @@ impl Operands {
         let ints = |values: &[usize]| values.iter().map(|&v| v as i32).collect::<Vec<i32>>();
         Ok(OnDevice {
             case: self.case.clone(),
-            a: device.upload(&self.a)?,
-            b: device.upload(&self.b)?,
+            a: self.a.upload(device, desc.k, desc.ragged == Ragged::Contraction)?,
+            b: self.b.upload(device, desc.k, desc.ragged == Ragged::Contraction)?,
             scales_a: planes(&self.scales_a, rows_a)?,
             scales_b: planes(&self.scales_b, rows_b)?,
             start: device.upload(&ints(&self.case.starts()))?,
@@ -244,9 +309,9 @@ impl Operands {
                 let group = starts[1..].iter().position(|&end| row < end);
                 let Some(group) = group.filter(|&g| row < starts[g] + self.case.lens[g]) else { return 0.0 };
                 let row_b = group * desc.n + col;
-                let scale_row = match desc.scales_b {
-                    ScalesB::Tile => group * desc.n.div_ceil(128) + col / 128,
-                    ScalesB::Vector => row_b,
+                let scale_row = match desc.kind {
+                    Kind::Fp8(ScalesB::Tile) => group * desc.n.div_ceil(128) + col / 128,
+                    _ => row_b,
                 };
                 (row, row_b, scale_row, 0, desc.k)
             }
@@ -257,10 +322,8 @@ impl Operands {
         };
         let mut total = if self.case.accumulate { f64::from(self.before[row * desc.n + col]) } else { 0.0 };
         for block in from / 128..to.div_ceil(128) {
-            let dot: f64 = (block * 128..(block * 128 + 128).min(to))
-                .map(|k| {
-                    decode[self.a[row_a * desc.k + k] as usize] * decode[self.b[row_b * desc.k + k] as usize]
-                })
+            let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
+                .map(|k| self.a.value(row_a * desc.k + k, decode) * self.b.value(row_b * desc.k + k, decode))
                 .sum();
             let scale_a = f64::from(self.scales_a[row_a * blocks + block]);
             total += dot * scale_a * f64::from(self.scales_b[scale_row_b * blocks + block]);
@@ -272,8 +335,8 @@ impl Operands {
 /// Operands and output on the device.
 pub struct OnDevice {
     case: Case,
-    a: Buffer<u8>,
-    b: Buffer<u8>,
+    a: OnDevicePlane,
+    b: OnDevicePlane,
     scales_a: (Buffer<f32>, Buffer<u8>),
     scales_b: (Buffer<f32>, Buffer<u8>),
     start: Buffer<i32>,
@@ -286,13 +349,11 @@ impl OnDevice {
     pub fn run(&mut self, config: Config) -> Result<()> {
         let desc = self.case.desc();
         let (rows_a, rows_b) = desc.scale_rows();
-        GroupedFp8Block {
+        GroupedProduct {
             desc,
             groups: Some(GroupBuffers { start: &self.start, len: &self.len }),
-            a: &self.a,
-            scales_a: self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a),
-            b: &self.b,
-            scales_b: self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b),
+            a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
+            b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
             d: match desc.out {
                 Out::Bf16 => Target::Bf16(&mut self.bf16),
                 Out::F32 => Target::F32 { values: &mut self.f32, accumulate: self.case.accumulate },

@@ -7,7 +7,7 @@ mod case;
 
 use case::{Case, Data, OnDevice, Operands, Random};
 use half::bf16;
-use nibble_cuda::ops::grouped_fp8_block::{Config, Out, Ragged, ScalesB};
+use nibble_cuda::ops::grouped_product::{Config, Kind, Out, Ragged, ScalesB};
 use nibble_cuda::timing::Stopwatch;
 use nibble_cuda::{Device, Result};
 use nibble_formats::Element;
@@ -50,7 +50,7 @@ fn run(args: &[String]) -> Result<(), String> {
 fn rows(lens: &[usize], n: usize, k: usize) -> Case {
     Case {
         ragged: Ragged::Rows,
-        scales_b: ScalesB::Tile,
+        kind: Kind::Fp8(ScalesB::Tile),
         out: Out::Bf16,
         e8m0: (true, true),
         accumulate: false,
@@ -64,7 +64,17 @@ fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 }
 
 fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
-    Case { ragged: Ragged::Contraction, scales_b: ScalesB::Vector, out: Out::F32, m, ..rows(lens, n, 0) }
+    Case {
+        ragged: Ragged::Contraction,
+        kind: Kind::Fp8(ScalesB::Vector),
+        out: Out::F32,
+        m,
+        ..rows(lens, n, 0)
+    }
+}
+
+fn bf16_of(case: Case) -> Case {
+    Case { kind: Kind::Bf16, ..case }
 }
 
 /// Sizes around every edge, in every kind of instance.
@@ -81,17 +91,18 @@ fn small() -> Vec<Case> {
     let sizes = [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for scales_b in [ScalesB::Tile, ScalesB::Vector] {
+        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector), Kind::Bf16] {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
                 let mn_major = i % 2 == 1;
-                cases.push(Case { scales_b, out, e8m0, mn_major, slack, ..rows(lens, n, k) });
+                cases.push(Case { kind, out, e8m0, mn_major, slack, ..rows(lens, n, k) });
             }
         }
         for accumulate in [false, true] {
             let (e8m0, mn_major) = ((i % 2 == 0, i % 3 == 0), i % 2 == 0);
             cases.push(Case { accumulate, e8m0, mn_major, slack: 128, ..wgrad(lens, k + 3, n) });
+            cases.push(bf16_of(Case { accumulate, slack: 5, ..wgrad(lens, k, n) }));
         }
     }
     // More groups than lanes of a warp.
@@ -119,13 +130,19 @@ fn timed() -> Vec<Case> {
         f32_scales(rows(&UNEVEN, 7168, 2048)),
         rows(&UNEVEN, 7168, 4096),
         rows(&UNEVEN, 2048, 7168),
-        Case { scales_b: ScalesB::Vector, ..rows(&UNEVEN, 4096, 7168) },
+        Case { kind: Kind::Fp8(ScalesB::Vector), ..rows(&UNEVEN, 4096, 7168) },
         rows(&ODD, 4096, 7168),
         mn_major(wgrad(&[4096; 8], 4096, 7168)),
         wgrad(&[4096; 8], 4096, 7168),
         mn_major(wgrad(&[4096; 8], 7168, 2048)),
         Case { accumulate: true, ..mn_major(wgrad(&[4096; 8], 4096, 7168)) },
         f32_scales(mn_major(wgrad(&[4096; 8], 4096, 7168))),
+        bf16_of(rows(&UNEVEN, 4096, 7168)),
+        bf16_of(rows(&UNEVEN, 7168, 2048)),
+        bf16_of(rows(&UNEVEN, 7168, 4096)),
+        bf16_of(rows(&UNEVEN, 2048, 7168)),
+        bf16_of(wgrad(&[4096; 8], 4096, 7168)),
+        bf16_of(wgrad(&[4096; 8], 7168, 2048)),
     ]
 }
 
@@ -140,7 +157,11 @@ fn checks(device: &Device, cases: &[Case]) -> Result<(), String> {
         );
         // The tensor cores keep some 13 bits below the largest product of a sum: a few large ones among many small cost
         // more where the contraction is one block.
-        let bound = if case.out == Out::F32 { 3e-4 } else { 2.5e-3 };
+        let bound = match (case.out, case.kind) {
+            (Out::Bf16, _) => 2.5e-3,
+            (Out::F32, Kind::Fp8(_)) => 3e-4,
+            (Out::F32, Kind::Bf16) => 3e-5,
+        };
         if normal > bound || heavy > 4.0 * bound {
             return Err(format!("{}: relative error above {bound}", case.name()));
         }

@@ -1,4 +1,5 @@
-//! Rows of bytes to other places, with their scales (`csrc/kernels/permute.cuh`): what permuting, packing and unpacking share.
+//! Rows of bytes to other places, with their scales (`csrc/kernels/{copy_rows,spread_rows}.cuh`): what permuting, packing and
+//! unpacking share.
 
 use super::Instance;
 use crate::Cuda;
@@ -14,6 +15,9 @@ use std::ffi::c_void;
 const THREADS: usize = 256;
 /// Units that a lane loads at once.
 const UNITS_PER_LANE: usize = 8;
+/// Threads of a cta that spreads slots, and the slots it takes, two a warp.
+const SPREAD_THREADS: usize = 128;
+const SPREAD_SLOTS: usize = SPREAD_THREADS / 32 * 2;
 /// Rows of fewer units than these are gone before their successors' ctas are there: few ctas take many of them each.
 const SHORT_ROW_UNITS: usize = 96;
 /// Ctas a multiprocessor has then: twice as many as it holds at once.
@@ -117,7 +121,19 @@ unsafe impl KernelArg for RowPlane {
     }
 }
 
-/// Row i of each plane becomes row `index[i]` of where it comes from, or pad where there is none of that number.
+/// Which row of where it comes from a row becomes; one that is not there gives pad.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Order<'a> {
+    /// Row i is row i.
+    Same,
+    /// Row i is row `index[i]`.
+    Gather(&'a Buffer<i32>),
+    /// Row i is row `source_row[i]`; `slot_row` names the rows that have one, those of one source next to each other. A
+    /// source is read once for several rows, where gathering them would find it gone from the cache.
+    Spread { source_row: &'a Buffer<i32>, slot_row: &'a Buffer<i32> },
+}
+
+/// Rows to copy: see [`Order`].
 #[derive(Debug)]
 pub(super) struct CopyRows<'a> {
     /// For errors.
@@ -126,8 +142,8 @@ pub(super) struct CopyRows<'a> {
     pub codes: Plane,
     /// The scales, if rows have any.
     pub scales: Option<Plane>,
-    /// Which rows; `None`: all, in order.
-    pub index: Option<&'a Buffer<i32>>,
+    /// Which rows.
+    pub order: Order<'a>,
     /// Rows to write.
     pub rows: usize,
     /// Rows there are.
@@ -142,10 +158,15 @@ impl CopyRows<'_> {
                 return Err(Error::shape(op, argument, got, "below 2^31"));
             }
         }
-        if let Some(index) = self.index
-            && index.len() != self.rows
-        {
-            return Err(Error::shape(op, "index.len()", index.len(), self.rows));
+        match self.order {
+            Order::Gather(index) | Order::Spread { source_row: index, .. } if index.len() != self.rows => {
+                return Err(Error::shape(op, "index.len()", index.len(), self.rows));
+            }
+            Order::Spread { slot_row, .. } if slot_row.len() > self.rows => {
+                let most = format!("at most {}, the rows", self.rows);
+                return Err(Error::shape(op, "slot_row.len()", slot_row.len(), most));
+            }
+            _ => {}
         }
         for plane in [Some(&self.codes), self.scales.as_ref()].into_iter().flatten() {
             let fits = u32::try_from(plane.bytes).is_ok_and(|bytes| bytes <= u32::MAX - 8192);
@@ -177,14 +198,32 @@ impl CopyRows<'_> {
         }
         let none = Plane { bytes: 0, ..self.codes };
         let (codes, scales) = (self.codes.as_arg(), self.scales.unwrap_or(none).as_arg());
-        let config = Config::choose(self.rows, self.units(), device.info().num_sms as usize);
-        let launch =
-            Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
         let (rows, rows_in) = (self.rows as u32, self.rows_in as u32);
-        let kernel = device.kernel(&spec())?;
-        // SAFETY: `check` held the planes and the index to the rows; the kernel reads rows below `rows_in` and writes
-        // rows below `rows` only, whatever the index holds. The rest is the caller's promise.
-        unsafe { kernel.launch(launch, &[&codes, &scales, &self.index, &rows, &rows_in, &config.lanes_log2]) }
+        let launch = |ctas: usize, threads: usize| Launch {
+            ctas: ctas as u32,
+            threads: threads as u32,
+            cluster: 1,
+            shared_bytes: 0,
+        };
+        let index = match self.order {
+            Order::Same => None,
+            Order::Gather(index) => Some(index),
+            Order::Spread { source_row, slot_row } => {
+                let num_slots = slot_row.len() as u32;
+                let kernel = device.kernel(&spread_spec())?;
+                let launch = launch(self.rows.div_ceil(SPREAD_SLOTS), SPREAD_THREADS);
+                // SAFETY: `check` held the planes to the rows and both lists to their lengths; the kernel reads rows below
+                // `rows_in` and writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
+                return unsafe {
+                    kernel
+                        .launch(launch, &[&codes, &scales, source_row, slot_row, &rows, &rows_in, &num_slots])
+                };
+            }
+        };
+        let config = Config::choose(self.rows, self.units(), device.info().num_sms as usize);
+        let (kernel, launch) = (device.kernel(&copy_spec())?, launch(config.ctas, THREADS));
+        // SAFETY: as above.
+        unsafe { kernel.launch(launch, &[&codes, &scales, &index, &rows, &rows_in, &config.lanes_log2]) }
     }
 }
 
@@ -206,13 +245,17 @@ impl Config {
     }
 }
 
-fn spec() -> KernelSpec {
-    KernelSpec { source: "kernels/permute.cuh", name: "nib::copy_rows", args: Vec::new() }
+fn copy_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/copy_rows.cuh", name: "nib::copy_rows", args: Vec::new() }
+}
+
+fn spread_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/spread_rows.cuh", name: "nib::spread_rows", args: Vec::new() }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    vec![Instance { spec: spec(), shared_bytes: 0 }]
+    [copy_spec(), spread_spec()].map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
 }
 
 /// Rows that travel carry whole blocks, their scales beside them.
@@ -232,18 +275,19 @@ pub(super) fn check_rows_of_blocks(
     Ok(())
 }
 
-/// The rows of one plane, gathered: a new buffer of `index.len()` rows of `width` values.
-struct Gather<'a> {
-    op: &'static str,
-    device: &'a Device,
-    index: &'a Buffer<i32>,
-    rows_in: usize,
+/// Rows of a tensor in another order.
+pub(super) struct Reorder<'a> {
+    pub op: &'static str,
+    pub device: &'a Device,
+    pub order: Order<'a>,
+    /// Rows of the result.
+    pub rows: usize,
 }
 
-impl Gather<'_> {
-    /// A new buffer for the rows, and the plane that fills it.
+impl Reorder<'_> {
+    /// A new buffer of rows of `width` values, and the plane that fills it.
     fn plane<T: Plain>(&self, from: &Buf<T>, width: usize, pad: u32) -> Result<(Buffer<T>, Plane)> {
-        let len = self.index.len().checked_mul(width);
+        let len = self.rows.checked_mul(width);
         let len =
             len.ok_or_else(|| Error::shape(self.op, "width", width, "a buffer that fits the memory"))?;
         let to = self.device.alloc::<T>(len)?;
@@ -252,63 +296,49 @@ impl Gather<'_> {
         Ok((to, plane))
     }
 
-    fn run(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
-        let (rows, rows_in) = (self.index.len(), self.rows_in);
-        let copy = CopyRows { op: self.op, codes, scales, index: Some(self.index), rows, rows_in };
+    fn copy(&self, rows_in: usize, codes: Plane, scales: Option<Plane>) -> Result<()> {
+        let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows: self.rows, rows_in };
         // SAFETY: the planes were made by `plane`: they write new buffers, which their owner holds, and read borrowed ones.
         unsafe { copy.run(self.device) }
     }
-}
 
-/// `out[i] = x[index[i]]`, zeros where the index is negative.
-pub(super) fn gather_plain(
-    op: &'static str,
-    cuda: &Cuda,
-    x: &Tensor<Cuda>,
-    index: &Buf<i32>,
-) -> Result<Tensor<Cuda>> {
-    let gather = Gather { op, device: cuda.device(), index: index.get(), rows_in: x.rows };
-    let data = match &x.data {
-        Data::F32(rows) => {
-            let (to, plane) = gather.plane(rows, x.cols, 0)?;
-            gather.run(plane, None)?;
-            Data::F32(Buf::new(to))
-        }
-        Data::Bf16(rows) => {
-            let (to, plane) = gather.plane(rows, x.cols, 0)?;
-            gather.run(plane, None)?;
-            Data::Bf16(Buf::new(to))
-        }
-    };
-    Tensor::new(data, gather.index.len(), x.cols)
-}
+    /// Plain rows; zeros where there is none.
+    pub(super) fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+        let data = match &x.data {
+            Data::F32(rows) => {
+                let (to, plane) = self.plane(rows, x.cols, 0)?;
+                self.copy(x.rows, plane, None)?;
+                Data::F32(Buf::new(to))
+            }
+            Data::Bf16(rows) => {
+                let (to, plane) = self.plane(rows, x.cols, 0)?;
+                self.copy(x.rows, plane, None)?;
+                Data::Bf16(Buf::new(to))
+            }
+        };
+        Tensor::new(data, self.rows, x.cols)
+    }
 
-/// The same with blocks along the row: codes and scales in one launch. Where the index is negative codes and scale bytes are 0,
-/// F32 scales the smallest normal number.
-pub(super) fn gather_blocks(
-    op: &'static str,
-    cuda: &Cuda,
-    x: &BlockScaled<Cuda>,
-    index: &Buf<i32>,
-) -> Result<BlockScaled<Cuda>> {
-    check_rows_of_blocks(op, "rows", x)?;
-    let gather = Gather { op, device: cuda.device(), index: index.get(), rows_in: x.rows };
-    let width = x.format.scales_per_row(x.cols);
-    let (codes, plane) = gather.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
-    let scales = match &x.scales {
-        Scales::E8m0(s) => {
-            let (to, scales) = gather.plane(s, width, 0)?;
-            gather.run(plane, Some(scales))?;
-            Scales::E8m0(Buf::new(to))
-        }
-        Scales::F32(s) => {
-            let (to, scales) = gather.plane(s, width, f32::MIN_POSITIVE.to_bits())?;
-            gather.run(plane, Some(scales))?;
-            Scales::F32(Buf::new(to))
-        }
-    };
-    let codes = Buf::new(codes);
-    Ok(BlockScaled { rows: gather.index.len(), stack: 1, codes, scales, ..x.clone() })
+    /// Blocks along the row, codes and scales in one launch. Where there is no row codes and scale bytes are 0, F32 scales the
+    /// smallest normal number.
+    pub(super) fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
+        check_rows_of_blocks(self.op, "rows", x)?;
+        let width = x.format.scales_per_row(x.cols);
+        let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
+        let scales = match &x.scales {
+            Scales::E8m0(s) => {
+                let (to, scales) = self.plane(s, width, 0)?;
+                self.copy(x.rows, plane, Some(scales))?;
+                Scales::E8m0(Buf::new(to))
+            }
+            Scales::F32(s) => {
+                let (to, scales) = self.plane(s, width, f32::MIN_POSITIVE.to_bits())?;
+                self.copy(x.rows, plane, Some(scales))?;
+                Scales::F32(Buf::new(to))
+            }
+        };
+        Ok(BlockScaled { rows: self.rows, stack: 1, codes: Buf::new(codes), scales, ..x.clone() })
+    }
 }
 
 #[cfg(test)]
@@ -320,7 +350,7 @@ mod tests {
     }
 
     fn copy(codes: Plane, rows: usize, rows_in: usize) -> CopyRows<'static> {
-        CopyRows { op: "permute", codes, scales: None, index: None, rows, rows_in }
+        CopyRows { op: "permute", codes, scales: None, order: Order::Same, rows, rows_in }
     }
 
     #[test]

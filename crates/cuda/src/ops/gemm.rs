@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
-use super::grouped_fp8_block::{Desc, GroupedFp8Block, Out, ScalesB};
+use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
@@ -32,7 +32,7 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// What the tensor cores' kernel would be asked, if it takes the operands.
+    /// What the tensor cores' kernels would be asked, if they take the operands.
     pub fn on_tensor_cores(
         &self,
         a: &Operand<Cuda>,
@@ -40,10 +40,17 @@ impl Product<'_> {
         out: DType,
         accumulate: bool,
     ) -> Option<Desc> {
-        let (Operand::Block(x), Operand::Block(y)) = (a, b) else { return None };
+        let kind = match (a.format(), b.format(), b) {
+            (Format::E4m3, Format::E4m3, Operand::Block(b)) if b.axis == BlockAxis::Tile => {
+                Kind::Fp8(ScalesB::Tile)
+            }
+            (Format::E4m3, Format::E4m3, _) => Kind::Fp8(ScalesB::Vector),
+            (Format::Bf16, Format::Bf16, _) => Kind::Bf16,
+            _ => return None,
+        };
         let desc = Desc {
             ragged: self.ragged,
-            scales_b: if y.axis == BlockAxis::Tile { ScalesB::Tile } else { ScalesB::Vector },
+            kind,
             out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
             accumulate,
             groups: self.groups.map_or(1, |groups| groups.num_groups),
@@ -51,7 +58,7 @@ impl Product<'_> {
             n: self.n,
             k: self.k,
         };
-        ((x.format, y.format) == (Format::E4m3, Format::E4m3) && desc.check().is_ok()).then_some(desc)
+        desc.check().is_ok().then_some(desc)
     }
 
     /// Runs on the tensor cores if they take the operands, or else on the ordinary cores, which leave rows of no group
@@ -63,12 +70,9 @@ impl Product<'_> {
             Target::Bf16(_) => (DType::Bf16, false),
             Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
         };
-        if let (Some(desc), Operand::Block(a), Operand::Block(b)) =
-            (self.on_tensor_cores(a, b, out, accumulate), a, b)
-        {
-            let (scales_a, scales_b) = (scales(self.op, a)?, scales(self.op, b)?);
-            let (a, b) = (a.codes.get(), b.codes.get());
-            return GroupedFp8Block { desc, groups, a, scales_a, b, scales_b, d }.run();
+        if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
+            let (a, b) = (self.operand(a)?, self.operand(b)?);
+            return GroupedProduct { desc, groups, a, b, d }.run();
         }
         let block = match a {
             Operand::Plain(_) => None,
@@ -89,6 +93,16 @@ impl Product<'_> {
             d,
         }
         .run()
+    }
+
+    fn operand<'a>(&self, x: &'a Operand<Cuda>) -> Result<grouped_product::Operand<'a>> {
+        match x {
+            Operand::Block(q) => Ok(grouped_product::Operand::Fp8(q.codes.get(), scales(self.op, q)?)),
+            Operand::Plain(Tensor { data: Data::Bf16(values), .. }) => {
+                Ok(grouped_product::Operand::Bf16(values.get()))
+            }
+            Operand::Plain(_) => Err(Error::unsupported(self.op, x.format(), "the tensor cores take BF16")),
+        }
     }
 
     fn side<'a>(&self, x: &'a Operand<Cuda>) -> Result<Side<'a>> {

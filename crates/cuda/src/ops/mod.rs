@@ -6,8 +6,8 @@ pub(crate) mod dequantize;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
 pub mod gemm_fp8_block;
-pub mod grouped_fp8_block;
 pub(crate) mod grouped_gemm;
+pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
@@ -45,7 +45,7 @@ pub struct Instance {
 pub fn instances() -> Vec<Instance> {
     [
         gemm_fp8_block::instances(),
-        grouped_fp8_block::instances(),
+        grouped_product::instances(),
         product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),

@@ -4,7 +4,7 @@
 //! rows that exist, and write pads for those that do not.
 
 use super::Instance;
-use super::copy_rows::{gather_blocks, gather_plain};
+use super::copy_rows::{Order, Reorder};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
@@ -22,20 +22,27 @@ const UNIT: usize = 16;
 /// See [`Permute`].
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
-    let (index, capacity) = (&op.map.source_row, op.map.groups.capacity);
-    let len = index.get().len();
+    let (source_row, slot_row) = (op.map.source_row.get(), op.map.slot_row.get());
+    let (len, capacity) = (source_row.len(), op.map.groups.capacity);
     if len != capacity {
         return Err(Error::shape(OP, "map.source_row.len()", len, format!("{capacity} (the capacity)")));
     }
+    let order = match slot_row.len() > op.rows.rows() {
+        true => Order::Spread { source_row, slot_row },
+        false => Order::Gather(source_row),
+    };
+    let reorder = Reorder { op: OP, device: cuda.device(), order, rows: capacity };
     match op.rows {
-        Operand::Plain(x) => gather_plain(OP, cuda, x, index).map(Operand::Plain),
-        Operand::Block(x) => gather_blocks(OP, cuda, x, index).map(Operand::Block),
+        Operand::Plain(x) => reorder.plain(x).map(Operand::Plain),
+        Operand::Block(x) => reorder.blocks(x).map(Operand::Block),
     }
 }
 
 /// See [`Unpermute`].
 pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    gather_plain("unpermute", cuda, op.rows, &op.map.slot_row)
+    let index = op.map.slot_row.get();
+    let order = Order::Gather(index);
+    Reorder { op: "unpermute", device: cuda.device(), order, rows: index.len() }.plain(op.rows)
 }
 
 /// Ctas for as many threads.

@@ -84,14 +84,15 @@ impl Config {
 
     /// The chunk's probabilities, in rows half the banks apart; a count an expert; the slots of the tokens at work.
     fn tokens(&self, desc: &Desc) -> Launch {
-        let row = desc.experts.next_multiple_of(32) + 16 + 1;
+        let row = self.lanes * self.per_lane + 16 + 1;
         let slots = self.threads() / self.lanes * desc.top_k;
         self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
     }
 
-    /// A row of gradients for each token at work, and one that they share.
+    /// The chunk's probabilities, a row that they share, three numbers a slot.
     fn backward(&self, desc: &Desc) -> Launch {
-        self.launch(desc, (self.threads() / self.lanes + 1) * desc.experts.next_multiple_of(4))
+        let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
+        self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
@@ -108,8 +109,8 @@ fn losses_spec() -> KernelSpec {
 
 /// Sums over each chunk of tokens.
 struct Chunks {
-    probs: Buffer<f64>,
-    squares: Buffer<f64>,
+    probs: Buffer<f32>,
+    squares: Buffer<f32>,
     counts: Buffer<i32>,
 }
 
@@ -271,7 +272,7 @@ mod tests {
 
     #[test]
     fn the_largest_instance_fits_shared_memory() {
-        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 512 };
+        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
         let config = Config::choose("route", 512).unwrap();
         assert_eq!(config.tokens(&desc).ctas, 512);
         let all = [config.tokens(&desc), config.backward(&desc), losses_launch(&desc)];

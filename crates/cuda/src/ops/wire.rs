@@ -1,7 +1,7 @@
-//! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/permute.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
+//! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/copy_rows.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
 
 use super::Instance;
-use super::copy_rows::{CopyRows, Plane, Span, check_rows_of_blocks};
+use super::copy_rows::{CopyRows, Order, Plane, Span, check_rows_of_blocks};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::Buffer;
@@ -50,7 +50,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
         op: OP,
         codes: Plane { from: codes, to, bytes: code_bytes, pad: 0 },
         scales: scales.map(|from| Plane { from, to: to.skipping(code_bytes), bytes: scale_bytes, pad: 0 }),
-        index: Some(index),
+        order: Order::Gather(index),
         rows: index.len(),
         rows_in: op.rows.rows(),
     };
@@ -116,7 +116,7 @@ impl Records<'_> {
 
     fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let (rows, rows_in) = (self.rows, self.rows);
-        let copy = CopyRows { op: "unpack_rows", codes, scales, index: None, rows, rows_in };
+        let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
         // SAFETY: the planes write new buffers, which the caller holds, and read the borrowed messages.
         unsafe { copy.run(self.cuda.device()) }
     }

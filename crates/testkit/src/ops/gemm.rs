@@ -5,7 +5,7 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
-use nibble_core::ops::{FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
 use nibble_core::{Agreement, DType, Operand, Products, Result, Tensor};
 
 /// How one operand is stored.
@@ -67,6 +67,7 @@ fn owed(agreement: Agreement, stored: Stored, input: Input) -> Agreement {
     match stored {
         _ if input == Input::Integers => Agreement::Bitwise,
         Stored::Block(E4m3 | E5m2, ..) => FP8_AGREEMENT,
+        Stored::Plain(DType::Bf16) => BF16_AGREEMENT,
         _ => agreement,
     }
 }

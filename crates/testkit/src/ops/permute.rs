@@ -28,6 +28,7 @@ impl Received {
                 all.push(Received { tokens: 40 + i, top_k, experts, align: [128, 1][i % 2], spread });
             }
         }
+        all.push(Received { tokens: 150, top_k: 1, experts: 3, align: 128, spread: Spread::Balanced });
         all.push(Received { tokens: 0, top_k: 2, experts: 3, align: 128, spread: Spread::Balanced });
         all
     }
@@ -45,14 +46,22 @@ impl Received {
         RaggedRows::new(&(0..self.experts).map(count).collect::<Vec<_>>(), self.align)
     }
 
+    fn occupied(&self) -> usize {
+        self.slots().iter().filter(|e| **e >= 0).count()
+    }
+
     fn plan<B: Convert>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
+        self.plan_of(b, capacity, self.occupied())
+    }
+
+    fn plan_of<B: Convert>(&self, b: &B, capacity: usize, num_slots: usize) -> Result<PermuteMap<B>> {
         let token_id: Vec<i32> = (0..self.tokens as i32).map(|t| 3 * t + 17).collect();
         let (expert, token_id) = (b.upload(&self.slots())?, b.upload(&token_id)?);
         PlanPermute {
             expert: &expert,
             token_id: &token_id,
             top_k: self.top_k,
-            num_slots: self.slots().iter().filter(|e| **e >= 0).count(),
+            num_slots,
             num_groups: self.experts,
             align: self.align,
             capacity,
@@ -91,6 +100,22 @@ impl<B: Convert> Case<B> for Planning {
     }
 }
 
+/// One slot fewer announced than there are.
+#[derive(Debug)]
+struct Miscounted(Received);
+
+impl<B: Convert> Case<B> for Miscounted {
+    fn agreement(&self) -> Agreement {
+        PlanPermute::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let map = self.0.plan_of(b, self.0.rows().capacity, self.0.occupied() - 1)?;
+        map.occupancy.verify(b)?;
+        Ok(Outputs::default())
+    }
+}
+
 /// Plans alone are cheap enough for many slots and experts.
 fn many_slots() -> Vec<Received> {
     let sizes = [(1200, 8, 70, 128), (3000, 1, 256, 1), (700, 6, 3, 4), (70_000, 8, 128, 128)];
@@ -100,7 +125,7 @@ fn many_slots() -> Vec<Received> {
     [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
 }
 
-/// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for.
+/// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for and of a wrong number of slots.
 pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
@@ -111,6 +136,7 @@ pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         if needed > 0 {
             let short = Planning(received, needed - received.align);
             pair.check_refused(&short, |e| matches!(e, Error::Capacity { needed: n, .. } if *n == needed));
+            pair.check_refused(&Miscounted(received), |e| matches!(e, Error::Shape { .. }));
         }
     }
 }

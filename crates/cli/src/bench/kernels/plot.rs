@@ -67,7 +67,7 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
         .margin(12)
         .x_label_area_size(36)
         .y_label_area_size(330)
-        .build_cartesian_2d(0.0..110.0, (count as f64)..0.0)
+        .build_cartesian_2d(0.0..125.0, (count as f64)..0.0)
         .map_err(text)?;
     chart
         .configure_mesh()

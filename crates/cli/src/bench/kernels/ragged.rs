@@ -3,6 +3,7 @@
 use super::Bench;
 use super::conversion::{Conversion, Work};
 use super::operands::{Operands, Shape, uneven};
+use super::report::shortened;
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::Result;
@@ -58,7 +59,7 @@ pub fn run(bench: &Bench) -> Result<Value> {
                 }));
             }
             Err(why) => {
-                say!("{name:<30} not timed: {why}");
+                say!("{name:<30} not timed: {}", shortened(&why.to_string()));
                 figures.push(json!({ "kernel": name, "not_timed": why.to_string() }));
             }
         }

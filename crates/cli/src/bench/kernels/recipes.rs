@@ -6,6 +6,7 @@
 use super::Bench;
 use super::conversion::Conversion;
 use super::operands::{Operands, Shape, uneven};
+use super::report::shortened;
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::{Error, Result};
@@ -142,7 +143,7 @@ fn report(costs: &Costs, base: [Option<f64>; 3]) -> Value {
         cells.map(|(i, &width)| format!("{:>width$}{:>6}", shown(us[i], 1), shown(speed(i), 2))).collect();
     say!("{:<14}{cells}", costs.recipe);
     for why in [&costs.dense, &costs.experts].into_iter().filter_map(|cost| cost.as_ref().err()) {
-        say!("  not timed: {why}");
+        say!("  not timed: {}", shortened(&why.to_string()));
     }
     json!({
         "recipe": costs.recipe, "dense_us": us[0], "dense_speed": speed(0), "experts_us": us[1],

@@ -25,7 +25,18 @@ pub fn table(shape: Shape, groups: &[usize], names: &[&str], measured: &[Measure
         }
     }
     for (why, names) in skipped {
-        say!("not timed, {why}: {}", names.join("; "));
+        say!("not timed: {}", names.join("; "));
+        say!("  {}", shortened(why));
+    }
+}
+
+/// The first line, as much of it as a line of the table holds; the figures have it all.
+pub fn shortened(why: &str) -> String {
+    const MOST: usize = 130;
+    let line = why.lines().next().unwrap_or_default();
+    match line.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{} …", &line[..end]),
+        None => line.to_owned(),
     }
 }
 
@@ -154,6 +165,12 @@ mod tests {
             let line = line(kernel.name, &all.iter().collect::<Vec<_>>(), ragged).unwrap();
             assert!(line.chars().count() <= 140, "{}: {line}", line.chars().count());
         }
+    }
+
+    #[test]
+    fn long_reasons_are_shortened() {
+        assert_eq!(shortened("no kernel yet"), "no kernel yet");
+        assert_eq!(shortened(&format!("{}\nlog", "é".repeat(200))), format!("{} …", "é".repeat(130)));
     }
 
     #[test]

@@ -128,6 +128,22 @@ fn too_many_rows_and_bad_indices_are_errors() {
 }
 
 #[test]
+fn what_a_plan_found_is_told_when_asked() {
+    let cpu = Cpu::new(1).unwrap();
+    let case = Case { tokens: 3, top_k: 2, groups: 2, align: 4 };
+    let map = case.plan_of(&cpu, &[0, 1, 0, 1, 0, -1], &[1, 2, 5], 8).unwrap();
+    assert_eq!(map.occupancy.found.as_slice(), [8, 5]);
+    map.occupancy.verify(&cpu).unwrap();
+    // As a backend that looks at nothing before the end of a step would leave it.
+    let told = |found: [i32; 2]| {
+        let found = cpu.upload(&found).unwrap();
+        Occupancy { found, ..map.occupancy.clone() }.verify(&cpu).unwrap_err().to_string()
+    };
+    assert!(told([12, 5]).starts_with("plan_permute: 12 routed rows do not fit a capacity of 8"));
+    assert_eq!(told([8, 4]), "plan_permute: `occupied slots` is 4, expected 5");
+}
+
+#[test]
 fn unpermute_undoes_permute_and_pads_are_zero() {
     for case in CASES {
         for (cols, plain) in [(1, true), (5, false), (64, true), (300, false)] {

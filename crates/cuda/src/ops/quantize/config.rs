@@ -13,9 +13,10 @@ use nibble_core::{DType, Error, Result};
 const TILE: usize = 128;
 /// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
 pub(super) const SEGMENT_COLS: usize = 1024;
-/// Strips of 128 rows and panels of 128 columns that a cta of `quantize_cols` takes at most.
-const MOST_STRIPS: usize = 4;
-const MOST_PANELS: usize = 2;
+/// Strips of 128 rows done side by side where both planes are written.
+const BAND_STRIPS: usize = 4;
+/// Blocks and lines that a cta of `gather_scales` takes.
+const GATHER: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 256;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
@@ -46,50 +47,14 @@ pub(super) struct Desc {
 pub(super) enum Path {
     /// Blocks along the rows.
     Rows,
-    /// Blocks down the columns, with or without those along the rows.
-    Cols(Groups),
+    /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
+    Cols { band: usize },
     /// Blocks down the columns after a transform.
-    HadamardCols(Groups),
+    HadamardCols { band: usize },
     /// Square tiles.
     Tiles,
     /// Whatever the others do not take.
     Any,
-}
-
-/// How `quantize_cols` divides its squares among ctas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Groups {
-    /// Squares of a group: down, and across.
-    strips: usize,
-    panels: usize,
-    /// Groups done side by side.
-    band: usize,
-    /// Groups that are taken by one cta each.
-    whole: usize,
-    /// Strips of one panel that a cta takes of the others.
-    part: usize,
-    /// Ctas.
-    ctas: usize,
-}
-
-impl Groups {
-    /// Groups of strips x panels of so many squares, for ctas of which the device holds `slots` at once. Whole ones as long as
-    /// they fill it, but for the last round, which in parts ends everywhere at the same time.
-    fn new(
-        (down, across): (usize, usize),
-        (strips, panels, part): (usize, usize, usize),
-        slots: usize,
-    ) -> Self {
-        let groups = down.div_ceil(strips) * across.div_ceil(panels);
-        let whole = (groups / slots).saturating_sub(1) * slots;
-        let ctas = whole + (groups - whole) * strips.div_ceil(part) * panels;
-        Self { strips, panels, band: 1, whole, part, ctas }
-    }
-
-    /// As the kernels take them: strips, panels, band, whole, part.
-    pub fn args(&self) -> [i32; 5] {
-        [self.strips, self.panels, self.band, self.whole, self.part].map(|value| value as i32)
-    }
 }
 
 /// A configuration: the instance and the shape of its launch.
@@ -175,35 +140,24 @@ impl Variant {
     }
 
     /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
-    fn column_shared_bytes(&self, rows: bool) -> usize {
+    fn column_shared_bytes(&self) -> usize {
         let blocks = TILE / self.format.spec().block;
         let input = TILE * TILE * self.input.size_bytes();
         let turned = TILE * TILE;
-        let col_scales = MOST_PANELS * TILE * MOST_STRIPS * blocks * self.kind.bytes();
         let total = 3 * size_of::<u32>();
         let bytes = if self.hadamard {
-            // Two halves of the rows, 64 bytes apart; once more for random bits.
-            let halves = input + 64;
-            let random = if self.rounding.is_random() { halves } else { 16 };
+            // Quarters of the rows, 32 bytes apart; once more for random bits.
+            let quarters = input + 3 * 32;
+            let random = if self.rounding.is_random() { quarters } else { 16 };
             let signs = TILE * size_of::<u32>();
-            (halves + turned + col_scales + signs + total).next_multiple_of(16) + random
+            (quarters + turned + signs + total).next_multiple_of(16) + random
         } else {
-            let row_scales = if rows { col_scales } else { 16 * self.kind.bytes() };
             let inverse = blocks * TILE * size_of::<f32>();
             let maxima = 8 * TILE * self.input.size_bytes();
-            input + turned + col_scales + row_scales + inverse + maxima + total
+            let row_scales = TILE * blocks * self.kind.bytes();
+            input + turned + row_scales + inverse + maxima + total
         };
         bytes.next_multiple_of(16)
-    }
-
-    /// Ctas for columns that a multiprocessor holds: the kernels' launch bounds.
-    fn column_ctas_per_sm(&self, rows: bool) -> usize {
-        match self.input {
-            DType::F32 => 2,
-            DType::Bf16 if self.hadamard => 2,
-            DType::Bf16 if rows || self.rounding.is_random() => 3,
-            DType::Bf16 => 4,
-        }
     }
 
     /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
@@ -233,6 +187,44 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
         name: "nib::quantize_any",
         args: vec![("In", input_type(input)), ("E", element_type(format))],
     }
+}
+
+/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ScalePlane {
+    pub lines: usize,
+    /// Of a line.
+    pub blocks: usize,
+    /// From one block to the next, a multiple of 128 lines.
+    pub stride: usize,
+    /// Blocks that the kernels write: those of whole squares.
+    pub written: usize,
+}
+
+impl ScalePlane {
+    fn new(lines: usize, contraction: usize, block: usize) -> Self {
+        Self {
+            lines,
+            blocks: contraction.div_ceil(block),
+            stride: lines.next_multiple_of(TILE),
+            written: contraction.next_multiple_of(TILE) / block,
+        }
+    }
+
+    /// Ctas of `gather_scales`.
+    pub fn ctas(&self) -> usize {
+        self.blocks.div_ceil(GATHER.0) * self.lines.div_ceil(GATHER.1)
+    }
+}
+
+/// The kernel that brings scales to their places.
+pub(super) fn gather_spec(kind: ScaleKind) -> KernelSpec {
+    let stored = match kind {
+        ScaleKind::E8m0 => "nib::u8",
+        ScaleKind::F32 => "float",
+    };
+    let args = vec![("Stored", TemplateArg::Type(stored))];
+    KernelSpec { source: "kernels/quantize_cols.cuh", name: "nib::gather_scales", args }
 }
 
 /// The transform of a matrix to F32.
@@ -318,6 +310,14 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
+    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
+    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
+        let block = self.codec.format().spec().block;
+        let rows = ScalePlane::new(self.rows, self.cols, block);
+        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
+        (ScalePlane::new(self.cols, self.capacity, block), rows)
+    }
+
     /// Whether one kernel does all of it, the transform included.
     pub fn is_fused(&self) -> bool {
         !self.hadamard || self.variant().is_some()
@@ -355,14 +355,16 @@ impl Desc {
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                let squares = (self.capacity.div_ceil(TILE), self.cols.div_ceil(TILE));
-                // Two codes of a column share a byte, so those strips go in pairs.
-                let part = if variant.format == Format::Mxfp4 { 2 } else { 1 };
-                let shape = if rows { (2, 2, part) } else { (4, 1, part) };
-                let groups = Groups::new(squares, shape, num_sms * variant.column_ctas_per_sm(rows));
-                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes(rows));
-                let path = if self.hadamard { Path::HadamardCols(groups) } else { Path::Cols(groups) };
-                config(path, spec, groups.ctas, 256, shared_bytes)
+                // Two strips of half bytes fill the lines of a cta.
+                let strips = 8 / self.codec.format().spec().code_bits as usize;
+                let down = self.capacity.div_ceil(TILE * strips);
+                let band = if rows { BAND_STRIPS / strips } else { down };
+                let ctas = down * self.cols.div_ceil(TILE);
+                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
+                match self.hadamard {
+                    true => config(Path::HadamardCols { band }, spec, ctas, 512, shared_bytes),
+                    false => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
+                }
             }
             (Some(variant), Planes::Tiles) => {
                 config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
@@ -381,12 +383,15 @@ pub fn instances() -> Vec<Instance> {
         let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard));
         all.extend(forms.map(|rows| Instance {
             spec: variant.cols_spec(rows),
-            shared_bytes: variant.column_shared_bytes(rows),
+            shared_bytes: variant.column_shared_bytes(),
         }));
         if variant.has_tiles() {
             all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
         }
     }
+    all.extend(
+        [ScaleKind::E8m0, ScaleKind::F32].map(|kind| Instance { spec: gather_spec(kind), shared_bytes: 0 }),
+    );
     for input in [DType::Bf16, DType::F32] {
         let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
         all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
