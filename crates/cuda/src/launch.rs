@@ -302,6 +302,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn keys_are_those_of_the_rounds_of_philox() {
+        let stream = Stream::new(0x0123_4567_89AB_CDEF, nibble_formats::Purpose::Init, 0xDEAD_BEEF, 77);
+        let (arg, q) = (StreamArg::new(&stream), 0x1234_5678_9ABC_u64);
+        let mut c = [q as u32, (q >> 32) as u32 | arg.purpose, arg.site, arg.step];
+        for [low, high] in arg.keys {
+            let (p0, p1) = (u64::from(c[0]) * 0xD251_1F53, u64::from(c[2]) * 0xCD9E_8D57);
+            c = [(p1 >> 32) as u32 ^ c[1] ^ low, p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ high, p0 as u32];
+        }
+        assert_eq!(c, stream.block(q));
+    }
+
+    #[test]
+    fn every_rounding_has_its_policy_on_the_device() {
+        let sources = crate::source::Sources::embedded();
+        let text = sources.text("formats/rounding.cuh").unwrap();
+        for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 5 }]) {
+            let name = RoundingArg::policy(rounding).strip_prefix("nib::").unwrap();
+            assert!(text.contains(&format!("struct {name} {{")), "{name}");
+        }
+        assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
+    }
+
+    #[test]
     fn each_part_of_a_launch_is_checked_and_named() {
         let good = Launch { ctas: 132, threads: 384, cluster: 2, shared_bytes: 200_000 };
         good.check(232_448).unwrap();

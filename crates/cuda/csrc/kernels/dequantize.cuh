@@ -8,6 +8,10 @@
 //   block may be passed as one row, if they are less than 2^30 numbers.
 // dequantize_cols<kBits, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
+//   rows: MXFP4 to BF16 93 % (82 %), to F32 101 % (95 %); E4M3 to BF16 94 % (83 %), to F32 93 % (88 %).
+//   columns: MXFP4 to BF16 85 % (75 %), to F32 96 % (89 %); E4M3 to BF16 90 % (84 %), to F32 92 % (88 %).
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -158,7 +162,7 @@ __device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
 }
 
 template <int kBits, class Out, bool kAligned>
-__global__ void __launch_bounds__(256, kAligned ? 4 : 3)
+__global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     dequantize_cols(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, int band) {
     constexpr int kBlock = kBits == 4 ? E2m1::kBlock : E4m3::kBlock, kBlocks = kTile / kBlock;
