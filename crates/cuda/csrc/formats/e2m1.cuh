@@ -49,14 +49,13 @@ struct E2m1 {
         return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x · 2^(127 - byte), nearest-even, for finite numbers that this brings to 6 at most; half the work of the integer
-    /// pipe that `encode` is.
+    /// Codes of x · factor, nearest-even, for finite numbers that a power of two, given as a pair of equal BF16, brings to 6 at most;
+    /// less work for the integer pipe than `encode` is.
     ///
     /// The code of v rises by 1 every half up to 2, every 1 up to 4, every 2 up to 6: it is the smallest of 2v, v + 2 and v / 2 + 4.
     /// A fused multiply-add to a number whose last place is worth a half, 1 or 2 rounds as each of them wants, and leaves
     /// the code in the last bits.
-    __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 byte) {
-        const u32 factor = ((254 - byte) << 7) * 0x10001;
+    __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
         u32 code[4];  // above 0x42C0 in either half
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -53,7 +53,8 @@ struct ColumnTile {
 #pragma unroll
         for (u32 line = 0; line < kTile; line += kThreads / 8) {
             const uint4 v = *reinterpret_cast<const uint4*>(bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16);
-            ptx::store_16(to + u64(line) * stride, line < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y});
+            const bool low = kThreads / 8 <= kTile / 2 ? line < kTile / 2 : line + first < kTile / 2;
+            ptx::store_16(to + u64(line) * stride, low ? v : uint4{v.z, v.w, v.x, v.y});
         }
     }
 

@@ -3,7 +3,7 @@
 // swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)]; kSaveH:
 // h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil. row_id and counts (of a's blocks) as in
 // kernels/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
-//   1024 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
+//   768 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
 //   Any grid, best a cta a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
 #pragma once
 #include "formats/bf16.cuh"
@@ -17,7 +17,7 @@
 
 namespace nib {
 
-constexpr int kSwigluThreads = 1024;
+constexpr int kSwigluThreads = 768;
 constexpr int kSwigluChunks = 2;
 
 /// What a warp works on: up to kSwigluChunks · 256 columns of a row.
@@ -27,7 +27,7 @@ struct SwigluTask {
     float weight;
     Bf16::Eight in[2 * kSwigluChunks];  // gate and up of each chunk
 
-    /// Reads; nothing past the last task.
+    /// Starts to read; nothing past the last task.
     __device__ __forceinline__ void load(const u8* h, const float* weights, const int* row_id, u32 task, u32 tasks, int f,
                                          Divider by_segments, u32 segments) {
         row = by_segments.divide(task);
@@ -48,6 +48,21 @@ struct SwigluTask {
     }
 };
 
+/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 numbers; one in either half of each word.
+struct Mxfp4Scales {
+    u32 bytes;    // as stored
+    u32 factors;  // what the numbers are multiplied by, as BF16
+    u32 nan;      // bit 15 or 31: there is a NaN or infinity
+
+    __device__ __forceinline__ explicit Mxfp4Scales(u32 amax) {
+        // The carry of the mantissa into the exponent is the rule, as in block_scale.
+        bytes = ptx::add_clamp_s16x2((amax + 0x003F003F) >> 7 & 0x01FF01FF, 0xFFFEFFFE, 0x00FF00FF);
+        factors = 0x7F007F00 - bytes * 128;
+        nan = amax + 0x00800080 & 0x80008000;
+        if (nan != 0) bytes |= (nan >> 15) * 0xFF;  // rare
+    }
+};
+
 template <int kRule, bool kSaveH>
 __global__ void __launch_bounds__(kSwigluThreads, 1)
     swiglu_rows(const u8* __restrict__ h, const float* __restrict__ weight, u8* __restrict__ a_codes,
@@ -57,26 +72,24 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     constexpr int kChunks = kSwigluChunks;
     constexpr int kLanes = A::kBlock / 8;
     constexpr int kCols = kChunks * kChunkCols;
-    constexpr int kHalves = 2 * kChunks;
     __shared__ SigmoidTable sigmoids;
     __shared__ u32 total[3];
     const int lane = threadIdx.x % 32;
     const u32 a_blocks = ceil_div(f, A::kBlock), h_blocks = u32(f) / E2m1::kBlock;  // of h's: those of one half
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * (kSwigluThreads / 32);
     u32 task = blockIdx.x * (kSwigluThreads / 32) + threadIdx.x / 32;
+    SwigluTask one, other;
+    one.load(h, weight, row_id, task, tasks, f, by_segments, segments);
     sigmoids.fill();
     __syncthreads();
     const u32 sigmoid_base = sigmoids.base();
     Tally tally;
-    while (task < tasks) {
-        SwigluTask now;
-        now.load(h, weight, row_id, task, tasks, f, by_segments, segments);
-        task += stride;
+    const auto work = [&](const SwigluTask& now) {
         const int col = now.segment * kCols + lane * 8;
         u8* const a_to = a_codes + u64(now.row) * u32(f) + u32(col);
         u8* const h_to = kSaveH ? h_codes + u64(now.row) * u32(f) + u32(col) / 2 : nullptr;
         typename ScaleType<kRule>::Stored a_stored[kChunks];
-        u8 h_stored[kHalves];
+        u32 h_stored[kChunks];  // of gate and up
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             const Bf16::Eight &gate = now.in[2 * i], &up = now.in[2 * i + 1];
@@ -103,16 +116,20 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
             tally.non_zero += __fmul_rn(amax, scale.inverse) > A::kLargestToZero;
             tally.non_finite += scale.is_nan();
             if constexpr (kSaveH) {
-                u32 h_amax[2];
-                Bf16::row_maxima<E2m1::kBlock / 8>({gate, up}, h_amax);
+                u32 amax_of_both = Bf16::fold_two(Bf16::fold(Bf16::magnitudes(gate)), Bf16::fold(Bf16::magnitudes(up)));
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const auto scale = block_scale<E2m1, kRuleRceil>(h_amax[half]);
-                    h_stored[2 * i + half] = scale.stored;
-                    u32 out = E2m1::encode_within(now.in[2 * i + half], scale.stored);
-                    if (scale.is_nan()) out = 0;
-                    store_codes<E2m1, true>(h_to + half * (u32(f) / 2) + i * (kChunkCols / 2), left, out);
+                for (int far = 1; far < E2m1::kBlock / 8; far *= 2)
+                    amax_of_both = Bf16::larger(amax_of_both, __shfl_xor_sync(kAllLanes, amax_of_both, far));
+                const Mxfp4Scales scales(amax_of_both);
+                h_stored[i] = scales.bytes;
+                u32 gate_codes = E2m1::encode_within(gate, __byte_perm(scales.factors, 0, 0x1010));
+                u32 up_codes = E2m1::encode_within(up, __byte_perm(scales.factors, 0, 0x3232));
+                if (scales.nan != 0) {  // rare
+                    if (scales.nan & 0x8000) gate_codes = 0;
+                    if (scales.nan >> 31) up_codes = 0;
                 }
+                store_codes<E2m1, true>(h_to + i * (kChunkCols / 2), left, gate_codes);
+                store_codes<E2m1, true>(h_to + u32(f) / 2 + i * (kChunkCols / 2), left, up_codes);
             }
         }
         // The lanes of a block store the scales of its chunks, one each.
@@ -120,10 +137,19 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
         const u32 a_block = now.segment * (kCols / A::kBlock) + mine * (kChunkCols / A::kBlock) + lane / kLanes;
         if (mine < kChunks && a_block < a_blocks) a_scales[u64(now.row) * a_blocks + a_block] = pick(a_stored, mine);
         if constexpr (kSaveH) {
-            const int half = lane % 4;
-            const u32 h_block = now.segment * (kCols / E2m1::kBlock) + half / 2 * (kChunkCols / E2m1::kBlock) + lane / 4;
-            if (half < kHalves && h_block < h_blocks) h_scales[(u64(now.row) * 2 + half % 2) * h_blocks + h_block] = pick(h_stored, half);
+            const int half = lane % 2, chunk = lane % 4 / 2;
+            const u32 h_block = now.segment * (kCols / E2m1::kBlock) + chunk * (kChunkCols / E2m1::kBlock) + lane / 4;
+            if (chunk < kChunks && h_block < h_blocks)
+                h_scales[(u64(now.row) * 2 + half) * h_blocks + h_block] = u8(pick(h_stored, chunk) >> half * 16);
         }
+    };
+    // The next task is on its way while one is worked on; by turns, so that no register is moved.
+    while (task < tasks) {
+        other.load(h, weight, row_id, task += stride, tasks, f, by_segments, segments);
+        work(one);
+        if (task >= tasks) break;
+        one.load(h, weight, row_id, task += stride, tasks, f, by_segments, segments);
+        work(other);
     }
     tally.flush(counts, total, kLanes);
 }

@@ -24,17 +24,23 @@
 
 namespace nib {
 
-constexpr int kMatrices = 3;  // dg, du, a
+constexpr int kMatrices = 3;      // dg, du, a
+constexpr int kBackwardCols = 8;  // of a thread
+using BackwardThread = StripThread<kBackwardCols>;
 
 /// h in MXFP4.
 struct SavedH {
+    /// As many of a thread's rows of a as there is shared memory for, which spares registers.
+    static constexpr int kSpareRows = 4;
+    static constexpr int kRooms = kMatrices;
+
     /// What an element decides, by its block's scale and its code.
     struct alignas(128) Table {
         GateTerms gate[256][16];
         float up[256][16];
 
         __device__ __forceinline__ void fill() {
-            for (int i = threadIdx.x; i < 256 * 16; i += kStripThreads) {
+            for (int i = threadIdx.x; i < 256 * 16; i += BackwardThread::kThreads) {
                 const float x = __fmul_rn(E2m1::decode(i % 16), e8m0_decode(i / 16));
                 gate[i / 16][i % 16] = gate_terms(x, sigmoid(x));
                 up[i / 16][i % 16] = x;
@@ -42,14 +48,13 @@ struct SavedH {
         }
     };
 
-    /// Tiles under way and at work.
-    static constexpr int kStages = 2;
-
     /// A tile.
     struct alignas(16) Stage {
         u8 codes[2][kTile][kTile / 2];  // gate, up
         u32 scales[2][kTile];           // four a row
     };
+
+    __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
 
     /// Starts to fetch the first `left` rows of the tile at (row, col); zeros past them.
     __device__ __forceinline__ static void fetch(Stage& stage, const u8* codes, const u8* scales, u64 row, int col, int left, int f) {
@@ -103,7 +108,10 @@ struct SavedH {
 /// h in BF16.
 struct PlainH {
     using Table = SigmoidTable;
-    static constexpr int kStages = 1;
+    static constexpr int kSpareRows = 2;
+    static constexpr int kRooms = kMatrices - 1;  // the table has one
+
+    __device__ __forceinline__ static u8* room(Table& table) { return table.room; }
 
     struct alignas(16) Stage {
         u8 numbers[2][kTile][kTile * Bf16::kBytes];
@@ -158,7 +166,8 @@ struct alignas(16) BackwardStage {
 
     /// Makes zeros of rows that do not count; past the last row there are zeros already.
     __device__ __forceinline__ void clear_padding() {
-        for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += kStripThreads / 32) {
+#pragma unroll 1
+        for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += BackwardThread::kThreads / 32) {
             if (row_id[in_tile] >= 0) continue;
             const int lane = threadIdx.x % 32;
             H::clear(h, in_tile, lane);
@@ -187,16 +196,43 @@ struct alignas(16) BackwardStage {
     }
 };
 
+/// Memory where each thread keeps a row's numbers.
+struct SpareRow {
+    float4 half[2][BackwardThread::kThreads];
+
+    __device__ __forceinline__ void keep(const float (&v)[8]) {
+        half[0][threadIdx.x] = {v[0], v[1], v[2], v[3]};
+        half[1][threadIdx.x] = {v[4], v[5], v[6], v[7]};
+    }
+
+    __device__ __forceinline__ void take(float (&v)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float4 four = half[i][threadIdx.x];
+            v[4 * i] = four.x;
+            v[4 * i + 1] = four.y;
+            v[4 * i + 2] = four.z;
+            v[4 * i + 3] = four.w;
+        }
+    }
+};
+
 template <class H>
 struct alignas(128) BackwardShared {
-    typename H::Table table;  // first, as SigmoidTable wants
-    BackwardStage<H> stages[H::kStages];
-    union {
-        ColumnMaxima maxima[kMatrices];
-        ColumnTile tiles[kMatrices];
+    /// Maxima, then codes.
+    union Matrix {
+        ColumnMaxima<kBackwardCols> maxima;
+        ColumnTile tile;
     };
+
+    typename H::Table table;  // first, as SigmoidTable wants
+    BackwardStage<H> stage;
+    Matrix own[H::kRooms];
+    SpareRow a[H::kSpareRows];
     float inverse[kMatrices][kTile];  // in the order of the maxima
     u32 total[3];
+
+    __device__ __forceinline__ Matrix& matrix(int m) { return m < H::kRooms ? own[m] : *reinterpret_cast<Matrix*>(H::room(table)); }
 };
 
 /// Sums four values over 16 neighbouring lanes by the tree of neighbours; lane l gets value l % 2 · 2 + l / 2 % 2.
@@ -215,7 +251,7 @@ __device__ __forceinline__ float sum_of_four(float (&v)[4], int lane) {
 }
 
 template <class H, int kRule>
-__global__ void __launch_bounds__(kStripThreads, 1)
+__global__ void __launch_bounds__(BackwardThread::kThreads, 1)
     swiglu_backward(const u8* __restrict__ h, const u8* __restrict__ h_scales, const u8* __restrict__ da,
                     const float* __restrict__ weight, u8* __restrict__ dh_codes,
                     typename ScaleType<kRule>::Stored* __restrict__ dh_scales, u8* __restrict__ dh_col_codes,
@@ -225,40 +261,33 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     using E = E4m3;
     extern __shared__ __align__(1024) u8 raw[];
     BackwardShared<H>& shared = *reinterpret_cast<BackwardShared<H>*>(raw);
-    const StripThread me;
-    const int lane = me.lane, chunk = me.chunk;
+    const BackwardThread me;
+    const int lane = me.lane, chunk = me.of_row;
     const u32 across = u32(f) / kTile, down = u32(capacity) / kTile, tiles = across * down;
     Tally of_dh, of_a;
-    const auto fetch = [&](BackwardStage<H>& stage, u32 index) {
-        if (index < tiles) {
-            const StripTile at(index, by_across, across);
-            stage.fetch(at.row(), at.col(), h, h_scales, da, weight, row_id, rows, f);
-        }
-        ptx::copies_commit();
+    const auto fetch = [&](u32 index) {
+        if (index >= tiles) return;
+        const StripTile at(index, by_across, across);
+        shared.stage.fetch(at.row(), at.col(), h, h_scales, da, weight, row_id, rows, f);
     };
-#pragma unroll
-    for (u32 i = 0; i < H::kStages; ++i) {
-        fetch(shared.stages[i], blockIdx.x + i * gridDim.x);
-        if (weight == nullptr && threadIdx.x < kTile) shared.stages[i].weight[threadIdx.x] = 1.0f;
-    }
+    fetch(blockIdx.x);
+    if (weight == nullptr && threadIdx.x < kTile) shared.stage.weight[threadIdx.x] = 1.0f;
     shared.table.fill();
 
-    int turn = 0;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         const StripTile at(index, by_across, across);
         const int my_row = int(at.strip) * kTile + me.row, first_col = at.col();
-        BackwardStage<H>& stage = shared.stages[turn];
-        if (++turn == H::kStages) turn = 0;
-        ptx::copies_wait_but<H::kStages - 1>();
+        const BackwardStage<H>& stage = shared.stage;
+        ptx::copies_wait();
         // The tile is there, the table is filled, the codes of the last tile are stored.
         __syncthreads();
         if (row_id != nullptr && __syncthreads_or(threadIdx.x < kTile && stage.row_id[threadIdx.x] < 0)) {
-            stage.clear_padding();
+            shared.stage.clear_padding();
             __syncthreads();
         }
 
-        StripValues value[kMatrices];
-        float row_largest[2 * kThreadRows], terms[kThreadRows];
+        StripValues<kBackwardCols> value[kMatrices];
+        float row_largest[2 * kThreadRows], terms[kThreadRows], a_largest[kBackwardCols] = {};
 #pragma unroll
         for (int r = 0; r < kThreadRows; ++r) {
             const typename H::Row row(stage.h, shared.table, me.row + r, chunk);
@@ -279,19 +308,22 @@ __global__ void __launch_bounds__(kStripThreads, 1)
                     value[1][r][c] = grad.up;
                     value[2][r][c] = grad.a;
                     silu_up[c] = grad.silu_up;
+                    a_largest[c] = ptx::max_magnitude(a_largest[c], grad.a);
                 }
             }
+            if (r < H::kSpareRows) shared.a[r].keep(value[2][r]);
             terms[r] = dot_of_neighbours(silu_up, das);
 #pragma unroll
             for (int m = 0; m < 2; ++m) row_largest[2 * r + m] = largest_magnitude<8>(value[m][r]);
         }
 #pragma unroll
-        for (int m = 0; m < kMatrices; ++m) shared.maxima[m].write(me, value[m]);
+        for (int m = 0; m < 2; ++m) shared.matrix(m).maxima.write(me, value[m]);
+        shared.matrix(2).maxima.write(me, a_largest);
         const float part = sum_of_four(terms, lane);
         const int part_row = my_row + lane % 2 * 2 + lane / 2 % 2;
         if (chunk < kThreadRows && part_row < rows) parts[u64(at.panel) * rows + part_row] = part;
         // Value 2r is dg's of row r, 2r + 1 du's.
-        const float row_amax = largest_of_lanes(row_largest, lane);
+        const float row_amax = largest_of_lanes<BackwardThread::kLanes>(row_largest, lane);
         const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
         const int scale_row = my_row + chunk / 2;
         if (chunk < 2 * kThreadRows) {
@@ -302,11 +334,11 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         __syncthreads();
 
         // Nobody reads the tile any more.
-        fetch(stage, index + H::kStages * gridDim.x);
+        fetch(index + gridDim.x);
         bool col_nan = false;
         if (threadIdx.x < kMatrices * kTile) {
-            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = ColumnMaxima::column_at(place);
-            const float amax = shared.maxima[m].at(place);
+            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = ColumnMaxima<kBackwardCols>::column_at(place);
+            const float amax = shared.matrix(m).maxima.at(place);
             const auto scale = block_scale<E, kRule>(__float_as_uint(amax));
             shared.inverse[m][place] = scale.inverse;
             col_nan = scale.is_nan();
@@ -324,27 +356,30 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | (2 * r + m));
-                const uint2 codes = row_codes_of(value[m][r], inverse);
-                if (my_row + r < rows) ptx::store_8(row_codes + u32(r * 2 + m) * u32(f), codes);
+                if (my_row + r < rows) store_row_codes(row_codes + u32(r * 2 + m) * u32(f), value[m][r], inverse);
             }
         if (__any_sync(kAllLanes, row_scale.is_nan())) {  // rare
+#pragma unroll 1
             for (int i = 0; i < 2 * kThreadRows; ++i) {
                 const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i);
-                if (__float_as_uint(inverse) == kNanBits && my_row + i / 2 < rows) ptx::store_8(row_codes + u32(i) * u32(f), {0, 0});
+                if (__float_as_uint(inverse) == kNanBits && my_row + i / 2 < rows) store_row_zeros<kBackwardCols>(row_codes + u32(i) * u32(f));
             }
         }
         col_nan = __syncthreads_or(col_nan);
 #pragma unroll
-        for (int m = 0; m < kMatrices; ++m) turn_values(shared.tiles[m], me, value[m], shared.inverse[m]);
+        for (int r = 0; r < H::kSpareRows; ++r) shared.a[r].take(value[2][r]);
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) turn_values<kBackwardCols>(shared.matrix(m).tile, me, value[m], shared.inverse[m]);
         __syncthreads();
         if (col_nan) {
-            for (int m = 0; m < kMatrices; ++m) clear_nan_columns(shared.tiles[m], shared.inverse[m]);
+#pragma unroll 1
+            for (int m = 0; m < kMatrices; ++m) clear_nan_columns<kBackwardCols>(shared.matrix(m).tile, shared.inverse[m]);
             __syncthreads();
         }
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
             u8* const line = (m == 2 ? a_codes : dh_col_codes) + u64(u32(first_col + (m == 1 ? f : 0))) * capacity + u32(at.strip) * kTile;
-            shared.tiles[m].template store_whole<kStripThreads>(line, capacity);
+            shared.matrix(m).tile.template store_whole<BackwardThread::kThreads>(line, capacity);
         }
     }
     of_dh.flush(dh_counts, shared.total);

@@ -23,8 +23,11 @@ struct alignas(16) RowsColsShared {
     u32 total[3];
 };
 
+constexpr int kRowsColsCols = 8;  // of a thread
+using RowsColsThread = StripThread<kRowsColsCols>;
+
 template <int kRule>
-__global__ void __launch_bounds__(kStripThreads, 2)
+__global__ void __launch_bounds__(RowsColsThread::kThreads, 2)
     swiglu_rows_cols(const u8* __restrict__ h, const float* __restrict__ weight, u8* __restrict__ row_codes,
                      typename ScaleType<kRule>::Stored* __restrict__ row_scales, u8* __restrict__ col_codes,
                      typename ScaleType<kRule>::Stored* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id, int rows, int f,
@@ -32,10 +35,10 @@ __global__ void __launch_bounds__(kStripThreads, 2)
     using E = E4m3;
     extern __shared__ __align__(1024) u8 raw[];
     RowsColsShared& shared = *reinterpret_cast<RowsColsShared*>(raw);
-    static_assert(sizeof(ColumnMaxima) <= SigmoidTable::kRoom && sizeof(ColumnTile) <= SigmoidTable::kRoom, "they take turns there");
-    ColumnMaxima& maxima = *reinterpret_cast<ColumnMaxima*>(shared.sigmoids.room);
+    static_assert(sizeof(ColumnMaxima<kRowsColsCols>) <= SigmoidTable::kRoom && sizeof(ColumnTile) <= SigmoidTable::kRoom, "they take turns there");
+    ColumnMaxima<kRowsColsCols>& maxima = *reinterpret_cast<ColumnMaxima<kRowsColsCols>*>(shared.sigmoids.room);
     ColumnTile& tile = *reinterpret_cast<ColumnTile*>(shared.sigmoids.room);
-    const StripThread me;
+    const RowsColsThread me;
     const u32 across = ceil_div(f, kTile), down = u32(capacity) / kTile, tiles = across * down;
     Tally tally;
     shared.sigmoids.fill();
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
 
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         const StripTile at(index, by_across, across);
-        const int my_row = int(at.strip) * kTile + me.row, first_col = at.col(), my_col = first_col + me.chunk * 8;
+        const int my_row = int(at.strip) * kTile + me.row, first_col = at.col(), my_col = first_col + me.col;
         Bf16::Eight gate[kThreadRows], up[kThreadRows];
         float w[kThreadRows];
 #pragma unroll
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             // Padding is +0, so its weight must not be negative.
             w[r] = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
         }
-        StripValues value;
+        StripValues<kRowsColsCols> value;
         float row_largest[kThreadRows];
         __syncthreads();  // the table is filled, the codes of the last tile are stored
 #pragma unroll
@@ -74,17 +77,17 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             row_largest[r] = largest_magnitude(value[r]);
         }
         maxima.write(me, value);
-        const float row_amax = largest_of_lanes(row_largest, me.lane);
+        const float row_amax = largest_of_lanes<RowsColsThread::kLanes>(row_largest, me.lane);
         const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
-        if (me.chunk < kThreadRows) {
-            if (my_row + me.chunk < rows) row_scales[u64(u32(my_row + me.chunk)) * across + at.panel] = row_scale.stored;
+        if (me.of_row < kThreadRows) {
+            if (my_row + me.of_row < rows) row_scales[u64(u32(my_row + me.of_row)) * across + at.panel] = row_scale.stored;
             tally.non_zero += __fmul_rn(row_amax, row_scale.inverse) > E::kLargestToZero;
             tally.non_finite += row_scale.is_nan();
         }
         __syncthreads();
         bool col_nan = false;
         if (threadIdx.x < kTile) {
-            const int col = first_col + ColumnMaxima::column_at(threadIdx.x);
+            const int col = first_col + maxima.column_at(threadIdx.x);
             const auto scale = block_scale<E, kRule>(__float_as_uint(maxima.at(threadIdx.x)));
             shared.inverses[threadIdx.x] = scale.inverse;
             col_nan = scale.is_nan();
@@ -94,18 +97,19 @@ __global__ void __launch_bounds__(kStripThreads, 2)
 #pragma unroll
         for (int r = 0; r < kThreadRows; ++r) {
             const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 16) | r);
-            uint2 codes = row_codes_of(value[r], inverse);
-            if (__float_as_uint(inverse) == kNanBits) codes = {0, 0};
-            if (my_row + r < rows && my_col < f) ptx::store_8(to + u32(r) * u32(f), codes);
+            if (my_row + r < rows && my_col < f) {
+                store_row_codes(to + u32(r) * u32(f), value[r], inverse);
+                if (__float_as_uint(inverse) == kNanBits) store_row_zeros<kRowsColsCols>(to + u32(r) * u32(f));
+            }
         }
         col_nan = __syncthreads_or(col_nan);
-        turn_values(tile, me, value, shared.inverses);
+        turn_values<kRowsColsCols>(tile, me, value, shared.inverses);
         __syncthreads();
         if (col_nan) {
-            clear_nan_columns(tile, shared.inverses);
+            clear_nan_columns<kRowsColsCols>(tile, shared.inverses);
             __syncthreads();
         }
-        tile.store<kStripThreads>(col_codes, first_col, f, capacity, int(at.strip) * kTile);
+        tile.store<RowsColsThread::kThreads>(col_codes, first_col, f, capacity, int(at.strip) * kTile);
     }
     __syncthreads();
     tally.flush(counts, shared.total);

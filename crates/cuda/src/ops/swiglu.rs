@@ -222,7 +222,7 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
 }
 
 /// Threads of a cta of `swiglu_rows`, one a multiprocessor, and the columns a warp takes at a time.
-const ROWS_THREADS: u32 = 1024;
+const ROWS_THREADS: u32 = 768;
 const ROWS_COLS: usize = 512;
 
 fn rows_spec(rule: ScaleRule, save_h: bool) -> KernelSpec {
