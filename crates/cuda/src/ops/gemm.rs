@@ -80,8 +80,19 @@ impl Product<'_> {
         };
         let num_groups = self.groups.map_or(1, |groups| groups.num_groups);
         let (a, b) = (self.side(a)?, self.side(b)?);
-        ProductSimt { ragged: self.ragged, groups, num_groups, m: self.m, n: self.n, k: self.k, a, b, block, d }
-            .run()
+        ProductSimt {
+            ragged: self.ragged,
+            groups,
+            num_groups,
+            m: self.m,
+            n: self.n,
+            k: self.k,
+            a,
+            b,
+            block,
+            d,
+        }
+        .run()
     }
 
     fn operand<'a>(&self, x: &'a Operand<Cuda>) -> Result<grouped_product::Operand<'a>> {

@@ -4,9 +4,8 @@
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
-pub mod gemm_fp8_block;
-pub mod grouped_product;
 pub(crate) mod grouped_gemm;
+pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
@@ -34,7 +33,6 @@ pub struct Instance {
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        gemm_fp8_block::instances(),
         grouped_product::instances(),
         product_simt::instances(),
         quantize::instances(),
