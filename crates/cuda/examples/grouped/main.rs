@@ -6,8 +6,10 @@
 mod case;
 mod check;
 
-use case::{Case, Data, OnDevice, Operands};
+use case::{Case, Data, OnDevice, Operands, Random};
 use check::{bf16_of, rows, wgrad};
+use half::bf16;
+use nibble_cuda::cublaslt::GemmBf16;
 use nibble_cuda::ops::grouped_product::{Config, Kind, Ragged, ScalesB};
 use nibble_cuda::timing::Stopwatch;
 use nibble_cuda::{Device, Result};
@@ -74,6 +76,7 @@ fn timed() -> Vec<Case> {
         mn_major(wgrad(&[4096; 8], 7168, 2048)),
         Case { accumulate: true, ..mn_major(wgrad(&[4096; 8], 4096, 7168)) },
         f32_scales(mn_major(wgrad(&[4096; 8], 4096, 7168))),
+        bf16_of(rows(&[32768], 4096, 7168)),
         bf16_of(rows(&UNEVEN, 4096, 7168)),
         bf16_of(rows(&UNEVEN, 7168, 2048)),
         bf16_of(rows(&UNEVEN, 7168, 4096)),
@@ -121,21 +124,42 @@ fn times(device: &Device, filter: &str, bands: &[usize]) -> Result<()> {
             _ => bands.iter().map(|&band| Config { band, ..chosen }).collect(),
         };
         for config in configs {
-            std::thread::sleep(COOL_DOWN);
-            let burst_ms = stopwatch.burst_ms(|| product.run(config))?;
-            let sustained = stopwatch.sustained(|| product.run(config))?;
-            let tflops = |ms: f32| flop(&case) / f64::from(ms) / 1e9;
-            println!(
-                "time {:<58} band {:>2}: burst {:5.0}; sustained {:.4} ms {:5.0} [{:.0}, {:.0}] TFLOP/s",
-                case.name(),
-                config.band,
-                tflops(burst_ms),
-                sustained.median_ms,
-                tflops(sustained.median_ms),
-                tflops(sustained.max_ms),
-                tflops(sustained.min_ms)
-            );
+            let name = format!("{:<58} band {:>2}", case.name(), config.band);
+            time(&stopwatch, &name, flop(&case), || product.run(config))?;
+        }
+        if case.is_dense() && case.kind == Kind::Bf16 {
+            time_library(device, &stopwatch, &case)?;
         }
     }
     Ok(())
+}
+
+fn time(stopwatch: &Stopwatch, name: &str, flop: f64, mut call: impl FnMut() -> Result<()>) -> Result<()> {
+    std::thread::sleep(COOL_DOWN);
+    let burst_ms = stopwatch.burst_ms(&mut call)?;
+    let sustained = stopwatch.sustained(call)?;
+    let tflops = |ms: f32| flop / f64::from(ms) / 1e9;
+    println!(
+        "time {name}: burst {:5.0}; sustained {:.4} ms {:5.0} [{:.0}, {:.0}] TFLOP/s",
+        tflops(burst_ms),
+        sustained.median_ms,
+        tflops(sustained.median_ms),
+        tflops(sustained.max_ms),
+        tflops(sustained.min_ms)
+    );
+    Ok(())
+}
+
+/// NVIDIA's dense BF16 product of the same sizes.
+fn time_library(device: &Device, stopwatch: &Stopwatch, case: &Case) -> Result<()> {
+    let [m, n, k] = [case.capacity(), case.n, case.k];
+    let table: Vec<bf16> = case::normals().into_iter().map(bf16::from_f32).collect();
+    let mut random = Random(2);
+    let a = device.upload(&random.draw(&table, m * k))?;
+    let b = device.upload(&random.draw(&table, n * k))?;
+    let mut d = device.alloc(m * n)?;
+    let gemm = GemmBf16::new(device, m, n, k)?;
+    time(stopwatch, &format!("{:<66}", format!("cuBLASLt {m} x {n} x {k} bf16")), flop(case), || {
+        gemm.run(&a, &b, &mut d)
+    })
 }
