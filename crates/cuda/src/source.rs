@@ -125,7 +125,7 @@ mod tests {
         for (path, _) in EMBEDDED {
             sources.reached(path).unwrap();
         }
-        assert!(EMBEDDED.is_sorted() && sources.text("kernels/gemm_fp8_block.cuh").is_ok());
+        assert!(EMBEDDED.is_sorted() && sources.text("kernels/grouped_fp8_block.cuh").is_ok());
     }
 
     #[test]

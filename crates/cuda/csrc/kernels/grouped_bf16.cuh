@@ -4,7 +4,7 @@
 //   start anywhere.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
 //   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0), or F32 (n % 4 == 0), added to what is there with kAccumulate.
+// D  BF16 (n % 8 == 0), or F32 (n % 4 == 0), with kAccumulate added to what is there.
 // Arithmetic: the tensor cores' F32 accumulators, in order of k.
 //
 // Grid, cta, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
@@ -16,12 +16,11 @@ namespace nib {
 constexpr int kDepth = 64;                        // of k in a stage: 128 bytes of a row, or 64 rows
 constexpr int kBoxBytes = kDepth * kStageBytes;   // 64 rows of 128 bytes
 
-template <class Out, int kStages, int kOutBuffers>
+template <int kStages, int kOutBuffers>
 struct SharedLayout {
-    static constexpr int kOutValues = kOutRows * (sizeof(Out) == 4 ? kOutPitchF32 : kOutCols);
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    Out out[kMathWarps][kOutBuffers][kOutValues];
+    u16 out[kMathWarps][kOutBuffers][kOutRows * kOutCols];  // BF16 on its way to D
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -86,13 +85,13 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
 
 /// Adds one 64-row wave's product of a stage to its totals, in the background.
 template <bool kTransposed>
-__device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b, bool first) {
+__device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
     // 16 of k: 32 bytes of a row, or 16 rows.
     constexpr u32 kStep = (kTransposed ? 16 * kStageBytes : 32) / 16;
 #pragma unroll
     for (int step = 0; step < kDepth / 16; ++step)
         ptx::wgmma_m64n128k16_bf16<kTransposed>(total, ptx::wgmma_descriptor(a + kStep * step),
-                                                ptx::wgmma_descriptor(b + kStep * step), !first || step != 0);
+                                                ptx::wgmma_descriptor(b + kStep * step), true);
 }
 
 /// Zeros the rows of a stage from `rows` on: they belong to another group, or hold nothing. All math threads.
@@ -127,7 +126,6 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const u32 first_b = low(shared.b[0]);
     Ring<kStages> ring;
     u32 buffer = 0;
-    float total[2][64];
     const auto release = [&](u32 stage) {
         if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
             if constexpr (kCluster == 1)
@@ -142,16 +140,16 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (tile.len_k < 0) break;
         const int blocks = ceil_div(tile.len_k, kDepth);
         const bool both = tile.kept > first_row + kNextWave;
+        float total[2][64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
         if (blocks == 0) {
             release(ring.stage);
             ring.advance();
         }
-        if (blocks == 0 || !both) {
-#pragma unroll
-            for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
-        }
+        // Each branch closes its own batch: one closed for both would wait for the products it holds.
         u32 done = 0;
-        for (int block = 0; block < blocks; ++block) {
+        const auto take = [&](int block, bool second_wave) {
             const u32 stage = ring.stage;
             if (block != 0) ptx::barrier_wait(shared.full[stage], ring.parity);
             if constexpr (kTransposed) {
@@ -161,14 +159,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
             ptx::wgmma_pin(total[0]);
             ptx::wgmma_pin(total[1]);
-            if (both) {
-                ptx::wgmma_fence();
-                multiply<kTransposed>(total[0], a, b, block == 0);
-                multiply<kTransposed>(total[1], a + 2 * (kBoxBytes / 16), b, block == 0);
-            } else if (tile.kept > first_row) {
-                ptx::wgmma_fence();
-                multiply<kTransposed>(total[0], a, b, block == 0);
-            }
+            ptx::wgmma_fence();
+            multiply<kTransposed>(total[0], a, b);
+            if (second_wave) multiply<kTransposed>(total[1], a + 2 * (kBoxBytes / 16), b);
             ptx::wgmma_commit();
             ptx::wgmma_pin(total[0]);
             ptx::wgmma_pin(total[1]);
@@ -176,17 +169,26 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             if (block != 0) release(done);
             done = stage;
             ring.advance();
+        };
+        const auto finish = [&] {
+            ptx::wgmma_wait();
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+        };
+        if (both) {
+            for (int block = 0; block < blocks; ++block) take(block, true);
+            finish();
+        } else {
+            for (int block = 0; block < blocks; ++block) take(block, false);
+            finish();
         }
-        ptx::wgmma_wait();
-        ptx::wgmma_pin(total[0]);
-        ptx::wgmma_pin(total[1]);
         if (blocks != 0) release(done);
         const auto store = [&](float(&sums)[64], int row) {
             const Rows rows = {tile.row_d + row, tile.col_d, tile.kept - row, tile.stored - row};
             if constexpr (sizeof(Out) == sizeof(float)) {
 #pragma unroll
                 for (int part = 0; part < 4; ++part)
-                    store_part<kAccumulate>(shared.out[warp][0], d, n, sums, rows, part);
+                    store_part<kAccumulate>(d, n, sums, rows, part);
             } else if (rows.stored >= kOutRows || rows.stored <= 0) {
 #pragma unroll
                 for (int part = 0; part < 4; ++part)
@@ -207,7 +209,7 @@ template <Ragged kRagged, class Out, bool kAccumulate, int kStages, int kCluster
 __global__ void __launch_bounds__(384, 1)
     grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<Out, kStages, kOutBuffers>;
+    using Shared = SharedLayout<kStages, kOutBuffers>;
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);

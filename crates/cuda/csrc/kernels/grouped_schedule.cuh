@@ -64,7 +64,7 @@ class Schedule {
           next_(blockIdx.x / kCluster),
           step_(gridDim.x / kCluster),
           rank_(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())) {
-        if constexpr (kRagged == Ragged::kRows) load(0, 0);
+        if constexpr (kRagged == Ragged::kRows) load(0, 0, false);
     }
 
     /// The next tile of this cta; false when there are no more. All lanes of a warp call it together.
@@ -72,15 +72,19 @@ class Schedule {
         int group, within, tiles_m, first, len, padded;
         if constexpr (kRagged == Ragged::kRows) {
             for (int end = __shfl_sync(kAll, end_, 31); next_ >= end; end = __shfl_sync(kAll, end_, 31)) {
-                if (base_ + 32 >= groups_.count) return false;
-                load(base_ + 32, end);
+                if (base_ + 32 < groups_.count)
+                    load(base_ + 32, end, short_);
+                else if (!short_)
+                    load(0, end, true);
+                else
+                    return false;
             }
             const u32 lane = __ffs(__ballot_sync(kAll, end_ > next_)) - 1;
             group = base_ + lane;
             first = __shfl_sync(kAll, start_, lane);
             len = __shfl_sync(kAll, len_, lane);
             padded = __shfl_sync(kAll, padded_, lane);
-            tiles_m = ceil_div(padded, kBlockM);
+            tiles_m = short_ ? 1 : padded / kBlockM;
             within = next_ - (__shfl_sync(kAll, end_, lane) - tiles_m * columns_);
         } else {
             tiles_m = ceil_div(groups_.m, kBlockM);
@@ -96,7 +100,8 @@ class Schedule {
         const int band = within / (groups_.band * columns_);
         within -= band * groups_.band * columns_;
         const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
-        const int row = (band * groups_.band + within % band_rows) * kBlockM;
+        const int skipped = short_ ? padded / kBlockM : 0;
+        const int row = (skipped + band * groups_.band + within % band_rows) * kBlockM;
         tile.col_d = (within / band_rows * kCluster + rank_) * kBlockN;
         tile.stored = min(padded - row, kBlockM);
         if constexpr (kRagged == Ragged::kRows) {
@@ -121,10 +126,12 @@ class Schedule {
     static constexpr int kBlockN = 128;
     static constexpr u32 kAll = 0xFFFFFFFF;
 
-    /// One group a lane, from group `base` on, before which there are `before` tiles.
-    __device__ __forceinline__ void load(int base, int before) {
+    /// One group a lane, from group `base` on, before which there are `before` tiles. `shorter`: of the tiles that end a group early,
+    /// which all come after the others, so that what the clusters do last is little.
+    __device__ __forceinline__ void load(int base, int before, bool shorter) {
         const int group = base + int(ptx::lane_idx());
         base_ = base;
+        short_ = shorter;
         start_ = len_ = padded_ = 0;
         if (groups_.start == nullptr) {
             if (group == 0) len_ = padded_ = groups_.m;
@@ -133,7 +140,7 @@ class Schedule {
             padded_ = groups_.start[group + 1] - start_;
             len_ = groups_.len[group];
         }
-        end_ = ceil_div(padded_, kBlockM) * columns_;
+        end_ = (shorter ? int(padded_ % kBlockM != 0) : padded_ / kBlockM) * columns_;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int below = __shfl_up_sync(kAll, end_, distance);
@@ -145,7 +152,8 @@ class Schedule {
     const Groups& groups_;
     int columns_;  // of clusters, in one group's D
     int next_, step_, rank_;
-    int base_;  // group of lane 0
+    int base_;            // group of lane 0
+    bool short_ = false;  // walking the groups' last, short tiles
     int start_, len_, padded_;
     int end_;  // tiles up to and with this lane's group
 };

@@ -2,6 +2,7 @@
 // of totals from registers to D.
 #pragma once
 #include "kernels/grouped_schedule.cuh"
+#include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
@@ -16,7 +17,6 @@ constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
 constexpr int kOutCols = 32;  // columns a warp stages and stores at once: 64 bytes, the store map's swizzle
 constexpr int kOutRows = 16;
-constexpr int kOutPitchF32 = kOutCols + 8;  // in F32: eight rows start in different banks
 
 /// Position in the ring of stages; `parity` flips each time round.
 template <int kStages>
@@ -89,42 +89,31 @@ __device__ __forceinline__ void store_few(u16* d, int n, float* total, const Row
     }
 }
 
-/// Writes 32 columns of a wave as F32 straight from the registers, four lanes a sector, or adds them to what is there: each row a copy
-/// of its own, so that rows of the next matrix are not touched. Clears the totals.
+/// Writes 32 columns of a wave as F32 straight from the registers, four lanes a sector, or adds them to what is there. Clears the
+/// totals.
 template <bool kAccumulate>
-__device__ __forceinline__ void store_part(float (&out)[kOutRows * kOutPitchF32], float* d, int n, float* total,
-                                           const Rows& to, int part) {
-    const int lane = int(ptx::lane_idx());
-    const int col = to.col + part * kOutCols;
+__device__ __forceinline__ void store_part(float* d, int n, float* total, const Rows& to, int part) {
+    const int lane = int(ptx::lane_idx_anew());
+    const int col = to.col + part * kOutCols + lane % 4 * 2;
     float* const sums = total + part * (kOutCols / 2);
 #pragma unroll
-    for (int i = 0; i < kOutCols / 2; ++i)
-        if (lane / 4 + i / 2 % 2 * 8 >= to.kept) sums[i] = 0.0f;
-    if constexpr (kAccumulate) {
-        float* const staged = out + lane / 4 * kOutPitchF32 + lane % 4 * 2;
-        ptx::tma_store_wait_read<0>();
-        __syncwarp();
+    for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + half * 8;
+        const int left = row < to.stored ? n - col : 0;
+        float* const at = d + (long long)(to.row + row) * n + col;
 #pragma unroll
-        for (int i = 0; i < kOutCols / 4; ++i)
-            *reinterpret_cast<float2*>(staged + i % 2 * 8 * kOutPitchF32 + i / 2 * 8) = float2{sums[2 * i], sums[2 * i + 1]};
-        ptx::fence_shared_to_async();
-        __syncwarp();
-        const int cols = min(n - col, kOutCols);
-        if (lane < min(to.stored, kOutRows) && cols > 0)
-            ptx::bulk_add_f32(d + (long long)(to.row + lane) * n + col, out + lane * kOutPitchF32, cols * sizeof(float));
-        ptx::tma_store_commit();
-    } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = lane / 4 + half * 8, left = row < to.stored ? n - col - lane % 4 * 2 : 0;
-            float* const at = d + (long long)(to.row + row) * n + col + lane % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < kOutCols / 8; ++j)
-                if (8 * j < left) *reinterpret_cast<float2*>(at + 8 * j) = float2{sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]};
+        for (int j = 0; j < kOutCols / 8; ++j) {
+            float* const pair = sums + 4 * j + 2 * half;
+            const float x = row < to.kept ? pair[0] : 0.0f, y = row < to.kept ? pair[1] : 0.0f;
+            if (8 * j < left) {
+                if constexpr (kAccumulate)
+                    ptx::add_f32x2(at + 8 * j, x, y);
+                else
+                    *reinterpret_cast<float2*>(at + 8 * j) = float2{x, y};
+            }
+            pair[0] = pair[1] = 0.0f;
         }
     }
-#pragma unroll
-    for (int i = 0; i < kOutCols / 2; ++i) sums[i] = 0.0f;
 }
 
 /// Zeros the rows of D after the last group's, 16 bytes at a time.

@@ -10,6 +10,13 @@ __device__ __forceinline__ u32 lane_idx() {
     return lane;
 }
 
+/// The same, asked anew each time: what follows from it is not kept in registers between uses.
+__device__ __forceinline__ u32 lane_idx_anew() {
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 /// Rank of this cta in its cluster; 0 when launched without one.
 __device__ __forceinline__ u32 cluster_cta_rank() {
     u32 rank;

@@ -7,13 +7,16 @@
 
 namespace nib::ptx {
 
+/// In a cluster, an address of shared memory has the cta's rank above these bits; a descriptor has other fields there.
+constexpr u32 kWithinCta = (1 << 18) - 1;
+
 /// Descriptor of a K-major operand whose rows are 128 bytes, as TMA writes them with the 128-byte swizzle: atoms of 8 rows,
 /// 1024 bytes apart (the stride field); the leading-dimension field is not read for this layout. Its low half: the tile
 /// starts on a multiple of 1024 bytes. Shared memory ends below 2^18, so moving by bytes / 16 never carries out of the
 /// address field.
 __device__ __forceinline__ u32 wgmma_descriptor_low(u32 tile_address) {
     constexpr u32 kLeading = 1 << 16;
-    return kLeading | (tile_address >> 4);
+    return kLeading | (tile_address & kWithinCta) >> 4;
 }
 
 /// Its high half is the same for every tile.
@@ -26,7 +29,7 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 low) {
 /// Descriptor's low half for a BF16 operand that lies with the contraction down the rows: boxes of 128 bytes (64 elements) by as many
 /// rows as the stage is deep, as TMA writes them. Eight rows are an atom; the next 64 elements lie `box_bytes` further.
 __device__ __forceinline__ u32 wgmma_descriptor_low_transposed(u32 tile_address, u32 box_bytes) {
-    return (box_bytes >> 4) << 16 | (tile_address >> 4);
+    return (box_bytes >> 4) << 16 | (tile_address & kWithinCta) >> 4;
 }
 
 /// Orders register and shared-memory accesses before the first wgmma of a batch.

@@ -74,13 +74,18 @@ pub struct Case {
 impl Case {
     /// First row of each group, and the end of the last.
     pub fn starts(&self) -> Vec<usize> {
-        // Plain groups follow each other without padding.
-        let align = if self.kind == Kind::Bf16 { 1 } else { 128 };
+        // Plain groups follow each other without padding; a single one needs none.
+        let align = if self.kind == Kind::Bf16 || self.is_dense() { 1 } else { 128 };
         let mut starts = vec![0];
         for &len in &self.lens {
             starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(align));
         }
         starts
+    }
+
+    /// One group of all rows.
+    pub fn is_dense(&self) -> bool {
+        self.ragged == Ragged::Rows && self.lens.len() == 1 && self.slack == 0
     }
 
     pub fn capacity(&self) -> usize {
@@ -102,16 +107,6 @@ impl Case {
             n: self.n,
             k,
         }
-    }
-
-    /// Floating-point operations that count.
-    pub fn flop(&self) -> f64 {
-        let rows: usize = self.lens.iter().sum();
-        let (wide, deep) = match self.ragged {
-            Ragged::Rows => (self.n, self.k),
-            Ragged::Contraction => (self.m, self.n),
-        };
-        2.0 * rows as f64 * wide as f64 * deep as f64
     }
 
     pub fn name(&self) -> String {
@@ -271,6 +266,11 @@ impl Operands {
         }
     }
 
+    /// Makes one scale of A not a number.
+    pub fn spoil_scale(&mut self, row: usize, block: usize) {
+        self.scales_a[row * self.case.desc().blocks_k() + block] = f32::NAN;
+    }
+
     pub fn upload(&self, device: &Device) -> Result<OnDevice> {
         let desc = self.case.desc();
         let layout = if self.case.mn_major { ScaleLayout::MnMajor } else { ScaleLayout::RowMajor };
@@ -351,7 +351,7 @@ impl OnDevice {
         let (rows_a, rows_b) = desc.scale_rows();
         GroupedProduct {
             desc,
-            groups: Some(GroupBuffers { start: &self.start, len: &self.len }),
+            groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
             a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
             b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
             d: match desc.out {

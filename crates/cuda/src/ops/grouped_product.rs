@@ -24,6 +24,8 @@ const BOX: usize = 64;
 const OUT_ROWS: usize = 16;
 const OUT_COLS: usize = 32;
 const MATH_WARPS: usize = 8;
+/// The device's `Tile`, one a stage.
+const TILE_BYTES: usize = 32;
 const THREADS: u32 = 384;
 /// The kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
@@ -133,9 +135,12 @@ impl Desc {
                 return Err(Error::shape(OP, argument, value, expected));
             }
         }
-        let scales = self.m.max(self.rows_b()).saturating_mul(self.blocks_k());
+        let scales = match self.kind {
+            Kind::Fp8(_) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
+            Kind::Bf16 => 0,
+        };
         for (argument, value) in
-            [("scales", scales), ("rows of b", self.rows_b()), ("rows of d", self.d() / self.n)]
+            [("rows of b", self.rows_b()), ("rows of d", self.d() / self.n), ("scales", scales)]
         {
             if value > MAX_EXTENT {
                 return Err(Error::shape(OP, argument, value, format!("up to {MAX_EXTENT}")));
@@ -186,17 +191,13 @@ impl Config {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind {
             Kind::Fp8(ScalesB::Tile) => BLOCK_M + 4,
-            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N,
+            // B's in four parts, each padded by 4.
+            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16,
             Kind::Bf16 => 0,
         };
-        let tile = 8 * size_of::<i32>();
         let barriers = 2 * size_of::<u64>();
-        let row = match desc.out {
-            Out::Bf16 => OUT_COLS * size_of::<bf16>(),
-            Out::F32 => (OUT_COLS + 8) * size_of::<f32>(),
-        };
-        let out = MATH_WARPS * self.out_buffers * OUT_ROWS * row;
-        1024 + out + self.stages * (operands + scales * size_of::<f32>() + tile + barriers)
+        let out = MATH_WARPS * self.out_buffers * OUT_ROWS * OUT_COLS * size_of::<bf16>();
+        1024 + out + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
     }
 
     /// The instance.
@@ -388,17 +389,17 @@ impl GroupedProduct<'_> {
         let whole_chip = config.launch(desc, device.info().num_sms as usize / config.cluster);
         let launch = config.launch(desc, kernel.max_clusters(whole_chip)? as usize);
         let groups = GroupsArg::new(self.groups, desc.groups, [desc.m, desc.n, desc.k], config.band);
+        let mut args: Vec<&dyn KernelArg> = vec![&map_a, &map_b, &map_d];
+        let scales = match (&self.a, &self.b) {
+            (Operand::Fp8(_, a), Operand::Fp8(_, b)) => vec![a.arg(), b.arg()],
+            _ => Vec::new(),
+        };
+        args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
+        args.extend([&groups as &dyn KernelArg, d]);
         // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
         // past them. Scales are read at rows and blocks that `Scales::check` covered. That the groups' rows lie within
         // `m` (or `k`) is C2's promise. `d` is borrowed mutably, and the device has one stream.
-        match (self.a, self.b) {
-            (Operand::Fp8(_, scales_a), Operand::Fp8(_, scales_b)) => unsafe {
-                let (scales_a, scales_b) = (scales_a.arg(), scales_b.arg());
-                kernel.launch(launch, &[&map_a, &map_b, &map_d, &scales_a, &scales_b, &groups, d])
-            },
-            // SAFETY: as above.
-            _ => unsafe { kernel.launch(launch, &[&map_a, &map_b, &map_d, &groups, d]) },
-        }
+        unsafe { kernel.launch(launch, &args) }
     }
 }
 

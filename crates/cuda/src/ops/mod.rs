@@ -5,7 +5,6 @@ pub(crate) mod copy_rows;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
-pub mod gemm_fp8_block;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
@@ -44,7 +43,6 @@ pub struct Instance {
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        gemm_fp8_block::instances(),
         grouped_product::instances(),
         product_simt::instances(),
         quantize::instances(),
