@@ -2,15 +2,14 @@
 //
 // quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
 //   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
-//   row_id and counts as there, counts of the row blocks where those are written.
-//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * C, A = ceil(cols / 128),
-//   C = ceil(capacity / 128 / squares); bands of `band` ctas are done side by side, so that what is written at one time lies together: all of them
-//   for columns alone, 4 strips for both. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
-//
-// Scales stored one at a time would cost a third of the codes' time. So they are left block by block first, where those of a square lie together:
-// cols_by_block [ceil(capacity / 128) * 128 / E::kBlock][A * 128], rows_by_block [A * 128 / E::kBlock][ceil(capacity / 128) * 128] (null without
-// kRows). The last cta of those that have a part of 32 blocks of a line brings them to col_scales [cols][capacity / E::kBlock] and row_scales
-// [rows][ceil(cols / E::kBlock)]. `done`: zeros, one for each such group (DoneGroups), of the columns and then of the rows.
+//   row_id and counts as there, counts of the row blocks where those are written. Scales go block by block: a square's lie together, which one
+//   by one would cost as much as its codes. With D = ceil(capacity / 128) and A = ceil(cols / 128), col_scales [D * 128 / E::kBlock][A * 128],
+//   row_scales [A * 128 / E::kBlock][D * 128], from where gather_scales brings them to their places.
+//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares); bands
+//   of `band` ctas are done side by side, so that what is written at one time lies together: all of them for columns alone, 4 strips for both.
+//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+// gather_scales<Stored>: [blocks][stride] -> [lines][blocks], of two such planes (the second one null: of one). 256 threads; grid
+//   ceil(blocks / 32) * ceil(lines / 128), of both together.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -23,8 +22,6 @@
 
 namespace nib {
 
-constexpr int kGather = 32;  // blocks of a line that are stored together
-
 template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
     static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
@@ -34,7 +31,6 @@ struct alignas(16) ColumnShared {
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
     u32 maxima[8][In::kWords * 16];  // of each warp's rows
     u32 total[3];
-    bool is_last[2];                 // of the ctas of its group of columns, and of rows
 };
 
 /// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
@@ -197,58 +193,11 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
     }
 }
 
-/// The groups of ctas that share blocks stored together: of E, a cta having kSquares squares one below the other.
-template <class E, int kSquares>
-struct DoneGroups {
-    static constexpr int kBlocks = kTile / E::kBlock;
-    static constexpr int kDown = kGather / kBlocks / kSquares, kAcross = kGather / kBlocks;  // ctas of a group of columns, of rows
-    int total_down, total_across;  // ctas
-
-    /// Counts this cta, whose scales are written, to its group of columns; whether it is the last of them.
-    __device__ __forceinline__ bool last_of_columns(u32* done, const CtaPlace& at) const {
-        const int group = at.down / kDown;
-        return atomicAdd(done + group * total_across + at.across, 1) + 1 == u32(min(kDown, total_down - group * kDown));
-    }
-    __device__ __forceinline__ bool last_of_rows(u32* done, const CtaPlace& at) const {
-        const int group = at.across / kAcross;
-        return atomicAdd(done + ceil_div(total_down, kDown) * total_across + group * total_down + at.down, 1) + 1 ==
-               u32(min(kAcross, total_across - group * kAcross));
-    }
-};
-
-/// Brings kGather blocks, from `first_block` on, of 128 lines to their place. All kThreads threads come here.
-template <int kThreads, class Stored>
-__device__ __forceinline__ void gather_scales(Stored* to, const Stored* by_block, u64 stride, int first_line, int lines, int first_block,
-                                              int blocks) {
-    constexpr int kEach = kGather * kTile / kThreads;  // blocks of a thread
-    constexpr u32 kBytes = kEach * sizeof(Stored);
-    const int line = first_line + threadIdx.x % kTile, block = first_block + threadIdx.x / kTile * kEach;
-    alignas(16) Stored of[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) of[i] = block + i < blocks ? __ldcg(by_block + u64(block + i) * stride + line) : Stored(0);
-    if (line >= lines) return;
-    Stored* const out = to + u64(line) * blocks + block;
-    if (block + kEach <= blocks && reinterpret_cast<u64>(out) % (kBytes < 16 ? kBytes : 16) == 0) {
-        if constexpr (kBytes == 8) {
-            ptx::store_8(out, *reinterpret_cast<const uint2*>(of));
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < kBytes / 16; ++i)
-                ptx::store_16(reinterpret_cast<uint4*>(out) + i, reinterpret_cast<const uint4*>(of)[i]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (block + i < blocks) out[i] = of[i];
-    }
-}
-
 template <class In, class E, bool kF32Scales, bool kRows, class Round>
 __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDraws ? 3 : 4)
-    quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* row_scales, u8* __restrict__ col_codes,
-                  ScaleOf<kF32Scales>* col_scales, u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity,
-                  ScaleOf<kF32Scales>* rows_by_block, ScaleOf<kF32Scales>* cols_by_block, u32* done, int band, PowerRule rule,
-                  const RoundingArg rounding) {
+    quantize_cols(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
+                  u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id,
+                  int rows, int cols, int capacity, int band, PowerRule rule, const RoundingArg rounding) {
     using Shared = ColumnShared<In, E, kF32Scales>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kLanes = E::kBlock / 8;
     extern __shared__ uint4 raw[];
@@ -293,7 +242,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
-            cols_by_block[u64(strip * kBlocks + block) * across * kTile + first_col + col] = scale.stored;
+            col_scales[u64(strip * kBlocks + block) * across * kTile + first_col + col] = scale.stored;
             if (!kRows && first_col + col < cols) {
                 if constexpr (!Round::kDraws)
                     tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
@@ -311,7 +260,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         if (kRows && threadIdx.x < sizeof(shared.row_scales) / 4) {
             constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // of a block of all rows
             const int block = threadIdx.x / kWords, word = threadIdx.x % kWords;
-            u32* const to = reinterpret_cast<u32*>(rows_by_block + (u64(at.across * kBlocks + block) * down + strip) * kTile);
+            u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.across * kBlocks + block) * down + strip) * kTile);
             to[word] = reinterpret_cast<const u32*>(shared.row_scales[block])[word];
         }
         const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[octet / kLanes]) + chunk;
@@ -351,30 +300,57 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
     }
     __syncthreads();
-    using Groups = DoneGroups<E, kPerByte>;
-    if (threadIdx.x == 0) {
-        // The barrier has brought the scales of the other threads before this fence.
-        __threadfence();
-        const Groups groups{ceil_div(down, kPerByte), across};
-        shared.is_last[0] = groups.last_of_columns(done, at);
-        if constexpr (kRows) shared.is_last[1] = groups.last_of_rows(done, at);
-    }
     const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
     store_turned<E, Round::kDraws && !kRows, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
                                                   cols - first_col, left, tally);
-    __syncthreads();
-    if (shared.is_last[0]) {
-        __threadfence();
-        gather_scales<256>(col_scales, cols_by_block, u64(across) * kTile, first_col, cols, at.down / Groups::kDown * kGather,
-                           capacity / E::kBlock);
-    }
-    if (kRows && shared.is_last[1]) {
-        __threadfence();
-        for (int strip = first_strip; strip < end_strip; ++strip)
-            gather_scales<256>(row_scales, rows_by_block, u64(down) * kTile, strip * kTile, rows, at.across / Groups::kAcross * kGather,
-                               ceil_div(cols, E::kBlock));
-    }
     tally.flush(counts, shared.total);
+}
+
+/// One of the planes of gather_scales.
+template <class Stored>
+struct ScalePlane {
+    const Stored* from;
+    Stored* to;
+    int lines, blocks, stride;
+};
+
+template <class Stored>
+__global__ void __launch_bounds__(256)
+    gather_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
+                  const Stored* __restrict__ second, Stored* __restrict__ second_out, int second_lines, int second_blocks, int second_stride) {
+    constexpr int kLines = 128, kEach = 16;  // lines of a cta, blocks of a thread
+    constexpr int kBlocks = 256 / kLines * kEach;
+    const int ctas = ceil_div(first_blocks, kBlocks) * ceil_div(first_lines, kLines);
+    const bool of_first = blockIdx.x < ctas;
+    const ScalePlane<Stored> plane = of_first ? ScalePlane<Stored>{first, first_out, first_lines, first_blocks, first_stride}
+                                              : ScalePlane<Stored>{second, second_out, second_lines, second_blocks, second_stride};
+    const int cta = of_first ? blockIdx.x : blockIdx.x - ctas, across = ceil_div(plane.blocks, kBlocks), down = cta / across;
+    const int block = (cta - down * across) * kBlocks + threadIdx.x / kLines * kEach, line = down * kLines + threadIdx.x % kLines;
+    // Neighbouring threads read neighbouring lines, all blocks at once.
+    const Stored* from = plane.from + u64(block) * plane.stride + line;
+    alignas(16) Stored of[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        of[i] = block + i < plane.blocks ? __ldg(from) : Stored(0);
+        from += plane.stride;
+    }
+    if (line >= plane.lines) return;
+    Stored* const to = plane.to + u64(line) * plane.blocks + block;
+    const int bytes = min(plane.blocks - block, kEach) * int(sizeof(Stored));
+    const u32 uneven = u32(reinterpret_cast<u64>(to)) | u32(bytes);
+    if (uneven % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < kEach * int(sizeof(Stored)); i += 16)
+            if (i < bytes) ptx::store_16(reinterpret_cast<u8*>(to) + i, reinterpret_cast<const uint4*>(of)[i / 16]);
+    } else if (uneven % 8 == 0) {
+#pragma unroll
+        for (int i = 0; i < kEach * int(sizeof(Stored)); i += 8)
+            if (i < bytes) ptx::store_8(reinterpret_cast<u8*>(to) + i, reinterpret_cast<const uint2*>(of)[i / 8]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            if (block + i < plane.blocks) to[i] = of[i];
+    }
 }
 
 }  // namespace nib

@@ -1,7 +1,7 @@
 // BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
 //
-// quantize_hadamard_cols<E, kF32Scales, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id, counts,
-//   cols_by_block, done, grid and band as in quantize_cols.cuh, without its row planes. The transform starts at the start of each of num_groups groups (start null: at row
+// quantize_hadamard_cols<E, kF32Scales, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id, counts, grid
+//   and band as in quantize_cols.cuh, without its row planes. The transform starts at the start of each of num_groups groups (start null: at row
 //   0); groups start at multiples of hadamard.len, and capacity is one. What is missing of a group's last transform block reads as +0, and
 //   becomes numbers like others. 512 threads; sizeof(HadamardShared<E, kF32Scales, Round>) dynamic shared memory.
 //
@@ -57,15 +57,13 @@ struct alignas(16) HadamardShared {
     LineTile tile;
     u32 signs[kTile];  // of rows: bit 31
     u32 total[3];
-    bool is_last;  // of the ctas of its group
     alignas(16) u8 random[Round::kDraws ? sizeof(QuartersTile) : 16];
 };
 
 template <class E, bool kF32Scales, class Round>
 __global__ void __launch_bounds__(512, 2)
-    quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, ScaleOf<kF32Scales>* col_scales, u64* counts,
-                           const int* __restrict__ row_id, int rows, int cols, int capacity, ScaleOf<kF32Scales>* cols_by_block, u32* done,
-                           int band, PowerRule rule,
+    quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts,
+                           const int* __restrict__ row_id, int rows, int cols, int capacity, int band, PowerRule rule,
                            const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
     using Shared = HadamardShared<E, kF32Scales, Round>;
     constexpr int kBlocks = Shared::kBlocks, kPerByte = 8 / E::kCodeBits, kRowBytes = QuartersTile::kRowBytes;
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(512, 2)
         const auto scale = scale_of<E, kF32Scales>(__float_as_uint(largest), rule);
         if (quarter % kLanes == 0) {
             const bool present = first_col + column < cols;
-            cols_by_block[u64(strip * kBlocks + quarter / kLanes) * across * kTile + first_col + column] = scale.stored;
+            col_scales[u64(strip * kBlocks + quarter / kLanes) * across * kTile + first_col + column] = scale.stored;
             tally.non_finite += present && scale.is_nan();
             if constexpr (!Round::kDraws)
                 tally.non_zero += present && Round::template reaches<E>(__fmul_rn(largest, scale.inverse));
@@ -172,21 +170,9 @@ __global__ void __launch_bounds__(512, 2)
         // What was fetched and drawn has been read.
         if (strip + 1 < end_strip) fetch(strip + 1);
     }
-    using Groups = DoneGroups<E, kPerByte>;
-    if (threadIdx.x == 0) {
-        // The barrier has brought the scales of the other threads before this fence.
-        __threadfence();
-        shared.is_last = Groups{ceil_div(down, kPerByte), across}.last_of_columns(done, at);
-    }
     const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
     store_turned<E, Round::kDraws, 512>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
                                         cols - first_col, left, tally);
-    __syncthreads();
-    if (shared.is_last) {
-        __threadfence();
-        gather_scales<512>(col_scales, cols_by_block, u64(across) * kTile, first_col, cols, at.down / Groups::kDown * kGather,
-                           capacity / E::kBlock);
-    }
     tally.flush(counts, shared.total);
 }
 

@@ -8,7 +8,7 @@ use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, TRANSFORM_COLS};
+use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, gather_spec};
 use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
@@ -206,21 +206,39 @@ fn transform_first(
     Ok(out)
 }
 
-/// Scratch memory of the column kernels.
-struct Scratch {
-    rows_by_block: Buffer<u8>,
-    cols_by_block: Buffer<u8>,
-    done: Buffer<u32>,
+/// The scales of the column kernels, block by block.
+struct ByBlock {
+    rows: Buffer<u8>,
+    cols: Buffer<u8>,
 }
 
-impl Scratch {
+impl ByBlock {
     fn new(device: &Device, desc: &Desc) -> Result<Self> {
-        let (sizes, bytes) = (desc.by_block(), desc.kind().bytes());
-        Ok(Self {
-            rows_by_block: device.alloc(sizes.rows * bytes)?,
-            cols_by_block: device.alloc(sizes.cols * bytes)?,
-            done: device.filled(sizes.done, 0)?,
-        })
+        let bytes = |plane: ScalePlane| plane.written * plane.stride * desc.kind().bytes();
+        let (cols, rows) = desc.scale_planes();
+        let row_bytes = if desc.planes == Planes::Both { bytes(rows) } else { 0 };
+        Ok(Self { rows: device.alloc(row_bytes)?, cols: device.alloc(bytes(cols))? })
+    }
+
+    /// Brings them to their places.
+    fn gather(
+        &self,
+        device: &Device,
+        desc: &Desc,
+        row_scales: &dyn KernelArg,
+        col_scales: &dyn KernelArg,
+    ) -> Result<()> {
+        let (cols, rows) = desc.scale_planes();
+        let rows_ctas = if desc.planes == Planes::Both { rows.ctas() } else { 0 };
+        let of = |plane: ScalePlane| [plane.lines, plane.blocks, plane.stride].map(|value| value as i32);
+        let ([col_lines, col_blocks, col_stride], [row_lines, row_blocks, row_stride]) = (of(cols), of(rows));
+        let launch =
+            Launch { ctas: (cols.ctas() + rows_ctas) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+        let cols: [&dyn KernelArg; 5] = [&self.cols, col_scales, &col_lines, &col_blocks, &col_stride];
+        let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
+        // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; as many ctas as cover the
+        // columns' plane, and the rows' where there is one.
+        unsafe { device.kernel(&gather_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
     }
 }
 
@@ -256,17 +274,19 @@ fn launch(
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {
-            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
-            let scratch: [&dyn KernelArg; 3] =
-                [&scratch.rows_by_block, &scratch.cols_by_block, &scratch.done];
-            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding]])
+            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+            let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &by_block.rows, &*col_codes, &by_block.cols];
+            launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
+            by_block.gather(device, desc, &*row_scales, &*col_scales)
         }
         Path::HadamardCols { band } => {
-            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
-            let planes: [&dyn KernelArg; 3] = [x, &*col_codes, &*col_scales];
-            let scratch: [&dyn KernelArg; 2] = [&scratch.cols_by_block, &scratch.done];
-            let transform: [&dyn KernelArg; 3] = [&hadamard, &start, &num_groups];
-            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding], &transform])
+            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+            launch(&[
+                &[x, &*col_codes, &by_block.cols],
+                &sizes,
+                &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
+            ])?;
+            by_block.gather(device, desc, &*row_scales, &*col_scales)
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {

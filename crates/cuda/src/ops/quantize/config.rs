@@ -15,8 +15,8 @@ const TILE: usize = 128;
 pub(super) const SEGMENT_COLS: usize = 1024;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
-/// Blocks of a line whose scales are stored together.
-const GATHER: usize = 32;
+/// Blocks and lines that a cta of `gather_scales` takes.
+const GATHER: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 256;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
@@ -150,13 +150,12 @@ impl Variant {
             let quarters = input + 3 * 32;
             let random = if self.rounding.is_random() { quarters } else { 16 };
             let signs = TILE * size_of::<u32>();
-            // And whether the cta is the last of its group.
-            (quarters + turned + signs + total + 1).next_multiple_of(16) + random
+            (quarters + turned + signs + total).next_multiple_of(16) + random
         } else {
             let inverse = blocks * TILE * size_of::<f32>();
             let maxima = 8 * TILE * self.input.size_bytes();
             let row_scales = TILE * blocks * self.kind.bytes();
-            input + turned + row_scales + inverse + maxima + total + 2
+            input + turned + row_scales + inverse + maxima + total
         };
         bytes.next_multiple_of(16)
     }
@@ -190,14 +189,42 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
     }
 }
 
-/// What the column kernels need to bring their scales to their places: lengths of scratch memory.
+/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ByBlock {
-    /// Scales of the rows and of the columns, block by block, padded to whole squares.
-    pub rows: usize,
-    pub cols: usize,
-    /// Counters, one for each group of ctas that share blocks stored together.
-    pub done: usize,
+pub(super) struct ScalePlane {
+    pub lines: usize,
+    /// Of a line.
+    pub blocks: usize,
+    /// From one block to the next, a multiple of 128 lines.
+    pub stride: usize,
+    /// Blocks that the kernels write: those of whole squares.
+    pub written: usize,
+}
+
+impl ScalePlane {
+    fn new(lines: usize, contraction: usize, block: usize) -> Self {
+        Self {
+            lines,
+            blocks: contraction.div_ceil(block),
+            stride: lines.next_multiple_of(TILE),
+            written: contraction.next_multiple_of(TILE) / block,
+        }
+    }
+
+    /// Ctas of `gather_scales`.
+    pub fn ctas(&self) -> usize {
+        self.blocks.div_ceil(GATHER.0) * self.lines.div_ceil(GATHER.1)
+    }
+}
+
+/// The kernel that brings scales to their places.
+pub(super) fn gather_spec(kind: ScaleKind) -> KernelSpec {
+    let stored = match kind {
+        ScaleKind::E8m0 => "nib::u8",
+        ScaleKind::F32 => "float",
+    };
+    let args = vec![("Stored", TemplateArg::Type(stored))];
+    KernelSpec { source: "kernels/quantize_cols.cuh", name: "nib::gather_scales", args }
 }
 
 /// The transform of a matrix to F32.
@@ -283,31 +310,12 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
-    /// Squares of a cta for columns, one below the other: two strips of half bytes fill its lines.
-    fn squares_a_cta(&self) -> usize {
-        8 / self.codec.format().spec().code_bits as usize
-    }
-
-    /// Ctas for columns: down, and across.
-    fn column_ctas(&self) -> (usize, usize) {
-        (self.capacity.div_ceil(TILE * self.squares_a_cta()), self.cols.div_ceil(TILE))
-    }
-
-    /// Scratch memory of the column kernels.
-    pub fn by_block(&self) -> ByBlock {
+    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
+    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
         let block = self.codec.format().spec().block;
-        let both = self.planes == Planes::Both;
-        let (rows, cols) = (self.capacity.next_multiple_of(TILE), self.cols.next_multiple_of(TILE));
-        let scales = rows * cols / block;
-        let (down, across) = self.column_ctas();
-        let (group_down, group_across) =
-            (GATHER * block / TILE / self.squares_a_cta(), GATHER * block / TILE);
-        let done_rows = across.div_ceil(group_across) * down;
-        ByBlock {
-            rows: if both { scales } else { 0 },
-            cols: scales,
-            done: down.div_ceil(group_down) * across + if both { done_rows } else { 0 },
-        }
+        let rows = ScalePlane::new(self.rows, self.cols, block);
+        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
+        (ScalePlane::new(self.cols, self.capacity, block), rows)
     }
 
     /// Whether one kernel does all of it, the transform included.
@@ -347,9 +355,11 @@ impl Desc {
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                let (down, across) = self.column_ctas();
-                let band = if rows { BAND_STRIPS / self.squares_a_cta() } else { down };
-                let ctas = down * across;
+                // Two strips of half bytes fill the lines of a cta.
+                let strips = 8 / self.codec.format().spec().code_bits as usize;
+                let down = self.capacity.div_ceil(TILE * strips);
+                let band = if rows { BAND_STRIPS / strips } else { down };
+                let ctas = down * self.cols.div_ceil(TILE);
                 let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
                 match self.hadamard {
                     true => config(Path::HadamardCols { band }, spec, ctas, 512, shared_bytes),
@@ -379,6 +389,9 @@ pub fn instances() -> Vec<Instance> {
             all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
         }
     }
+    all.extend(
+        [ScaleKind::E8m0, ScaleKind::F32].map(|kind| Instance { spec: gather_spec(kind), shared_bytes: 0 }),
+    );
     for input in [DType::Bf16, DType::F32] {
         let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
         all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
