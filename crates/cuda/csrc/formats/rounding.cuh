@@ -1,5 +1,5 @@
-// How a number between two codes is decided: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit for
-// bit. A kernel takes the policy as a template argument (its name: `RoundingArg::policy` in src/launch.rs) and a `RoundingArg` by value:
+// How a number between two codes is decided: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit for bit. A
+// kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch.rs has its name) and a `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
 //       const Round round(rounding);

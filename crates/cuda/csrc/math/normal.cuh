@@ -1,6 +1,7 @@
-// Standard normal numbers with the bits of `normal_from_bits` in crates/formats/src/philox.rs: Acklam's approximation of the inverse of the
-// distribution function in F64, every rounding written out, no fused multiply-adds. Of 32 uniform bits the top one is the sign, the others
-// are a probability below 1/2. One number in twenty lies in the tail and needs a logarithm and a root, so a warp collects those.
+// Standard normal numbers with the bits of `normal_from_bits` in crates/formats/src/philox.rs: Acklam's approximation of the
+// inverse of the distribution function in F64, every rounding written out, no fused multiply-adds. Of 32 uniform bits the top
+// one is the sign, the others are a probability below 1/2. One number in twenty lies in the tail and needs a logarithm and a
+// root, so a warp collects those.
 #pragma once
 #include "math/log.cuh"
 #include "ptx/types.cuh"
