@@ -26,6 +26,11 @@ __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool p
                  : "memory");
 }
 
+/// 4 bytes to shared memory, in the background. 4-byte aligned.
+__device__ __forceinline__ void copy_4_async(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 /// Waits for this thread's copies; a barrier makes those of the others visible.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
