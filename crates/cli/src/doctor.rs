@@ -1,20 +1,39 @@
 //! `nibble doctor`: what this machine and this build have.
 
-use crate::console::say;
+mod start;
+
+use crate::console::{bytes, say};
 use crate::env::{self, Env};
 use crate::error::Result;
 use nibble_core::{Backend, Recipe};
 use nibble_formats::Format;
+use std::path::Path;
 
 /// Says what was found: processor, threads, memory, backends, formats, recipes, environment.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  nibble doctor\n  NIBBLE_ISA=avx2 nibble doctor")]
-pub struct Args {}
+#[command(
+    after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away.\n\n\
+    Examples:\n  nibble doctor\n  nibble doctor --warm\n  NIBBLE_ISA=avx2 nibble doctor"
+)]
+pub struct Args {
+    /// Measures instead how long the GPU's kernels take to be ready: compiled anew, and from the cache.
+    #[arg(long)]
+    time: bool,
+    /// Compiles every kernel that the cache lacks instead, so that no run has to.
+    #[arg(long, conflicts_with = "time")]
+    warm: bool,
+}
 
-pub fn run(Args {}: Args) -> Result<()> {
+pub fn run(args: Args) -> Result<()> {
+    if args.time {
+        return start::time();
+    }
+    if args.warm {
+        return start::warm();
+    }
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;
-    say!("nibble {}", env!("CARGO_PKG_VERSION"));
+    say!("nibble {}{}", env!("CARGO_PKG_VERSION"), binary());
     say!("processor: {}", processor());
     say!("  features: {}", features());
     say!("  code to choose from: {}", env::supported().join(", "));
@@ -23,6 +42,7 @@ pub fn run(Args {}: Args) -> Result<()> {
     for line in nibble_cuda::probe().to_string().lines() {
         say!("{line}");
     }
+    say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
     say!("  the CUDA backend does not have every operation yet: training runs on the CPU");
     say!("environment:");
     for (name, meaning) in env::VARIABLES.iter().chain(nibble_cuda::env::HELP) {
@@ -44,6 +64,26 @@ pub fn run(Args {}: Args) -> Result<()> {
         say!("  {name:<14} {}", Recipe::builtin(name)?.description);
     }
     Ok(())
+}
+
+/// The size of the command itself, where the system says what it runs.
+fn binary() -> String {
+    let size = std::env::current_exe().and_then(|path| path.metadata());
+    size.map_or(String::new(), |file| format!(", a binary of {}", bytes(file.len())))
+}
+
+/// What the folder of compiled kernels holds.
+fn cubins(folder: Option<&Path>) -> String {
+    let Some(folder) = folder else { return "kept in memory only".into() };
+    let Ok(entries) = folder.read_dir() else {
+        return format!("none yet, to be kept in {}", folder.display());
+    };
+    let sizes = entries.filter_map(|entry| {
+        let entry = entry.ok().filter(|e| e.path().extension().is_some_and(|kind| kind == "cubin"))?;
+        Some(entry.metadata().ok()?.len())
+    });
+    let (count, total) = sizes.fold((0, 0), |(count, total), size| (count + 1, total + size));
+    format!("{count}, {} in {}", bytes(total), folder.display())
 }
 
 /// The value of `key` in a file of `key : value` lines, as Linux has them.
@@ -89,4 +129,25 @@ fn features() -> String {
 #[cfg(not(target_arch = "x86_64"))]
 fn features() -> String {
     "none that are used on this architecture".into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_is_described_whether_it_is_there_or_not() {
+        assert_eq!(cubins(None), "kept in memory only");
+        let folder = tempfile::tempdir().unwrap();
+        let inside = |name: &str| folder.path().join(name);
+        assert_eq!(
+            cubins(Some(&inside("new"))),
+            format!("none yet, to be kept in {}", inside("new").display())
+        );
+        for (name, len) in [("a.cubin", 1000), ("b.cubin", 3096), (".b.1.tmp", 7)] {
+            std::fs::write(inside(name), vec![0u8; len]).unwrap();
+        }
+        let said = cubins(Some(folder.path()));
+        assert!(said.starts_with("2, 4.0 KiB in "), "{said}");
+    }
 }

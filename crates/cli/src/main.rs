@@ -9,11 +9,13 @@ mod env;
 mod error;
 mod eval;
 mod generate;
+mod gpu;
 mod quantize;
 mod ranks;
 mod recipe;
 mod run_dir;
 mod train;
+mod verify;
 
 use clap::{Parser, Subcommand};
 use error::Result;
@@ -36,6 +38,7 @@ enum Command {
     Recipe(recipe::Args),
     Doctor(doctor::Args),
     Bench(bench::Args),
+    Verify(verify::Args),
 }
 
 fn after_help() -> String {
@@ -71,5 +74,6 @@ fn run(cli: Cli) -> Result<()> {
         Command::Recipe(args) => recipe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Verify(args) => verify::run(args),
     }
 }

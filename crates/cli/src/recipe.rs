@@ -41,7 +41,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// The layer whose changes of representation are printed.
-const LAYER: &str = "model.layers.0.mlp.experts";
+pub const EXPERTS: &str = "model.layers.0.mlp.experts";
 
 /// One decoder layer, and four shards of 128 tokens: what the recipes' blocks ask for at least.
 const TINY: &str = "\
@@ -52,16 +52,21 @@ const TINY: &str = "\
     train.warmup_steps = 0
 ";
 
-fn trace(recipe: &str) -> Result<()> {
+/// Every change of representation in one training step of a small model under a recipe.
+pub fn changes(recipe: &str) -> Result<Vec<Event>> {
     let config = Config::from_text(TINY, Path::new("trace.toml"), &[format!("recipe={recipe}")])?;
     let cpu = checkpoint::cpu(&config)?;
     let events = RefCell::new(Vec::new());
     Trainer::new(&cpu, &SoloComm, &config)?.traced_step(Some(&events))?;
-    let events: Vec<Event> = events.into_inner().into_iter().filter(|e| e.layer == LAYER).collect();
+    Ok(events.into_inner())
+}
+
+fn trace(recipe: &str) -> Result<()> {
+    let events: Vec<Event> = changes(recipe)?.into_iter().filter(|e| e.layer == EXPERTS).collect();
     if events.is_empty() {
-        return Err(Error::Failed(format!("the step noted nothing about {LAYER}")));
+        return Err(Error::Failed(format!("the step noted nothing about {EXPERTS}")));
     }
-    say!("changes of representation in {LAYER} (activations and gradients):");
+    say!("changes of representation in {EXPERTS} (activations and gradients):");
     for event in &events {
         let pass = match event.pass {
             Pass::Forward => "forward",

@@ -4,9 +4,11 @@
 //! later: no call waits but [`Device::synchronize`], [`Buffer::download`] and [`Event::elapsed_ms`].
 
 use crate::driver::{check, failed, named};
-use crate::jit::{Cubin, Jit, KernelSpec, Key};
+use crate::graph::GraphMemory;
+use crate::jit::{Cubin, Jit, KernelSpec};
 use crate::launch::Kernel;
 use crate::probe::GpuInfo;
+use crate::staging::Staging;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, MemoryStats, Result};
@@ -15,7 +17,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A handle; clones share the device.
 #[derive(Clone)]
@@ -30,7 +32,14 @@ struct Inner {
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
     jit: Jit,
-    modules: Mutex<HashMap<Key, Arc<Module>>>,
+    /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
+    modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
+    /// Zeroed words that counters are cut from.
+    zeros: Mutex<Option<(Arc<ZeroWords>, usize)>>,
+    /// Made by the first copy.
+    staging: Mutex<Option<Staging>>,
+    /// Where memory comes from while work is recorded.
+    recording: Mutex<Option<Arc<GraphMemory>>>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -105,6 +114,9 @@ impl Device {
                 pool,
                 jit,
                 modules: Mutex::default(),
+                zeros: Mutex::default(),
+                staging: Mutex::default(),
+                recording: Mutex::default(),
                 live_bytes: AtomicUsize::new(0),
                 peak_bytes: AtomicUsize::new(0),
             };
@@ -154,14 +166,84 @@ impl Device {
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::shape("Device::alloc", "len", len, "a size in bytes below 2^64"))?;
         let stream = self.stream()?;
-        // The driver has no empty allocations; one byte stands for them.
-        // SAFETY: pool and stream live as long as the device, which the buffer keeps.
-        let address = named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), unsafe {
-            result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream)
-        })?;
+        let recording = self.recording().clone();
+        let (address, memory) = match recording {
+            Some(graph) => (graph.alloc(bytes)?, Memory::Graph(graph)),
+            None => {
+                // The driver has no empty allocations; one byte stands for them.
+                // SAFETY: pool and stream live as long as the device, which the buffer keeps.
+                let address = unsafe { result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream) };
+                self.count_live(bytes);
+                let address = named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), address)
+                    .inspect_err(|_| self.uncount_live(bytes))?;
+                (address, Memory::Pool)
+            }
+        };
+        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
+    }
+
+    /// A few words of zeros, without a fill of their own: counters of a conversion. Recorded work fills its own, at each launch.
+    pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
+        if len > ZEROS || self.recording().is_some() {
+            return self.filled(len, 0);
+        }
+        let stream = self.stream()?;
+        let mut zeros = self.inner.zeros.lock().unwrap_or_else(PoisonError::into_inner);
+        let (words, first) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
+            Some(left) => left,
+            None => {
+                let bytes = ZEROS * size_of::<u64>();
+                // SAFETY: pool and stream are alive; the range is that of the allocation.
+                let words = unsafe {
+                    let address = result::mem_pool::alloc_async(self.inner.pool, bytes, stream);
+                    let address = named("cuMemAllocFromPoolAsync", address)?;
+                    let words = ZeroWords { address, stream };
+                    named("cuMemsetD8Async", result::memset_d8_async(address, 0, bytes, stream))?;
+                    words
+                };
+                (Arc::new(words), 0)
+            }
+        };
+        let address = words.address + (first * size_of::<u64>()) as u64;
+        let memory = Memory::Zeros(words.clone());
+        *zeros = Some((words, first + len));
+        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
+    }
+
+    pub(crate) fn count_live(&self, bytes: usize) {
         let live = self.inner.live_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.inner.peak_bytes.fetch_max(live, Ordering::Relaxed);
-        Ok(Buffer { address, len, device: self.clone(), element: PhantomData })
+    }
+
+    pub(crate) fn uncount_live(&self, bytes: usize) {
+        self.inner.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn recording(&self) -> MutexGuard<'_, Option<Arc<GraphMemory>>> {
+        self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins or ends a recording.
+    pub(crate) fn set_recording(&self, memory: Option<Arc<GraphMemory>>) -> Result<()> {
+        let mut recording = self.recording();
+        if memory.is_some() && recording.is_some() {
+            return Err(failed("Device::capture", "a recording is under way"));
+        }
+        *recording = memory;
+        Ok(())
+    }
+
+    /// Copies go through the host now, which a recording cannot hold.
+    fn with_staging<R>(&self, call: &str, copy: impl FnOnce(&mut Staging) -> Result<R>) -> Result<R> {
+        if self.recording().is_some() {
+            return Err(failed(call, "not while work is being recorded"));
+        }
+        let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if staging.is_none() {
+            *staging = Some(Staging::new()?);
+        }
+        // Just made, if it was not there.
+        copy(staging.as_mut().expect("staging memory"))
     }
 
     /// A buffer with every byte set to `byte`: 0, or a poison.
@@ -175,11 +257,8 @@ impl Device {
 
     /// A buffer with these values; the slice may be reused when this returns.
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
-        let buffer = self.alloc(values.len())?;
-        let stream = self.stream()?;
-        // SAFETY: as many bytes as the buffer has. From pageable memory the driver copies to a staging area of its own
-        // before it returns, so the slice need not outlive the call.
-        named("cuMemcpyHtoDAsync", unsafe { result::memcpy_htod_async(buffer.address, values, stream) })?;
+        let mut buffer = self.alloc(values.len())?;
+        buffer.write(values)?;
         Ok(buffer)
     }
 
@@ -196,9 +275,8 @@ impl Device {
     /// The kernel, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
     pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
         self.inner.bind()?;
-        let key = self.inner.jit.key(spec)?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(&key) {
+        let module = match modules.get(spec) {
             Some(module) => module.clone(),
             None => {
                 let num_arguments = self.inner.jit.num_arguments(spec)?;
@@ -209,11 +287,11 @@ impl Device {
                         .map_err(|error| Error::Jit { kernel: spec.to_string(), log: error.to_string() })?,
                 };
                 let module = Arc::new(module);
-                modules.insert(key, module.clone());
+                modules.insert(spec.clone(), module.clone());
                 module
             }
         };
-        Ok(Kernel { name: spec.to_string(), module, device: self.clone() })
+        Ok(Kernel { spec: spec.clone(), module, device: self.clone() })
     }
 }
 
@@ -261,6 +339,8 @@ impl Drop for Inner {
         unsafe {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
+            drop(self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+            drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
                 let _ = result::module::unload(module.module);
             }
@@ -307,9 +387,44 @@ fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<us
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
+    /// Given back before the device's handle is.
+    memory: Memory,
     device: Device,
     element: PhantomData<T>,
 }
+
+/// Where a buffer's bytes are from.
+enum Memory {
+    /// The pool: freed by the buffer.
+    Pool,
+    /// A recorded graph's.
+    Graph(Arc<GraphMemory>),
+    /// Cut from zeroed words, which outlive it.
+    Zeros(#[expect(dead_code, reason = "kept, not read")] Arc<ZeroWords>),
+}
+
+/// Zeroed words that are handed out once each. Without a handle of the device, which holds one of these: freed by the last
+/// buffer that was cut from it, or by the device.
+struct ZeroWords {
+    address: sys::CUdeviceptr,
+    stream: sys::CUstream,
+}
+
+// SAFETY: an address and a driver's handle, used with the context current.
+unsafe impl Send for ZeroWords {}
+// SAFETY: as above.
+unsafe impl Sync for ZeroWords {}
+
+impl Drop for ZeroWords {
+    fn drop(&mut self) {
+        // SAFETY: allocated from the pool and freed once, behind everything issued that may use it; whoever holds the last
+        // handle, a buffer or the device itself, still keeps the stream alive. An error has nobody to go to.
+        let _ = unsafe { result::free_async(self.address, self.stream) };
+    }
+}
+
+/// Words zeroed at a time: enough for the conversions of a training step.
+const ZEROS: usize = 6 << 10;
 
 impl<T: Pod> Buffer<T> {
     /// Number of values.
@@ -352,13 +467,30 @@ impl<T: Pod> Buffer<T> {
         Ok(copy)
     }
 
+    /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are as many.
+    pub fn write(&mut self, values: &[T]) -> Result<()> {
+        if values.len() != self.len {
+            let expected = format!("the buffer's {}", self.len);
+            return Err(Error::shape("Buffer::write", "values.len()", values.len(), expected));
+        }
+        let stream = self.device.stream()?;
+        // SAFETY: as many bytes as the buffer has, which is freed behind the copy in the stream.
+        self.device.with_staging("Buffer::write", |staging| unsafe {
+            staging.upload(self.address, bytemuck::cast_slice(values), stream)
+        })
+    }
+
     /// The values, after everything issued so far.
     pub fn download(&self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         let stream = self.device.stream()?;
-        // SAFETY: as many bytes as the buffer has; the wait below keeps `values` in place until they arrived.
-        named("cuMemcpyDtoHAsync", unsafe { result::memcpy_dtoh_async(&mut values, self.address, stream) })?;
-        self.device.synchronize()?;
+        // SAFETY: as many bytes as the buffer has.
+        self.device.with_staging("Buffer::download", |staging| unsafe {
+            staging.download(bytemuck::cast_slice_mut(&mut values), self.address, stream)
+        })?;
         Ok(values)
     }
 }
@@ -371,11 +503,18 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
 
 impl<T: Pod> Drop for Buffer<T> {
     fn drop(&mut self) {
-        self.device.inner.live_bytes.fetch_sub(self.bytes(), Ordering::Relaxed);
-        if let Ok(stream) = self.device.stream() {
-            // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A failure
-            // means the context is lost, and the memory with it.
-            let _ = unsafe { result::free_async(self.address, stream) };
+        match &self.memory {
+            Memory::Graph(graph) => graph.release(self.address, self.bytes()),
+            // The words may go with it: they want the context current.
+            Memory::Zeros(_) => drop(self.device.stream()),
+            Memory::Pool => {
+                self.device.uncount_live(self.bytes());
+                if let Ok(stream) = self.device.stream() {
+                    // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A
+                    // failure means the context is lost, and the memory with it.
+                    let _ = unsafe { result::free_async(self.address, stream) };
+                }
+            }
         }
     }
 }

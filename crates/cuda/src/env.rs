@@ -18,6 +18,10 @@ pub const HELP: &[(&str, &str)] = &[
         "set: the test of kernel resources writes tests/resources.txt instead of comparing with it",
     ),
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
+    (
+        "NIBBLE_RANDOM_ELEMENTS",
+        "how many random elements the test random_billion takes through each conversion (default: none, it is skipped)",
+    ),
 ];
 
 fn path(name: &str) -> Option<PathBuf> {
@@ -42,6 +46,11 @@ pub fn require_gpu() -> bool {
 /// `NIBBLE_UPDATE` is set.
 pub fn update() -> bool {
     std::env::var_os("NIBBLE_UPDATE").is_some()
+}
+
+/// `NIBBLE_RANDOM_ELEMENTS`, if it is a number above zero.
+pub fn random_elements() -> Option<usize> {
+    std::env::var("NIBBLE_RANDOM_ELEMENTS").ok()?.parse().ok().filter(|&elements| elements > 0)
 }
 
 /// The folder of compiled kernels, or `None` to keep them in memory only.

@@ -20,7 +20,7 @@ pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
 /// The value of a template argument.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TemplateArg {
     /// An integer.
     Int(i64),
@@ -41,7 +41,7 @@ impl fmt::Display for TemplateArg {
 }
 
 /// One instance of a kernel template.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct KernelSpec {
     /// The source, by its path under `csrc/`.
     pub source: &'static str,

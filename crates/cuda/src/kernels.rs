@@ -3,7 +3,7 @@
 use crate::backend::Buf;
 use crate::{Cuda, ops};
 use nibble_core::ops::*;
-use nibble_core::{Convert, Operand, PermuteMap, Result, Tensor};
+use nibble_core::{Convert, Operand, PermuteMap, Products, Result, Tensor};
 
 impl Convert for Cuda {
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
@@ -56,5 +56,17 @@ impl Convert for Cuda {
     }
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         ops::init_normal::init_normal(self, op)
+    }
+}
+
+impl Products for Cuda {
+    fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
+        ops::gemm::gemm(self, op)
+    }
+    fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
+        ops::grouped_gemm::grouped_gemm(self, op)
+    }
+    fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
+        ops::grouped_wgrad::grouped_wgrad(self, op)
     }
 }

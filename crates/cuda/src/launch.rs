@@ -2,10 +2,13 @@
 
 use crate::device::{Buffer, Device, Module};
 use crate::driver::{check, named};
+use crate::jit::KernelSpec;
 use crate::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
+use nibble_core::ops::Hadamard;
 use nibble_core::{Error, Result};
+use nibble_formats::{Rounding, Stream, hadamard};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -25,8 +28,8 @@ pub unsafe trait KernelArg {
 macro_rules! plain_args {
     ($($t:ty),*) => {$(
         // SAFETY: the value itself.
-        unsafe impl KernelArg for $t {
-            fn pointer(&self) -> *const c_void {
+        unsafe impl $crate::launch::KernelArg for $t {
+            fn pointer(&self) -> *const std::ffi::c_void {
                 std::ptr::from_ref(self).cast()
             }
             fn bytes(&self) -> usize {
@@ -35,7 +38,8 @@ macro_rules! plain_args {
         }
     )*};
 }
-plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider);
+pub(crate) use plain_args;
+plain_args!(i32, u32, u64, f32, f64, TensorMap, Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
 /// An absent buffer is passed as a null pointer.
 // SAFETY: the address field lives in the buffer, the null in static memory.
@@ -63,6 +67,88 @@ impl Divider {
         let shift = d.next_power_of_two().trailing_zeros();
         Self { magic: (1u64 << (31 + shift)).div_ceil(u64::from(d)) as u32, shift }
     }
+}
+
+/// The device's `Stream` (csrc/math/philox.cuh): the keys of all rounds are made here, once a launch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamArg {
+    keys: [[u32; 2]; 10],
+    purpose: u32,
+    site: u32,
+    step: u32,
+}
+
+impl StreamArg {
+    /// The same random bits as `stream`.
+    pub fn new(stream: &Stream) -> Self {
+        let mut keys = [[stream.seed as u32, (stream.seed >> 32) as u32]; 10];
+        for round in 1..keys.len() {
+            let [low, high] = keys[round - 1];
+            keys[round] = [low.wrapping_add(0x9E37_79B9), high.wrapping_add(0xBB67_AE85)];
+        }
+        Self { keys, purpose: (stream.purpose as u32) << 16, site: stream.site, step: stream.step }
+    }
+}
+
+/// The device's `RoundingArg` (csrc/formats/rounding.cuh): what a rounding needs beside its kind, which is a template
+/// argument.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoundingArg {
+    stream: StreamArg,
+    delta_q16: u32,
+}
+
+impl RoundingArg {
+    /// `random` is read by the random roundings only, which are let in with a stream.
+    pub fn new(rounding: Rounding, random: Option<&Stream>) -> Self {
+        let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
+        let delta_q16 = match rounding {
+            Rounding::Dither { delta_q16 } => u32::from(delta_q16),
+            Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
+        };
+        Self { stream: StreamArg::new(random.unwrap_or(&unused)), delta_q16 }
+    }
+
+    /// The policy's name on the device, for [`TemplateArg::Type`](crate::jit::TemplateArg::Type).
+    pub fn policy(rounding: Rounding) -> &'static str {
+        match rounding {
+            Rounding::NearestEven => "nib::NearestEven",
+            Rounding::NearestAway => "nib::NearestAway",
+            Rounding::Stochastic => "nib::Stochastic",
+            Rounding::Dither { .. } => "nib::Dither",
+        }
+    }
+}
+
+/// The device's `HadamardArg` (csrc/math/hadamard.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HadamardArg {
+    stream: StreamArg,
+    len: u32,
+    factor: f32,
+}
+
+impl HadamardArg {
+    /// # Errors
+    /// [`Error::Format`] for a length that is not one of a transform's.
+    pub fn new(transform: &Hadamard) -> Result<Self> {
+        let factor = hadamard::inv_sqrt_len(transform.len)?;
+        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor })
+    }
+}
+
+/// The device's `DecodeArg` (csrc/kernels/dequantize.cuh): what the codes are, and which line of scales is whose.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DecodeArg {
+    pub is_f32: u32,
+    pub is_e5m2: u32,
+    pub tile_lines: u32,
+    pub matrix_lines: u32,
+    pub matrix_tiles: u32,
 }
 
 /// A buffer is passed as its device address.
@@ -116,7 +202,7 @@ impl Launch {
 
 /// A loaded kernel.
 pub struct Kernel {
-    pub(crate) name: String,
+    pub(crate) spec: KernelSpec,
     pub(crate) module: Arc<Module>,
     pub(crate) device: Device,
 }
@@ -131,8 +217,8 @@ impl Kernel {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         let sizes: Vec<_> = args.iter().map(|arg| arg.bytes()).collect();
         if sizes != self.module.param_bytes {
-            let (got, expected) =
-                (format!("{sizes:?} bytes"), format!("{:?} for {}", self.module.param_bytes, self.name));
+            let got = format!("{sizes:?} bytes");
+            let expected = format!("{:?} for {}", self.module.param_bytes, self.spec);
             return Err(Error::shape(OP, "args", got, expected));
         }
         let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| arg.pointer().cast_mut()).collect();
@@ -141,7 +227,7 @@ impl Kernel {
         let code = self.configured(launch, |config| unsafe {
             sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })?;
-        check(&format!("cuLaunchKernelEx({}, {launch:?})", self.name), code)
+        self.checked("cuLaunchKernelEx", launch, code)
     }
 
     /// How many clusters of this shape the device holds at once: a GPU's multiprocessors come in clusters of clusters, of
@@ -158,11 +244,19 @@ impl Kernel {
         let code = self.configured(launch, |config| unsafe {
             sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, config)
         })?;
-        check(&format!("cuOccupancyMaxActiveClusters({}, {launch:?})", self.name), code)?;
+        self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;
         // An instance is launched with one shape; if ever with two, the second is asked for each time.
         let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
         Ok(clusters)
+    }
+
+    /// The text is made for a failure only: it costs as much as the launch.
+    fn checked(&self, call: &str, launch: Launch, code: sys::CUresult) -> Result<()> {
+        match code {
+            sys::CUresult::CUDA_SUCCESS => Ok(()),
+            _ => check(&format!("{call}({}, {launch:?})", self.spec), code),
+        }
     }
 
     /// Hands the driver's form of a launch to a call.
@@ -206,6 +300,29 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_are_those_of_the_rounds_of_philox() {
+        let stream = Stream::new(0x0123_4567_89AB_CDEF, nibble_formats::Purpose::Init, 0xDEAD_BEEF, 77);
+        let (arg, q) = (StreamArg::new(&stream), 0x1234_5678_9ABC_u64);
+        let mut c = [q as u32, (q >> 32) as u32 | arg.purpose, arg.site, arg.step];
+        for [low, high] in arg.keys {
+            let (p0, p1) = (u64::from(c[0]) * 0xD251_1F53, u64::from(c[2]) * 0xCD9E_8D57);
+            c = [(p1 >> 32) as u32 ^ c[1] ^ low, p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ high, p0 as u32];
+        }
+        assert_eq!(c, stream.block(q));
+    }
+
+    #[test]
+    fn every_rounding_has_its_policy_on_the_device() {
+        let sources = crate::source::Sources::embedded();
+        let text = sources.text("formats/rounding.cuh").unwrap();
+        for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 5 }]) {
+            let name = RoundingArg::policy(rounding).strip_prefix("nib::").unwrap();
+            assert!(text.contains(&format!("struct {name} {{")), "{name}");
+        }
+        assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
+    }
 
     #[test]
     fn each_part_of_a_launch_is_checked_and_named() {

@@ -10,7 +10,8 @@
 //! | [`probe`](mod@probe) | what CUDA there is here |
 //! | [`source`] | the embedded kernel sources and what each includes |
 //! | [`jit`] | instance → cubin: NVRTC, the cache on disk, one compilation at a time per instance |
-//! | [`device`] | context, stream, memory pool, typed buffers, events, loaded kernels |
+//! | [`device`] | context, stream, memory pool, pinned staging, typed buffers, events, loaded kernels |
+//! | [`graph`] | work recorded once and issued as a whole |
 //! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
 //! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
@@ -24,17 +25,20 @@ pub mod cublaslt;
 pub mod device;
 mod driver;
 pub mod env;
+pub mod graph;
 pub mod jit;
 mod kernels;
 pub mod launch;
 pub mod ops;
 pub mod probe;
 pub mod source;
+mod staging;
 pub mod tensor_map;
 pub mod timing;
 
 pub use backend::Cuda;
 pub use device::{Buffer, Device, Event};
+pub use graph::Graph;
 pub use jit::{Jit, KernelSpec};
 pub use nibble_core::{Error, Result};
 pub use probe::probe;

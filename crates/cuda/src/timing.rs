@@ -1,13 +1,24 @@
 //! Timing on the device, by the project's rules: *burst*, the median of single calls with the L2 flushed before each; and
-//! *sustained*, back-to-back calls on a chip that has reached its power limit.
+//! *sustained*, back-to-back calls on a chip that has reached its power limit. And the rates of this device's memory, which
+//! are the floor under every kernel that only moves bytes.
+//!
+//! What a call allocates comes from a warm pool in stream order: the driver hands out an address and puts nothing on the
+//! stream, so a burst's window holds kernels and memsets alone.
 
 use crate::device::{Buffer, Device};
 use crate::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
 use nibble_core::Result;
+use std::time::{Duration, Instant};
 
 const FLUSH_BYTES: usize = 512 << 20;
+/// What a flush takes at least: 512 MiB at more than any Hopper's memory reads.
+const FLUSH_TIME: Duration = Duration::from_micros(100);
+/// As many as hide a call that needs milliseconds on the host.
+const MAX_FLUSHES: u32 = 32;
 const BURST_CALLS: usize = 25;
+/// Copied, and filled, to measure the memory: far more than the L2.
+const RATE_BYTES: usize = 1 << 30;
 const WARM_UP_MS: f32 = 500.0;
 const WINDOW_MS: f32 = 350.0;
 const WINDOWS: usize = 3;
@@ -26,6 +37,23 @@ pub struct Sustained {
     pub min_ms: f32,
     /// Slowest window.
     pub max_ms: f32,
+}
+
+/// What this device's memory does at best, in bytes a second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Of a device-to-device copy: read and written together.
+    pub copy: f64,
+    /// Of a memset.
+    pub fill: f64,
+}
+
+impl Rates {
+    /// The least microseconds in which so many bytes can be read and written.
+    pub fn floor_us(&self, read_bytes: u64, written_bytes: u64) -> f64 {
+        let moved = (read_bytes + written_bytes) as f64 / self.copy;
+        1e6 * moved.max(written_bytes as f64 / self.fill)
+    }
 }
 
 /// Times calls on one device.
@@ -55,18 +83,36 @@ impl Stopwatch {
         unsafe { self.flush.launch(launch, &[&self.data, &words, &self.sink]) }
     }
 
-    /// Median milliseconds of single calls, the L2 flushed before each. The flush also hides the launch.
+    /// Median milliseconds of single calls, the L2 flushed before each. The flush also hides the launch: it is repeated for
+    /// as long as the host takes to issue a call, so that a call of many launches is timed as the device runs them.
     pub fn burst_ms(&self, mut call: impl FnMut() -> Result<()>) -> Result<f32> {
+        // Twice: kernels are compiled and the pool grows in the first call.
         call()?;
+        self.device.synchronize()?;
+        let begun = Instant::now();
+        call()?;
+        let issuing = begun.elapsed();
+        let flushes = (issuing.as_nanos() / FLUSH_TIME.as_nanos()) as u32 + 1;
         let mut marks = Vec::new();
         for _ in 0..BURST_CALLS {
-            self.flush()?;
+            for _ in 0..flushes.min(MAX_FLUSHES) {
+                self.flush()?;
+            }
             let start = self.device.event()?;
             call()?;
             marks.push((start, self.device.event()?));
         }
         let times = marks.iter().map(|(start, end)| end.elapsed_ms(start)).collect::<Result<Vec<_>>>()?;
         Ok(median(times))
+    }
+
+    /// Measures this device's memory, by the driver's own copy and memset of 1 GiB.
+    pub fn rates(&self) -> Result<Rates> {
+        let data = self.device.filled::<u8>(RATE_BYTES, 0xA5)?;
+        let copy_ms = self.burst_ms(|| data.copied().map(drop))?;
+        let fill_ms = self.burst_ms(|| self.device.filled::<u8>(RATE_BYTES, 0x5A).map(drop))?;
+        let rate = |bytes: usize, ms: f32| bytes as f64 / f64::from(ms) * 1e3;
+        Ok(Rates { copy: rate(2 * RATE_BYTES, copy_ms), fill: rate(RATE_BYTES, fill_ms) })
     }
 
     /// Half a second of warm-up, then three windows of 0.35 s, back to back.
@@ -93,4 +139,17 @@ impl Stopwatch {
 fn median(mut times: Vec<f32>) -> f32 {
     times.sort_by(f32::total_cmp);
     times[times.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_floor_is_the_slower_of_moving_and_writing() {
+        let rates = Rates { copy: 4e12, fill: 3e12 };
+        assert_eq!(rates.floor_us(3_000_000, 1_000_000), 1.0);
+        assert_eq!(rates.floor_us(0, 6_000_000), 2.0, "mostly writing");
+        assert_eq!(rates.floor_us(0, 0), 0.0);
+    }
 }

@@ -21,3 +21,4 @@ fn pair() -> Option<Pair<Cpu, Cuda>> {
 }
 
 conformance!(convert, pair(), Convert);
+conformance!(products, pair(), Products);

@@ -19,6 +19,8 @@ use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
 use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Two backends to compare.
 #[derive(Debug, Clone)]
@@ -29,17 +31,23 @@ pub struct Pair<A, B> {
     pub b: B,
     /// The same bits are owed everywhere, products and attention included (two paths of one machine).
     pub strict: bool,
+    cases: Arc<AtomicUsize>,
 }
 
 impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
-        Self { a, b, strict: false }
+        Self { a, b, strict: false, cases: Arc::default() }
     }
 
     /// The same bits everywhere.
     pub fn strict(a: A, b: B) -> Self {
-        Self { a, b, strict: true }
+        Self { a, b, strict: true, cases: Arc::default() }
+    }
+
+    /// Cases compared so far, by this pair and its clones.
+    pub fn cases(&self) -> usize {
+        self.cases.load(Ordering::Relaxed)
     }
 
     /// Runs one case on both and compares.
@@ -48,6 +56,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// With a report, if one refuses the case or they do not agree.
     #[track_caller]
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
+        self.cases.fetch_add(1, Ordering::Relaxed);
         let a = run(&self.a, case, Pads::Zero);
         let b = run(&self.b, case, Pads::Zero);
         let agreement = if self.strict { Agreement::Bitwise } else { Case::<A>::agreement(case) };
@@ -69,6 +78,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// With a report, if one does not.
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
+        self.cases.fetch_add(1, Ordering::Relaxed);
         let results = [
             (self.a.name(), case.run(&self.a, Pads::Zero).err()),
             (self.b.name(), case.run(&self.b, Pads::Zero).err()),
@@ -316,6 +326,9 @@ fn after_rounding_to_bf16(e: f64) -> f64 {
 
 /// Makes a module of this name with one `#[test]` for every operation, or for those of one trait (`Convert`, `Products`,
 /// `Model`), on a [`Pair`] or an `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
+///
+/// With a trait's name alone it is an array of the operations' names and functions, for whoever runs them outside of
+/// `cargo test`.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident, $pair:expr) => {
@@ -326,23 +339,28 @@ macro_rules! conformance {
             $crate::conformance!(model, $pair, Model);
         }
     };
-    ($name:ident, $pair:expr, Convert) => {
-        $crate::conformance!(@tests $name, $pair,
+    ($name:ident, $pair:expr, $group:ident) => { $crate::conformance!(@$group (tests $name, $pair)); };
+    ($group:ident) => { $crate::conformance!(@$group (table)) };
+    (@Convert $what:tt) => {
+        $crate::conformance! { @expand $what
             quantize dequantize transcode cast transpose init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
-        );
+        }
     };
-    ($name:ident, $pair:expr, Products) => {
-        $crate::conformance!(@tests $name, $pair, gemm grouped_gemm grouped_wgrad);
+    (@Products $what:tt) => {
+        $crate::conformance! { @expand $what gemm grouped_gemm grouped_wgrad }
     };
-    ($name:ident, $pair:expr, Model) => {
-        $crate::conformance!(@tests $name, $pair,
+    (@Model $what:tt) => {
+        $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
             add sum_shards sum_squares adamw
-        );
+        }
     };
-    (@tests $name:ident, $pair:expr, $($op:ident)*) => {
+    (@expand (table) $($op:ident)*) => {
+        [$((stringify!($op), $crate::conformance::$op as fn(&$crate::Pair<_, _>))),*]
+    };
+    (@expand (tests $name:ident, $pair:expr) $($op:ident)*) => {
         mod $name {
             #[allow(unused_imports)]
             use super::*;
@@ -366,9 +384,9 @@ mod tests {
     fn every_operation_of_the_backend_traits_is_tested() {
         let list = include_str!("conformance.rs");
         let ops = |group: &str| {
-            let from = list.find(&format!("$pair:expr, {group}) =>")).unwrap();
-            let body = list[from..].split_once("@tests $name, $pair,").unwrap().1;
-            body.split_once(");").unwrap().0.split_whitespace()
+            let from = list.find(&format!("(@{group} $what:tt) =>")).unwrap();
+            let body = list[from..].split_once("@expand $what").unwrap().1;
+            body.split_once('}').unwrap().0.split_whitespace()
         };
         let mut listed: Vec<&str> = ["Convert", "Products", "Model"].into_iter().flat_map(ops).collect();
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");

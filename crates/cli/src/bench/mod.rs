@@ -1,6 +1,7 @@
-//! `nibble bench`: how fast a training step is beside what the processor could do, and each operation's vectorised code
-//! beside its scalar specification.
+//! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
+//! its scalar specification, and the GPU's conversions beside the speed of its memory.
 
+mod kernels;
 mod ops;
 mod step;
 
@@ -14,12 +15,15 @@ use std::path::PathBuf;
 #[command(
     after_help = "step: tokens a second under each recipe; the floor is the products' arithmetic divided by the rate that the\n\
     processor reaches at nothing but multiply-adds, measured in the same run; and where the time goes.\n\
-    ops: one thread, scalar and vectorised code in turns; bytes are those read and written.\n\n\
+    ops: one thread, scalar and vectorised code in turns; bytes are those read and written.\n\
+    kernels: the GPU's conversions, single calls with the L2 flushed before each; the floor is the time in which this GPU's\n\
+    memory can move the bytes that must move, by its copy and fill rates measured in the same run.\n\n\
     Examples:\n  \
     nibble bench\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
-    nibble bench ops --json ops.json"
+    nibble bench ops --json ops.json\n  \
+    nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
 )]
 pub struct Args {
     /// What to measure.
@@ -40,6 +44,8 @@ pub struct Args {
     /// Also writes the figures here.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    #[command(flatten)]
+    kernels: kernels::Args,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -48,17 +54,22 @@ enum What {
     Step,
     /// Single operations.
     Ops,
-    /// Both.
+    /// Both of these.
     All,
+    /// The GPU's conversions.
+    Kernels,
 }
 
 pub fn run(args: Args) -> Result<()> {
     let mut figures = json!({});
-    if args.what != What::Ops {
+    if matches!(args.what, What::Step | What::All) {
         figures["step"] = step::run(&args)?;
     }
-    if args.what != What::Step {
+    if matches!(args.what, What::Ops | What::All) {
         figures["ops"] = ops::run()?;
+    }
+    if args.what == What::Kernels {
+        figures["kernels"] = kernels::run(&args.kernels)?;
     }
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;

@@ -90,7 +90,7 @@ fn the_instruction_set_changes_no_bit() {
 fn every_command_explains_itself() {
     let place = Place::new();
     place.nibble(&["--help"]).ok().contains("Examples:").contains("NIBBLE_ISA").contains("Exit codes");
-    for command in ["train", "eval", "generate", "quantize", "recipe", "doctor", "bench"] {
+    for command in ["train", "eval", "generate", "quantize", "recipe", "doctor", "bench", "verify"] {
         place.nibble(&[command, "--help"]).ok().contains("Examples:");
     }
 }

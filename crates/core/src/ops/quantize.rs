@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, Stream};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,10 +81,36 @@ impl<B: Backend> Emitted<B> {
     }
 }
 
+/// A random Hadamard transform along a contraction, in F32, before its blocks are made: signs, then x·H/√len
+/// ([`hadamard::rht`]). Both operands of a product must have the same one, or its result is meaningless.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hadamard {
+    /// Length of a transform block: 16, 32, 64 or 128.
+    pub len: usize,
+    /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed
+    /// are those of the linear layer, step 0.
+    pub signs: Stream,
+}
+
+impl Hadamard {
+    /// The usual length.
+    pub const DEFAULT_LEN: usize = 64;
+
+    /// The transform of the linear layer `site`, of the usual length.
+    pub const fn new(seed: u64, site: u32) -> Self {
+        Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0) }
+    }
+}
+
 /// Quantizes a matrix `[rows, cols]`.
 ///
 /// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
 /// length reads as zero, and padding is not counted.
+///
+/// With `hadamard` the values are first transformed along the contraction of the plane: along the rows, or down the
+/// columns from each group's start, where what is missing of a group's last transform block reads as +0. Its rows
+/// become numbers like others, which draw the random bits of row id 0 (without groups: of their position); past it
+/// the codes are 0.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
@@ -99,6 +125,8 @@ pub struct Quantize<'a, B: Backend> {
     pub stack: usize,
     /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col.
     pub random: Option<Stream>,
+    /// A transform before the blocks are made (row or column planes, one at a time).
+    pub hadamard: Option<Hadamard>,
     /// The order in which to write the scales.
     pub scale_layout: ScaleLayout,
 }
@@ -109,7 +137,16 @@ impl<'a, B: Backend> Quantize<'a, B> {
 
     /// Dense rows, nearest rounding, row-major scales.
     pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
-        Self { x, codec, planes, groups: None, stack: 1, random: None, scale_layout: ScaleLayout::RowMajor }
+        Self {
+            x,
+            codec,
+            planes,
+            groups: None,
+            stack: 1,
+            random: None,
+            hadamard: None,
+            scale_layout: ScaleLayout::RowMajor,
+        }
     }
 
     /// Checks shapes and the combination.
@@ -143,7 +180,38 @@ impl<'a, B: Backend> Quantize<'a, B> {
                 format!("a stream: rounding is {}", self.codec.rounding()),
             ));
         }
-        Ok(())
+        self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
+    }
+
+    /// A transform runs along one contraction, in whole blocks.
+    fn check_hadamard(&self, Hadamard { len, signs }: Hadamard) -> Result<()> {
+        const OP: &str = "quantize";
+        if !hadamard::LENGTHS.contains(&len) {
+            return Err(Error::shape(OP, "hadamard.len", len, "16, 32, 64 or 128"));
+        }
+        if signs.purpose != Purpose::Sign {
+            let got = format!("{:?}", signs.purpose);
+            return Err(Error::shape(OP, "hadamard.signs.purpose", got, "Sign"));
+        }
+        let whole = format!("a multiple of the transform's {len}");
+        // Blocks of 128 are extended by zeros to whole ones, which any transform divides; padding of groups is there already.
+        let extended = self.groups.is_none() && self.codec.format().spec().block >= 128;
+        match (self.planes, self.groups) {
+            (Planes::Rows, _) if !self.x.cols.is_multiple_of(len) => {
+                Err(Error::shape(OP, "columns of x", self.x.cols, whole))
+            }
+            (Planes::Cols, Some(groups)) if !groups.align.is_multiple_of(len) => {
+                Err(Error::shape(OP, "groups.align", groups.align, whole))
+            }
+            (Planes::Cols, _) if !extended && !self.x.rows.is_multiple_of(len) => {
+                Err(Error::shape(OP, "rows of x", self.x.rows, whole))
+            }
+            (Planes::Rows | Planes::Cols, _) => Ok(()),
+            (planes @ (Planes::Both | Planes::Tiles), _) => {
+                let expected = "Rows or Cols: a transform runs along the contraction of one plane";
+                Err(Error::shape(OP, "planes (with hadamard)", format!("{planes:?}"), expected))
+            }
+        }
     }
 
     /// Checks and runs.

@@ -79,7 +79,13 @@ impl<B: Backend> Swiglu<'_, B> {
 /// The backward pass of [`Swiglu`], with `a` made again from h: one kernel writes dh, `a` and the gate weight's
 /// gradient.
 ///
-/// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·s·(1 + g·(1 − s)); du = da·w·silu(g).
+/// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
+///
+/// Products from the left; what depends on g alone is rounded by itself.
+///
+/// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that whoever has a tile of that many columns can sum its
+/// own: with p = silu(g)·u of the part's columns, past the last column zeros, pairs fma(p₁, da₁, p₀·da₀) of neighbours,
+/// and those closed by the tree of neighbours ((0+1)+(2+3))…. The parts are added to 0 in order.
 #[derive(Debug)]
 pub struct SwigluBackward<'a, B: Backend> {
     /// h as it was saved: plain, or MXFP4 with blocks along its rows.
@@ -108,6 +114,9 @@ pub struct SwigluGrads<B: Backend> {
 }
 
 impl<B: Backend> SwigluBackward<'_, B> {
+    /// Columns of a part of the gate weight's gradient.
+    pub const PART: usize = 128;
+
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 

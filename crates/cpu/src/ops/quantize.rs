@@ -6,6 +6,7 @@ pub(crate) mod emit;
 pub(crate) mod encode;
 #[cfg(test)]
 pub(crate) mod fixture;
+mod hadamard;
 pub(crate) mod planes;
 pub(crate) mod shared;
 pub(crate) mod source;
@@ -37,15 +38,26 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
     let emit = Emit::Block { codec: op.codec, planes: op.planes };
-    let spans = Spans::new(OP, op.x.rows, op.groups, column_block(OP, &[emit], op.x.rows, op.groups)?)?;
+    let block = column_block(OP, &[emit], op.x.rows, op.groups)?;
+    if let Some(transform) = op.hadamard {
+        let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
+        let spans = Spans::new(OP, op.x.rows, op.groups, block)?;
+        let (x, spans) = hadamard::transform(cpu, op.x, op.planes, transform, &spans)?;
+        return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, emit, &spans);
+    }
+    encode(cpu, &op, emit, &Spans::new(OP, op.x.rows, op.groups, block)?)
+}
+
+/// Quantizes values as they stand.
+fn encode(cpu: &Cpu, op: &Quantize<'_, Cpu>, emit: Emit, spans: &Spans) -> Result<Emitted<Cpu>> {
     match (cpu.path(), op.planes) {
         (Path::Scalar, Planes::Tiles) => {
-            let casting = Casting { codec: op.codec, random: op.random, spans: &spans };
-            spec::tiles(cpu, &Matrix::of(op.x, &spans), op.stack, &casting)
+            let casting = Casting { codec: op.codec, random: op.random, spans };
+            spec::tiles(cpu, &Matrix::of(op.x, spans), op.stack, &casting)
         }
-        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, &spans), emit, &spans, op.random),
-        (Path::Simd, Planes::Tiles) => square_tiles(cpu, &op),
-        (Path::Simd, _) => strips(cpu, &op, emit, &spans),
+        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, op.random),
+        (Path::Simd, Planes::Tiles) => square_tiles(cpu, op),
+        (Path::Simd, _) => strips(cpu, op, emit, spans),
     }
 }
 

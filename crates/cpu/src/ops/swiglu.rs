@@ -41,3 +41,21 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
         Path::Simd => simd::backward(cpu, &op, &spans),
     }
 }
+
+/// Columns of a part of the gate weight's gradient.
+const PART: usize = SwigluBackward::<Cpu>::PART;
+
+/// The part's sum of `x · y`, by pairs and the tree of neighbours.
+#[inline(always)]
+fn part_dot(x: &[f32; PART], y: &[f32; PART]) -> f32 {
+    let pairs: [f32; PART / 2] =
+        std::array::from_fn(|i| x[2 * i + 1].mul_add(y[2 * i + 1], x[2 * i] * y[2 * i]));
+    let sums: [f32; 4] = halved::<8, 4>(halved::<16, 8>(halved::<32, 16>(halved::<64, 32>(pairs))));
+    (sums[0] + sums[1]) + (sums[2] + sums[3])
+}
+
+/// Sums of neighbours.
+#[inline(always)]
+fn halved<const N: usize, const HALF: usize>(x: [f32; N]) -> [f32; HALF] {
+    std::array::from_fn(|i| x[2 * i] + x[2 * i + 1])
+}

@@ -2,6 +2,8 @@
 //   Eight                 eight numbers as they came from memory
 //   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
 //                         (NaN above infinity above all finite numbers)
+//   number                one of them, from memory
+//   load_together         eight, where the same thread loads the next eight as well
 //   row_maxima            the same along the row, over neighbouring lanes; as the bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
@@ -11,6 +13,10 @@
 namespace nib {
 
 constexpr u32 kAllLanes = 0xFFFFFFFF;
+
+/// What number i of eight is multiplied by: one for all, or one for each.
+__device__ __forceinline__ float inverse_of(float inverse, int) { return inverse; }
+__device__ __forceinline__ float inverse_of(const float (&inverse)[8], int i) { return inverse[i]; }
 
 struct Bf16 {
     static constexpr int kBytes = 2;
@@ -27,6 +33,11 @@ struct Bf16 {
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
 
+    /// One number, as F32.
+    __device__ __forceinline__ static float number(const void* from) {
+        return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
+    }
+
     /// Eight numbers, zeros from the `left`-th on. kAligned: `from` lies on 16 bytes, and eight are left or none.
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* from, int left) {
@@ -42,6 +53,12 @@ struct Bf16 {
                 if (i < left) x.word[i / 2] |= u32(static_cast<const u16*>(from)[i]) << (i % 2 * 16);
         }
         return x;
+    }
+
+    __device__ __forceinline__ static Eight load_together(const void* from, bool present) {
+        if (!present) return zeros();
+        const uint4 v = __ldg(static_cast<const uint4*>(from));
+        return {{v.x, v.y, v.z, v.w}};
     }
 
     /// From 16-byte aligned shared memory.
@@ -81,6 +98,14 @@ struct Bf16 {
         return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
     }
 
+    /// The F32 bits of the largest magnitude of 64 numbers.
+    __device__ __forceinline__ static u32 largest_bits(const Eight (&x)[8]) {
+        u32 largest = fold(magnitudes(x[0]));
+#pragma unroll
+        for (int i = 1; i < 8; ++i) largest = larger(largest, fold(magnitudes(x[i])));
+        return fold_two(largest, largest) << 16;
+    }
+
     /// Two folds to one word: the first one's maximum low, the second one's high.
     __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
         return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
@@ -100,8 +125,29 @@ struct Bf16 {
         }
     }
 
+    /// For each kTogether of kCount chunks the largest magnitude of `kLanes` neighbouring lanes.
+    template <int kTogether, int kLanes, int kCount, int kHeld>
+    __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
+        static_assert(kHeld * kTogether == kCount);
+        u32 largest[kHeld];
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            largest[i] = fold(magnitudes(x[i * kTogether]));
+#pragma unroll
+            for (int j = 1; j < kTogether; ++j) largest[i] = larger(largest[i], fold(magnitudes(x[i * kTogether + j])));
+        }
+#pragma unroll
+        for (int i = 0; i < kHeld; i += 2) {
+            u32 two = fold_two(largest[i], largest[i + 1 < kHeld ? i + 1 : i]);
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2) two = larger(two, __shfl_xor_sync(kAllLanes, two, lane));
+            bits[i] = two << 16;
+            if (i + 1 < kHeld) bits[i + 1] = two & 0xFFFF0000;
+        }
+    }
+
     /// For eight rows over 16 neighbouring lanes; lane l gets that of row l / 2 % 8.
-    __device__ __forceinline__ static u32 row_max_of_eight(const Eight (&x)[8], int lane) {
+    __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[1]) {
         u32 two[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) two[i] = fold_two(fold(magnitudes(x[2 * i])), fold(magnitudes(x[2 * i + 1])));
@@ -112,7 +158,20 @@ struct Bf16 {
         u32 c = larger(b2 ? b : a, __shfl_xor_sync(kAllLanes, b2 ? a : b, 4));
         c = larger(c, __shfl_xor_sync(kAllLanes, c, 2));
         c = larger(c, __shfl_xor_sync(kAllLanes, c, 1));
-        return b1 ? c & 0xFFFF0000 : c << 16;
+        bits[0] = b1 ? c & 0xFFFF0000 : c << 16;
+    }
+
+    /// For eight rows over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
+    __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[2]) {
+        u32 two[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) two[i] = fold_two(fold(magnitudes(x[2 * i])), fold(magnitudes(x[2 * i + 1])));
+        const bool b1 = lane & 2, b0 = lane & 1;
+        const u32 a = larger(b1 ? two[2] : two[0], __shfl_xor_sync(kAllLanes, b1 ? two[0] : two[2], 2));
+        const u32 b = larger(b1 ? two[3] : two[1], __shfl_xor_sync(kAllLanes, b1 ? two[1] : two[3], 2));
+        const u32 c = larger(b0 ? b : a, __shfl_xor_sync(kAllLanes, b0 ? a : b, 1));
+        bits[0] = c << 16;
+        bits[1] = c & 0xFFFF0000;
     }
 };
 
@@ -129,6 +188,8 @@ struct F32 {
     };
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0, 0, 0, 0, 0}}; }
+
+    __device__ __forceinline__ static float number(const void* from) { return *static_cast<const float*>(from); }
 
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* at, int left) {
@@ -151,6 +212,13 @@ struct F32 {
                 if (i < left) x.number[i] = from[i];
         }
         return x;
+    }
+
+    __device__ __forceinline__ static Eight load_together(const void* at, bool present) {
+        if (!present) return zeros();
+        const float4* const from = static_cast<const float4*>(at);
+        const float4 a = __ldg(from), b = __ldg(from + 1);
+        return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
     }
 
     __device__ __forceinline__ static Eight load_shared(const u8* from) {
@@ -184,6 +252,13 @@ struct F32 {
         return largest;
     }
 
+    __device__ __forceinline__ static u32 largest_bits(const Eight (&x)[8]) {
+        u32 largest = fold(magnitudes(x[0]));
+#pragma unroll
+        for (int i = 1; i < 8; ++i) largest = larger(largest, fold(magnitudes(x[i])));
+        return largest;
+    }
+
     template <int kLanes, int kCount>
     __device__ __forceinline__ static void row_maxima(const Eight (&x)[kCount], u32 (&bits)[kCount]) {
 #pragma unroll
@@ -195,21 +270,41 @@ struct F32 {
         }
     }
 
-    __device__ __forceinline__ static u32 row_max_of_eight(const Eight (&x)[8], int lane) {
+    template <int kTogether, int kLanes, int kCount, int kHeld>
+    __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
+        static_assert(kHeld * kTogether == kCount);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            bits[i] = fold(magnitudes(x[i * kTogether]));
+#pragma unroll
+            for (int j = 1; j < kTogether; ++j) bits[i] = larger(bits[i], fold(magnitudes(x[i * kTogether + j])));
+#pragma unroll
+            for (int lane = 1; lane < kLanes; lane *= 2)
+                bits[i] = larger(bits[i], __shfl_xor_sync(kAllLanes, bits[i], lane));
+        }
+    }
+
+    /// For eight rows over 16 / kHeld² neighbouring lanes; lane l gets those of kHeld rows, from l % 4 * 2 on (of two), or
+    /// that of row l / 2 % 8 (of one).
+    template <int kHeld>
+    __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[kHeld]) {
         u32 one[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) one[i] = fold(magnitudes(x[i]));
         // Each exchange halves the rows a lane still looks after.
 #pragma unroll
-        for (int half = 4; half >= 1; half /= 2) {
-            const bool upper = lane & (2 * half);
+        for (int half = 4; half >= kHeld; half /= 2) {
+            const int distance = kHeld == 1 ? 2 * half : half / 2;
+            const bool upper = lane & distance;
 #pragma unroll
             for (int i = 0; i < half; ++i) {
                 const u32 sent = upper ? one[i] : one[i + half];
-                one[i] = larger(upper ? one[i + half] : one[i], __shfl_xor_sync(kAllLanes, sent, 2 * half));
+                one[i] = larger(upper ? one[i + half] : one[i], __shfl_xor_sync(kAllLanes, sent, distance));
             }
         }
-        return larger(one[0], __shfl_xor_sync(kAllLanes, one[0], 1));
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            bits[i] = kHeld == 1 ? larger(one[0], __shfl_xor_sync(kAllLanes, one[0], 1)) : one[i];
     }
 };
 

@@ -12,56 +12,90 @@ struct E2m1 {
     static constexpr int kCodeBits = 4;
     static constexpr int kMantissaBits = 1;
     static constexpr int kEmax = 2;
+    static constexpr int kBias = 1;
+    static constexpr float kToCode = 0x1p-126f;  // brings the smallest normal number to that of F32
     static constexpr u32 kMaxMantissa = 0x400000;  // of 6, as F32
     static constexpr float kMax = 6.0f;
     static constexpr float kLargestToZero = 0.25f;  // a tie, to even
+    static constexpr u32 kMagnitudes = 0x77777777;
     /// Eight codes.
     using Eight = u32;
 
     __device__ __forceinline__ static Eight zeros() { return 0; }
 
+    /// Whether one of the codes is not zero.
+    __device__ __forceinline__ static bool any(Eight codes) { return codes & kMagnitudes; }
+
     /// Codes of x * inverse, nearest-even, for BF16 numbers that `inverse`, a power of two, brings below 8; above 6 they
-    /// saturate if kExceeds says that there may be such.
+    /// saturate if kExceeds says that there may be such. `inverse`: one for all, or one for each.
     ///
     /// F16 has E2M1 in it: scaled by 2^-14 the smallest normal numbers of both coincide, a code is the bits from 9 up,
     /// and those below are what rounds. F16's ten bits hold a BF16 number exactly down to 0.125; what lies below
     /// becomes 0 in any case. So one integer addition on the F16 bits rounds two numbers.
-    template <bool kExceeds>
-    __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, float inverse) {
-        constexpr float kLargest = 6.0f * 6.103515625e-05f;
-        const float scale = __fmul_rn(inverse, 6.103515625e-05f);  // 2^-14, exact: inverse is at least 2^-126
+    template <bool kExceeds, class Inverse>
+    __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
         // Neighbours in a register are (0, 2), (4, 6), (1, 3), (5, 7): so bytes, not nibbles, are interleaved below.
         u32 half[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int first = i % 2 * 4 + i / 2;
-            float a = __fmul_rn(Bf16::value(x, first), scale), b = __fmul_rn(Bf16::value(x, first + 2), scale);
-            if constexpr (kExceeds) {
-                a = fminf(fmaxf(a, -kLargest), kLargest);
-                b = fminf(fmaxf(b, -kLargest), kLargest);
-            }
-            half[i] = ptx::f16x2_from_f32(a, b);
+            // 2^-14, exact: inverse is at least 2^-126.
+            const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
+            const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
+            half[i] = ptx::f16x2_from_f32(__fmul_rn(Bf16::value(x, first), scale_a), __fmul_rn(Bf16::value(x, first + 2), scale_b));
             // Half a step less one, and one more where the code below is odd.
             half[i] += 0x00FF00FF + (half[i] >> 9 & 0x00010001);
         }
-        return pack(half);
+        return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x * inverse, nearest-even, saturating, for any F32.
-    template <bool kExceeds>
-    __device__ __forceinline__ static Eight encode(const F32::Eight& x, float inverse) {
-        u32 codes = 0;
+    /// Codes of x · factor, nearest-even, for finite numbers that a power of two, given as a pair of equal BF16, brings to 6 at most;
+    /// less work for the integer pipe than `encode` is.
+    ///
+    /// The code of v rises by 1 every half up to 2, every 1 up to 4, every 2 up to 6: it is the smallest of 2v, v + 2 and v / 2 + 4.
+    /// A fused multiply-add to a number whose last place is worth a half, 1 or 2 rounds as each of them wants, and leaves
+    /// the code in the last bits.
+    __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
+        u32 code[4];  // above 0x42C0 in either half
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 bits = __float_as_uint(__fmul_rn(x.number[i], inverse));
-            const u32 magnitude = bits & 0x7FFFFFFF;
-            // Below 1 the addition rounds to halves; above, the mantissa is rounded in place.
-            const u32 small = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 4194304.0f)) - 0x4A800000;
-            const u32 large = (magnitude - (126u << 23) + 0x1FFFFF + (magnitude >> 22 & 1)) >> 22;
-            const u32 code = magnitude < 0x3F800000 ? small : min(large, 7u);
-            codes |= (code | bits >> 31 << 3) << (4 * i);
+        for (int i = 0; i < 4; ++i) {
+            const u32 magnitude = x.word[i] & 0x7FFF7FFF;
+            const u32 halves = ptx::fma_bf16x2(magnitude, factor, 0x42C042C0);  // 96
+            const u32 ones = ptx::fma_bf16x2(magnitude, factor, 0x43424342);    // 192 + 2
+            const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 384 + 8
+            code[i] = ptx::add_min_s16x2(twos, 0xFF00FF00, ptx::add_min_s16x2(ones, 0xFF80FF80, halves));
         }
-        return codes;
+        // Elements 0, 2, 1, 3 and 4, 6, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
+        const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
+        const u32 signs_a = __byte_perm(x.word[0], x.word[1], 0x7351), signs_b = __byte_perm(x.word[2], x.word[3], 0x7351);
+        const u32 signs_even = __byte_perm(signs_a, signs_b, 0x5410), signs_odd = __byte_perm(signs_a, signs_b, 0x7632);
+        return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
+    }
+
+    /// The same for F32, which is rounded before it becomes F16.
+    template <bool kExceeds, class Inverse>
+    __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
+        u32 half[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int first = i % 2 * 4 + i / 2;
+            const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
+            const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
+            half[i] = ptx::f16x2_from_f32(rounded(__fmul_rn(x.number[first], scale_a)), rounded(__fmul_rn(x.number[first + 2], scale_b)));
+        }
+        return pack_halves<kExceeds>(half);
+    }
+
+    /// Eight codes out of words that have the sign in bit 31 and the code from bit 22 up; the bits below mean nothing.
+    __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) {
+        u32 two[4];  // elements i and i + 4: of each half-word, bit 15 and bits 6 to 8
+#pragma unroll
+        for (int i = 0; i < 4; ++i) two[i] = __byte_perm(of[i], of[i + 4], 0x7632);
+        const u32 even = choose(0x81C081C0, two[1], two[0] >> 4);  // of each half-word, codes 0 and 1
+        const u32 odd = choose(0x81C081C0, two[3], two[2] >> 4);   // and 2 and 3
+        const u32 magnitudes = choose(0xFF00FF00, odd << 6, even >> 2), signs = choose(0xFF00FF00, odd, even >> 8);
+        return choose(kMagnitudes, magnitudes, signs);
     }
 
     /// The value of the low four bits.
@@ -70,15 +104,34 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-private:
-    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble.
-    __device__ __forceinline__ static u32 pack(const u32 (&half)[4]) {
-        const u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
-        const u32 odd = __byte_perm(half[2], half[3], 0x7531);
+    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble; with kExceeds, 8 in bits 9 to 12 to 7.
+    /// The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
+    template <bool kExceeds>
+    __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
+        u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
+        u32 odd = __byte_perm(half[2], half[3], 0x7531);
+        if constexpr (kExceeds) {
+            even -= even >> 3 & 0x02020202;
+            odd -= odd >> 3 & 0x02020202;
+        }
         const u32 high = (odd << 3 & 0x7F7F7F7F) | (odd & 0x80808080);
         const u32 low = (even >> 1 | even >> 4) & 0x0F0F0F0F;
         return (high & 0xF0F0F0F0) | low;
     }
+
+private:
+    /// The nearest of the element's values, scaled by 2^-14: added to 1.5 · 2^22 times its power of two, which is at least
+    /// the smallest normal one, a number keeps a bit of its mantissa.
+    __device__ __forceinline__ static float rounded(float y) {
+        constexpr u32 kSmallest = (127 - 14) << 23;
+        const u32 bits = __float_as_uint(y), power = bits & 0x7F800000;
+        const float far = __uint_as_float((power > kSmallest ? power : kSmallest) + (22 << 23 | 0x400000));
+        // What rounds to zero keeps its sign.
+        return __uint_as_float(choose(0x80000000, bits, __float_as_uint(__fsub_rn(__fadd_rn(y, far), far))));
+    }
+
+    /// The bits of `a` under the mask, the others of `b`.
+    __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };
 
 }  // namespace nib

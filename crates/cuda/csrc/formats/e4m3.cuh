@@ -17,31 +17,47 @@ struct Fp8 {
 
     __device__ __forceinline__ static Eight zeros() { return {0, 0}; }
 
-    /// Codes of x * inverse, nearest-even, saturating.
-    template <class In>
-    __device__ __forceinline__ static Eight encode_from(const typename In::Eight& x, float inverse) {
-        u32 four[2];
+    /// Whether one of the codes is not zero.
+    __device__ __forceinline__ static bool any(Eight codes) { return (codes.x | codes.y) & 0x7F7F7F7F; }
+
+    /// Codes of x * inverse, nearest-even, saturating. `inverse`: one for all, or one for each.
+    template <class In, class Inverse>
+    __device__ __forceinline__ static Eight encode_from(const typename In::Eight& x, const Inverse& inverse) {
+        u16 two[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u16 low = Element::pair(__fmul_rn(In::value(x, 4 * i), inverse), __fmul_rn(In::value(x, 4 * i + 1), inverse));
-            const u16 high = Element::pair(__fmul_rn(In::value(x, 4 * i + 2), inverse), __fmul_rn(In::value(x, 4 * i + 3), inverse));
-            four[i] = ptx::pack_u16(low, high);
-        }
-        return {four[0], four[1]};
+        for (int i = 0; i < 4; ++i)
+            two[i] = Element::pair(__fmul_rn(In::value(x, 2 * i), inverse_of(inverse, 2 * i)),
+                                   __fmul_rn(In::value(x, 2 * i + 1), inverse_of(inverse, 2 * i + 1)));
+        return {ptx::pack_u16(two[0], two[1]), ptx::pack_u16(two[2], two[3])};
     }
-    template <bool kExceeds>
-    __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, float inverse) {
+    template <bool kExceeds, class Inverse>
+    __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
         return encode_from<Bf16>(x, inverse);
     }
-    template <bool kExceeds>
-    __device__ __forceinline__ static Eight encode(const F32::Eight& x, float inverse) {
+    template <bool kExceeds, class Inverse>
+    __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
         return encode_from<F32>(x, inverse);
+    }
+
+    /// Eight codes out of words that have the sign in bit 31 and the code from bit 23 - kMantissaBits up; the bits below mean
+    /// nothing.
+    __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) { return {pack_four(of), pack_four(of + 4)}; }
+
+private:
+    __device__ __forceinline__ static u32 pack_four(const u32* of) {
+        constexpr int kShift = 7 - Element::kMantissaBits;  // where the code starts in a half-word
+        const u32 even = __byte_perm(of[0], of[2], 0x7632), odd = __byte_perm(of[1], of[3], 0x7632);
+        const u32 magnitudes = (even >> kShift & 0x00FF00FF) | (odd << (8 - kShift) & 0xFF00FF00);
+        const u32 signs = (even >> 8 & 0x00FF00FF) | (odd & 0xFF00FF00);
+        return (magnitudes & 0x7F7F7F7F) | (signs & 0x80808080);
     }
 };
 
 struct E4m3 : Fp8<E4m3> {
     static constexpr int kMantissaBits = 3;
     static constexpr int kEmax = 8;
+    static constexpr int kBias = 7;
+    static constexpr float kToCode = 0x1p-120f;  // brings the smallest normal number to that of F32
     static constexpr float kMax = 448.0f;
     static constexpr float kLargestToZero = 9.765625e-04f;  // 2^-10, a tie, to even
 
@@ -57,6 +73,8 @@ struct E4m3 : Fp8<E4m3> {
 struct E5m2 : Fp8<E5m2> {
     static constexpr int kMantissaBits = 2;
     static constexpr int kEmax = 15;
+    static constexpr int kBias = 15;
+    static constexpr float kToCode = 0x1p-112f;
     static constexpr float kMax = 57344.0f;
     static constexpr float kLargestToZero = 7.62939453125e-06f;  // 2^-17, a tie, to even
 

@@ -60,25 +60,61 @@ __device__ __forceinline__ float reciprocal(float x) {
     return (bits & 0x7FFFFF) == 0x7FFFFF ? __uint_as_float((253u << 23) - (bits & 0x7F800000) + 1) : nearest;
 }
 
-/// The scale of a block of E whose largest magnitude has these F32 bits.
+/// A power-of-two rule: what is added to the bits of the largest magnitude, whose carry into the exponent is the rule, and the
+/// bits from which on the scale is NaN.
+struct PowerRule {
+    u32 up;
+    u32 nan_from;
+
+    template <class E>
+    __host__ __device__ static constexpr PowerRule of(int rule) {
+        const u32 up = rule == kRuleFloor   ? 0
+                       : rule == kRuleRceil ? 0x7FFFFF - E::kMaxMantissa
+                       : rule == kRuleCeil  ? 0x7FFFFF
+                                            : 1u << (22 - E::kMantissaBits);
+        return {up, rule == kRuleEven ? kInfinityBits - up : kInfinityBits};
+    }
+};
+
+/// The power-of-two scale of a block of E whose largest magnitude has these F32 bits.
+template <class E>
+__device__ __forceinline__ BlockScale<u8> power_scale(u32 amax_bits, PowerRule rule) {
+    const bool nan = amax_bits >= rule.nan_from;
+    // The exponent is at most 255, so only the lower end needs a clamp, and 254 - byte is that of a normal number.
+    const u32 byte = max(int((amax_bits + rule.up) >> 23) - E::kEmax, 0);
+    return {u8(nan ? kScaleNan : byte), __uint_as_float(nan ? kNanBits : (254 - byte) << 23)};
+}
+
+/// The F32 scale of such a block.
+template <class E>
+__device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
+    const bool nan = amax_bits >= kInfinityBits;
+    const float scale = fmaxf(over_max<E>(__uint_as_float(amax_bits)), 1.17549435e-38f);
+    const float stored = nan ? __uint_as_float(kNanBits) : scale;
+    return {stored, nan ? __uint_as_float(kNanBits) : reciprocal(scale)};
+}
+
+/// What a scale is stored as.
+template <bool kF32>
+using ScaleOf = typename ScaleType<kF32 ? kRuleAmax : kRuleRceil>::Stored;
+
+/// The F32 scale, or that by a rule known at run time.
+template <class E, bool kF32>
+__device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, PowerRule rule) {
+    if constexpr (kF32) {
+        return amax_scale<E>(amax_bits);
+    } else {
+        return power_scale<E>(amax_bits, rule);
+    }
+}
+
+/// The scale by a rule known when this is compiled.
 template <class E, int kRule>
 __device__ __forceinline__ BlockScale<typename ScaleType<kRule>::Stored> block_scale(u32 amax_bits) {
-    bool nan = amax_bits >= kInfinityBits;
     if constexpr (kRule == kRuleAmax) {
-        const float scale = fmaxf(over_max<E>(__uint_as_float(amax_bits)), 1.17549435e-38f);
-        const float stored = nan ? __uint_as_float(kNanBits) : scale;
-        return {stored, nan ? __uint_as_float(kNanBits) : reciprocal(scale)};
+        return amax_scale<E>(amax_bits);
     } else {
-        // The carry of the mantissa into the exponent is the rule.
-        constexpr u32 kUp = kRule == kRuleFloor   ? 0
-                            : kRule == kRuleRceil ? 0x7FFFFF - E::kMaxMantissa
-                            : kRule == kRuleCeil  ? 0x7FFFFF
-                                                  : 1u << (22 - E::kMantissaBits);
-        const int exponent = int((amax_bits + kUp) >> 23);
-        if (kRule == kRuleEven) nan |= exponent >= 255;
-        // At most 254 + 1 - kEmax, so only the lower end needs a clamp, and 254 - byte is a normal exponent.
-        const u32 byte = max(exponent - E::kEmax, 0);
-        return {u8(nan ? kScaleNan : byte), __uint_as_float(nan ? kNanBits : (254 - byte) << 23)};
+        return power_scale<E>(amax_bits, PowerRule::of<E>(kRule));
     }
 }
 

@@ -21,6 +21,12 @@ struct ColumnTile {
         return bytes + col * kTile + chunk * 16 + half * 8;
     }
 
+    /// Rows 16i to 16i + 15 of column `col`.
+    __device__ __forceinline__ uint4 chunk(int col, int i) const {
+        const uint4 v = *reinterpret_cast<const uint4*>(bytes + col * kTile + (i ^ (col / 8 % 8)) * 16);
+        return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
+    }
+
     /// Stores the whole tile, lines `stride` apart: columns 0 to 63 from `low` on, the others from `high` on, as many as are left
     /// of each. All `kThreads` threads come here, after a barrier.
     template <int kThreads>
@@ -39,6 +45,19 @@ struct ColumnTile {
         }
     }
 
+    /// Stores a tile of which every column exists, from `to` on.
+    template <int kThreads>
+    __device__ __forceinline__ void store_whole(u8* to, u32 stride) const {
+        const u32 chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+        to += u64(first) * stride + chunk * 16;
+#pragma unroll
+        for (u32 line = 0; line < kTile; line += kThreads / 8) {
+            const uint4 v = *reinterpret_cast<const uint4*>(bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16);
+            const bool low = kThreads / 8 <= kTile / 2 ? line < kTile / 2 : line + first < kTile / 2;
+            ptx::store_16(to + u64(line) * stride, low ? v : uint4{v.z, v.w, v.x, v.y});
+        }
+    }
+
     /// Stores the whole tile to `codes`, lines of `stride` bytes; column 0 goes to line `first_col`, row 0 to its byte `first_row`.
     /// Lines from `cols` on do not exist.
     template <int kThreads>
@@ -54,10 +73,14 @@ struct TilePlace {
     int strip, panel;  // of 128 rows, of 128 columns
     int across, down;  // how many of each there are
 
-    __device__ __forceinline__ TilePlace(int cols, int capacity, int band) : across(ceil_div(cols, kTile)), down(capacity / kTile) {
-        const int first = blockIdx.x / (band * across) * band;
+    __device__ __forceinline__ TilePlace(int cols, int capacity, int band)
+        : TilePlace(blockIdx.x, ceil_div(cols, kTile), capacity / kTile, band) {}
+
+    /// That of any tile.
+    __device__ __forceinline__ TilePlace(int index, int across, int down, int band) : across(across), down(down) {
+        const int first = index / (band * across) * band;
         const int height = min(band, down - first);
-        const int within = blockIdx.x - first * across;
+        const int within = index - first * across;
         panel = within / height;
         strip = first + within - panel * height;
     }

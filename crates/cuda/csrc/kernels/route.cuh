@@ -22,6 +22,7 @@
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
@@ -124,19 +125,21 @@ __device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token
         *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 }
 
-/// Stores the thread's part of a row.
-template <class Token>
-__device__ __forceinline__ void store_row(float* to, const float (&x)[4 * Token::kQuads], int experts) {
+/// Stores a token's row from shared memory, where its lanes have just written it: by the copy engine where rows lie on 16 bytes.
+template <int kLanes>
+__device__ __forceinline__ void send_row(float* to, const float* row, int experts, bool is_token) {
+    const int lane = threadIdx.x % kLanes;
     if (experts % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i)
-            if (Token::first_of(i) < experts)
-                __stcs(reinterpret_cast<float4*>(to + Token::first_of(i)), {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
-        return;
+        ptx::fence_shared_to_async();
+        __syncwarp();
+        if (lane == 0 && is_token) ptx::bulk_store(to, row, experts * 4);
+        ptx::tma_store_commit();
+    } else {
+        __syncwarp();
+        if (is_token)
+#pragma unroll 1
+            for (int j = lane; j < experts; j += kLanes) to[j] = row[j];
     }
-#pragma unroll
-    for (int i = 0; i < 4 * Token::kQuads; ++i)
-        if (Token::first_of(i / 4) + i % 4 < experts) to[Token::first_of(i / 4) + i % 4] = x[i];
 }
 
 /// Replaces logits by probabilities. Returns log sum exp.
@@ -167,7 +170,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) p[i] = quotient.of(p[i]);
     }
-    return __fadd_rn(max, log_of_at_least_one(sum));
+    return __fadd_rn(max, log_of_normal(sum));
 }
 
 /// Writes the experts of the top_k <= 8 largest probabilities of a row, largest first, to `slots`.
@@ -310,7 +313,7 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
 }
 
 template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kLanes <= 8 ? 4 : 1)
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,
                  float* __restrict__ log_sum_exp, float* __restrict__ prob_sums, float* __restrict__ square_sums,
                  int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard, int chunks) {
@@ -348,13 +351,11 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kLanes
         read_row<Token>(row, p);
         fetch(at + 2 * kGroups);
         const float log_sum = softmax<kLanes, kPerLane>(p);
-        if (is_token) {
-            store_row<Token>(probs + token * experts, p, experts);
-        } else {
+        if (!is_token)
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
-        }
         write_row<Token>(row, p);
+        send_row<kLanes>(probs + token * experts, row, experts, is_token);
         if (threadIdx.x % kLanes == 0) {
             logs[at] = is_token ? log_sum : 0.0f;
             if (is_token) log_sum_exp[token] = log_sum;
@@ -385,6 +386,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kLanes
         squares = close_token_lanes(squares);
         if (threadIdx.x == 0) square_sums[blockIdx.x] = squares;
     }
+    ptx::tma_store_wait_read<0>();  // before the rows' memory is anybody else's
 }
 
 template <int kThreads>
@@ -497,9 +499,9 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     for (int at = group; at < tokens; at += kGroups) fetch_row<Token>(rows + at * kStride, probs + (first_token + at) * experts, experts, 0.0f);
     for (int slot = threadIdx.x; slot < tokens * top_k; slot += kThreads) {
         const u64 from = first_token * top_k + slot;
-        ptx::copy_4_async(chosen + slot, expert + from);
-        ptx::copy_4_async(weights + slot, weight + from);
-        ptx::copy_4_async(dweights + slot, dweight + from);
+        ptx::copy_4_async(chosen + slot, expert + from, true);
+        ptx::copy_4_async(weights + slot, weight + from, true);
+        ptx::copy_4_async(dweights + slot, dweight + from, true);
     }
 #pragma unroll 1
     for (int j = threadIdx.x; j < kStride; j += kThreads) {
@@ -543,8 +545,11 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         const float dot = Token::close(lanes);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
-        if (is_token) store_row<Token>(dlogits + token * experts, d, experts);
+        __syncwarp();
+        write_row<Token>(row, d);
+        send_row<kLanes>(dlogits + token * experts, row, experts, is_token);
     }
+    ptx::tma_store_wait_read<0>();  // before the rows' memory is anybody else's
 }
 
 }  // namespace nib

@@ -1,90 +1,155 @@
 // a = silu(g) · u · w from h = [g | u], quantized, and h quantized for the backward pass, from one read of h.
 //
-// swiglu_rows<A, kRule, kSaveH, kChunks>: h BF16 [rows][2f]; weight [rows] (null: 1); a codes [rows][f], scales [rows][ceil(f / 128)]; kSaveH:
+// swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)]; kSaveH:
 // h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil. row_id and counts (of a's blocks) as in
 // kernels/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
-//   256 threads; a warp takes a segment of kChunks · 256 columns of a at a time; segments = ceil(f / that), and `by_segments` divides by it.
-//   Any grid, best ceil(rows · segments / 8); no dynamic shared memory.
-//
-// Measured on an H200, 32768 x 2048: a alone with kChunks 2 65 % of the floor, a and h4 56 % (kChunks 2, at most 6 ctas a
-// multiprocessor). Instructions bound it: 41 and 58 an element of a, of which silu takes 26.
+//   768 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
+//   Any grid, best a cta a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "kernels/quantize.cuh"
-#include "math/exp.cuh"
+#include "kernels/strip_tile.cuh"
 #include "math/reduce.cuh"
+#include "math/sigmoid_table.cuh"
 
 namespace nib {
 
-constexpr int kSwigluThreads = 256;
+constexpr int kSwigluThreads = 768;
+constexpr int kSwigluChunks = 2;
 
-template <class A, int kRule, bool kSaveH, int kChunks>
-__global__ void __launch_bounds__(kSwigluThreads, kChunks == 1 ? 5 : kSaveH ? 3 : 6)
+/// What a warp works on: up to kSwigluChunks · 256 columns of a row.
+struct SwigluTask {
+    u32 row, segment;
+    bool counted;
+    float weight;
+    Bf16::Eight in[2 * kSwigluChunks];  // gate and up of each chunk
+
+    /// Starts to read; nothing past the last task.
+    __device__ __forceinline__ void load(const u8* h, const float* weights, const int* row_id, u32 task, u32 tasks, int f,
+                                         Divider by_segments, u32 segments) {
+        row = by_segments.divide(task);
+        segment = task - row * segments;
+        const bool exists = task < tasks;
+        counted = exists && (row_id == nullptr || __ldg(row_id + row) >= 0);
+        const int col = segment * (kSwigluChunks * kChunkCols) + threadIdx.x % 32 * 8;
+        const u8* const from = h + u64(row) * (u32(f) * 4) + u32(col) * 2;
+        const u8* const up = from + u32(f) * 2;
+#pragma unroll
+        for (int i = 0; i < kSwigluChunks; ++i) {
+            const int left = counted ? f - col - i * kChunkCols : 0;
+            in[2 * i] = Bf16::load<true>(from + i * kChunkCols * Bf16::kBytes, left);
+            in[2 * i + 1] = Bf16::load<true>(up + i * kChunkCols * Bf16::kBytes, left);
+        }
+        // Padding is +0, so its weight must not be negative.
+        weight = counted && weights != nullptr ? __ldg(weights + row) : 1.0f;
+    }
+};
+
+/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 numbers; one in either half of each word.
+struct Mxfp4Scales {
+    u32 bytes;    // as stored
+    u32 factors;  // what the numbers are multiplied by, as BF16
+    u32 nan;      // bit 15 or 31: there is a NaN or infinity
+
+    __device__ __forceinline__ explicit Mxfp4Scales(u32 amax) {
+        // The carry of the mantissa into the exponent is the rule, as in block_scale.
+        bytes = ptx::add_clamp_s16x2((amax + 0x003F003F) >> 7 & 0x01FF01FF, 0xFFFEFFFE, 0x00FF00FF);
+        factors = 0x7F007F00 - bytes * 128;
+        nan = amax + 0x00800080 & 0x80008000;
+        if (nan != 0) bytes |= (nan >> 15) * 0xFF;  // rare
+    }
+};
+
+template <int kRule, bool kSaveH>
+__global__ void __launch_bounds__(kSwigluThreads, 1)
     swiglu_rows(const u8* __restrict__ h, const float* __restrict__ weight, u8* __restrict__ a_codes,
                 typename ScaleType<kRule>::Stored* __restrict__ a_scales, u8* __restrict__ h_codes, u8* __restrict__ h_scales,
                 u64* counts, const int* __restrict__ row_id, int rows, int f, Divider by_segments, u32 segments) {
+    using A = E4m3;
+    constexpr int kChunks = kSwigluChunks;
     constexpr int kLanes = A::kBlock / 8;
     constexpr int kCols = kChunks * kChunkCols;
-    constexpr int kHalves = 2 * kChunks;  // gate and up of each chunk
+    __shared__ SigmoidTable sigmoids;
     __shared__ u32 total[3];
     const int lane = threadIdx.x % 32;
-    const int a_blocks = ceil_div(f, A::kBlock), h_blocks = f / E2m1::kBlock;  // of h's: those of one half
-    const u32 tasks = u32(rows) * segments;
+    const u32 a_blocks = ceil_div(f, A::kBlock), h_blocks = u32(f) / E2m1::kBlock;  // of h's: those of one half
+    const u32 tasks = u32(rows) * segments, stride = gridDim.x * (kSwigluThreads / 32);
+    u32 task = blockIdx.x * (kSwigluThreads / 32) + threadIdx.x / 32;
+    SwigluTask one, other;
+    one.load(h, weight, row_id, task, tasks, f, by_segments, segments);
+    sigmoids.fill();
+    __syncthreads();
+    const u32 sigmoid_base = sigmoids.base();
     Tally tally;
-    for (u32 task = blockIdx.x * (kSwigluThreads / 32) + threadIdx.x / 32; task < tasks; task += gridDim.x * (kSwigluThreads / 32)) {
-        const u32 row = by_segments.divide(task), segment = task - row * segments;
-        const int col = segment * kCols + lane * 8;
-        const bool counted = row_id == nullptr || __ldg(row_id + row) >= 0;
-        const u8* from = h + (u64(row) * 2 * f + col) * Bf16::kBytes;
-        Bf16::Eight in[kHalves];
-#pragma unroll
-        for (int i = 0; i < kHalves; ++i)
-            in[i] = Bf16::load<true>(from + (i % 2 * f + i / 2 * kChunkCols) * Bf16::kBytes, counted ? f - col - i / 2 * kChunkCols : 0);
-        // Padding is +0, so its weight must not be negative.
-        const float w = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
-        F32::Eight a[kChunks];
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float up = __fmul_rn(silu(Bf16::value(in[2 * i], j)), Bf16::value(in[2 * i + 1], j));
-                a[i].number[j] = __fmul_rn(up, w);
-            }
-        u32 amax[kChunks];
-        F32::row_maxima<kLanes>(a, amax);
+    const auto work = [&](const SwigluTask& now) {
+        const int col = now.segment * kCols + lane * 8;
+        u8* const a_to = a_codes + u64(now.row) * u32(f) + u32(col);
+        u8* const h_to = kSaveH ? h_codes + u64(now.row) * u32(f) + u32(col) / 2 : nullptr;
         typename ScaleType<kRule>::Stored a_stored[kChunks];
+        u32 h_stored[kChunks];  // of gate and up
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
-            const auto scale = block_scale<A, kRule>(amax[i]);
-            a_stored[i] = scale.stored;
-            auto out = A::template encode<rule_exceeds(kRule)>(a[i], scale.inverse);
-            if (scale.is_nan()) out = A::zeros();
-            store_codes<A, true>(a_codes + u64(row) * f + col + i * kChunkCols, f - col - i * kChunkCols, out);
-            tally.non_zero += __fmul_rn(__uint_as_float(amax[i]), scale.inverse) > A::kLargestToZero;
-            tally.non_finite += scale.is_nan();
-        }
-        const int mine = lane % kLanes;
-        const int a_block = segment * (kCols / A::kBlock) + mine * (kChunkCols / A::kBlock) + lane / kLanes;
-        if (mine < kChunks && a_block < a_blocks) a_scales[u64(row) * a_blocks + a_block] = pick(a_stored, mine);
-        if constexpr (kSaveH) {
-            u32 h_amax[kHalves];
-            Bf16::row_maxima<E2m1::kBlock / 8>(in, h_amax);
-            u8 h_stored[kHalves];
+            const Bf16::Eight &gate = now.in[2 * i], &up = now.in[2 * i + 1];
+            const int left = f - col - i * kChunkCols;
+            F32::Eight a;
 #pragma unroll
-            for (int i = 0; i < kHalves; ++i) {
-                const auto scale = block_scale<E2m1, kRuleRceil>(h_amax[i]);
-                h_stored[i] = scale.stored;
-                u32 out = E2m1::encode<false>(in[i], scale.inverse);
-                if (scale.is_nan()) out = 0;
-                store_codes<E2m1, true>(h_codes + u64(row) * f + (i % 2 * f + col + i / 2 * kChunkCols) / 2, f - col - i / 2 * kChunkCols, out);
+            for (int j = 0; j < 8; j += 2) {
+                float s[2];
+                SigmoidTable::two(sigmoid_base, gate.word[j / 2], s);
+#pragma unroll
+                for (int k = j; k < j + 2; ++k) {
+                    const float silu = __fmul_rn(Bf16::value(gate, k), s[k - j]);
+                    a.number[k] = __fmul_rn(__fmul_rn(silu, Bf16::value(up, k)), now.weight);
+                }
             }
-            const int half = lane % 4;
-            const int h_block = segment * (kCols / E2m1::kBlock) + half / 2 * (kChunkCols / E2m1::kBlock) + lane / 4;
-            if (half < kHalves && h_block < h_blocks) h_scales[(u64(row) * 2 + half % 2) * h_blocks + h_block] = pick(h_stored, half);
+            float amax = largest_magnitude(a.number);
+#pragma unroll
+            for (int far = 1; far < kLanes; far *= 2) amax = ptx::max_magnitude(amax, __shfl_xor_sync(kAllLanes, amax, far));
+            const auto scale = block_scale<A, kRule>(__float_as_uint(amax));
+            a_stored[i] = scale.stored;
+            auto out = A::template encode<rule_exceeds(kRule)>(a, scale.inverse);
+            if (scale.is_nan()) out = A::zeros();
+            store_codes<A, true>(a_to + i * kChunkCols, left, out);
+            tally.non_zero += __fmul_rn(amax, scale.inverse) > A::kLargestToZero;
+            tally.non_finite += scale.is_nan();
+            if constexpr (kSaveH) {
+                u32 amax_of_both = Bf16::fold_two(Bf16::fold(Bf16::magnitudes(gate)), Bf16::fold(Bf16::magnitudes(up)));
+#pragma unroll
+                for (int far = 1; far < E2m1::kBlock / 8; far *= 2)
+                    amax_of_both = Bf16::larger(amax_of_both, __shfl_xor_sync(kAllLanes, amax_of_both, far));
+                const Mxfp4Scales scales(amax_of_both);
+                h_stored[i] = scales.bytes;
+                u32 gate_codes = E2m1::encode_within(gate, __byte_perm(scales.factors, 0, 0x1010));
+                u32 up_codes = E2m1::encode_within(up, __byte_perm(scales.factors, 0, 0x3232));
+                if (scales.nan != 0) {  // rare
+                    if (scales.nan & 0x8000) gate_codes = 0;
+                    if (scales.nan >> 31) up_codes = 0;
+                }
+                store_codes<E2m1, true>(h_to + i * (kChunkCols / 2), left, gate_codes);
+                store_codes<E2m1, true>(h_to + u32(f) / 2 + i * (kChunkCols / 2), left, up_codes);
+            }
         }
+        // The lanes of a block store the scales of its chunks, one each.
+        const int mine = lane % kLanes;
+        const u32 a_block = now.segment * (kCols / A::kBlock) + mine * (kChunkCols / A::kBlock) + lane / kLanes;
+        if (mine < kChunks && a_block < a_blocks) a_scales[u64(now.row) * a_blocks + a_block] = pick(a_stored, mine);
+        if constexpr (kSaveH) {
+            const int half = lane % 2, chunk = lane % 4 / 2;
+            const u32 h_block = now.segment * (kCols / E2m1::kBlock) + chunk * (kChunkCols / E2m1::kBlock) + lane / 4;
+            if (chunk < kChunks && h_block < h_blocks)
+                h_scales[(u64(now.row) * 2 + half) * h_blocks + h_block] = u8(pick(h_stored, chunk) >> half * 16);
+        }
+    };
+    // The next task is on its way while one is worked on; by turns, so that no register is moved.
+    while (task < tasks) {
+        other.load(h, weight, row_id, task += stride, tasks, f, by_segments, segments);
+        work(one);
+        if (task >= tasks) break;
+        one.load(h, weight, row_id, task += stride, tasks, f, by_segments, segments);
+        work(other);
     }
     tally.flush(counts, total, kLanes);
 }

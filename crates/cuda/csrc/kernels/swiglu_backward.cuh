@@ -1,212 +1,390 @@
-// The backward pass of kernels/swiglu.cuh, with a made again from the saved h: two kernels, so that neither holds both row and
-// column blocks of three matrices in registers. Both decode MXFP4 h [rows][2f] (codes, scales [rows][2f / 32]) and read da BF16
-// [rows][f] and weight[rows] (null: 1):
-//   s = sigmoid(g), dg = da·w·u·s·(1 + g·(1 - s)), du = da·w·silu(g), a = silu(g)·u·w, every product rounded.
-// f % 128 == 0; padding (row_id, as in kernels/quantize.cuh) gives zeros; planes start on 16 bytes.
+// The backward pass of kernels/swiglu.cuh with everything that the next products take, from one read: dh = [dg | du] in E4M3 along its
+// rows and down its columns, a made again and in E4M3 down its columns, and the gate weight's gradient.
 //
-// swiglu_backward_rows<E, kRule>: dh = [dg | du] codes [rows][2f], scales [rows][2f / 128]; counts of its blocks; dweight[rows] =
-//   Σ silu(g)·u·da over sixteen lanes in order by fma, closed by a tree. 256 threads, a warp a row; any grid.
-// swiglu_backward_cols<E, kRule>: dh codes [2f][capacity], scales [2f][capacity / 128]; a codes [f][capacity], scales [f][capacity / 128];
-//   counts of a's blocks. 256 threads; grid (f / 64, capacity / 128); no dynamic shared memory.
+// swiglu_backward<H, kRule>: h [rows][2f] as H holds it, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
+//   [rows][2f / 128]; dh columns [2f][capacity], scales [2f][capacity / 128]; a columns [f][capacity], scales [f][capacity / 128], zeros from
+//   `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
+//   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
+//   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared memory: 151168
+//   and 182912. kernels/add_parts.cuh adds the parts.
 //
-// Measured on an H200, 32768 x 2048: 23 % of the floor for both; the columns alone take 0.31 ms of 0.55.
+// Sources: SavedH, MXFP4 codes [rows][f], scales [rows][2f / 32]; PlainH, BF16.
+//
+// A tile of 128 x 128 stays in registers from its values to its codes: half a warp holds a row's 128 columns, a thread four
+// rows of eight columns. The next tile arrives in the meantime.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "kernels/column_tile.cuh"
-#include "kernels/quantize.cuh"
-#include "math/exp.cuh"
+#include "kernels/strip_tile.cuh"
+#include "kernels/swiglu_grad.cuh"
 #include "math/reduce.cuh"
+#include "math/sigmoid_table.cuh"
 
 namespace nib {
 
-/// What one element gives.
-struct SwigluGrad {
-    float gate, up, a, silu_up;
+constexpr int kMatrices = 3;      // dg, du, a
+constexpr int kBackwardCols = 8;  // of a thread
+using BackwardThread = StripThread<kBackwardCols>;
+
+/// h in MXFP4.
+struct SavedH {
+    /// As many of a thread's rows of a as there is shared memory for, which spares registers.
+    static constexpr int kSpareRows = 4;
+    static constexpr int kRooms = kMatrices;
+
+    /// What an element decides, by its block's scale and its code.
+    struct alignas(128) Table {
+        GateTerms gate[256][16];
+        float up[256][16];
+
+        __device__ __forceinline__ void fill() {
+            for (int i = threadIdx.x; i < 256 * 16; i += BackwardThread::kThreads) {
+                const float x = __fmul_rn(E2m1::decode(i % 16), e8m0_decode(i / 16));
+                gate[i / 16][i % 16] = gate_terms(x, sigmoid(x));
+                up[i / 16][i % 16] = x;
+            }
+        }
+    };
+
+    /// A tile.
+    struct alignas(16) Stage {
+        u8 codes[2][kTile][kTile / 2];  // gate, up
+        u32 scales[2][kTile];           // four a row
+    };
+
+    __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
+
+    /// Starts to fetch the first `left` rows of the tile at (row, col); zeros past them.
+    __device__ __forceinline__ static void fetch(Stage& stage, const u8* codes, const u8* scales, u64 row, int col, int left, int f) {
+        const u32 in_tile = threadIdx.x / 4, chunk = threadIdx.x % 4;
+        const u8* const from = codes + (row * f + u32(col) / 2) + (in_tile * f + chunk * 16);
+        const bool present = int(in_tile) < left;
+        ptx::copy_16_async(stage.codes[0][in_tile] + chunk * 16, from, present);
+        ptx::copy_16_async(stage.codes[1][in_tile] + chunk * 16, from + u32(f) / 2, present);
+        if (threadIdx.x < 2 * kTile) {
+            const u32 half = threadIdx.x / kTile, in_tile = threadIdx.x % kTile, per_row = u32(f) / 16;
+            const u8* const from = scales + (row * per_row + u32(col) / E2m1::kBlock) + (in_tile * per_row + half * (per_row / 2));
+            ptx::copy_4_async(&stage.scales[half][in_tile], from, int(in_tile) < left);
+        }
+    }
+
+    /// Zeros for a row, by a warp.
+    __device__ __forceinline__ static void clear(Stage& stage, int in_tile, int lane) {
+        ptx::store_4(stage.codes[lane / 16][in_tile] + lane % 16 * 4, 0);
+        if (lane < 2) stage.scales[lane][in_tile] = 0;
+    }
+
+    /// Eight columns of a row. The codes moved up, so that a code masked is the offset of its entry.
+    struct Row {
+        u32 gate, up;            // codes
+        u32 gate_line, up_line;  // addresses of the lines of their scales
+
+        __device__ __forceinline__ Row(const Stage& stage, const Table& table, int in_tile, int chunk) {
+            const auto codes = [&](int half) { return *reinterpret_cast<const u32*>(stage.codes[half][in_tile] + chunk * 4); };
+            const auto scale = [&](int half) { return reinterpret_cast<const u8*>(&stage.scales[half][in_tile])[chunk / 4]; };
+            gate = codes(0);
+            up = codes(1);
+            gate_line = shared_address(table.gate[scale(0)]);
+            up_line = shared_address(table.up[scale(1)]);
+        }
+
+        /// Columns 2i and 2i + 1.
+        __device__ __forceinline__ void two(int i, GateTerms (&of)[2], float (&number)[2]) const {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int shift = 8 * i + 4 * k;
+                const u32 eighths = shift < 3 ? gate << (3 - shift) : gate >> (shift - 3);
+                const u32 quarters = shift < 2 ? up << (2 - shift) : up >> (shift - 2);
+                // The lines lie on multiples of their lengths.
+                of[k] = *static_cast<const GateTerms*>(at_shared_address((eighths & 0x78) | gate_line));
+                number[k] = *static_cast<const float*>(at_shared_address((quarters & 0x3C) | up_line));
+            }
+        }
+    };
 };
 
-__device__ __forceinline__ SwigluGrad swiglu_grad(float gate, float up, float da, float weight) {
-    const float s = sigmoid(gate);
-    const float silu = __fmul_rn(gate, s);
-    const float silu_up = __fmul_rn(silu, up);
-    const float scaled = __fmul_rn(da, weight);
-    const float slope = __fadd_rn(1.0f, __fmul_rn(gate, __fsub_rn(1.0f, s)));
-    return {__fmul_rn(__fmul_rn(__fmul_rn(scaled, up), s), slope), __fmul_rn(scaled, silu), __fmul_rn(silu_up, weight), silu_up};
+/// h in BF16.
+struct PlainH {
+    using Table = SigmoidTable;
+    static constexpr int kSpareRows = 2;
+    static constexpr int kRooms = kMatrices - 1;  // the table has one
+
+    __device__ __forceinline__ static u8* room(Table& table) { return table.room; }
+
+    struct alignas(16) Stage {
+        u8 numbers[2][kTile][kTile * Bf16::kBytes];
+    };
+
+    __device__ __forceinline__ static void fetch(Stage& stage, const u8* numbers, const u8*, u64 row, int col, int left, int f) {
+        const u32 first = threadIdx.x / 16, chunk = threadIdx.x % 16;
+        const u8* const from = numbers + (row * 2 * f + col) * Bf16::kBytes + (first * f * 4 + chunk * 16);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const u32 in_tile = i * (kTile / 4) + first;
+                ptx::copy_16_async(stage.numbers[half][in_tile] + chunk * 16, from + (i * (kTile / 4) * 4 + half * 2) * u32(f),
+                                   int(in_tile) < left);
+            }
+    }
+
+    __device__ __forceinline__ static void clear(Stage& stage, int in_tile, int lane) {
+        ptx::store_16(stage.numbers[lane / 16][in_tile] + lane % 16 * 16, {0, 0, 0, 0});
+    }
+
+    struct Row {
+        Bf16::Eight gate, up;
+        u32 table;
+
+        __device__ __forceinline__ Row(const Stage& stage, const Table& sigmoids, int in_tile, int chunk) {
+            gate = Bf16::load_shared(stage.numbers[0][in_tile] + chunk * 16);
+            up = Bf16::load_shared(stage.numbers[1][in_tile] + chunk * 16);
+            table = sigmoids.base();
+        }
+
+        __device__ __forceinline__ void two(int i, GateTerms (&of)[2], float (&number)[2]) const {
+            float s[2];
+            SigmoidTable::two(table, gate.word[i], s);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                of[k] = gate_terms(Bf16::value(gate, 2 * i + k), s[k]);
+                number[k] = Bf16::value(up, 2 * i + k);
+            }
+        }
+    };
+};
+
+/// What is fetched of a tile.
+template <class H>
+struct alignas(16) BackwardStage {
+    typename H::Stage h;
+    u8 da[kTile][kTile * Bf16::kBytes];
+    float weight[kTile];
+    int row_id[kTile];
+
+    /// Makes zeros of rows that do not count; past the last row there are zeros already.
+    __device__ __forceinline__ void clear_padding() {
+#pragma unroll 1
+        for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += BackwardThread::kThreads / 32) {
+            if (row_id[in_tile] >= 0) continue;
+            const int lane = threadIdx.x % 32;
+            H::clear(h, in_tile, lane);
+            ptx::store_8(da[in_tile] + lane * 8, {0, 0});
+            if (lane == 0) weight[in_tile] = 1.0f;  // not negative: padding is +0
+        }
+    }
+
+    /// Starts to fetch the tile at (row, col). What is given for all rows alike is not fetched.
+    __device__ __forceinline__ void fetch(u64 row, int col, const u8* h_codes, const u8* h_scales, const u8* das, const float* weights,
+                                          const int* row_ids, int rows, int f) {
+        const int left = rows - int(row);
+        H::fetch(h, h_codes, h_scales, row, col, left, f);
+        const u32 first = threadIdx.x / 16, chunk = threadIdx.x % 16;
+        const u8* const from = das + (row * f + col) * Bf16::kBytes + (first * f * 2 + chunk * 16);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 in_tile = i * (kTile / 4) + first;
+            ptx::copy_16_async(da[in_tile] + chunk * 16, from + i * (kTile / 4) * 2 * u32(f), int(in_tile) < left);
+        }
+        if (threadIdx.x < kTile) {
+            const bool present = int(threadIdx.x) < left;
+            if (weights != nullptr) ptx::copy_4_async(weight + threadIdx.x, weights + row + threadIdx.x, present);
+            if (row_ids != nullptr) ptx::copy_4_async(row_id + threadIdx.x, row_ids + row + threadIdx.x, present);
+        }
+    }
+};
+
+/// Memory where each thread keeps a row's numbers.
+struct SpareRow {
+    float4 half[2][BackwardThread::kThreads];
+
+    __device__ __forceinline__ void keep(const float (&v)[8]) {
+        half[0][threadIdx.x] = {v[0], v[1], v[2], v[3]};
+        half[1][threadIdx.x] = {v[4], v[5], v[6], v[7]};
+    }
+
+    __device__ __forceinline__ void take(float (&v)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float4 four = half[i][threadIdx.x];
+            v[4 * i] = four.x;
+            v[4 * i + 1] = four.y;
+            v[4 * i + 2] = four.z;
+            v[4 * i + 3] = four.w;
+        }
+    }
+};
+
+template <class H>
+struct alignas(128) BackwardShared {
+    /// Maxima, then codes.
+    union Matrix {
+        ColumnMaxima<kBackwardCols> maxima;
+        ColumnTile tile;
+    };
+
+    typename H::Table table;  // first, as SigmoidTable wants
+    BackwardStage<H> stage;
+    Matrix own[H::kRooms];
+    SpareRow a[H::kSpareRows];
+    float inverse[kMatrices][kTile];  // in the order of the maxima
+    u32 total[3];
+
+    __device__ __forceinline__ Matrix& matrix(int m) { return m < H::kRooms ? own[m] : *reinterpret_cast<Matrix*>(H::room(table)); }
+};
+
+/// Sums four values over 16 neighbouring lanes by the tree of neighbours; lane l gets value l % 2 · 2 + l / 2 % 2.
+__device__ __forceinline__ float sum_of_four(float (&v)[4], int lane) {
+#pragma unroll
+    for (int half = 2, far = 1; half >= 1; half /= 2, far *= 2) {
+        const bool upper = lane & far;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float sent = upper ? v[i] : v[i + half];
+            v[i] = __fadd_rn(upper ? v[i + half] : v[i], __shfl_xor_sync(kAllLanes, sent, far));
+        }
+    }
+    v[0] = __fadd_rn(v[0], __shfl_xor_sync(kAllLanes, v[0], 4));
+    return __fadd_rn(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));
 }
 
-constexpr int kBackwardWarps = 8;
+template <class H, int kRule>
+__global__ void __launch_bounds__(BackwardThread::kThreads, 1)
+    swiglu_backward(const u8* __restrict__ h, const u8* __restrict__ h_scales, const u8* __restrict__ da,
+                    const float* __restrict__ weight, u8* __restrict__ dh_codes,
+                    typename ScaleType<kRule>::Stored* __restrict__ dh_scales, u8* __restrict__ dh_col_codes,
+                    typename ScaleType<kRule>::Stored* __restrict__ dh_col_scales, u8* __restrict__ a_codes,
+                    typename ScaleType<kRule>::Stored* __restrict__ a_scales, float* __restrict__ parts, u64* dh_counts,
+                    u64* a_counts, const int* __restrict__ row_id, int rows, int f, int capacity, Divider by_across) {
+    using E = E4m3;
+    extern __shared__ __align__(1024) u8 raw[];
+    BackwardShared<H>& shared = *reinterpret_cast<BackwardShared<H>*>(raw);
+    const BackwardThread me;
+    const int lane = me.lane, chunk = me.of_row;
+    const u32 across = u32(f) / kTile, down = u32(capacity) / kTile, tiles = across * down;
+    Tally of_dh, of_a;
+    const auto fetch = [&](u32 index) {
+        if (index >= tiles) return;
+        const StripTile at(index, by_across, across);
+        shared.stage.fetch(at.row(), at.col(), h, h_scales, da, weight, row_id, rows, f);
+    };
+    fetch(blockIdx.x);
+    if (weight == nullptr && threadIdx.x < kTile) shared.stage.weight[threadIdx.x] = 1.0f;
+    shared.table.fill();
 
-template <class E, int kRule>
-__global__ void __launch_bounds__(kBackwardWarps * 32, 3)
-    swiglu_backward_rows(const u8* __restrict__ h_codes, const u8* __restrict__ h_scales, const u8* __restrict__ da,
-                         const float* __restrict__ weight, u8* __restrict__ dh_codes,
-                         typename ScaleType<kRule>::Stored* __restrict__ dh_scales, float* __restrict__ dweight, u64* counts,
-                         const int* __restrict__ row_id, int rows, int f) {
-    __shared__ float2 terms[kBackwardWarps][kChunkCols];  // silu(g)·u and da
-    __shared__ u32 total[3];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int blocks = f / E::kBlock, h_blocks = f / E2m1::kBlock;  // of one half
-    Tally tally;
-    for (int row = blockIdx.x * kBackwardWarps + warp; row < rows; row += gridDim.x * kBackwardWarps) {
-        const bool counted = row_id == nullptr || __ldg(row_id + row) >= 0;
-        const float w = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
-        float sum = 0.0f;  // of lane % 16
-        for (int first = 0; first < f; first += kChunkCols) {
-            const int col = first + lane * 8;
-            const bool here = counted && col < f;
-            u32 gate_codes = 0, up_codes = 0, gate_scale = 0, up_scale = 0;
-            if (here) {
-                const u8* codes = h_codes + u64(row) * f + col / 2;
-                gate_codes = __ldg(reinterpret_cast<const u32*>(codes));
-                up_codes = __ldg(reinterpret_cast<const u32*>(codes + f / 2));
-                const u8* scales = h_scales + u64(row) * 2 * h_blocks + col / E2m1::kBlock;
-                gate_scale = __ldg(scales);
-                up_scale = __ldg(scales + h_blocks);
-            }
-            const Bf16::Eight d = Bf16::load<true>(da + (u64(row) * f + col) * 2, here ? 8 : 0);
-            const float gate_unit = e8m0_decode(gate_scale), up_unit = e8m0_decode(up_scale);
-            F32::Eight out[2];
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const StripTile at(index, by_across, across);
+        const int my_row = int(at.strip) * kTile + me.row, first_col = at.col();
+        const BackwardStage<H>& stage = shared.stage;
+        ptx::copies_wait();
+        // The tile is there, the table is filled, the codes of the last tile are stored.
+        __syncthreads();
+        if (row_id != nullptr && __syncthreads_or(threadIdx.x < kTile && stage.row_id[threadIdx.x] < 0)) {
+            shared.stage.clear_padding();
+            __syncthreads();
+        }
+
+        StripValues<kBackwardCols> value[kMatrices];
+        float row_largest[2 * kThreadRows], terms[kThreadRows], a_largest[kBackwardCols] = {};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float gate = __fmul_rn(E2m1::decode(gate_codes >> (4 * i)), gate_unit);
-                const float up = __fmul_rn(E2m1::decode(up_codes >> (4 * i)), up_unit);
-                const float incoming = Bf16::value(d, i);
-                const SwigluGrad grad = swiglu_grad(gate, up, incoming, w);
-                out[0].number[i] = grad.gate;
-                out[1].number[i] = grad.up;
-                terms[warp][lane * 8 + i] = {grad.silu_up, incoming};
-            }
-            u32 amax[2];
-            F32::row_maxima<E::kBlock / 8>(out, amax);
+        for (int r = 0; r < kThreadRows; ++r) {
+            const typename H::Row row(stage.h, shared.table, me.row + r, chunk);
+            const Bf16::Eight incoming = Bf16::load_shared(stage.da[me.row + r] + chunk * 16);
+            const float w = stage.weight[me.row + r];
+            float silu_up[8], das[8];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const auto scale = block_scale<E, kRule>(amax[i]);
-                auto codes = E::template encode<rule_exceeds(kRule)>(out[i], scale.inverse);
-                if (scale.is_nan()) codes = E::zeros();
-                store_codes<E, true>(dh_codes + u64(row) * 2 * f + i * f + col, f - col, codes);
-                if (lane % 16 == 0 && col < f) dh_scales[(u64(row) * 2 + i) * blocks + col / E::kBlock] = scale.stored;
-                tally.non_zero += __fmul_rn(__uint_as_float(amax[i]), scale.inverse) > E::kLargestToZero;
-                tally.non_finite += scale.is_nan();
+            for (int i = 0; i < 4; ++i) {
+                GateTerms gate[2];
+                float up[2];
+                row.two(i, gate, up);
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const int c = 2 * i + k;
+                    das[c] = Bf16::value(incoming, c);
+                    const SwigluGrad grad = swiglu_grad(gate[k], up[k], das[c], w);
+                    value[0][r][c] = grad.gate;
+                    value[1][r][c] = grad.up;
+                    value[2][r][c] = grad.a;
+                    silu_up[c] = grad.silu_up;
+                    a_largest[c] = ptx::max_magnitude(a_largest[c], grad.a);
+                }
             }
-            __syncwarp();
-            const int steps = min(kChunkCols, f - first) / 16;
-            for (int step = 0; step < steps; ++step) {
-                const float2 term = terms[warp][step * 16 + lane % 16];
-                sum = __fmaf_rn(term.x, term.y, sum);
-            }
-            __syncwarp();
+            if (r < H::kSpareRows) shared.a[r].keep(value[2][r]);
+            terms[r] = dot_of_neighbours(silu_up, das);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) row_largest[2 * r + m] = largest_magnitude<8>(value[m][r]);
         }
 #pragma unroll
-        for (int far = 8; far >= 1; far /= 2) sum = __fadd_rn(sum, __shfl_down_sync(kAllLanes, sum, far));
-        if (lane == 0) dweight[row] = counted ? sum : 0.0f;
+        for (int m = 0; m < 2; ++m) shared.matrix(m).maxima.write(me, value[m]);
+        shared.matrix(2).maxima.write(me, a_largest);
+        const float part = sum_of_four(terms, lane);
+        const int part_row = my_row + lane % 2 * 2 + lane / 2 % 2;
+        if (chunk < kThreadRows && part_row < rows) parts[u64(at.panel) * rows + part_row] = part;
+        // Value 2r is dg's of row r, 2r + 1 du's.
+        const float row_amax = largest_of_lanes<BackwardThread::kLanes>(row_largest, lane);
+        const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
+        const int scale_row = my_row + chunk / 2;
+        if (chunk < 2 * kThreadRows) {
+            if (scale_row < rows) dh_scales[(u64(scale_row) * 2 + chunk % 2) * across + at.panel] = row_scale.stored;
+            of_dh.non_zero += __fmul_rn(row_amax, row_scale.inverse) > E::kLargestToZero;
+            of_dh.non_finite += row_scale.is_nan();
+        }
+        __syncthreads();
+
+        // Nobody reads the tile any more.
+        fetch(index + gridDim.x);
+        bool col_nan = false;
+        if (threadIdx.x < kMatrices * kTile) {
+            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = ColumnMaxima<kBackwardCols>::column_at(place);
+            const float amax = shared.matrix(m).maxima.at(place);
+            const auto scale = block_scale<E, kRule>(__float_as_uint(amax));
+            shared.inverse[m][place] = scale.inverse;
+            col_nan = scale.is_nan();
+            const u64 to = u64(u32(first_col + col + (m == 1 ? f : 0))) * down + at.strip;
+            (m == 2 ? a_scales : dh_col_scales)[to] = scale.stored;
+            if (m == 2) {
+                of_a.non_zero += __fmul_rn(amax, scale.inverse) > E::kLargestToZero;
+                of_a.non_finite += scale.is_nan();
+            }
+        }
+        // Rows meanwhile.
+        u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + chunk * 8);
+#pragma unroll
+        for (int r = 0; r < kThreadRows; ++r)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | (2 * r + m));
+                if (my_row + r < rows) store_row_codes(row_codes + u32(r * 2 + m) * u32(f), value[m][r], inverse);
+            }
+        if (__any_sync(kAllLanes, row_scale.is_nan())) {  // rare
+#pragma unroll 1
+            for (int i = 0; i < 2 * kThreadRows; ++i) {
+                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i);
+                if (__float_as_uint(inverse) == kNanBits && my_row + i / 2 < rows) store_row_zeros<kBackwardCols>(row_codes + u32(i) * u32(f));
+            }
+        }
+        col_nan = __syncthreads_or(col_nan);
+#pragma unroll
+        for (int r = 0; r < H::kSpareRows; ++r) shared.a[r].take(value[2][r]);
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) turn_values<kBackwardCols>(shared.matrix(m).tile, me, value[m], shared.inverse[m]);
+        __syncthreads();
+        if (col_nan) {
+#pragma unroll 1
+            for (int m = 0; m < kMatrices; ++m) clear_nan_columns<kBackwardCols>(shared.matrix(m).tile, shared.inverse[m]);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) {
+            u8* const line = (m == 2 ? a_codes : dh_col_codes) + u64(u32(first_col + (m == 1 ? f : 0))) * capacity + u32(at.strip) * kTile;
+            shared.matrix(m).tile.template store_whole<BackwardThread::kThreads>(line, capacity);
+        }
     }
-    tally.flush(counts, total, E::kBlock / 8);
-}
-
-constexpr int kBackwardCols = 64;
-
-template <class E, int kRule>
-__global__ void __launch_bounds__(256, 2)
-    swiglu_backward_cols(const u8* __restrict__ h_codes, const u8* __restrict__ h_scales, const u8* __restrict__ da,
-                         const float* __restrict__ weight, u8* __restrict__ dh_codes,
-                         typename ScaleType<kRule>::Stored* __restrict__ dh_scales, u8* __restrict__ a_codes,
-                         typename ScaleType<kRule>::Stored* __restrict__ a_scales, u64* counts, const int* __restrict__ row_id,
-                         int rows, int f, int capacity) {
-    __shared__ ColumnTile dh_tile;                 // dg in columns 0 to 63, du in the others
-    __shared__ ColumnTile a_tile;                  // a in columns 0 to 63
-    __shared__ u32 maxima[8][3 * kBackwardCols];   // of each warp's rows: dg, du, a
-    __shared__ float inverse[3 * kBackwardCols];
-    __shared__ u32 total[3];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int octet = warp * 2 + lane / 16;
-    const int first_row = blockIdx.y * kTile, first_col = blockIdx.x * kBackwardCols;
-    const int my_row = first_row + octet * 8, my_col = first_col + lane % 16 * 4;
-    const int h_blocks = f / E2m1::kBlock;
-    const u32 counted = rows_that_count(row_id, my_row, rows);
-    Tally tally;
-
-    u32 gate_codes[8], up_codes[8], scales[8];
-    uint2 incoming[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const bool here = counted >> j & 1;
-        const u64 row = my_row + j;
-        gate_codes[j] = up_codes[j] = scales[j] = 0;
-        incoming[j] = {0, 0};
-        if (here) {
-            const u8* codes = h_codes + row * f + my_col / 2;
-            gate_codes[j] = __ldg(reinterpret_cast<const u16*>(codes));
-            up_codes[j] = __ldg(reinterpret_cast<const u16*>(codes + f / 2));
-            const u8* scale = h_scales + row * 2 * h_blocks + my_col / E2m1::kBlock;
-            scales[j] = __ldg(scale) | u32(__ldg(scale + h_blocks)) << 8;
-            incoming[j] = ptx::load_8(da + (row * f + my_col) * 2);
-        }
-    }
-    float out[3][4][8];
-    u32 largest[3][4] = {};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float w = weight != nullptr && counted >> j & 1 ? __ldg(weight + my_row + j) : 1.0f;
-        const float gate_unit = e8m0_decode(scales[j] & 0xFF), up_unit = e8m0_decode(scales[j] >> 8);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float gate = __fmul_rn(E2m1::decode(gate_codes[j] >> (4 * c)), gate_unit);
-            const float up = __fmul_rn(E2m1::decode(up_codes[j] >> (4 * c)), up_unit);
-            const u32 pair = c < 2 ? incoming[j].x : incoming[j].y;
-            const SwigluGrad grad = swiglu_grad(gate, up, __uint_as_float(c % 2 ? pair & 0xFFFF0000 : pair << 16), w);
-            out[0][c][j] = grad.gate;
-            out[1][c][j] = grad.up;
-            out[2][c][j] = grad.a;
-#pragma unroll
-            for (int m = 0; m < 3; ++m) largest[m][c] = F32::larger(largest[m][c], __float_as_uint(out[m][c][j]) & 0x7FFFFFFF);
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < 3; ++m)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const u32 both = F32::larger(largest[m][c], __shfl_xor_sync(kAllLanes, largest[m][c], 16));
-            if (lane < 16) maxima[warp][m * kBackwardCols + lane * 4 + c] = both;
-        }
+    of_dh.flush(dh_counts, shared.total);
     __syncthreads();
-    if (threadIdx.x < 3 * kBackwardCols) {
-        u32 amax = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) amax = F32::larger(amax, maxima[i][threadIdx.x]);
-        const auto scale = block_scale<E, kRule>(amax);
-        inverse[threadIdx.x] = scale.inverse;
-        const int m = threadIdx.x / kBackwardCols;
-        const u64 line = first_col + threadIdx.x % kBackwardCols + (m == 1 ? f : 0);
-        (m == 2 ? a_scales : dh_scales)[line * (capacity / kTile) + blockIdx.y] = scale.stored;
-        if (m == 2) {
-            tally.non_zero += __fmul_rn(__uint_as_float(amax), scale.inverse) > E::kLargestToZero;
-            tally.non_finite += scale.is_nan();
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < 3; ++m) {
-        const int in_tile = lane % 16 * 4 + (m == 1 ? kBackwardCols : 0);
-        u8* const place = (m == 2 ? a_tile : dh_tile).place(in_tile / 8 * 8, octet) + in_tile % 8 * kTile;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float by = inverse[m * kBackwardCols + lane % 16 * 4 + c];
-            u16 two[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) two[j] = E::pair(__fmul_rn(out[m][c][2 * j], by), __fmul_rn(out[m][c][2 * j + 1], by));
-            uint2 codes = {ptx::pack_u16(two[0], two[1]), ptx::pack_u16(two[2], two[3])};
-            if (__float_as_uint(by) == kNanBits) codes = {0, 0};
-            ptx::store_8(place + c * kTile, codes);
-        }
-    }
-    __syncthreads();
-    u8* const gate_line = dh_codes + u64(first_col) * capacity + first_row;
-    dh_tile.store<256>(gate_line, kBackwardCols, gate_line + u64(f) * capacity, kBackwardCols, capacity);
-    u8* const a_line = a_codes + u64(first_col) * capacity + first_row;
-    a_tile.store<256>(a_line, kBackwardCols, a_line, 0, capacity);
-    tally.flush(counts, total);
+    of_a.flush(a_counts, shared.total);
 }
 
 }  // namespace nib

@@ -4,8 +4,8 @@
 
 namespace nib {
 
-/// ln x for x >= 1, infinity and NaN.
-__device__ __forceinline__ float log_of_at_least_one(float x) {
+/// ln x for a positive normal x; infinity and NaN as they are.
+__device__ __forceinline__ float log_of_normal(float x) {
     constexpr int kSqrtHalfBits = 0x3F3504F3;
     // x = m * 2^k with m in [sqrt(1/2), sqrt(2))
     const int bits = __float_as_int(x);

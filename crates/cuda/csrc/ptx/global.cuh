@@ -20,28 +20,44 @@ __device__ __forceinline__ uint2 load_8(const void* from) {
     return v;
 }
 
+/// 16 bytes, or `otherwise` in each word if not `present`, and then `from` is not read. Volatile: a loop that loads a batch
+/// before it stores the batch stays so.
+__device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 otherwise) {
+    uint4 v = {otherwise, otherwise, otherwise, otherwise};
+    asm volatile(
+        "{\n"
+        ".reg .pred present;\n"
+        "setp.ne.b32 present, %5, 0;\n"
+        "@present ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(int(present)));
+    return v;
+}
+
 /// 16 bytes to shared memory, in the background; zeros if not `present`, and then `from` is not read. 16-byte aligned.
 __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
 }
 
-/// 4 bytes to shared memory, in the background. 4-byte aligned.
-__device__ __forceinline__ void copy_4_async(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+/// 4 bytes; zeros if not `present`, and then `from` is not read. 4-byte aligned.
+__device__ __forceinline__ void copy_4_async(void* to, const void* from, bool present) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0)
+                 : "memory");
 }
 
-/// Waits for this thread's copies; a barrier makes those of the others visible.
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-/// Makes one batch of this thread's copies so far.
+/// Ends a group of this thread's copies.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits for all of this thread's batches but the latest kPending.
+/// Waits until at most `kPending` of this thread's groups are under way; a barrier makes the copies of the others visible.
 template <int kPending>
 __device__ __forceinline__ void copies_wait_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+/// Waits for this thread's copies; a barrier makes those of the others visible.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }

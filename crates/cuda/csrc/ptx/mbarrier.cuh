@@ -44,6 +44,21 @@ __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank
         : "memory");
 }
 
+/// Whether the phase of this parity has ended; does not wait.
+__device__ __forceinline__ bool barrier_passed(Barrier& barrier, u32 parity) {
+    u32 passed;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(passed)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    return passed != 0;
+}
+
 /// Waits until the phase of this parity has ended. try_wait sleeps in hardware, so the loop rarely turns.
 __device__ __forceinline__ void barrier_wait(Barrier& barrier, u32 parity) {
     asm volatile(

@@ -11,6 +11,74 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
+/// max(min(a + b, limit), 0) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+__device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
+    u32 clamped;
+    asm("{\n"
+        ".reg .b32 sum;\n"
+        "add.s16x2 sum, %1, %2;\n"
+        "min.relu.s16x2 %0, sum, %3;\n"
+        "}"
+        : "=r"(clamped)
+        : "r"(a), "r"(b), "r"(limit));
+    return clamped;
+}
+
+/// min(a + b, c) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+__device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
+    u32 smaller;
+    asm("{\n"
+        ".reg .b32 sum;\n"
+        "add.s16x2 sum, %1, %2;\n"
+        "min.s16x2 %0, sum, %3;\n"
+        "}"
+        : "=r"(smaller)
+        : "r"(a), "r"(b), "r"(c));
+    return smaller;
+}
+
+/// a · b + c of two BF16 pairs, rounded once, to nearest even; subnormals are kept.
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+/// The larger of |a| and |b|; NaN if either is.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+    float larger;
+    asm("{\n"
+        ".reg .f32 x, y;\n"
+        "abs.f32 x, %1;\n"
+        "abs.f32 y, %2;\n"
+        "max.NaN.f32 %0, x, y;\n"
+        "}"
+        : "=f"(larger)
+        : "f"(a), "f"(b));
+    return larger;
+}
+
+/// The smaller of both unsigned 16-bit halves.
+__device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
+    u32 smaller;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
+}
+
+/// a * b + c, one instruction.
+__device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+/// x, with the magnitude of `limit`, a positive number, if it exceeds that.
+__device__ __forceinline__ float clamp_magnitude(float x, float limit) {
+    float clamped;
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
+    return clamped;
+}
+
 /// Two F32 to F16, nearest-even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;
@@ -51,6 +119,20 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     u32 wide;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
     return wide;
+}
+
+/// Two F16 to F32, exactly; the lower half first.
+__device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
+    float2 two;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(two.x), "=f"(two.y)
+        : "r"(pair));
+    return two;
 }
 
 /// Two 16-bit numbers in one register.

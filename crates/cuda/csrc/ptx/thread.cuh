@@ -25,6 +25,12 @@ __device__ __forceinline__ void cluster_sync() {
         "barrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
+/// A barrier of `kThreads` threads of the cta, by number; 0 is that of `__syncthreads`.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 /// Hands registers back. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
 /// must carry __launch_bounds__(threads, 1): otherwise ptxas ignores it (warning C7508).
 template <u32 kRegisters>

@@ -36,6 +36,21 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile
                  : "memory");
 }
 
+/// `bytes` from shared memory, added as F32 to what lies at `to`, one addition an element, nearest-even (subnormals flushed).
+/// Both 16-byte aligned, and so is the length; fenced and committed as a store.
+__device__ __forceinline__ void bulk_add_f32(float* to, const void* from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+/// `bytes` from shared memory; likewise.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 /// Waits until at most `kPending` of this thread's committed stores still read shared memory.

@@ -1,4 +1,4 @@
-// wgmma: the warpgroup's matrix product, FP8 operands in shared memory, F32 accumulators in registers.
+// wgmma: the warpgroup's matrix product, operands in shared memory, F32 accumulators in registers.
 //
 // Accumulators of m64nN: warp w of the warpgroup holds rows 16w..16w+15. Lane l holds, for each 8 columns j,
 // d[4j], d[4j+1] at row l/4, columns 8j + 2(l%4) + {0, 1}, and d[4j+2], d[4j+3] at row l/4 + 8.
@@ -23,6 +23,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 low) {
     return kSwizzle128 | kAtomStride | u64(low);
 }
 
+/// Descriptor's low half for a BF16 operand that lies with the contraction down the rows: boxes of 128 bytes (64 elements) by as many
+/// rows as the stage is deep, as TMA writes them. Eight rows are an atom; the next 64 elements lie `box_bytes` further.
+__device__ __forceinline__ u32 wgmma_descriptor_low_transposed(u32 tile_address, u32 box_bytes) {
+    return (box_bytes >> 4) << 16 | (tile_address >> 4);
+}
+
 /// Orders register and shared-memory accesses before the first wgmma of a batch.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -37,6 +43,12 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 
 /// Waits for all committed batches of this warp.
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+/// Waits until at most `kPending` committed batches of this warp are still at work.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_until() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 /// d = A·Bᵀ (+ d where `accumulate`), E4M3 x E4M3, 64 x 128 x 32.
 __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate) {
@@ -64,6 +76,35 @@ __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "l"(a), "l"(b), "r"(int(accumulate)));
+}
+
+/// d = A·Bᵀ (+ d where `accumulate`), BF16 x BF16, 64 x 128 x 16; kTransposed: both operands with the contraction down the rows.
+template <bool kTransposed>
+__device__ __forceinline__ void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64 b, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred keep;\n"
+        "setp.ne.b32 keep, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, keep, 1, 1, %67, %67;\n"
+        "}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(int(accumulate)), "n"(kTransposed ? 1 : 0));
 }
 
 }  // namespace nib::ptx

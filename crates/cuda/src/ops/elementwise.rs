@@ -1,21 +1,155 @@
-//! `cast`, `transpose` on a GPU.
+//! `cast`, `transpose` on a GPU (`csrc/kernels/{cast,transpose}.cuh`).
 
 use super::Instance;
+use super::permute::type_name;
 use crate::Cuda;
+use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, Launch};
+use half::bf16;
 use nibble_core::ops::{Cast, Transpose};
-use nibble_core::{Error, Result, Tensor};
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
-/// See [`Cast`].
-pub(crate) fn cast(_cuda: &Cuda, _op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    Err(Error::Device { call: "cast".to_owned(), why: "no kernel yet".to_owned() })
+const THREADS: u32 = 256;
+/// Numbers a cta casts.
+const CAST_PER_CTA: usize = 4096;
+/// Units of 16 bytes along a side of a transposed tile.
+const TILE_UNITS: usize = 16;
+/// Their size.
+const UNIT: usize = 16;
+
+/// See [`Cast`]. A cast to the type it has shares the buffer.
+pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    let device = cuda.device();
+    let data = match (&op.x.data, op.dtype) {
+        (Data::F32(x), DType::Bf16) => Data::Bf16(cast_values::<f32, bf16>(device, x.get(), DType::Bf16)?),
+        (Data::Bf16(x), DType::F32) => Data::F32(cast_values::<bf16, f32>(device, x.get(), DType::F32)?),
+        (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
+    };
+    Tensor::new(data, op.x.rows, op.x.cols)
+}
+
+fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
+    let out = device.alloc::<U>(x.len())?;
+    if x.is_empty() {
+        return Ok(Buf::new(out));
+    }
+    let ctas = u32::try_from(x.len().div_ceil(CAST_PER_CTA))
+        .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&cast_spec(to))?;
+    // SAFETY: both buffers have `len` values of the types of the instance.
+    unsafe { kernel.launch(launch, &[x, &out, &(x.len() as u64)]) }?;
+    Ok(Buf::new(out))
+}
+
+fn cast_spec(to: DType) -> KernelSpec {
+    let from = match to {
+        DType::F32 => DType::Bf16,
+        DType::Bf16 => DType::F32,
+    };
+    KernelSpec {
+        source: "kernels/cast.cuh",
+        name: "nib::cast",
+        args: vec![("From", TemplateArg::Type(type_name(from))), ("To", TemplateArg::Type(type_name(to)))],
+    }
+}
+
+/// How [`Transpose`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Turn {
+    dtype: DType,
+    /// Rows and columns of each matrix.
+    n: usize,
+    k: usize,
+    stack: usize,
+    /// Whether rows of both sides are multiples of 16 bytes.
+    aligned: bool,
+}
+
+impl Turn {
+    fn choose(dtype: DType, stack: usize, n: usize, k: usize) -> Self {
+        let unit = UNIT / dtype.size_bytes();
+        Self { dtype, n, k, stack, aligned: n.is_multiple_of(unit) && k.is_multiple_of(unit) }
+    }
+
+    /// Tiles down and along.
+    fn tiles(&self) -> (usize, usize) {
+        let tile = TILE_UNITS * UNIT / self.dtype.size_bytes();
+        (self.n.div_ceil(tile), self.k.div_ceil(tile))
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/transpose.cuh",
+            name: "nib::transpose",
+            args: vec![
+                ("T", TemplateArg::Type(type_name(self.dtype))),
+                ("kAligned", TemplateArg::Bool(self.aligned)),
+            ],
+        }
+    }
+
+    fn run<T: Plain>(&self, device: &Device, x: &Buffer<T>) -> Result<Buf<T>> {
+        let out = device.alloc::<T>(x.len())?;
+        if x.is_empty() {
+            return Ok(Buf::new(out));
+        }
+        let (tiles_n, tiles_k) = self.tiles();
+        let too_many = || {
+            let got = format!("{} matrices of {} x {}", self.stack, self.n, self.k);
+            Error::shape("transpose", "x", got, "sides and tiles below 2^31")
+        };
+        let ctas = self.stack.checked_mul(tiles_n).and_then(|rows| rows.checked_mul(tiles_k));
+        let limit = i32::MAX as usize;
+        let ctas = ctas.filter(|&ctas| ctas.max(self.n).max(self.k) <= limit - 128).ok_or_else(too_many)?;
+        let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
+        let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
+        let kernel = device.kernel(&self.spec())?;
+        // SAFETY: both buffers have stack · n · k values of the instance's type, and no cta leaves its tile of one matrix.
+        unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
+        Ok(Buf::new(out))
+    }
 }
 
 /// See [`Transpose`].
-pub(crate) fn transpose(_cuda: &Cuda, _op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    Err(Error::Device { call: "transpose".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    let (n, k) = (op.x.rows / op.stack.max(1), op.x.cols);
+    let turn = Turn::choose(op.x.dtype(), op.stack, n, k);
+    let data = match &op.x.data {
+        Data::F32(x) => Data::F32(turn.run(cuda.device(), x.get())?),
+        Data::Bf16(x) => Data::Bf16(turn.run(cuda.device(), x.get())?),
+    };
+    Tensor::new(data, op.stack * k, n)
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
+    let types = [DType::F32, DType::Bf16];
+    let turns = types
+        .into_iter()
+        .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
+    let specs = types.into_iter().map(cast_spec).chain(turns);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_a_matrix_and_their_instance_is_built() {
+        for (dtype, n, k, tiles, aligned) in [
+            (DType::Bf16, 128, 96, (1, 1), true),
+            (DType::Bf16, 129, 100, (2, 1), false),
+            (DType::F32, 65, 64, (2, 1), false),
+            (DType::F32, 64, 68, (1, 2), true),
+        ] {
+            let turn = Turn::choose(dtype, 3, n, k);
+            assert_eq!((turn.tiles(), turn.aligned), (tiles, aligned), "{turn:?}");
+            assert!(instances().iter().any(|instance| instance.spec == turn.spec()));
+        }
+    }
 }

@@ -1,12 +1,19 @@
 //! One file an operation, each in three steps: a description, checked; the configuration chosen for it, a pure function that
 //! can be printed and tested without a GPU; the launch.
 
+pub(crate) mod copy_rows;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
+pub(crate) mod gemm;
 pub mod gemm_fp8_block;
+pub(crate) mod grouped_gemm;
+pub mod grouped_product;
+pub(crate) mod grouped_wgrad;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
+mod product;
+pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod route;
 pub(crate) mod swiglu;
@@ -14,7 +21,16 @@ pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
 pub(crate) mod wire;
 
+use crate::Cuda;
+use crate::backend::Buf;
 use crate::jit::KernelSpec;
+use nibble_core::Result;
+use nibble_core::ops::Counts;
+
+/// Counts to add to: all zero.
+pub(crate) fn counts(cuda: &Cuda) -> Result<Counts<Cuda>> {
+    Ok(Counts(Buf::new(cuda.device().counters(3)?)))
+}
 
 /// A kernel instance that an operation may launch.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,6 +45,8 @@ pub struct Instance {
 pub fn instances() -> Vec<Instance> {
     [
         gemm_fp8_block::instances(),
+        grouped_product::instances(),
+        product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),
         transcode::instances(),

@@ -1,32 +1,187 @@
-//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU.
+//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/{permute,gather_scalars,combine}.cuh`).
+//!
+//! Indices are the backend's own, from a plan on the device: nobody waits to look at them. Whatever they hold, kernels read
+//! rows that exist, and write pads for those that do not.
 
 use super::Instance;
+use super::copy_rows::{Order, Reorder};
 use crate::Cuda;
 use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, Launch};
+use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
-use nibble_core::{Error, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
+
+/// Threads of a cta that gathers scalars or combines.
+const THREADS: u32 = 256;
+/// What a thread loads at once, in bytes.
+const UNIT: usize = 16;
 
 /// See [`Permute`].
-pub(crate) fn permute(_cuda: &Cuda, _op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
-    Err(Error::Device { call: "permute".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
+    const OP: &str = "permute";
+    let (source_row, slot_row) = (op.map.source_row.get(), op.map.slot_row.get());
+    let (len, capacity) = (source_row.len(), op.map.groups.capacity);
+    if len != capacity {
+        return Err(Error::shape(OP, "map.source_row.len()", len, format!("{capacity} (the capacity)")));
+    }
+    let order = match slot_row.len() > op.rows.rows() {
+        true => Order::Spread { source_row, slot_row },
+        false => Order::Gather(source_row),
+    };
+    let reorder = Reorder { op: OP, device: cuda.device(), order, rows: capacity };
+    match op.rows {
+        Operand::Plain(x) => reorder.plain(x).map(Operand::Plain),
+        Operand::Block(x) => reorder.blocks(x).map(Operand::Block),
+    }
 }
 
 /// See [`Unpermute`].
-pub(crate) fn unpermute(_cuda: &Cuda, _op: Unpermute<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    Err(Error::Device { call: "unpermute".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    let index = op.map.slot_row.get();
+    let order = Order::Gather(index);
+    Reorder { op: "unpermute", device: cuda.device(), order, rows: index.len() }.plain(op.rows)
+}
+
+/// Ctas for as many threads.
+fn ctas(op: &'static str, threads: usize) -> Result<u32> {
+    if threads > i32::MAX as usize {
+        return Err(Error::shape(op, "units of work", threads, "below 2^31"));
+    }
+    Ok((threads as u32).div_ceil(THREADS))
 }
 
 /// See [`GatherScalars`].
-pub(crate) fn gather_scalars(_cuda: &Cuda, _op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
-    Err(Error::Device { call: "gather_scalars".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
+    const OP: &str = "gather_scalars";
+    let (values, index) = (op.values.get(), op.index.get());
+    let out = cuda.device().alloc::<f32>(index.len())?;
+    if index.is_empty() {
+        return Ok(Buf::new(out));
+    }
+    let launch = Launch { ctas: ctas(OP, index.len())?, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    // No index reaches past 2^31, so a longer buffer is as good as one of that length.
+    let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
+    let kernel = cuda.device().kernel(&gather_spec())?;
+    // SAFETY: `index` and `out` have `len` values; the kernel reads `values` below `num_values` only.
+    unsafe { kernel.launch(launch, &[values, index, &out, &len, &num_values]) }?;
+    Ok(Buf::new(out))
+}
+
+fn gather_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/gather_scalars.cuh", name: "nib::gather_scalars", args: Vec::new() }
+}
+
+/// How [`CombineSlots`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Combine {
+    dtype: DType,
+    /// Columns a thread.
+    count: usize,
+    /// Threads a row.
+    units_per_row: usize,
+    /// Threads in all.
+    units: usize,
+}
+
+impl Combine {
+    /// 16 bytes a thread where rows are multiples of that, else one column.
+    fn choose(dtype: DType, tokens: usize, cols: usize) -> Result<Self> {
+        const OP: &str = "combine_slots";
+        let wide = UNIT / dtype.size_bytes();
+        let count = if cols.is_multiple_of(wide) { wide } else { 1 };
+        let units_per_row = cols / count;
+        let units = tokens.checked_mul(units_per_row).filter(|&units| units <= i32::MAX as usize);
+        let units = units.ok_or_else(|| {
+            Error::shape(
+                OP,
+                "rows",
+                format!("{tokens} tokens of {cols}"),
+                format!("below 2^31 · {count} results"),
+            )
+        })?;
+        Ok(Self { dtype, count, units_per_row, units })
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/combine.cuh",
+            name: "nib::combine_slots",
+            args: vec![
+                ("T", TemplateArg::Type(type_name(self.dtype))),
+                ("kCount", TemplateArg::Int(self.count as i64)),
+            ],
+        }
+    }
+
+    fn run<T: Plain>(&self, device: &Device, rows: &Buffer<T>, top_k: usize) -> Result<Buf<T>> {
+        let out = device.alloc::<T>(self.units * self.count)?;
+        if self.units == 0 {
+            return Ok(Buf::new(out));
+        }
+        let launch = Launch {
+            ctas: ctas("combine_slots", self.units)?,
+            threads: THREADS,
+            cluster: 1,
+            shared_bytes: 0,
+        };
+        let (units, units_per_row) = (self.units as u32, self.units_per_row as u32);
+        // Rows are below 2^31 · 8, and there are as many as top_k at least.
+        let top_k =
+            i32::try_from(top_k).map_err(|_| Error::shape("combine_slots", "top_k", top_k, "below 2^31"))?;
+        let kernel = device.kernel(&self.spec())?;
+        let by_units_per_row = Divider::by(units_per_row);
+        // SAFETY: `rows` has top_k times as many values as `out`, and the kernel writes `units` times `count`.
+        unsafe { kernel.launch(launch, &[rows, &out, &units, &units_per_row, &by_units_per_row, &top_k]) }?;
+        Ok(Buf::new(out))
+    }
+}
+
+/// The device's name of a plain type.
+pub(super) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "nib::F32",
+        DType::Bf16 => "nib::Bf16",
+    }
 }
 
 /// See [`CombineSlots`].
-pub(crate) fn combine_slots(_cuda: &Cuda, _op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    Err(Error::Device { call: "combine_slots".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    let (tokens, cols) = (op.rows.rows / op.top_k.max(1), op.rows.cols);
+    let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
+    let data = match &op.rows.data {
+        Data::F32(rows) => Data::F32(combine.run::<f32>(cuda.device(), rows.get(), op.top_k)?),
+        Data::Bf16(rows) => Data::Bf16(combine.run::<bf16>(cuda.device(), rows.get(), op.top_k)?),
+    };
+    Tensor::new(data, tokens, cols)
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
+    let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
+        [UNIT / dtype.size_bytes(), 1]
+            .map(|count| Combine { dtype, count, units_per_row: 1, units: 1 }.spec())
+    });
+    let specs = std::iter::once(gather_spec()).chain(combine);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).chain(super::copy_rows::instances()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_combines_16_bytes_where_rows_allow_it() {
+        for (dtype, cols, count) in
+            [(DType::Bf16, 7168, 8), (DType::Bf16, 300, 1), (DType::F32, 300, 4), (DType::F32, 33, 1)]
+        {
+            let combine = Combine::choose(dtype, 5, cols).unwrap();
+            assert_eq!((combine.count, combine.units * combine.count), (count, 5 * cols), "{dtype} {cols}");
+            assert!(instances().iter().any(|instance| instance.spec == combine.spec()));
+        }
+        assert_eq!(Combine::choose(DType::F32, 0, 16).unwrap().units, 0);
+        assert!(Combine::choose(DType::F32, 1 << 31, 4).is_err());
+    }
 }

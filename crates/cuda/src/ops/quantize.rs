@@ -1,16 +1,289 @@
-//! `quantize` on a GPU.
+//! `quantize` on a GPU (`csrc/kernels/quantize*.cuh`).
 
-use super::Instance;
-use crate::Cuda;
-use nibble_core::ops::{Emitted, Quantize};
-use nibble_core::{Error, Result};
+mod config;
 
-/// See [`Quantize`].
-pub(crate) fn quantize(_cuda: &Cuda, _op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
-    Err(Error::Device { call: "quantize".to_owned(), why: "no kernel yet".to_owned() })
+pub(super) use config::instances;
+
+use crate::backend::Buf;
+use crate::device::Buffer;
+use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::{Cuda, Device};
+use config::{Desc, Path, SEGMENT_COLS, TRANSFORM_COLS};
+use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
+use std::ffi::c_void;
+
+const OP: &str = "quantize";
+
+/// The device's `PowerRule` (csrc/formats/e8m0.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PowerRule {
+    up: u32,
+    nan_from: u32,
 }
 
-/// The instances built for it.
-pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
+// SAFETY: the value itself.
+unsafe impl KernelArg for PowerRule {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+impl PowerRule {
+    /// For a rule that makes E8M0 scales; what the others get does not matter.
+    fn of(rule: ScaleRule, element: Element) -> Self {
+        const INFINITY: u32 = 0x7F80_0000;
+        const MANTISSA: u32 = 0x7F_FFFF;
+        let up = match rule {
+            ScaleRule::Floor => 0,
+            ScaleRule::Rceil | ScaleRule::Amax => MANTISSA - (element.max().to_bits() & MANTISSA),
+            ScaleRule::Ceil => MANTISSA,
+            ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
+        };
+        Self { up, nan_from: if rule == ScaleRule::Even { INFINITY - up } else { INFINITY } }
+    }
+}
+
+/// A tensor whose planes are yet to be written.
+fn unwritten(
+    device: &Device,
+    codec: Codec,
+    axis: BlockAxis,
+    (rows, cols, stack): (usize, usize, usize),
+) -> Result<BlockScaled<Cuda>> {
+    let format = codec.format();
+    let num_scales = BlockScaled::<Cuda>::num_scales(format, axis, rows, cols, stack);
+    Ok(BlockScaled {
+        format,
+        axis,
+        rule: codec.rule(),
+        rows,
+        cols,
+        stack,
+        codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
+        scales: match codec.rule().kind() {
+            ScaleKind::E8m0 => Scales::E8m0(Buf::new(device.alloc(num_scales)?)),
+            ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
+        },
+        scale_layout: ScaleLayout::RowMajor,
+    })
+}
+
+/// The code and scale planes of a tensor as arguments; nulls for none.
+fn plane_args(x: Option<&BlockScaled<Cuda>>) -> [Box<dyn KernelArg + '_>; 2] {
+    fn arg<T: Plain>(buf: &Buf<T>) -> Box<dyn KernelArg + '_> {
+        Box::new(Some(buf.get()))
+    }
+    match x {
+        Some(x) => {
+            let scales = match &x.scales {
+                Scales::E8m0(scales) => arg(scales),
+                Scales::F32(scales) => arg(scales),
+            };
+            [arg(&x.codes), scales]
+        }
+        None => [Box::new(None::<&Buffer<u8>>), Box::new(None::<&Buffer<u8>>)],
+    }
+}
+
+/// See [`Quantize`].
+pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
+    let device = cuda.device();
+    let desc = Desc::of(&op);
+    desc.check()?;
+    let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
+    let row_axis = if op.planes == Planes::Tiles { BlockAxis::Tile } else { BlockAxis::Row };
+    let rows = match op.planes {
+        Planes::Cols => None,
+        _ => Some(unwritten(device, codec, row_axis, (stack * desc.rows, cols, stack))?),
+    };
+    let cols = match op.planes {
+        Planes::Rows => None,
+        Planes::Tiles => Some(unwritten(device, codec, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        _ => Some(unwritten(device, codec, BlockAxis::Col, (desc.capacity, cols, 1))?),
+    };
+    let counts = super::counts(cuda)?;
+    if op.x.rows != 0 && op.x.cols != 0 {
+        let source = Source::of(device, &op)?;
+        let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
+        match op.hadamard.filter(|_| !desc.is_fused()) {
+            Some(transform) => {
+                let transformed = transform_first(device, &source, &desc, &transform)?;
+                // Padding has become numbers like others; its ids matter to random bits only.
+                let row_id = source.row_id.filter(|_| codec.rounding().is_random());
+                let source = Source { x: &transformed, row_id, every_row: true, ..source };
+                launch(device, &op, &desc.transformed(), &source, &out)?;
+            }
+            None => launch(device, &op, &desc, &source, &out)?,
+        }
+    }
+    let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
+    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts) })
+}
+
+/// The matrix and its groups, as arguments.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    x: &'a dyn KernelArg,
+    row_id: Option<&'a Buffer<i32>>,
+    start: Option<&'a Buffer<i32>>,
+    num_groups: i32,
+    /// Whether rows count whatever their id.
+    every_row: bool,
+}
+
+impl<'a> Source<'a> {
+    /// With lengths held to the shape.
+    fn of(device: &Device, op: &Quantize<'a, Cuda>) -> Result<Self> {
+        fn held<'a, T: Plain>(
+            device: &Device,
+            argument: &'static str,
+            buf: &'a Buf<T>,
+            len: usize,
+        ) -> Result<&'a Buffer<T>> {
+            let buffer = buf.get();
+            if buffer.len() != len {
+                return Err(Error::shape(OP, argument, format!("{} values", buffer.len()), len));
+            }
+            if !buffer.device().is_same(device) {
+                let (got, expected) = (format!("on {:?}", buffer.device()), format!("on {device:?}"));
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+            Ok(buffer)
+        }
+        let len = op.x.rows * op.x.cols;
+        let x: &dyn KernelArg = match &op.x.data {
+            Data::F32(x) => held(device, "x", x, len)?,
+            Data::Bf16(x) => held(device, "x", x, len)?,
+        };
+        let Some(groups) = op.groups else {
+            return Ok(Self { x, row_id: None, start: None, num_groups: 0, every_row: false });
+        };
+        let row_id = Some(held(device, "groups.row_id", &groups.row_id, op.x.rows)?);
+        let start = Some(held(device, "groups.start", &groups.start, groups.num_groups + 1)?);
+        Ok(Self { x, row_id, start, num_groups: groups.num_groups as i32, every_row: false })
+    }
+}
+
+/// What is to be written.
+struct Planned<'a> {
+    rows: Option<&'a BlockScaled<Cuda>>,
+    cols: Option<&'a BlockScaled<Cuda>>,
+    counts: &'a Buffer<u64>,
+}
+
+/// The transform of a matrix as F32, for kernels that do not make it as they read.
+fn transform_first(
+    device: &Device,
+    source: &Source<'_>,
+    desc: &Desc,
+    transform: &Hadamard,
+) -> Result<Buffer<f32>> {
+    let out = device.alloc::<f32>(desc.transformed().rows * desc.cols)?;
+    let (instance, ctas) = desc.transform();
+    let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: instance.shared_bytes };
+    let kernel = device.kernel(&instance.spec)?;
+    let Source { x, row_id, start, num_groups, .. } = *source;
+    let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
+    let hadamard = HadamardArg::new(transform)?;
+    // SAFETY: x and the groups were held to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    unsafe {
+        if desc.planes == Planes::Rows {
+            let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
+            let by_segments = Divider::by(segments);
+            kernel.launch(launch, &[x, &out, &row_id, &rows, &cols, &by_segments, &segments, &hadamard])?;
+        } else {
+            let args: [&dyn KernelArg; 9] =
+                [x, &out, &row_id, &start, &num_groups, &rows, &cols, &out_rows, &hadamard];
+            kernel.launch(launch, &args)?;
+        }
+    }
+    Ok(out)
+}
+
+/// Scratch memory of the column kernels.
+struct Scratch {
+    rows_by_block: Buffer<u8>,
+    cols_by_block: Buffer<u8>,
+    done: Buffer<u32>,
+}
+
+impl Scratch {
+    fn new(device: &Device, desc: &Desc) -> Result<Self> {
+        let (sizes, bytes) = (desc.by_block(), desc.kind().bytes());
+        Ok(Self {
+            rows_by_block: device.alloc(sizes.rows * bytes)?,
+            cols_by_block: device.alloc(sizes.cols * bytes)?,
+            done: device.filled(sizes.done, 0)?,
+        })
+    }
+}
+
+fn launch(
+    device: &Device,
+    op: &Quantize<'_, Cuda>,
+    desc: &Desc,
+    source: &Source<'_>,
+    out: &Planned<'_>,
+) -> Result<()> {
+    let config = desc.config(device.info().num_sms as usize);
+    let kernel = device.kernel(&config.spec)?;
+    let Source { x, row_id, start, num_groups, .. } = *source;
+    let (every_row, counts) = (i32::from(source.every_row), out.counts);
+    let rule = PowerRule::of(op.codec.rule(), op.codec.element());
+    let rounding = RoundingArg::new(op.codec.rounding(), op.random.as_ref());
+    let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
+    let ([row_codes, row_scales], [col_codes, col_scales]) = (plane_args(out.rows), plane_args(out.cols));
+    let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &*row_scales, &*col_codes, &*col_scales];
+    let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
+    let launch = |args: &[&[&dyn KernelArg]]| {
+        // SAFETY: planes have the lengths that follow from the sizes passed, x and the groups were held to them, and the
+        // planes and counts are new, so that nobody else writes or reads them.
+        unsafe { kernel.launch(config.launch, &args.concat()) }
+    };
+    let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
+    match config.path {
+        Path::Rows => {
+            let (rows, cols) = desc.row_shape();
+            let segments = cols.div_ceil(SEGMENT_COLS) as u32;
+            let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
+            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
+            launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
+        }
+        Path::Cols { band } => {
+            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
+            let scratch: [&dyn KernelArg; 3] =
+                [&scratch.rows_by_block, &scratch.cols_by_block, &scratch.done];
+            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding]])
+        }
+        Path::HadamardCols { band } => {
+            let (band, scratch) = (band as i32, Scratch::new(device, desc)?);
+            let planes: [&dyn KernelArg; 3] = [x, &*col_codes, &*col_scales];
+            let scratch: [&dyn KernelArg; 2] = [&scratch.cols_by_block, &scratch.done];
+            let transform: [&dyn KernelArg; 3] = [&hadamard, &start, &num_groups];
+            launch(&[&planes, &sizes, &scratch, &[&band, &rule, &rounding], &transform])
+        }
+        Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
+        Path::Any => {
+            let form = match desc.planes {
+                Planes::Rows => 1,
+                Planes::Cols => 2,
+                Planes::Both => 3,
+                Planes::Tiles => 4,
+            };
+            let policy = match op.codec.rounding() {
+                Rounding::NearestEven => 0,
+                Rounding::NearestAway => 1,
+                Rounding::Stochastic => 2,
+                Rounding::Dither { .. } => 3,
+            };
+            let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
+            launch(&[&planes, &sizes, &[&form, &is_f32, &policy, &every_row], &[&rule, &rounding]])
+        }
+    }
 }

@@ -1,16 +1,396 @@
-//! `swiglu` on a GPU.
+//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows (`csrc/kernels/swiglu.cuh`), one to rows and columns
+//! (`csrc/kernels/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu_plain.cuh`), which
+//! [`Quantize`] takes.
 
 use super::Instance;
 use crate::Cuda;
-use nibble_core::ops::{Swiglu, SwigluOut};
-use nibble_core::{Error, Result};
+use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Counts, Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+
+const OP: &str = "swiglu";
 
 /// See [`Swiglu`].
-pub(crate) fn swiglu(_cuda: &Cuda, _op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
-    Err(Error::Device { call: "swiglu".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+    let num_sms = cuda.device().info().num_sms;
+    if let Some(rows) = Rows::choose(&op, num_sms) {
+        return rows.run(cuda, &op);
+    }
+    match RowsCols::choose(&op, num_sms) {
+        Some(both) => both.run(cuda, &op),
+        None => by_way_of_plain(cuda, &op),
+    }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
+    let of_rule = |rule| {
+        let rows = [false, true].map(|save_h| (rows_spec(rule, save_h), 0));
+        rows.into_iter().chain([(rows_cols_spec(rule), ROWS_COLS_SHARED)])
+    };
+    let all = FUSED_RULES.into_iter().flat_map(of_rule).chain([(plain_spec(), 0)]);
+    all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+}
+
+/// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
+pub(super) const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
+
+/// Whether a codec is E4M3 as such kernels write it.
+pub(super) fn is_fused_e4m3(codec: Codec) -> bool {
+    codec.format() == Format::E4m3
+        && codec.rounding() == Rounding::NearestEven
+        && FUSED_RULES.contains(&codec.rule())
+}
+
+/// The kernels' number of a rule (`csrc/formats/e8m0.cuh`).
+pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
+    TemplateArg::Int(match rule {
+        ScaleRule::Amax => 0,
+        ScaleRule::Floor => 1,
+        ScaleRule::Rceil => 2,
+        ScaleRule::Ceil => 3,
+        ScaleRule::Even => 4,
+    })
+}
+
+/// A plane that a kernel is about to write in full.
+pub(super) fn unwritten(
+    device: &Device,
+    codec: Codec,
+    axis: BlockAxis,
+    rows: usize,
+    cols: usize,
+) -> Result<Unwritten> {
+    let codes = device.alloc(BlockScaled::<Cuda>::code_bytes(codec.format(), axis, rows, cols))?;
+    let num_scales = BlockScaled::<Cuda>::num_scales(codec.format(), axis, rows, cols, 1);
+    let scales = match codec.rule() {
+        ScaleRule::Amax => PlaneScales::F32(device.alloc(num_scales)?),
+        _ => PlaneScales::E8m0(device.alloc(num_scales)?),
+    };
+    Ok(Unwritten { codec, axis, rows, cols, codes, scales })
+}
+
+/// See [`unwritten`].
+pub(super) struct Unwritten {
+    codec: Codec,
+    axis: BlockAxis,
+    rows: usize,
+    cols: usize,
+    pub(super) codes: Buffer<u8>,
+    scales: PlaneScales,
+}
+
+enum PlaneScales {
+    E8m0(Buffer<u8>),
+    F32(Buffer<f32>),
+}
+
+impl Unwritten {
+    /// What a launch takes for the scales.
+    pub(super) fn scales(&self) -> &dyn KernelArg {
+        match &self.scales {
+            PlaneScales::E8m0(scales) => scales,
+            PlaneScales::F32(scales) => scales,
+        }
+    }
+
+    /// After the launch.
+    pub(super) fn written(self) -> BlockScaled<Cuda> {
+        BlockScaled {
+            format: self.codec.format(),
+            axis: self.axis,
+            rule: self.codec.rule(),
+            rows: self.rows,
+            cols: self.cols,
+            stack: 1,
+            codes: Buf::new(self.codes),
+            scales: match self.scales {
+                PlaneScales::E8m0(scales) => Scales::E8m0(Buf::new(scales)),
+                PlaneScales::F32(scales) => Scales::F32(Buf::new(scales)),
+            },
+            scale_layout: ScaleLayout::RowMajor,
+        }
+    }
+}
+
+/// The rows' numbers, null where all rows count.
+pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
+    groups.map(|groups| groups.row_id.get())
+}
+
+/// What a launch takes for a plain matrix, and whether it is BF16.
+pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
+    match &x.data {
+        Data::F32(x) => (x.get(), 0),
+        Data::Bf16(x) => (x.get(), 1),
+    }
+}
+
+/// An unwritten plain matrix; rows without columns and columns without rows are complete.
+pub(super) fn unwritten_plain(
+    device: &Device,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+) -> Result<Tensor<Cuda>> {
+    let data = match dtype {
+        DType::F32 => Data::F32(Buf::new(device.alloc(rows * cols)?)),
+        DType::Bf16 => Data::Bf16(Buf::new(device.alloc(rows * cols)?)),
+    };
+    Tensor::new(data, rows, cols)
+}
+
+/// Sizes that the kernels' arithmetic in 32 bits can take.
+pub(super) fn check_size(op: &'static str, rows: usize, cols: usize) -> Result<()> {
+    // Tasks are counted below 2^31, of eight columns or more.
+    if rows.saturating_mul(cols.div_ceil(8)) >= 1 << 31 {
+        return Err(Error::shape(op, "rows · columns", format!("{rows} · {cols}"), "below 2^34"));
+    }
+    Ok(())
+}
+
+/// In the form asked for, from the plain matrix of [`plain_form`].
+pub(super) fn emit(
+    cuda: &Cuda,
+    x: Tensor<Cuda>,
+    emit: Emit,
+    groups: Option<&Groups<Cuda>>,
+) -> Result<Emitted<Cuda>> {
+    match emit {
+        Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+        Emit::Block { codec, planes } => Quantize { groups, ..Quantize::new(&x, codec, planes) }.run(cuda),
+    }
+}
+
+/// The plain matrix that a form is made from. Quantization sees F32, not what BF16 would leave of it.
+pub(super) fn plain_form(emit: Emit) -> DType {
+    match emit {
+        Emit::Plain(dtype) => dtype,
+        Emit::Block { .. } => DType::F32,
+    }
+}
+
+/// Any form: plain `a`, then what is to be quantized.
+fn by_way_of_plain(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+    let a = emit(cuda, plain(cuda.device(), op, plain_form(op.a))?, op.a, op.groups)?;
+    Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+}
+
+/// h as the backward pass will want it.
+fn saved_h(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<Option<BlockScaled<Cuda>>> {
+    let save = |codec| {
+        let saved = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) }.run(cuda)?;
+        Ok(saved.take_rows(OP)?.block(OP)?.clone())
+    };
+    op.save_h.map(save).transpose()
+}
+
+const PLAIN_THREADS: usize = 256;
+
+fn plain_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/swiglu_plain.cuh", name: "nib::swiglu_plain", args: vec![] }
+}
+
+/// `a` as a plain matrix.
+fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<Cuda>> {
+    let (rows, f) = (op.h.rows, op.h.cols / 2);
+    let a = unwritten_plain(device, dtype, rows, f)?;
+    if rows == 0 || f == 0 {
+        return Ok(a);
+    }
+    check_size(OP, rows, f)?;
+    let chunks = f.div_ceil(8);
+    let ctas = (rows * chunks).div_ceil(PLAIN_THREADS) as u32;
+    let launch = Launch { ctas, threads: PLAIN_THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let ((h, h_bf16), (out, out_bf16)) = (plain_arg(op.h), plain_arg(&a));
+    let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+    let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
+    let kernel = device.kernel(&plain_spec())?;
+    // SAFETY: h is `[rows, 2f]` and `a` `[rows, f]`, of the types the flags say; `op.check` held the weights to `rows`, and the
+    // groups' numbers are as many. `a` is not yet shared.
+    unsafe {
+        kernel.launch(
+            launch,
+            &[h, &h_bf16, &weight, out, &out_bf16, &row_id, &(rows as i32), &(f as i32), &by_chunks, &chunks],
+        )
+    }?;
+    Ok(a)
+}
+
+/// Threads of a cta of `swiglu_rows`, one a multiprocessor, and the columns a warp takes at a time.
+const ROWS_THREADS: u32 = 768;
+const ROWS_COLS: usize = 512;
+
+fn rows_spec(rule: ScaleRule, save_h: bool) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/swiglu.cuh",
+        name: "nib::swiglu_rows",
+        args: vec![("kRule", rule_arg(rule)), ("kSaveH", TemplateArg::Bool(save_h))],
+    }
+}
+
+/// A launch of `swiglu_rows`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Rows {
+    codec: Codec,
+    save_h: Option<Codec>,
+    ctas: u32,
+    /// Of a row.
+    segments: u32,
+}
+
+impl Rows {
+    /// Where the kernel takes all of the operation.
+    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Rows } = op.a else { return None };
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let saves = op.save_h.is_none_or(|saved| {
+            saved.format() == Format::Mxfp4
+                && saved.rule() == ScaleRule::Rceil
+                && saved.rounding() == Rounding::NearestEven
+        });
+        let fits = f.is_multiple_of(32) && rows > 0 && f > 0 && check_size(OP, rows, f).is_ok();
+        if !(fits && saves && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
+            return None;
+        }
+        let segments = f.div_ceil(ROWS_COLS);
+        // No more ctas than give every warp as many segments as any has.
+        let (tasks, warps) = (rows * segments, ROWS_THREADS as usize / 32);
+        let rounds = tasks.div_ceil(warps * num_sms.max(1) as usize);
+        let ctas = tasks.div_ceil(warps * rounds) as u32;
+        Some(Self { codec, save_h: op.save_h, ctas, segments: segments as u32 })
+    }
+
+    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
+        let a = unwritten(device, self.codec, BlockAxis::Row, rows, f)?;
+        let saved =
+            self.save_h.map(|codec| unwritten(device, codec, BlockAxis::Row, rows, 2 * f)).transpose()?;
+        let counts = device.filled::<u64>(3, 0)?;
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (h, _) = plain_arg(op.h);
+        let no_plane = None::<&Buffer<u8>>;
+        let (h_codes, h_scales): (&dyn KernelArg, &dyn KernelArg) = match &saved {
+            Some(saved) => (&saved.codes, saved.scales()),
+            None => (&no_plane, &no_plane),
+        };
+        let by_segments = Divider::by(self.segments);
+        let launch = Launch { ctas: self.ctas, threads: ROWS_THREADS, cluster: 1, shared_bytes: 0 };
+        let kernel = device.kernel(&rows_spec(self.codec.rule(), self.save_h.is_some()))?;
+        let args: [&dyn KernelArg; 12] = [
+            h,
+            &weight,
+            &a.codes,
+            a.scales(),
+            h_codes,
+            h_scales,
+            &counts,
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &by_segments,
+            &self.segments,
+        ];
+        // SAFETY: h is BF16 `[rows, 2f]` with f a multiple of 32, the planes were made for these sizes and rules and are not yet
+        // shared; `op.check` held weights and groups to `rows`.
+        unsafe { kernel.launch(launch, &args) }?;
+        let rows = Some(Operand::Block(a.written()));
+        let a = Emitted { rows, cols: None, counts: Some(Counts(Buf::new(counts))) };
+        Ok(SwigluOut { a, h: saved.map(Unwritten::written) })
+    }
+}
+
+const ROWS_COLS_THREADS: u32 = 512;
+/// Ctas that a multiprocessor holds.
+const ROWS_COLS_PER_SM: usize = 2;
+/// Rows and columns of a tile, E4M3's block.
+const TILE: usize = 128;
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: lines of 4049 sigmoids of which the second lies 32 KiB after the
+/// first, the factors of 128 columns, and counts.
+const ROWS_COLS_SHARED: usize =
+    (0x8000 + (4049 * 4usize).next_multiple_of(16) + TILE * 4 + 3 * 4usize).next_multiple_of(16);
+
+fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
+    let args = vec![("kRule", rule_arg(rule))];
+    KernelSpec { source: "kernels/swiglu_cols.cuh", name: "nib::swiglu_rows_cols", args }
+}
+
+/// A launch of `swiglu_rows_cols`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct RowsCols {
+    codec: Codec,
+    ctas: u32,
+    /// Rows of the column plane.
+    capacity: usize,
+}
+
+impl RowsCols {
+    /// Where the kernel makes `a`.
+    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Both } = op.a else { return None };
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let capacity = tiled_capacity(rows, op.groups)?;
+        let fits = f.is_multiple_of(8) && rows > 0 && f > 0 && check_size(OP, capacity, f).is_ok();
+        if !(fits && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
+            return None;
+        }
+        let tiles = f.div_ceil(TILE) * (capacity / TILE);
+        Some(Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity })
+    }
+
+    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
+        let row_plane = unwritten(device, self.codec, BlockAxis::Row, rows, f)?;
+        let col_plane = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
+        let counts = device.filled::<u64>(3, 0)?;
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (h, _) = plain_arg(op.h);
+        let launch = Launch {
+            ctas: self.ctas,
+            threads: ROWS_COLS_THREADS,
+            cluster: 1,
+            shared_bytes: ROWS_COLS_SHARED,
+        };
+        let kernel = device.kernel(&rows_cols_spec(self.codec.rule()))?;
+        let args: [&dyn KernelArg; 12] = [
+            h,
+            &weight,
+            &row_plane.codes,
+            row_plane.scales(),
+            &col_plane.codes,
+            col_plane.scales(),
+            &counts,
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &(self.capacity as i32),
+            &Divider::by(f.div_ceil(TILE) as u32),
+        ];
+        // SAFETY: h is BF16 `[rows, 2f]` with f a multiple of 8, the planes were made for these sizes and rules and are not yet
+        // shared; `op.check` held weights and groups to `rows`.
+        unsafe { kernel.launch(launch, &args) }?;
+        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane.written())));
+        let a = Emitted { rows, cols, counts: Some(Counts(Buf::new(counts))) };
+        Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+    }
+}
+
+/// Rows of a column plane of E4M3 in whole tiles; `None` where groups do not start with a tile.
+pub(super) fn tiled_capacity(rows: usize, groups: Option<&Groups<Cuda>>) -> Option<usize> {
+    let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
+    whole.then(|| rows.next_multiple_of(TILE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_memory_is_what_the_kernel_lays_out() {
+        assert_eq!(ROWS_COLS_SHARED, 49_504);
+    }
 }

@@ -1,16 +1,244 @@
-//! `swiglu_backward` on a GPU.
+//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to E4M3 in all planes that the next products take
+//! (`csrc/kernels/swiglu_backward.cuh`); every other form by way of plain matrices in F32
+//! (`csrc/kernels/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
 
 use super::Instance;
+use super::swiglu::{
+    FUSED_RULES, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids, rule_arg, tiled_capacity,
+    unwritten, unwritten_plain,
+};
 use crate::Cuda;
-use nibble_core::ops::{SwigluBackward, SwigluGrads};
-use nibble_core::{Error, Result};
+use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Counts, Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
+use nibble_core::{DType, Error, Operand, Result, Scales};
+
+const OP: &str = "swiglu_backward";
 
 /// See [`SwigluBackward`].
-pub(crate) fn swiglu_backward(_cuda: &Cuda, _op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
-    Err(Error::Device { call: "swiglu_backward".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+    if let Operand::Block(h) = op.h
+        && h.axis != BlockAxis::Row
+    {
+        return Err(Error::shape(OP, "h.axis", h.axis, "row"));
+    }
+    match Fused::choose(&op, cuda.device().info().num_sms) {
+        Some(fused) => fused.run(cuda, &op),
+        None => by_way_of_plain(cuda, &op),
+    }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
+    let fused = |source: Source| {
+        FUSED_RULES
+            .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: source.shared_bytes() })
+    };
+    let other = [parts_spec(), plain_spec()].map(|spec| Instance { spec, shared_bytes: 0 });
+    [fused(Source::Saved), fused(Source::Plain), other].concat()
+}
+
+/// Rows and columns of a tile: the block of E4M3, and a part of the gate weight's gradient.
+const TILE: usize = SwigluBackward::<Cuda>::PART;
+const FUSED_THREADS: u32 = 512;
+const SOURCE: &str = "kernels/swiglu_backward.cuh";
+
+/// What the kernel reads h from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// MXFP4 rows.
+    Saved,
+    /// BF16.
+    Plain,
+}
+
+impl Source {
+    /// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
+    const fn shared_bytes(self) -> usize {
+        let (table, h, matrices, spare_rows) = match self {
+            Self::Saved => (256 * 16 * (8 + 4), 2 * TILE * (TILE / 2 + 4), 3, 4),
+            // Lines of 4049 sigmoids, the second one 32 KiB after the first; one matrix finds room between them.
+            Self::Plain => ((0x8000 + 4049 * 4usize).next_multiple_of(16), 2 * TILE * TILE * 2, 2, 2),
+        };
+        let stage = h + TILE * TILE * 2 + 2 * TILE * 4;
+        let spare = spare_rows * FUSED_THREADS as usize * 8 * 4;
+        let (inverse, total) = (3 * TILE * 4, 3 * 4);
+        (table + stage + matrices * TILE * TILE + spare + inverse + total).next_multiple_of(128)
+    }
+}
+
+fn fused_spec(source: Source, rule: ScaleRule) -> KernelSpec {
+    let h = match source {
+        Source::Saved => "nib::SavedH",
+        Source::Plain => "nib::PlainH",
+    };
+    KernelSpec {
+        source: SOURCE,
+        name: "nib::swiglu_backward",
+        args: vec![("H", TemplateArg::Type(h)), ("kRule", rule_arg(rule))],
+    }
+}
+
+fn parts_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/add_parts.cuh", name: "nib::add_parts", args: vec![] }
+}
+
+/// A launch of the kernel that writes everything.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Fused {
+    source: Source,
+    codec: Codec,
+    ctas: u32,
+    /// Rows of the column planes.
+    capacity: usize,
+}
+
+impl Fused {
+    /// Where the kernel takes all of the operation.
+    fn choose(op: &SwigluBackward<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Both } = op.dh else { return None };
+        let (rows, f) = (op.da.rows, op.da.cols);
+        let source = match op.h {
+            Operand::Plain(h) if h.dtype() == DType::Bf16 => Source::Plain,
+            Operand::Block(h)
+                if h.format == Format::Mxfp4 && h.scale_layout == ScaleLayout::RowMajor && h.stack == 1 =>
+            {
+                Source::Saved
+            }
+            _ => return None,
+        };
+        let same = op.a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
+        let capacity = tiled_capacity(rows, op.groups)?;
+        let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, capacity, 2 * f).is_ok();
+        if !(same && fits && op.da.dtype() == DType::Bf16) {
+            return None;
+        }
+        let tiles = f / TILE * (capacity / TILE);
+        Some(Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity })
+    }
+
+    fn run(self, cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
+        let dh_rows = unwritten(device, self.codec, BlockAxis::Row, rows, 2 * f)?;
+        let dh_cols = unwritten(device, self.codec, BlockAxis::Col, self.capacity, 2 * f)?;
+        let a = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
+        let parts = device.alloc::<f32>(rows * (f / TILE))?;
+        let (dh_counts, a_counts) = (device.filled::<u64>(3, 0)?, device.filled::<u64>(3, 0)?);
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let no_scales = None::<&Buffer<u8>>;
+        let (h, h_scales): (&dyn KernelArg, &dyn KernelArg) = match op.h {
+            Operand::Plain(h) => (plain_arg(h).0, &no_scales),
+            Operand::Block(h) => match &h.scales {
+                Scales::E8m0(scales) => (h.codes.get(), scales.get()),
+                Scales::F32(_) => return Err(Error::shape(OP, "h.scales", "F32", "E8M0: h is MXFP4")),
+            },
+        };
+        let (da, _) = plain_arg(op.da);
+        let launch = Launch {
+            ctas: self.ctas,
+            threads: FUSED_THREADS,
+            cluster: 1,
+            shared_bytes: self.source.shared_bytes(),
+        };
+        let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
+        let args: [&dyn KernelArg; 18] = [
+            h,
+            h_scales,
+            da,
+            &weight,
+            &dh_rows.codes,
+            dh_rows.scales(),
+            &dh_cols.codes,
+            dh_cols.scales(),
+            &a.codes,
+            a.scales(),
+            &parts,
+            &dh_counts,
+            &a_counts,
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &(self.capacity as i32),
+            &Divider::by((f / TILE) as u32),
+        ];
+        // SAFETY: `op.check` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
+        // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
+        unsafe { kernel.launch(launch, &args) }?;
+        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(Counts(Buf::new(counts))) };
+        let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane.written())));
+        Ok(SwigluGrads {
+            dh: emitted(dh_rows, dh_cols, dh_counts),
+            a: emitted(None, a, a_counts),
+            dweight: Buf::new(add_parts(device, &parts, rows, f / TILE)?),
+        })
+    }
+}
+
+const PARTS_THREADS: usize = 256;
+
+/// The gate weights' gradients from those of the parts, `[parts][rows]`.
+fn add_parts(device: &Device, parts: &Buffer<f32>, rows: usize, num_parts: usize) -> Result<Buffer<f32>> {
+    let dweight = device.alloc::<f32>(rows)?;
+    let ctas = rows.div_ceil(PARTS_THREADS) as u32;
+    let launch = Launch { ctas, threads: PARTS_THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&parts_spec())?;
+    // SAFETY: the parts are `num_parts · rows`, the sums `rows`.
+    unsafe { kernel.launch(launch, &[parts, &dweight, &(rows as i32), &(num_parts as i32)]) }?;
+    Ok(dweight)
+}
+
+const PLAIN_THREADS: usize = 256;
+
+fn plain_spec() -> KernelSpec {
+    let name = "nib::swiglu_backward_plain";
+    KernelSpec { source: "kernels/swiglu_backward_plain.cuh", name, args: vec![] }
+}
+
+/// Any form: plain h, plain dh and `a`, then what is to be quantized.
+fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+    let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
+    let decoded;
+    let h = match op.h {
+        Operand::Plain(h) => h,
+        Operand::Block(h) => {
+            decoded = Dequantize { x: h, dtype: DType::F32 }.run(cuda)?;
+            &decoded
+        }
+    };
+    let dh = unwritten_plain(device, plain_form(op.dh), rows, 2 * f)?;
+    let a = unwritten_plain(device, plain_form(op.a), rows, f)?;
+    let dweight = device.alloc::<f32>(rows)?;
+    if rows > 0 {
+        check_size(OP, rows, f)?;
+        let ctas = rows.div_ceil(PLAIN_THREADS / 32) as u32;
+        let launch = Launch { ctas, threads: PLAIN_THREADS as u32, cluster: 1, shared_bytes: 0 };
+        let ((h, h_bf16), (da, da_bf16)) = (plain_arg(h), plain_arg(op.da));
+        let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(&dh), plain_arg(&a));
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (rows, f) = (rows as i32, f as i32);
+        let args: [&dyn KernelArg; 13] =
+            [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
+        let kernel = device.kernel(&plain_spec())?;
+        // SAFETY: `op.check` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; the flags say the types.
+        // What is written was made for these sizes and is not yet shared.
+        unsafe { kernel.launch(launch, &args) }?;
+    }
+    Ok(SwigluGrads {
+        dh: emit(cuda, dh, op.dh, op.groups)?,
+        a: emit(cuda, a, op.a, op.groups)?,
+        dweight: Buf::new(dweight),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_source_fits_a_multiprocessor() {
+        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [216_704, 215_424]);
+    }
 }

@@ -1,22 +1,141 @@
-//! `pack_rows`, `unpack_rows` on a GPU.
+//! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/copy_rows.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
 
 use super::Instance;
+use super::copy_rows::{CopyRows, Order, Plane, Span, check_rows_of_blocks};
 use crate::Cuda;
 use crate::backend::Buf;
+use crate::device::Buffer;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{Error, Operand, Result};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
 /// See [`PackRows`].
-pub(crate) fn pack_rows(_cuda: &Cuda, _op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
-    Err(Error::Device { call: "pack_rows".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
+    const OP: &str = "pack_rows";
+    let kind = op.rows.row_kind();
+    let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
+    let (codes, scales) = match op.rows {
+        Operand::Plain(x) => match &x.data {
+            Data::F32(x) => (Span::of(x.get(), code_bytes), None),
+            Data::Bf16(x) => (Span::of(x.get(), code_bytes), None),
+        },
+        Operand::Block(x) => {
+            check_rows_of_blocks(OP, "rows", x)?;
+            let scales = match (&x.scales, x.rule == ScaleRule::Amax) {
+                (Scales::E8m0(s), false) => Span::of(s.get(), scale_bytes),
+                (Scales::F32(s), true) => Span::of(s.get(), scale_bytes),
+                (Scales::E8m0(_), true) => {
+                    return Err(Error::shape(OP, "rows.scales", "e8m0", "f32 for the rule amax"));
+                }
+                (Scales::F32(_), false) => {
+                    let expected = format!("e8m0 for the rule {}", x.rule);
+                    return Err(Error::shape(OP, "rows.scales", "f32", expected));
+                }
+            };
+            (Span::of(x.codes.get(), code_bytes), Some(scales))
+        }
+    };
+    let index = op.index.get();
+    let len = index.len().checked_mul(row_bytes);
+    let len =
+        len.ok_or_else(|| Error::shape(OP, "index.len()", index.len(), "a buffer that fits the memory"))?;
+    // The kernel writes codes and scales; what pads them to 16 bytes is there before.
+    let out = if code_bytes + scale_bytes == row_bytes {
+        cuda.device().alloc::<u8>(len)?
+    } else {
+        cuda.device().filled(len, 0)?
+    };
+    let to = Span::of(&out, row_bytes);
+    let copy = CopyRows {
+        op: OP,
+        codes: Plane { from: codes, to, bytes: code_bytes, pad: 0 },
+        scales: scales.map(|from| Plane { from, to: to.skipping(code_bytes), bytes: scale_bytes, pad: 0 }),
+        order: Order::Gather(index),
+        rows: index.len(),
+        rows_in: op.rows.rows(),
+    };
+    // SAFETY: `out` is new and held here; the rest is borrowed by `op`.
+    unsafe { copy.run(cuda.device()) }?;
+    Ok(Buf::new(out))
 }
 
 /// See [`UnpackRows`].
-pub(crate) fn unpack_rows(_cuda: &Cuda, _op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
-    Err(Error::Device { call: "unpack_rows".to_owned(), why: "no kernel yet".to_owned() })
+pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
+    const OP: &str = "unpack_rows";
+    let (kind, format) = (op.kind, op.kind.format);
+    if kind.row_bytes() == 0 {
+        return Err(Error::shape(OP, "kind.cols", kind.cols, "at least 1"));
+    }
+    let records =
+        Records { cuda, bytes: op.bytes.get(), kind, rows: op.bytes.get().len() / kind.row_bytes() };
+    let (rows, cols) = (records.rows, kind.cols);
+    match format {
+        Format::F32 => return Tensor::new(Data::F32(records.plain()?), rows, cols).map(Operand::Plain),
+        Format::Bf16 => return Tensor::new(Data::Bf16(records.plain()?), rows, cols).map(Operand::Plain),
+        _ => {}
+    }
+    if !format.spec().rules.contains(&kind.rule) {
+        return Err(Error::unsupported(OP, format, format!("it has no scale rule `{}`", kind.rule)));
+    }
+    let (codes, scales) = if kind.rule == ScaleRule::Amax {
+        let (codes, scales) = records.blocks()?;
+        (codes, Scales::F32(scales))
+    } else {
+        let (codes, scales) = records.blocks()?;
+        (codes, Scales::E8m0(scales))
+    };
+    Ok(Operand::Block(BlockScaled {
+        format,
+        axis: BlockAxis::Row,
+        rule: kind.rule,
+        rows,
+        cols,
+        stack: 1,
+        codes,
+        scales,
+        scale_layout: ScaleLayout::RowMajor,
+    }))
 }
 
-/// The instances built for it.
+/// Messages, back to back.
+struct Records<'a> {
+    cuda: &'a Cuda,
+    bytes: &'a Buffer<u8>,
+    kind: RowKind,
+    rows: usize,
+}
+
+impl Records<'_> {
+    /// A new buffer of `bytes` a row, and the plane that fills it from `offset` of each record.
+    fn plane<T: Plain>(&self, offset: usize, bytes: usize) -> Result<(Buffer<T>, Plane)> {
+        let to = self.cuda.device().alloc::<T>(self.rows * bytes / size_of::<T>())?;
+        let from = Span::of(self.bytes, self.kind.row_bytes()).skipping(offset);
+        let plane = Plane { from, to: Span::of(&to, bytes), bytes, pad: 0 };
+        Ok((to, plane))
+    }
+
+    fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
+        let (rows, rows_in) = (self.rows, self.rows);
+        let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
+        // SAFETY: the planes write new buffers, which the caller holds, and read the borrowed messages.
+        unsafe { copy.run(self.cuda.device()) }
+    }
+
+    fn plain<T: Plain>(&self) -> Result<Buf<T>> {
+        let (to, plane) = self.plane(0, self.kind.code_bytes())?;
+        self.copy(plane, None)?;
+        Ok(Buf::new(to))
+    }
+
+    fn blocks<S: Plain>(&self) -> Result<(Buf<u8>, Buf<S>)> {
+        let (codes, of_codes) = self.plane(0, self.kind.code_bytes())?;
+        let (scales, of_scales) = self.plane(self.kind.code_bytes(), self.kind.scale_bytes())?;
+        self.copy(of_codes, Some(of_scales))?;
+        Ok((Buf::new(codes), Buf::new(scales)))
+    }
+}
+
+/// The instances built for it: those that permuting has.
 pub(super) fn instances() -> Vec<Instance> {
     Vec::new()
 }

@@ -5,7 +5,7 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
-use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
 use nibble_core::{Agreement, DType, Operand, Products, Result, Tensor};
 
 /// How one operand is stored.
@@ -63,8 +63,13 @@ impl Matrix<'_> {
 }
 
 /// What products owe each other: on integers whose sums are exact, the bits.
-fn owed(agreement: Agreement, input: Input) -> Agreement {
-    if input == Input::Integers { Agreement::Bitwise } else { agreement }
+fn owed(agreement: Agreement, stored: Stored, input: Input) -> Agreement {
+    match stored {
+        _ if input == Input::Integers => Agreement::Bitwise,
+        Stored::Block(E4m3 | E5m2, ..) => FP8_AGREEMENT,
+        Stored::Plain(DType::Bf16) => BF16_AGREEMENT,
+        _ => agreement,
+    }
 }
 
 /// The kinds of values for a pair: those that stay finite, or all of them.
@@ -101,7 +106,7 @@ fn pairs() -> Vec<(Stored, Stored)> {
 
 impl<B: Products> Case<B> for Product {
     fn agreement(&self) -> Agreement {
-        owed(Gemm::<B>::AGREEMENT, self.input)
+        owed(Gemm::<B>::AGREEMENT, self.a, self.input)
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
@@ -153,7 +158,7 @@ impl<B: Products> Case<B> for Grouped {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
-        owed(GroupedGemm::<B>::AGREEMENT, self.input)
+        owed(GroupedGemm::<B>::AGREEMENT, self.x, self.input)
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
@@ -213,7 +218,7 @@ impl<B: Products> Case<B> for Wgrad {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
-        owed(GroupedWgrad::<B>::AGREEMENT, self.input)
+        owed(GroupedWgrad::<B>::AGREEMENT, self.x, self.input)
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {

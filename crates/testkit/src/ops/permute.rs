@@ -28,6 +28,7 @@ impl Received {
                 all.push(Received { tokens: 40 + i, top_k, experts, align: [128, 1][i % 2], spread });
             }
         }
+        all.push(Received { tokens: 150, top_k: 1, experts: 3, align: 128, spread: Spread::Balanced });
         all.push(Received { tokens: 0, top_k: 2, experts: 3, align: 128, spread: Spread::Balanced });
         all
     }

@@ -3,8 +3,9 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread};
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
-use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::formats::hadamard::LENGTHS;
+use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
+use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
 use nibble_core::{Agreement, Convert, DType, Result};
 
 /// Every rule of every block format, to nearest.
@@ -92,6 +93,82 @@ impl<B: Convert> Case<B> for Ragged {
     }
 }
 
+/// A transform first; dense rows without a spread.
+#[derive(Debug)]
+struct Transformed {
+    codec: Codec,
+    planes: Planes,
+    len: usize,
+    spread: Option<Spread>,
+    rows: usize,
+    cols: usize,
+    dtype: DType,
+    input: Input,
+}
+
+impl<B: Convert> Case<B> for Transformed {
+    const RAGGED: bool = true;
+
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self { codec, planes, len, cols, .. } = *self;
+        let ragged = self.spread.map(|spread| RaggedRows::of(spread, 5, self.rows, 128));
+        let (rows, x) = match &ragged {
+            Some(rows) => (rows.capacity, ragged_values(self.input, "quantize", rows, cols, pads)),
+            None => (self.rows, self.input.values(&stream("quantize"), self.rows * cols)),
+        };
+        let x = plain(b, self.dtype, &x, rows, cols)?;
+        let groups = ragged.as_ref().map(|rows| rows.upload(b)).transpose()?;
+        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
+        let hadamard = Some(Hadamard { len, signs });
+        let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
+            .run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+/// Every length of a transform, along the rows and down the columns, with groups that end inside a transform block.
+fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let codecs = [
+        codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Mxfp4, ScaleRule::Floor, Rounding::Stochastic),
+        codec(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::E4m3, ScaleRule::Amax, Rounding::Stochastic),
+        codec(Format::E5m2, ScaleRule::Rceil, Rounding::NearestEven),
+    ];
+    let inputs =
+        [Input::Normal, Input::NonFinite, Input::SignedZeros, Input::ExtremeExponents, Input::Outliers];
+    for (i, codec) in codecs.into_iter().enumerate() {
+        for (j, len) in LENGTHS.into_iter().enumerate() {
+            let (dtype, input) = (PLAIN[(i + j) % 2], inputs[(i + 2 * j) % inputs.len()]);
+            let case = |planes, spread, rows, cols| Transformed {
+                codec,
+                planes,
+                len,
+                spread,
+                rows,
+                cols,
+                dtype,
+                input,
+            };
+            // Short of a block where the format allows it.
+            let rows = if codec.format().spec().ragged { 3 * len + 5 } else { 384 };
+            pair.check(&case(Planes::Rows, None, 37, 384));
+            pair.check(&case(Planes::Cols, None, rows, 96));
+            pair.check(&case(Planes::Rows, Some(Spread::Zipf), 70, 2 * len.max(32)));
+            for spread in [Spread::Zipf, Spread::EmptyGroups, Spread::OneRowEach] {
+                pair.check(&case(Planes::Cols, Some(spread), 300, 160));
+            }
+        }
+    }
+}
+
 /// The planes a format has, and a shape for each with short last blocks where the format allows them.
 fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
     let ragged = format.spec().ragged;
@@ -103,7 +180,7 @@ fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
     shapes
 }
 
-/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows.
+/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
 pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for codec in codecs() {
         for (planes, rows, cols, stack) in shapes(codec.format()) {
@@ -150,6 +227,7 @@ pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             }
         }
     }
+    transformed(pair);
 }
 
 #[derive(Debug)]
@@ -215,6 +293,21 @@ pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
                 pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
             }
         }
+    }
+    // Several tiles either way, rows longer than a kernel takes at once, and ends of neither.
+    let large = [
+        (Format::E4m3, BlockAxis::Row, 5, 2500, 1),
+        (Format::E4m3, BlockAxis::Row, 5, 2504, 1),
+        (Format::E5m2, BlockAxis::Tile, 2 * 150, 1100, 2),
+        (Format::E4m3, BlockAxis::Col, 1040, 392, 1),
+        (Format::Mxfp4, BlockAxis::Col, 1056, 390, 1),
+        (Format::Mxfp4, BlockAxis::Row, 3, 2496, 1),
+    ];
+    for (format, axis, rows, cols, stack) in large {
+        let (codec, input) = (codec(format, ScaleRule::Rceil, Rounding::NearestEven), Input::Outliers);
+        PLAIN.into_iter().for_each(|dtype| {
+            pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
+        });
     }
     for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {

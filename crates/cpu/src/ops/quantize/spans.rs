@@ -83,6 +83,14 @@ impl<'a> Spans<'a> {
         Ok(Self { spans, rows, capacity: rows, row_id: Some(row_id) })
     }
 
+    /// The same spans with every length rounded up to whole blocks of `block` rows, which divides what the starts are
+    /// multiples of; the plain matrix has `capacity` rows.
+    pub fn in_whole(&self, block: usize) -> Self {
+        let whole = |s: &Span| Span { len: s.len.next_multiple_of(block).min(s.end - s.start), ..*s };
+        let spans = self.spans.iter().map(whole).collect();
+        Self { spans, rows: self.capacity, capacity: self.capacity, row_id: self.row_id }
+    }
+
     /// The row's number for random bits: token · k + slot, or its position.
     pub fn row_index(&self, row: usize) -> u64 {
         match self.row_id {

@@ -1,9 +1,9 @@
 use super::fixture::*;
 use super::{dequantize, quantize};
 use crate::Cpu;
-use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
-use nibble_formats::{Codec, Format, Rounding, ScaleRule};
+use nibble_formats::{Codec, Format, Rounding, ScaleRule, hadamard};
 
 fn block(operand: &Option<Operand<Cpu>>) -> &BlockScaled<Cpu> {
     operand.as_ref().unwrap().block("test").unwrap()
@@ -174,6 +174,61 @@ fn decoded_values_are_as_near_as_the_format_allows() {
             }
         }
     }
+}
+
+const E4M3: fn() -> Codec = || Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
+
+/// Each transform block of each group by `rht`, and the result quantized as it stands.
+#[test]
+fn a_transform_is_that_of_each_group_from_its_start() {
+    for (cpu, len) in simd_backends().into_iter().chain([spec()]).flat_map(|c| [(c.clone(), 16), (c, 128)]) {
+        let groups = groups(&cpu, &LENS, 128, 128);
+        let x = tensor(&cpu, true, groups.capacity, 48, 6, false);
+        let transform = Hadamard { len, ..Hadamard::new(3, 5) };
+        let asked = Quantize { hadamard: Some(transform), ..op(&x, E4M3(), Planes::Cols, Some(&groups)) };
+        let got = quantize(&cpu, asked).unwrap();
+        // The same by hand: lengths in whole transform blocks, and ids of 0 for rows that were padding.
+        let (mut whole, mut values) = (groups.clone(), x.to_f32_vec(&cpu).unwrap());
+        for (g, valid) in LENS.iter().enumerate() {
+            let start = groups.start.as_slice()[g] as usize;
+            let rows = valid.next_multiple_of(len);
+            values[(start + valid) * 48..][..(rows - valid) * 48].fill(0.0);
+            whole.len.as_mut_slice()[g] = rows as i32;
+            whole.row_id.as_mut_slice()[start + valid..start + rows].fill(0);
+            let mut signs = vec![0.0; rows];
+            hadamard::fill_signs(&transform.signs, 0, &mut signs);
+            for col in 0..48 {
+                let at = |row: usize| (start + row) * 48 + col;
+                let mut column: Vec<f32> = (0..rows).map(|row| values[at(row)]).collect();
+                hadamard::rht(&mut column, &signs, len).unwrap();
+                column.into_iter().enumerate().for_each(|(row, value)| values[at(row)] = value);
+            }
+        }
+        let by_hand = Tensor::from_f32(&cpu, &values, groups.capacity, 48).unwrap();
+        let expected = quantize(&cpu, op(&by_hand, E4M3(), Planes::Cols, Some(&whole))).unwrap();
+        assert_same(&got, &expected, &format!("{len} on {cpu:?}"));
+    }
+}
+
+#[test]
+fn transforms_that_do_not_fit_are_refused() {
+    let cpu = Cpu::new(1).unwrap();
+    let mxfp4 = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+    let x = tensor(&cpu, true, 96, 32, 1, false);
+    let groups = groups(&cpu, &[30, 20], 32, 32);
+    let refused = |codec, planes, groups, len, expected: &str| {
+        let hadamard = Some(Hadamard { len, ..Hadamard::new(1, 2) });
+        let e = Quantize { hadamard, ..op(&x, codec, planes, groups) }.check().unwrap_err().to_string();
+        assert!(e.contains(expected), "{e}");
+    };
+    refused(mxfp4, Planes::Rows, None, 24, "`hadamard.len` is 24, expected 16, 32, 64 or 128");
+    refused(mxfp4, Planes::Rows, None, 64, "`columns of x` is 32");
+    refused(mxfp4, Planes::Cols, None, 64, "`rows of x` is 96");
+    refused(mxfp4, Planes::Cols, Some(&groups), 64, "`groups.align` is 32");
+    refused(mxfp4, Planes::Both, None, 16, "`planes (with hadamard)` is Both");
+    let hadamard = Some(Hadamard { signs: STREAM, ..Hadamard::new(1, 2) });
+    let e = Quantize { hadamard, ..op(&x, E4M3(), Planes::Cols, None) }.check().unwrap_err().to_string();
+    assert!(e.contains("Rounding, expected Sign"), "{e}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! By strips of rows on several threads; within a row the compiler vectorises.
 
 use super::spec::taken_block;
+use super::{PART, part_dot};
 use crate::Cpu;
 use crate::ops::quantize::decodable;
 use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
@@ -8,7 +9,7 @@ use crate::ops::quantize::encode::Tile;
 use crate::ops::quantize::shared::Shared;
 use crate::ops::quantize::source::{Lines, Source};
 use crate::ops::quantize::spans::Spans;
-use crate::simd::{LANES, per_isa, tree_sum};
+use crate::simd::{LANES, per_isa};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Operand, Result};
 use nibble_formats::math::{sigmoid, silu};
@@ -63,42 +64,56 @@ pub(super) fn forward(
 fn element(gate: f32, up: f32, da: f32, weight: f32) -> [f32; 4] {
     let s = sigmoid(gate);
     let silu = gate * s;
-    let dg = da * weight * up * s * (1.0 + gate * (1.0 - s));
+    let dg = da * weight * up * (s * (1.0 + gate * (1.0 - s)));
     [dg, da * weight * silu, silu * up * weight, silu * up]
 }
 
+/// Adds the parts of the gate weight's gradient to `dweight`.
 #[inline(always)]
 fn backward_row_body(
     [gate, up, da]: [&[f32]; 3],
     weight: f32,
     [dg, du, a]: [&mut [f32]; 3],
-    lanes: &mut [f32; LANES],
+    dweight: &mut f32,
 ) {
-    let whole = a.len() / LANES * LANES;
-    for first in (0..whole).step_by(LANES) {
-        let at = |x: &[f32]| -> [f32; LANES] { *x[first..].first_chunk().unwrap_or(&[0.0; LANES]) };
-        let (gate, up, da) = (at(gate), at(up), at(da));
-        let (mut dg16, mut du16, mut a16) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
-        for i in 0..LANES {
-            let [dg, du, a, silu_up] = element(gate[i], up[i], da[i], weight);
-            (dg16[i], du16[i], a16[i]) = (dg, du, a);
-            lanes[i] = silu_up.mul_add(da[i], lanes[i]);
+    let mut silu_up = [0.0; PART];
+    for first in (0..a.len()).step_by(PART) {
+        let len = PART.min(a.len() - first);
+        let at =
+            |x: &[f32], i: usize| -> [f32; LANES] { *x[first + i..].first_chunk().unwrap_or(&[0.0; LANES]) };
+        let whole = len / LANES * LANES;
+        for i in (0..whole).step_by(LANES) {
+            let (gate, up, da) = (at(gate, i), at(up, i), at(da, i));
+            let (mut dg16, mut du16, mut a16, mut silu_up16) =
+                ([0.0; LANES], [0.0; LANES], [0.0; LANES], [0.0; LANES]);
+            for l in 0..LANES {
+                [dg16[l], du16[l], a16[l], silu_up16[l]] = element(gate[l], up[l], da[l], weight);
+            }
+            dg[first + i..][..LANES].copy_from_slice(&dg16);
+            du[first + i..][..LANES].copy_from_slice(&du16);
+            a[first + i..][..LANES].copy_from_slice(&a16);
+            silu_up[i..][..LANES].copy_from_slice(&silu_up16);
         }
-        dg[first..][..LANES].copy_from_slice(&dg16);
-        du[first..][..LANES].copy_from_slice(&du16);
-        a[first..][..LANES].copy_from_slice(&a16);
-    }
-    for i in whole..a.len() {
-        let silu_up;
-        [dg[i], du[i], a[i], silu_up] = element(gate[i], up[i], da[i], weight);
-        lanes[i - whole] = silu_up.mul_add(da[i], lanes[i - whole]);
+        for (i, silu_up) in silu_up.iter_mut().enumerate().take(len).skip(whole) {
+            let at = first + i;
+            [dg[at], du[at], a[at], *silu_up] = element(gate[at], up[at], da[at], weight);
+        }
+        *dweight += match da[first..].first_chunk() {
+            Some(da) => part_dot(&silu_up, da),
+            None => {
+                let mut incoming = [0.0; PART];
+                incoming[..len].copy_from_slice(&da[first..]);
+                silu_up[len..].fill(0.0);
+                part_dot(&silu_up, &incoming)
+            }
+        };
     }
 }
 
 per_isa! {
-    // One row of a panel; the lanes go on from panel to panel.
+    // One row of a panel; the sum goes on from panel to panel.
     fn backward_row = backward_row_body;
-    (from: [&[f32]; 3], weight: f32, to: [&mut [f32]; 3], lanes: &mut [f32; LANES])
+    (from: [&[f32]; 3], weight: f32, to: [&mut [f32]; 3], dweight: &mut f32)
 }
 
 /// Reused memory of [`backward`].
@@ -110,7 +125,7 @@ struct Work {
     dh: Vec<f32>,
     /// `[rows][panel]`.
     a: Vec<f32>,
-    lanes: Vec<[f32; LANES]>,
+    dweight: Vec<f32>,
     memory: SinkWork,
 }
 
@@ -133,11 +148,11 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
         da: vec![0.0; panel],
         dh: vec![0.0; height * 2 * panel],
         a: vec![0.0; height * panel],
-        lanes: vec![[0.0; LANES]; height],
+        dweight: vec![0.0; height],
         memory: SinkWork::default(),
     };
     for_strips(cpu, spans, (height, 2 * f), scratch, |work, strip| {
-        work.lanes.fill([0.0; LANES]);
+        work.dweight.fill(0.0);
         for col in (0..f).step_by(panel.max(1)) {
             for i in 0..strip.rows {
                 let row = strip.row + i;
@@ -148,7 +163,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
                 let to = [dg, du, &mut work.a[i * panel..][..panel]];
                 let from = [&*work.gate, &*work.up, &*work.da];
                 let weight = weights.map_or(1.0, |w| w[row]);
-                backward_row(isa, from, weight, to, &mut work.lanes[i]);
+                backward_row(isa, from, weight, to, &mut work.dweight[i]);
             }
             let tile = |values, width, stride| Tile { values, rows: strip.rows, width, stride };
             if panel == TILE_COLS {
@@ -164,8 +179,8 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
         // SAFETY: strips have rows of their own; `dweight` is not touched before they are done.
         let out = unsafe { shared_dweight.slice_mut(strip.row.min(spans.rows), plane_rows) };
         out.fill(0.0);
-        for (out, lanes) in out.iter_mut().zip(&work.lanes).take(strip.rows) {
-            *out = tree_sum(*lanes);
+        for (out, &sum) in out.iter_mut().zip(&work.dweight).take(strip.rows) {
+            *out = sum;
         }
     });
     Ok(SwigluGrads { dh: sink_dh.finish(cpu)?, a: sink_a.finish(cpu)?, dweight })

@@ -1,9 +1,9 @@
 //! The specification: element by element into matrices of F32, then written as every quantization is.
 
+use super::{PART, part_dot};
 use crate::ops::quantize::decodable;
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Matrix, decode, emit};
-use crate::simd::{LANES, tree_sum};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Emit, Emitted, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Backend, BlockScaled, Operand, Result};
@@ -53,18 +53,23 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     let mut dweight = vec![0.0; spans.rows];
     for row in spans.valid() {
         let weight = weight_of(op.weight, row);
-        let mut lanes = [0.0f32; LANES];
-        for i in 0..f {
+        let mut silu_up = vec![0.0; f];
+        for (i, silu_up) in silu_up.iter_mut().enumerate() {
             let (gate, up) = (h.values[row * 2 * f + i], h.values[row * 2 * f + f + i]);
             let da = da.values[row * f + i];
             let s = sigmoid(gate);
             let silu = gate * s;
             a.values[row * f + i] = silu * up * weight;
-            dh.values[row * 2 * f + i] = da * weight * up * s * (1.0 + gate * (1.0 - s));
+            dh.values[row * 2 * f + i] = da * weight * up * (s * (1.0 + gate * (1.0 - s)));
             dh.values[row * 2 * f + f + i] = da * weight * silu;
-            lanes[i % LANES] = (silu * up).mul_add(da, lanes[i % LANES]);
+            *silu_up = silu * up;
         }
-        dweight[row] = tree_sum(lanes);
+        for (x, y) in silu_up.chunks(PART).zip(da.values[row * f..][..f].chunks(PART)) {
+            let (mut p, mut incoming) = ([0.0; PART], [0.0; PART]);
+            p[..x.len()].copy_from_slice(x);
+            incoming[..y.len()].copy_from_slice(y);
+            dweight[row] += part_dot(&p, &incoming);
+        }
     }
     Ok(SwigluGrads {
         dh: emit(cpu, &dh, op.dh, spans, None)?,

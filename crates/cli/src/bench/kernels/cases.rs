@@ -1,0 +1,398 @@
+//! The kernels that are timed: what each moves, how it is called, and the sequence of separate kernels that does the same.
+
+use super::conversion::{Conversion, Work};
+use super::operands::{Operands, codec, normal, uniform};
+use super::traffic::{self, Block, Traffic};
+use nibble_core::ops::*;
+use nibble_core::{Convert, DType, Operand, Result};
+use nibble_formats::{BlockAxis, Rounding};
+
+/// Prepares a kernel's operands.
+type Build<B> = Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>;
+
+/// A kernel on prepared operands.
+pub struct Case<B> {
+    /// What it must move.
+    pub traffic: Traffic,
+    /// The kernel.
+    pub run: Work<B>,
+    /// The same by separate kernels, if there is a sequence that does it.
+    pub separate: Option<Work<B>>,
+}
+
+/// A kernel to be timed.
+pub struct Kernel<B: Convert> {
+    pub name: &'static str,
+    /// The separate kernels it is compared with, in words; empty where there are none.
+    pub against: &'static str,
+    /// What rows it takes.
+    pub rows: Rows,
+    build: Build<B>,
+}
+
+/// What rows a kernel is timed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// Dense rows alone: it knows no groups.
+    Dense,
+    /// Dense rows, and uneven groups.
+    Any,
+    /// Rows on their way to or from experts: uneven groups alone.
+    Sorted,
+}
+
+impl<B: Convert> Kernel<B> {
+    fn new(
+        name: &'static str,
+        against: &'static str,
+        build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static,
+    ) -> Self {
+        Self { name, against, rows: Rows::Any, build: Box::new(build) }
+    }
+
+    fn dense(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
+        Self { rows: Rows::Dense, ..Self::new(name, "", build) }
+    }
+
+    fn sorted(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
+        Self { rows: Rows::Sorted, ..Self::new(name, "", build) }
+    }
+
+    /// Whether it is timed on so many groups; 0 for dense rows.
+    pub fn takes(&self, groups: usize) -> bool {
+        match self.rows {
+            Rows::Dense => groups == 0,
+            Rows::Any => true,
+            Rows::Sorted => groups > 0,
+        }
+    }
+
+    /// Prepares its operands.
+    ///
+    /// # Errors
+    /// Where a kernel that makes an operand is missing.
+    pub fn case(&self, operands: &Operands<B>) -> Result<Case<B>> {
+        (self.build)(operands)
+    }
+}
+
+impl<B: Convert> Case<B> {
+    fn new(traffic: Traffic, run: impl Fn(&B) -> Result<()> + 'static) -> Self {
+        Self { traffic, run: Box::new(run), separate: None }
+    }
+
+    fn against(self, separate: impl Fn(&B) -> Result<()> + 'static) -> Self {
+        Self { separate: Some(Box::new(separate)), ..self }
+    }
+}
+
+/// Every kernel, in the order of the table.
+pub fn kernels<B: Convert>() -> Vec<Kernel<B>> {
+    let mut all = quantizations();
+    all.extend(transcodings());
+    all.extend(experts());
+    all.extend(rearrangements());
+    all
+}
+
+const NEAREST: Rounding = Rounding::NearestEven;
+
+fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
+    use Planes::{Both, Cols, Rows};
+    let both = "rows, then columns";
+    let simple =
+        |name, against, to, planes| Kernel::new(name, against, move |o| quantize(o, to, planes, NEAREST));
+    vec![
+        simple("BF16 → MXFP4 rows", "", Block::MXFP4, Rows),
+        Kernel::new("BF16 → MXFP4 rows, SR", "", |o| quantize(o, Block::MXFP4, Rows, Rounding::Stochastic)),
+        Kernel::new("BF16 → MXFP4 rows, RHT", "", hadamard),
+        simple("BF16 → E4M3 rows, F32 scales", "", Block::E4M3_AMAX, Rows),
+        simple("BF16 → E4M3 rows", "", Block::E4M3, Rows),
+        simple("BF16 → E4M3 columns, F32 scales", "", Block::E4M3_AMAX, Cols),
+        simple("BF16 → E4M3 columns", "", Block::E4M3, Cols),
+        simple("BF16 → E4M3 both, F32 scales", both, Block::E4M3_AMAX, Both),
+        simple("BF16 → E4M3 both", both, Block::E4M3, Both),
+        Kernel::dense("F32 → E4M3 tiles, both ways", tiles),
+    ]
+}
+
+fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
+    let how = |planes| Conversion::Quantize(to, planes, round);
+    let reads_ids = round.is_random() && o.groups.is_some();
+    let traffic = traffic::quantize(o.extent, DType::Bf16, to, planes, reads_ids);
+    let case = Case { traffic, run: how(planes).on(o)?, separate: None };
+    if planes != Planes::Both {
+        return Ok(case);
+    }
+    let (rows, cols) = (how(Planes::Rows).on(o)?, how(Planes::Cols).on(o)?);
+    Ok(case.against(move |b| rows(b).and_then(|()| cols(b))))
+}
+
+/// Rows under a random Hadamard transform of the usual length.
+fn hadamard<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let (x, codec, groups) = (o.x()?, codec(Block::MXFP4, NEAREST)?, o.groups.clone());
+    let hadamard = Some(Hadamard::new(1, 2));
+    let traffic = traffic::quantize(o.extent, DType::Bf16, Block::MXFP4, Planes::Rows, false);
+    Ok(Case::new(traffic, move |b| {
+        let groups = groups.as_ref();
+        Quantize { groups, hadamard, ..Quantize::new(&x, codec, Planes::Rows) }.run(b).map(drop)
+    }))
+}
+
+/// A weight's two planes, from its F32 master.
+fn tiles<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let extent = o.extent;
+    let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
+    Ok(Case::new(traffic::quantize(extent, DType::F32, Block::E4M3, Planes::Tiles, false), move |b| {
+        Quantize::new(&x, codec, Planes::Tiles).run(b).map(drop)
+    }))
+}
+
+fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
+    use BlockAxis::{Col, Row};
+    let through = "dequantize, quantize";
+    let kernel = |name, from, to, axis| Kernel::new(name, through, move |o| transcode(o, from, to, axis));
+    vec![
+        kernel("MXFP4 → E4M3 rows (lift)", Block::MXFP4, Block::E4M3, Row),
+        kernel("MXFP4 → E4M3 columns (lift)", Block::MXFP4, Block::E4M3, Col),
+        kernel("E4M3 rows → columns", Block::E4M3, Block::E4M3, Col),
+        kernel("E4M3 → MXFP4 rows", Block::E4M3, Block::MXFP4, Row),
+        Kernel::dense("MXFP4 → BF16", |o| dequantize(o, Block::MXFP4)),
+        Kernel::dense("E4M3 → BF16", |o| dequantize(o, Block::E4M3)),
+    ]
+}
+
+fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxis) -> Result<Case<B>> {
+    let (x, groups, codec) = (o.block(from)?, o.groups.clone(), codec(to, NEAREST)?);
+    let planes = if axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
+    let traffic = traffic::transcode(o.extent, from, to, axis);
+    let case = Case { traffic, run: Conversion::Transcode(from, to, axis).on(o)?, separate: None };
+    Ok(case.against(move |b| {
+        let plain = Dequantize { x: &x, dtype: DType::Bf16 }.run(b)?;
+        Quantize { groups: groups.as_ref(), ..Quantize::new(&plain, codec, planes) }.run(b).map(drop)
+    }))
+}
+
+fn dequantize<B: Convert>(o: &Operands<B>, from: Block) -> Result<Case<B>> {
+    let x = o.block(from)?;
+    Ok(Case::new(traffic::dequantize(o.extent, from), move |b| {
+        Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(drop)
+    }))
+}
+
+fn experts<B: Convert>() -> Vec<Kernel<B>> {
+    use Planes::{Both, Rows};
+    let h4 = Some(Block::MXFP4);
+    let fused = |name, against, planes, save_h| {
+        Kernel::new(name, against, move |o| swiglu(o, Some((Block::E4M3, planes)), save_h))
+    };
+    vec![
+        Kernel::new("SwiGLU → BF16", "", |o| swiglu(o, None, None)),
+        fused("SwiGLU → E4M3 rows", "SwiGLU, quantize", Rows, None),
+        fused("SwiGLU → E4M3 rows, h → MXFP4", "SwiGLU, quantize a, quantize h", Rows, h4),
+        fused("SwiGLU → E4M3 both", "SwiGLU, quantize", Both, None),
+        Kernel::new("SwiGLU backward → BF16", "", |o| swiglu_backward(o, false)),
+        Kernel::new(
+            "SwiGLU backward → E4M3 dh, a columns",
+            "dequantize h, SwiGLU backward, quantize dh, quantize a",
+            |o| swiglu_backward(o, true),
+        ),
+    ]
+}
+
+fn swiglu<B: Convert>(
+    o: &Operands<B>,
+    to: Option<(Block, Planes)>,
+    save_h: Option<Block>,
+) -> Result<Case<B>> {
+    let (h, weight, groups) = (o.h()?, o.gate()?, o.groups.clone());
+    let (block, planes) = to.unwrap_or((Block::E4M3, Planes::Rows));
+    let (codec_a, codec_h) = (codec(block, NEAREST)?, codec(Block::MXFP4, NEAREST)?);
+    let emit = match to {
+        Some(_) => Emit::Block { codec: codec_a, planes },
+        None => Emit::Plain(DType::Bf16),
+    };
+    let saves = save_h.is_some();
+    let call = move |b: &B, a: Emit, save_h| {
+        Swiglu { h: &h, weight: Some(&weight), groups: groups.as_ref(), a, save_h }.run(b)
+    };
+    let (one, other) = (call.clone(), call);
+    let fused = save_h.map(|_| codec_h);
+    let case = Case::new(traffic::swiglu(o.extent, to, save_h), move |b| one(b, emit, fused).map(drop));
+    if to.is_none() {
+        return Ok(case);
+    }
+    let (h, groups) = (o.h()?, o.groups.clone());
+    Ok(case.against(move |b| {
+        let plain = other(b, Emit::Plain(DType::Bf16), None)?.a.take_rows("bench")?;
+        let groups = groups.as_ref();
+        drop(Quantize { groups, ..Quantize::new(plain.plain("bench")?, codec_a, planes) }.run(b)?);
+        if saves {
+            drop(Quantize { groups, ..Quantize::new(&h, codec_h, Planes::Rows) }.run(b)?);
+        }
+        Ok(())
+    }))
+}
+
+/// Of h as MXFP4, quantized both ways; or plain, of h as BF16.
+fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<B>> {
+    let (da, weight, groups) = (o.x()?, o.gate()?, o.groups.clone());
+    let codec = codec(Block::E4M3, NEAREST)?;
+    let call = move |b: &B, h: &Operand<B>, dh: Emit, a: Emit| {
+        SwigluBackward { h, da: &da, weight: Some(&weight), groups: groups.as_ref(), dh, a }.run(b)
+    };
+    let plain = Emit::Plain(DType::Bf16);
+    if !quantized {
+        let h = Operand::Plain(o.h()?);
+        let traffic = traffic::swiglu_backward(o.extent, None, None);
+        return Ok(Case::new(traffic, move |b| call(b, &h, plain, plain).map(drop)));
+    }
+    let (saved, groups) = (o.saved_h()?, o.groups.clone());
+    let (one, other, h) = (call.clone(), call, Operand::Block(saved.clone()));
+    let block = move |planes| Emit::Block { codec, planes };
+    let traffic = traffic::swiglu_backward(o.extent, Some(Block::MXFP4), Some(Block::E4M3));
+    let case = Case::new(traffic, move |b| one(b, &h, block(Planes::Both), block(Planes::Cols)).map(drop));
+    Ok(case.against(move |b| {
+        let h = Operand::Plain(Dequantize { x: &saved, dtype: DType::Bf16 }.run(b)?);
+        let made = other(b, &h, plain, plain)?;
+        for (x, planes) in [(made.dh, Planes::Both), (made.a, Planes::Cols)] {
+            let x = x.take_rows("bench")?;
+            let groups = groups.as_ref();
+            drop(Quantize { groups, ..Quantize::new(x.plain("bench")?, codec, planes) }.run(b)?);
+        }
+        Ok(())
+    }))
+}
+
+fn rearrangements<B: Convert>() -> Vec<Kernel<B>> {
+    let through = "dequantize, permute, quantize";
+    vec![
+        Kernel::sorted("permute + pad BF16", |o| permute(o, None)),
+        Kernel {
+            against: through,
+            ..Kernel::sorted("permute + pad E4M3", |o| permute(o, Some(Block::E4M3)))
+        },
+        Kernel {
+            against: through,
+            ..Kernel::sorted("permute + pad MXFP4", |o| permute(o, Some(Block::MXFP4)))
+        },
+        Kernel::sorted("unpermute BF16", unpermute),
+        Kernel::sorted("combine BF16", combine),
+        Kernel::sorted("route", route),
+        Kernel::sorted("plan permute", plan_permute),
+        Kernel::dense("cast BF16 → F32", cast),
+        Kernel::dense("transpose BF16", transpose),
+    ]
+}
+
+fn permute<B: Convert>(o: &Operands<B>, block: Option<Block>) -> Result<Case<B>> {
+    let routed = o.routed()?;
+    let (tokens, capacity, cols) = (routed.tokens, routed.map.groups.capacity, o.extent.cols);
+    let received = normal(&o.b, tokens, cols, 3)?;
+    let map = routed.map;
+    let Some(block) = block else {
+        let rows = Operand::Plain(received);
+        let traffic = traffic::permute(cols * DType::Bf16.size_bytes(), tokens, capacity);
+        return Ok(Case::new(traffic, move |b| Permute { rows: &rows, map: &map }.run(b).map(drop)));
+    };
+    let codec = codec(block, NEAREST)?;
+    let rows = Quantize::new(&received, codec, Planes::Rows).run(&o.b)?.take_rows("bench")?;
+    let (source, order) = (rows.clone(), map.clone());
+    let case = Case::new(traffic::permute(block.row_bytes(cols), tokens, capacity), move |b| {
+        Permute { rows: &rows, map: &map }.run(b).map(drop)
+    });
+    Ok(case.against(move |b| {
+        let plain = Dequantize { x: source.block("bench")?, dtype: DType::Bf16 }.run(b)?;
+        let sorted = Permute { rows: &Operand::Plain(plain), map: &order }.run(b)?;
+        let quantize = Quantize::new(sorted.plain("bench")?, codec, Planes::Rows);
+        Quantize { groups: Some(&order.groups), ..quantize }.run(b).map(drop)
+    }))
+}
+
+fn unpermute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let map = o.routed()?.map;
+    let rows = normal(&o.b, map.groups.capacity, o.extent.cols, 4)?;
+    let traffic = traffic::unpermute(o.extent.cols * DType::Bf16.size_bytes(), map.num_slots);
+    Ok(Case::new(traffic, move |b| Unpermute { rows: &rows, map: &map }.run(b).map(drop)))
+}
+
+fn combine<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let routed = o.routed()?;
+    let (tokens, top_k) = (routed.tokens, routed.top_k);
+    let rows = normal(&o.b, tokens * top_k, o.extent.cols, 5)?;
+    let traffic = traffic::combine(o.extent.cols * DType::Bf16.size_bytes(), tokens, top_k);
+    Ok(Case::new(traffic, move |b| CombineSlots { rows: &rows, top_k }.run(b).map(drop)))
+}
+
+fn route<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let routed = o.routed()?;
+    let (tokens, experts, top_k) = (routed.tokens, routed.experts, routed.top_k);
+    let logits = uniform(&o.b, tokens, experts)?;
+    Ok(Case::new(traffic::route(tokens, experts, top_k), move |b| {
+        Route { logits: &logits, top_k, normalize: true, shards: 1 }.run(b).map(drop)
+    }))
+}
+
+fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let routed = o.routed()?;
+    let groups = routed.map.groups;
+    let (num_groups, align, capacity) = (groups.num_groups, groups.align, groups.capacity);
+    let (top_k, expert, token_id) = (routed.top_k, routed.expert, routed.token_id);
+    let num_slots = routed.map.num_slots;
+    let traffic = traffic::plan_permute(routed.tokens, top_k, num_slots, capacity);
+    Ok(Case::new(traffic, move |b| {
+        let (expert, token_id) = (&expert, &token_id);
+        PlanPermute { expert, token_id, top_k, num_slots, num_groups, align, capacity }.run(b).map(drop)
+    }))
+}
+
+fn cast<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let x = o.x()?;
+    let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::F32);
+    Ok(Case::new(traffic, move |b| Cast { x: &x, dtype: DType::F32 }.run(b).map(drop)))
+}
+
+fn transpose<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+    let x = o.x()?;
+    let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::Bf16);
+    Ok(Case::new(traffic, move |b| Transpose { x: &x, stack: 1 }.run(b).map(drop)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::operands::{Shape, uneven};
+    use super::*;
+    use nibble_cpu::Cpu;
+
+    /// The CPU has every operation: so each case is a call that some backend takes.
+    #[test]
+    fn every_kernel_and_its_separate_sequence_run_on_the_cpu() {
+        let cpu = Cpu::new(1).unwrap();
+        let shape = Shape { rows: 256, cols: 256 };
+        for groups in [None, Some(8)] {
+            let lengths = groups.map(|groups| uneven(groups, shape.rows));
+            let operands = Operands::new(&cpu, shape, lengths.as_deref()).unwrap();
+            for kernel in kernels::<Cpu>() {
+                if !kernel.takes(groups.unwrap_or(0)) {
+                    continue;
+                }
+                let case = kernel.case(&operands).unwrap();
+                (case.run)(&cpu).unwrap_or_else(|error| panic!("{}: {error}", kernel.name));
+                assert_eq!(case.separate.is_some(), !kernel.against.is_empty(), "{}", kernel.name);
+                if let Some(separate) = &case.separate {
+                    separate(&cpu).unwrap_or_else(|error| panic!("{}, separately: {error}", kernel.name));
+                }
+                assert!(case.traffic.read > 0 && case.traffic.written > 0, "{}", kernel.name);
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = kernels::<Cpu>().iter().map(|k| k.name).collect();
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+}

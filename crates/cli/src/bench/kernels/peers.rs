@@ -1,0 +1,148 @@
+//! What other projects' kernels take for the same conversions, measured on an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0)
+//! on 2026-11-21 by the same rules: single calls, L2 flushed, medians of at least seven.
+//!
+//! Published kernels were run from their own sources with their own launch code; `torch.compile` is PyTorch 2.11's; Triton
+//! stands for untuned kernels in Triton 3.6, the least that one would write. `benchmarks/peers/conversions.py` times the
+//! last two again wherever they are installed.
+
+use super::SHAPES;
+use super::operands::Shape;
+
+/// Whose kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Who {
+    /// As the table names it.
+    pub name: &'static str,
+    /// Repository and commit, or release.
+    pub source: &'static str,
+    /// A released kernel of a project; otherwise what a compiler or an afternoon gives.
+    pub published: bool,
+}
+
+const MXFP4_HOPPER: Who = Who {
+    name: "MXFP4-Hopper",
+    source: "github.com/anonymous-git-2026/MXFP4-Hopper at fede2e1",
+    published: true,
+};
+const TE: Who = Who { name: "TE", source: "github.com/NVIDIA/TransformerEngine at d0067d0", published: true };
+const FP8_FLOW: Who = Who {
+    name: "FP8-Flow-MoE",
+    source: "github.com/021ai/TransformerEngine-FP8FlowMoe at 4c097bf",
+    published: true,
+};
+const COMPILE: Who =
+    Who { name: "compile", source: "torch.compile of PyTorch 2.11.0+cu130", published: false };
+const TRITON: Who = Who { name: "Triton", source: "Triton 3.6, untuned kernels", published: false };
+
+/// One project's times of one conversion.
+struct Row {
+    kernels: &'static [&'static str],
+    who: Who,
+    /// Number of groups; 0 for dense rows.
+    groups: usize,
+    /// Microseconds at each of [`SHAPES`]; 0 where it was not measured.
+    us: [f64; SHAPES.len()],
+}
+
+const fn row(kernels: &'static [&'static str], who: Who, groups: usize, us: [f64; SHAPES.len()]) -> Row {
+    Row { kernels, who, groups, us }
+}
+
+const FP4: &[&str] = &["BF16 → MXFP4 rows"];
+const DECODE: &[&str] = &["MXFP4 → BF16"];
+const LIFT_ROWS: &[&str] = &["MXFP4 → E4M3 rows (lift)"];
+const LIFT_COLS: &[&str] = &["MXFP4 → E4M3 columns (lift)"];
+const FP8_ROWS: &[&str] = &["BF16 → E4M3 rows, F32 scales", "BF16 → E4M3 rows"];
+const FP8_COLS: &[&str] = &["BF16 → E4M3 columns, F32 scales", "BF16 → E4M3 columns"];
+const FP8_BOTH: &[&str] = &["BF16 → E4M3 both, F32 scales", "BF16 → E4M3 both"];
+const TURN: &[&str] = &["E4M3 rows → columns"];
+const BACKWARD: &[&str] = &["SwiGLU backward → E4M3 dh, a columns"];
+
+const ROWS: &[Row] = &[
+    row(FP4, MXFP4_HOPPER, 0, [491.0, 143.0, 265.0, 109.0, 65.4]),
+    row(FP4, TRITON, 0, [397.0, 118.0, 216.0, 90.3, 55.0]),
+    row(FP4, COMPILE, 0, [1035.0, 301.0, 0.0, 0.0, 139.0]),
+    row(DECODE, MXFP4_HOPPER, 0, [230.0, 73.2, 128.0, 57.9, 37.8]),
+    row(DECODE, TRITON, 0, [273.0, 80.4, 147.0, 62.2, 37.9]),
+    row(DECODE, COMPILE, 0, [636.0, 179.0, 0.0, 0.0, 83.4]),
+    row(LIFT_ROWS, MXFP4_HOPPER, 0, [358.0, 107.0, 196.0, 82.7, 50.8]),
+    row(LIFT_ROWS, TRITON, 0, [302.0, 89.4, 164.0, 68.6, 41.7]),
+    // The one of its two kernels that keeps signs.
+    row(LIFT_COLS, MXFP4_HOPPER, 0, [396.0, 118.0, 216.0, 90.3, 54.6]),
+    row(LIFT_COLS, MXFP4_HOPPER, 8, [406.0, 121.0, 223.0, 93.7, 59.1]),
+    row(LIFT_COLS, MXFP4_HOPPER, 32, [423.0, 126.0, 234.0, 98.2, 69.9]),
+    row(LIFT_COLS, TRITON, 0, [386.0, 115.0, 209.0, 87.7, 53.7]),
+    row(LIFT_COLS, COMPILE, 0, [565.0, 171.0, 0.0, 0.0, 82.5]),
+    row(FP8_ROWS, TE, 0, [205.0, 62.2, 112.0, 48.7, 30.1]),
+    row(FP8_ROWS, TRITON, 0, [182.0, 50.7, 96.1, 38.2, 23.0]),
+    row(FP8_ROWS, COMPILE, 0, [171.0, 50.3, 0.0, 0.0, 25.3]),
+    row(FP8_COLS, TE, 0, [234.0, 70.5, 128.0, 54.7, 34.0]),
+    row(FP8_COLS, TRITON, 0, [184.0, 52.8, 98.3, 40.7, 25.4]),
+    row(FP8_COLS, COMPILE, 0, [291.0, 90.3, 0.0, 0.0, 42.4]),
+    row(FP8_BOTH, TE, 0, [338.0, 102.0, 184.0, 78.0, 48.9]),
+    row(FP8_BOTH, TRITON, 0, [356.0, 106.0, 194.0, 81.5, 50.0]),
+    row(TURN, FP8_FLOW, 0, [514.0, 153.0, 281.0, 118.0, 74.3]),
+    row(TURN, FP8_FLOW, 8, [544.0, 163.0, 297.0, 125.0, 82.5]),
+    row(TURN, FP8_FLOW, 32, [565.0, 166.0, 312.0, 128.0, 94.3]),
+    row(TURN, TRITON, 0, [259.0, 78.8, 143.0, 60.9, 37.5]),
+    row(TURN, COMPILE, 0, [471.0, 153.0, 0.0, 0.0, 69.1]),
+    row(&["SwiGLU → BF16"], COMPILE, 0, [0.0, 92.9, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU → BF16"], TRITON, 0, [0.0, 97.7, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU → E4M3 rows"], TRITON, 0, [0.0, 87.9, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU → E4M3 rows"], COMPILE, 0, [0.0, 168.8, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU → E4M3 both"], TRITON, 0, [0.0, 204.2, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU backward → BF16"], TRITON, 0, [0.0, 166.7, 0.0, 0.0, 0.0]),
+    row(&["SwiGLU backward → BF16"], COMPILE, 0, [0.0, 226.1, 0.0, 0.0, 0.0]),
+    // Without `a`, and from h in BF16.
+    row(BACKWARD, TRITON, 0, [0.0, 374.3, 0.0, 0.0, 0.0]),
+    row(&["permute + pad BF16"], FP8_FLOW, 256, [352.1, 0.0, 0.0, 0.0, 0.0]),
+    row(&["permute + pad BF16"], TRITON, 256, [226.8, 0.0, 0.0, 0.0, 0.0]),
+    row(&["permute + pad E4M3"], FP8_FLOW, 256, [201.8, 0.0, 0.0, 0.0, 0.0]),
+    row(&["permute + pad E4M3"], TRITON, 256, [209.8, 0.0, 0.0, 0.0, 0.0]),
+    row(&["combine BF16"], COMPILE, 256, [609.9, 0.0, 0.0, 0.0, 0.0]),
+];
+
+/// What others took for a kernel at a shape and number of groups (0: dense).
+pub fn of(kernel: &str, shape: Shape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
+    let column = SHAPES.iter().position(|s| *s == shape);
+    let named = move |row: &&Row| row.groups == groups && row.kernels.contains(&kernel);
+    let measured = move |row: &Row| Some((row.who, row.us[column?])).filter(|(_, us)| *us > 0.0);
+    ROWS.iter().filter(named).filter_map(measured)
+}
+
+/// The fastest of them, of published kernels alone or of all.
+pub fn fastest(kernel: &str, shape: Shape, groups: usize, published: bool) -> Option<(Who, f64)> {
+    of(kernel, shape, groups)
+        .filter(|(who, _)| who.published || !published)
+        .min_by(|a, b| a.1.total_cmp(&b.1))
+}
+
+/// Everybody in the table, with their sources.
+pub fn everybody() -> [Who; 5] {
+    [MXFP4_HOPPER, TE, FP8_FLOW, COMPILE, TRITON]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cases::kernels;
+    use super::*;
+    use nibble_cpu::Cpu;
+
+    #[test]
+    fn every_row_is_of_a_kernel_that_is_timed() {
+        let names: Vec<_> = kernels::<Cpu>().iter().map(|k| k.name).collect();
+        for row in ROWS {
+            assert!(row.kernels.iter().all(|k| names.contains(k)), "{:?}", row.kernels);
+            assert!(everybody().contains(&row.who));
+        }
+    }
+
+    #[test]
+    fn the_fastest_published_kernel_and_the_fastest_of_all() {
+        let find = |published| fastest("BF16 → MXFP4 rows", SHAPES[0], 0, published).unwrap();
+        assert_eq!((find(true).0.name, find(true).1), ("MXFP4-Hopper", 491.0));
+        assert_eq!((find(false).0.name, find(false).1), ("Triton", 397.0));
+        assert!(fastest("BF16 → MXFP4 rows", Shape { rows: 1, cols: 1 }, 0, false).is_none());
+        assert!(fastest("SwiGLU → BF16", SHAPES[0], 0, false).is_none(), "not measured at this shape");
+    }
+}

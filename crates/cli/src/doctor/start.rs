@@ -1,0 +1,97 @@
+//! How long the GPU's kernels take to be ready, with an empty and with a warm cache of compiled kernels.
+
+use crate::console::{bytes, say};
+use crate::error::{Error, Result};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{DType, Tensor};
+use nibble_cuda::jit::Nvrtc;
+use nibble_cuda::source::Sources;
+use nibble_cuda::{Cuda, Device, Jit, ops, probe};
+use nibble_formats::{Codec, Format, Rounding, ScaleRule};
+use rayon::prelude::*;
+use std::path::Path;
+use std::time::Instant;
+
+/// Fills the cache that the environment names.
+pub fn warm() -> Result<()> {
+    let folder = nibble_cuda::env::cubin_cache();
+    let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
+    let ((), ms) = timed(|| compile_all(&Jit::from_env().map_err(Error::usage)?))?;
+    let (count, seconds) = (ops::instances().len(), ms / 1e3);
+    say!("all {count} kernels are in {} after {seconds:.1} s{}", folder.display(), size_of(&folder));
+    Ok(())
+}
+
+/// On all threads.
+fn compile_all(jit: &Jit) -> Result<()> {
+    Ok(ops::instances().par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop))?)
+}
+
+/// Times both starts.
+pub fn time() -> Result<()> {
+    let nvrtc = Nvrtc::load().map_err(Error::usage)?;
+    let folder = tempfile::tempdir()
+        .map_err(|source| nibble_train::Error::Io { path: std::env::temp_dir(), source })?;
+    let jit =
+        |folder: &Path| -> Result<Jit> { Ok(Jit::new(nvrtc, Sources::from_env()?, Some(folder.to_owned()))) };
+    let gpu = probe().usable().next().map(|gpu| gpu.ordinal);
+    match gpu {
+        Some(ordinal) => {
+            // The first opening is the process's own start with the driver; later ones share it.
+            let (device, ms) = timed(|| Ok(Device::with_jit(ordinal, jit(folder.path())?)?))?;
+            say!("{}: opened in {ms:.0} ms", device.info().name);
+            let one = folder.path().join("one");
+            for cache in ["empty", "warm"] {
+                let cuda = Cuda::on(Device::with_jit(ordinal, jit(&one)?)?);
+                match timed(|| first_conversion(&cuda)) {
+                    Ok(((), ms)) => say!("first conversion, {cache} cache: {ms:.1} ms"),
+                    Err(why) => say!("first conversion, {cache} cache: {why}"),
+                }
+            }
+        }
+        None => say!("no Hopper GPU: kernels are compiled and not loaded"),
+    }
+    let (instances, all) = (ops::instances(), folder.path().join("all"));
+    let compiler = jit(&all)?;
+    let ((), ms) = timed(|| compile_all(&compiler))?;
+    let (count, threads) = (instances.len(), rayon::current_num_threads());
+    say!(
+        "all {count} kernels, empty cache: compiled in {:.1} s on {threads} threads{}",
+        ms / 1e3,
+        size_of(&all)
+    );
+    let ((), ms) = match gpu {
+        Some(ordinal) => {
+            let device = Device::with_jit(ordinal, jit(&all)?)?;
+            timed(|| Ok(instances.iter().try_for_each(|i| device.kernel(&i.spec).map(drop))?))?
+        }
+        None => {
+            let reader = jit(&all)?;
+            timed(|| Ok(instances.iter().try_for_each(|i| reader.cubin(&i.spec).map(drop))?))?
+        }
+    };
+    say!("all {count} kernels, warm cache: {} in {ms:.0} ms", if gpu.is_some() { "loaded" } else { "read" });
+    Ok(())
+}
+
+/// A conversion of a small matrix, and the wait for it.
+fn first_conversion(cuda: &Cuda) -> Result<()> {
+    let x = Tensor::zeros(cuda, DType::Bf16, 128, 128)?;
+    let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven);
+    Quantize::new(&x, codec.map_err(nibble_core::Error::from)?, Planes::Rows).run(cuda)?;
+    Ok(cuda.device().synchronize()?)
+}
+
+/// What it gives and the milliseconds it takes.
+fn timed<R>(work: impl FnOnce() -> Result<R>) -> Result<(R, f64)> {
+    let start = Instant::now();
+    let made = work()?;
+    Ok((made, start.elapsed().as_secs_f64() * 1e3))
+}
+
+/// `, 3.5 MiB`, of the files in a folder.
+fn size_of(folder: &Path) -> String {
+    let Ok(entries) = folder.read_dir() else { return String::new() };
+    let total = entries.filter_map(|entry| Some(entry.ok()?.metadata().ok()?.len())).sum();
+    format!(", {}", bytes(total))
+}

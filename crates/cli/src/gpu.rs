@@ -1,0 +1,18 @@
+//! The GPU that a command runs on.
+
+use crate::error::{Error, Result};
+use nibble_cuda::{Cuda, probe};
+
+/// Opens the first GPU that the kernels run on.
+///
+/// # Errors
+/// A usage error that says what was found instead, if there is none; `otherwise` is what to do without one.
+pub fn open(otherwise: &str) -> Result<Cuda> {
+    match probe().usable().next() {
+        Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),
+        None => Err(Error::usage(format!(
+            "this needs a Hopper GPU, and there is none here; {otherwise}\n{}",
+            probe()
+        ))),
+    }
+}

@@ -1,0 +1,136 @@
+//! `nibble verify`: every operation compared bit for bit, on this machine, with what this binary carries.
+//!
+//! With a Hopper GPU: the CUDA backend against the CPU, which is its specification. With `--cpu`: the CPU's vectorised
+//! and threaded code against its scalar specification on one thread. The cases are the conformance suite's: sizes of real
+//! models, uneven and empty groups, poisoned padding, values that are hard on number formats.
+
+use crate::console::say;
+use crate::env::Env;
+use crate::error::{Error, Result};
+use crate::gpu;
+use nibble_core::{Backend, Convert, Kernels, Products};
+use nibble_cpu::Cpu;
+use nibble_testkit::{Pair, conformance};
+use serde_json::{Value, json};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Compares every operation with its specification on this machine, bit for bit.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit code 0 where every operation agrees, 1 where one does not, 2 where there is no GPU to verify.\n\n\
+    Examples:\n  \
+    nibble verify\n  \
+    nibble verify --only transcode --only swiglu\n  \
+    nibble verify --cpu --json verified.json"
+)]
+pub struct Args {
+    /// The CPU's vectorised code against its scalar specification, instead of the GPU against the CPU.
+    #[arg(long)]
+    cpu: bool,
+    /// Operations to verify; all of them where left out.
+    #[arg(long, value_name = "OP")]
+    only: Vec<String>,
+    /// Also writes the results here.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// An operation's name and its conformance test, which panics with a report.
+type Test<A, B> = (&'static str, fn(&Pair<A, B>));
+
+pub fn run(args: Args) -> Result<()> {
+    let settings = Env::read()?;
+    let cpu = settings.cpu(settings.threads(0))?;
+    if args.cpu {
+        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &all());
+    }
+    let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
+    verify(&args, &Pair::new(cpu, cuda), &of_gpu())
+}
+
+/// What a GPU has: conversions and products.
+fn of_gpu<A: Convert + Products, B: Convert + Products>() -> Vec<Test<A, B>> {
+    [conformance!(Convert).to_vec(), conformance!(Products).to_vec()].concat()
+}
+
+fn all<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
+    [of_gpu(), conformance!(Model).to_vec()].concat()
+}
+
+/// The tests that were asked for.
+fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>> {
+    if let Some(unknown) = only.iter().find(|name| tests.iter().all(|(op, _)| op != name)) {
+        let known: Vec<_> = tests.iter().map(|(op, _)| *op).collect();
+        return Err(Error::usage(format!(
+            "--only: no operation `{unknown}`; there are: {}",
+            known.join(", ")
+        )));
+    }
+    let wanted = |op: &str| only.is_empty() || only.iter().any(|name| name == op);
+    Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
+}
+
+fn verify<A: Backend, B: Backend>(args: &Args, pair: &Pair<A, B>, tests: &[Test<A, B>]) -> Result<()> {
+    let tests = chosen(tests, &args.only)?;
+    say!("{}, against {}", pair.b.name(), pair.a.name());
+    let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
+    for (op, test) in &tests {
+        let (before, begun) = (pair.cases(), Instant::now());
+        let report = report_of(|| test(pair));
+        let (cases, seconds) = (pair.cases() - before, begun.elapsed().as_secs_f64());
+        let verdict = if report.is_none() { "PASS" } else { "FAIL" };
+        say!("{verdict}  {op:<20} {cases:>6} cases  {seconds:>7.2} s");
+        for line in report.iter().flat_map(|text| text.lines()) {
+            say!("      {line}");
+        }
+        failed += usize::from(report.is_some());
+        results.push(json!({ "op": op, "cases": cases, "seconds": seconds, "passed": report.is_none(), "report": report }));
+    }
+    let (count, cases) = (tests.len(), pair.cases());
+    let passed = count - failed;
+    say!("{passed} of {count} operations agree, {cases} cases, {:.1} s", start.elapsed().as_secs_f64());
+    if let Some(path) = &args.json {
+        let figures: Value =
+            json!({ "specification": pair.a.name(), "verified": pair.b.name(), "ops": results });
+        std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;
+    }
+    if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
+}
+
+/// What a test that failed says; `None` if it passed. The command's own panic hook prints nothing.
+fn report_of(test: impl FnOnce()) -> Option<String> {
+    let payload = catch_unwind(AssertUnwindSafe(test)).err()?;
+    let text = payload.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string));
+    Some(text.unwrap_or_else(|| "a panic without a word".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_test_leaves_its_report_and_a_passed_one_nothing() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let (report, nothing) = (report_of(|| panic!("value {} differs", 3)), report_of(|| {}));
+        std::panic::set_hook(hook);
+        assert_eq!((report.as_deref(), nothing), (Some("value 3 differs"), None));
+    }
+
+    #[test]
+    fn operations_are_chosen_by_name() {
+        let tests: Vec<Test<Cpu, Cpu>> = all();
+        assert!(tests.len() > 30);
+        let names = |only: &[&str]| {
+            let only: Vec<String> = only.iter().map(ToString::to_string).collect();
+            chosen(&tests, &only).map(|t| t.iter().map(|(op, _)| *op).collect::<Vec<_>>())
+        };
+        assert_eq!(names(&["swiglu", "cast"]).unwrap(), ["cast", "swiglu"]);
+        assert_eq!(names(&[]).unwrap().len(), tests.len());
+        let why = names(&["castt"]).unwrap_err().to_string();
+        assert!(why.contains("`castt`") && why.contains("swiglu_backward"), "{why}");
+    }
+}

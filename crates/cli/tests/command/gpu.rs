@@ -1,0 +1,43 @@
+//! What needs a GPU, and what is said where there is none.
+
+use super::Place;
+
+/// Whether the machine that runs the tests has a GPU the kernels run on.
+fn has_gpu() -> bool {
+    nibble_cuda::probe().usable().next().is_some()
+}
+
+#[test]
+fn verify_compares_the_cpu_with_its_specification() {
+    let place = Place::new();
+    let done = place
+        .nibble(&["verify", "--cpu", "--only", "cast", "--only", "plan_permute", "--json", "v.json"])
+        .ok();
+    done.contains("PASS  cast").contains("PASS  plan_permute").contains("2 of 2 operations agree");
+    let json = std::fs::read_to_string(place.path("v.json")).unwrap();
+    assert!(json.contains("\"passed\": true") && json.contains("\"op\": \"cast\""), "{json}");
+    let error = place.nibble(&["verify", "--cpu", "--only", "casts"]).failed(2);
+    assert!(error.contains("`casts`") && error.contains("plan_permute"), "{error}");
+}
+
+#[test]
+fn without_a_gpu_the_gpu_commands_say_what_was_found_and_what_to_do() {
+    if has_gpu() {
+        return println!("skipped: there is a GPU here");
+    }
+    let place = Place::new();
+    for (command, instead) in [(vec!["verify"], "--cpu"), (vec!["bench", "kernels"], "bench ops")] {
+        let error = place.nibble(&command).failed(2);
+        assert!(error.contains("Hopper GPU") && error.contains("CUDA driver"), "{error}");
+        assert!(error.contains(instead), "{error}");
+    }
+}
+
+#[test]
+fn a_shape_or_kernel_that_makes_no_sense_is_refused_before_the_gpu_is_looked_for() {
+    let place = Place::new();
+    let error = place.nibble(&["bench", "kernels", "--only", "frobnicate"]).failed(2);
+    assert!(error.contains("`frobnicate`") && error.contains("MXFP4 → E4M3 rows (lift)"), "{error}");
+    let error = place.nibble(&["bench", "kernels", "--shapes", "10x10"]).failed(2);
+    assert!(error.contains("multiple of MXFP4's block of 32"), "{error}");
+}

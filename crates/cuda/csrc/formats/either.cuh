@@ -1,0 +1,46 @@
+// A matrix of F32 or BF16, which of them is told at run time: for kernels that take every combination from one instance.
+#pragma once
+#include "formats/bf16.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+/// Eight neighbours from index `at` on, as F32; zeros from the `left`-th on.
+__device__ __forceinline__ F32::Eight load_either(const u8* from, bool is_bf16, u64 at, int left) {
+    const bool whole = left >= 8 && at % 8 == 0;
+    if (!is_bf16) return whole ? F32::load<true>(from + at * 4, 8) : F32::load<false>(from + at * 4, left);
+    const Bf16::Eight x = whole ? Bf16::load<true>(from + at * 2, 8) : Bf16::load<false>(from + at * 2, left);
+    F32::Eight wide;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) wide.number[i] = Bf16::value(x, i);
+    return wide;
+}
+
+/// Stores as many of eight neighbours as are left, rounded to nearest even.
+__device__ __forceinline__ void store_either(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
+    const bool whole = left >= 8 && at % 8 == 0;
+    if (is_bf16) {
+        u32 two[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) two[i] = ptx::pack_bf16(x.number[2 * i], x.number[2 * i + 1]);
+        if (whole) {
+            ptx::store_16(to + at * 2, {two[0], two[1], two[2], two[3]});
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (i < left) reinterpret_cast<u16*>(to)[at + i] = u16(two[i / 2] >> (i % 2 * 16));
+        }
+    } else if (whole) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            ptx::store_16(to + at * 4 + i * 16, {__float_as_uint(x.number[4 * i]), __float_as_uint(x.number[4 * i + 1]),
+                                                 __float_as_uint(x.number[4 * i + 2]), __float_as_uint(x.number[4 * i + 3])});
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < left) reinterpret_cast<float*>(to)[at + i] = x.number[i];
+    }
+}
+
+}  // namespace nib

@@ -1,0 +1,66 @@
+// A few neighbouring plain numbers as they lie in memory: one load and one store of 2 to 16 bytes.
+#pragma once
+#include "formats/bf16.cuh"
+#include "ptx/global.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+/// kCount numbers of type T (Bf16 or F32), aligned to their bytes.
+template <typename T, int kCount>
+struct Few {
+    static constexpr int kBytes = kCount * T::kBytes;
+    static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2, "one load");
+
+    /// Of BF16, number 2i is the low half of word i.
+    u32 word[(kBytes + 3) / 4];
+
+    __device__ __forceinline__ static Few load(const void* from) {
+        if constexpr (kBytes == 16) {
+            const uint4 v = ptx::load_16(from);
+            return {{v.x, v.y, v.z, v.w}};
+        } else if constexpr (kBytes == 8) {
+            const uint2 v = ptx::load_8(from);
+            return {{v.x, v.y}};
+        } else if constexpr (kBytes == 4) {
+            return {{__ldg(static_cast<const u32*>(from))}};
+        } else {
+            return {{__ldg(static_cast<const u16*>(from))}};
+        }
+    }
+
+    __device__ __forceinline__ void store(void* to) const {
+        if constexpr (kBytes == 16)
+            ptx::store_16(to, {word[0], word[1], word[2], word[3]});
+        else if constexpr (kBytes == 8)
+            ptx::store_8(to, {word[0], word[1]});
+        else if constexpr (kBytes == 4)
+            ptx::store_4(to, word[0]);
+        else
+            *static_cast<u16*>(to) = u16(word[0]);
+    }
+
+    /// Number i, exactly.
+    __device__ __forceinline__ float value(int i) const {
+        if constexpr (T::kBytes == 4) return __uint_as_float(word[i]);
+        return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000 : word[i / 2] << 16);
+    }
+
+    /// Rounded to nearest even.
+    __device__ __forceinline__ static Few from_f32(const float (&x)[kCount]) {
+        Few few;
+        if constexpr (T::kBytes == 4) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) few.word[i] = __float_as_uint(x[i]);
+        } else if constexpr (kCount == 1) {
+            few.word[0] = ptx::pack_bf16(x[0], 0);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount; i += 2) few.word[i / 2] = ptx::pack_bf16(x[i], x[i + 1]);
+        }
+        return few;
+    }
+};
+
+}  // namespace nib

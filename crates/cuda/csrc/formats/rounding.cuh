@@ -1,0 +1,196 @@
+// How a number between two codes is decided: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit for
+// bit. A kernel takes the policy as a template argument (its name: `RoundingArg::policy` in src/launch.rs) and a `RoundingArg` by value:
+//
+//   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
+//       const Round round(rounding);
+//       const u64 e = u64(row_id) * cols + col;                              // of the first of eight columns
+//       const auto bits = round.template bits<kAligned>(e, i);               // of those 8·i columns further, i known at best
+//       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x: In::Eight
+//       if (scale.is_nan()) codes = E::zeros();                              // as after E::encode
+//
+// * e = row_id · cols + col whatever the axis, so a thread draws once for eight neighbouring columns of a row, for any
+//   plane. `inverse` is one float (blocks along the row, or a square tile), or an array of eight, one a column: for blocks
+//   down the columns the thread encodes row after row as well, so that no more than one row's bits are alive, and turns
+//   the codes (`turn_8x8`). Where both planes are written, one draw serves both.
+// * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway draw nothing; `Bits` is then empty.
+// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` where Round::kDraws is false; else only
+//   the codes tell: E::any(codes) over the threads of the block.
+// * x · inverse is the F32 product of the specification. Under a NaN scale the codes mean nothing.
+//
+// Scaled by a power of two so that the smallest normal numbers of element and F32 coincide, and rounded towards zero, the
+// bits of a product are the code, and below it the fraction of a step: subnormal codes as well. Rounding is then one
+// integer addition: of the complement of the random bits, or of half a step.
+#pragma once
+#include "formats/bf16.cuh"
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "math/philox.cuh"
+#include "ptx/packed.cuh"
+
+namespace nib {
+
+/// What a rounding needs beside its kind; `RoundingArg` in src/launch.rs.
+struct RoundingArg {
+    Stream stream;
+    u32 delta_q16;  // of dither
+};
+
+/// x · inverse, saturated where the scale rule leaves numbers above the largest: a scale that is rounded does so as well.
+template <class E, int kRule>
+__device__ __forceinline__ float scaled(float x, float inverse) {
+    const float y = __fmul_rn(x, inverse);
+    if constexpr (kRule == kRuleRceil || kRule == kRuleCeil) return y;
+    return ptx::clamp_magnitude(y, E::kMax);
+}
+
+/// The bits of a scaled number with its code from bit 23 - kMantissaBits up, and its sign.
+template <class E>
+__device__ __forceinline__ u32 code_and_fraction(float y) {
+    return __float_as_uint(__fmul_rz(y, E::kToCode));
+}
+
+struct NearestEven {
+    static constexpr bool kDraws = false;
+    struct Bits {};
+
+    __device__ __forceinline__ explicit NearestEven(const RoundingArg&) {}
+
+    template <bool kAligned>
+    __device__ __forceinline__ Bits bits(u64, u32 = 0) const {
+        return {};
+    }
+
+    template <class E, int kRule, class In, class Inverse>
+    __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, Bits) const {
+        return E::template encode<rule_exceeds(kRule)>(x, inverse);
+    }
+
+    /// Whether a number of this magnitude gets a non-zero code.
+    template <class E>
+    __device__ __forceinline__ static bool reaches(float magnitude) {
+        return magnitude > E::kLargestToZero;
+    }
+};
+
+/// To the nearest code, ties away from zero.
+struct NearestAway {
+    static constexpr bool kDraws = false;
+    struct Bits {};
+
+    __device__ __forceinline__ explicit NearestAway(const RoundingArg&) {}
+
+    template <bool kAligned>
+    __device__ __forceinline__ Bits bits(u64, u32 = 0) const {
+        return {};
+    }
+
+    template <class E, int kRule, class In, class Inverse>
+    __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, Bits) const {
+        u32 of[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
+            of[i] = code_and_fraction<E>(y) + (1u << (22 - E::kMantissaBits));
+        }
+        return E::pack(of);
+    }
+
+    template <class E>
+    __device__ __forceinline__ static bool reaches(float magnitude) {
+        return magnitude >= E::kLargestToZero;
+    }
+};
+
+/// Up in magnitude iff sixteen random bits are less than the fraction's first sixteen.
+struct Stochastic {
+    static constexpr bool kDraws = true;
+    using Bits = RandomBits;
+    const Stream stream;
+
+    __device__ __forceinline__ explicit Stochastic(const RoundingArg& arg) : stream(arg.stream) {}
+
+    template <bool kAligned>
+    __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {
+        return stream.bits<kAligned>(e, eights);
+    }
+
+    template <class E, int kRule, class In, class Inverse>
+    __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, const Bits& bits) const {
+        constexpr int kBelow = 7 - E::kMantissaBits;  // bits of the fraction that do not decide
+        u32 of[8];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            // Fraction + (2^16 - 1 - r) carries into the code iff r < fraction.
+            const u32 even = ~bits.word[i / 2] & 0xFFFF, odd = ~bits.word[i / 2] & 0xFFFF0000;
+            const u32 low = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i)));
+            const u32 high = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1)));
+            of[i] = ptx::mul_add(even, 1u << kBelow, low);
+            of[i + 1] = high + (odd >> (16 - kBelow));
+        }
+        return E::pack(of);
+    }
+};
+
+/// Nearest-even of x + d, d uniform in (-delta, delta) code steps.
+///
+/// Up iff fraction + d exceeds one half. The fraction's upper bits decide that but where they are equal to those of one half
+/// less d; then, about once in a million numbers, all are looked at again, to 32 bits of the fraction and beyond.
+struct Dither {
+    static constexpr bool kDraws = true;
+    using Bits = RandomBits;
+    const Stream stream;
+    const u32 delta_q16;
+
+    __device__ __forceinline__ explicit Dither(const RoundingArg& arg) : stream(arg.stream), delta_q16(arg.delta_q16) {}
+
+    template <bool kAligned>
+    __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {
+        return stream.bits<kAligned>(e, eights);
+    }
+
+    template <class E, int kRule, class In, class Inverse>
+    __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, const Bits& bits) const {
+        constexpr int kFractionBits = 23 - E::kMantissaBits;
+        constexpr u32 kFraction = (1u << kFractionBits) - 1;
+        u32 of[8], undecided = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
+            // Carries iff the fraction is larger; all ones below the code if it is equal.
+            of[i] = code_and_fraction<E>(y) + (kFraction - (half_less_d(bits.of(i)) >> (32 - kFractionBits)));
+            undecided = max(undecided, of[i] | ~kFraction);
+        }
+        if (undecided == 0xFFFFFFFF) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
+                of[i] = (__float_as_uint(y) & 0x80000000) | exact_code<E>(fabsf(y), half_less_d(bits.of(i))) << kFractionBits;
+            }
+        }
+        return E::pack(of);
+    }
+
+private:
+    /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
+    __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
+
+    /// The code of a magnitude up to the largest, which goes up where its fraction exceeds `half_less_d`, from a tie to the even code.
+    template <class E>
+    __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
+        constexpr u32 kMinExponent = 128 - E::kBias;  // of the smallest normal element
+        const u32 bits = __float_as_uint(magnitude);
+        const u32 exponent = max(bits >> 23, 1u);
+        const u32 significand = bits - (exponent << 23) + (1u << 23);
+        const u32 base = exponent > kMinExponent ? exponent - kMinExponent : 0;
+        const u32 below = exponent < kMinExponent ? kMinExponent - exponent : 0;
+        const u32 shift = min(23 - E::kMantissaBits + below, 60u);
+        const u64 wide = u64(significand) << 32, steps = wide >> shift;
+        const bool sticky = steps << shift != wide;
+        const u32 floor_code = (base << E::kMantissaBits) + u32(steps >> 32), fraction = u32(steps);
+        const bool up = fraction > half_less_d || (fraction == half_less_d && (sticky || (floor_code & 1)));
+        return floor_code + up;
+    }
+};
+
+}  // namespace nib

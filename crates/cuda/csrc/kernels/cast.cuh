@@ -1,0 +1,44 @@
+// Plain numbers to another plain type, rounded to nearest even.
+//
+// cast<From, To>: Bf16 or F32 to the other; buffers on 16 bytes.
+//   256 threads; grid ceil(len / 4096); any len.
+#pragma once
+#include "formats/plain.cuh"
+
+namespace nib {
+
+constexpr int kCastThreads = 256;
+constexpr int kCastUnits = 4;  // a thread's, so many loads in flight
+constexpr int kCastCount = 4;  // numbers a unit: 16 bytes of the wider type
+
+template <typename From, typename To, int kCount>
+__device__ __forceinline__ Few<To, kCount> cast_few(const Few<From, kCount>& x) {
+    float value[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] = x.value(i);
+    return Few<To, kCount>::from_f32(value);
+}
+
+template <typename From, typename To>
+__global__ void __launch_bounds__(kCastThreads) cast(const u8* __restrict__ in, u8* __restrict__ out, u64 len) {
+    using X = Few<From, kCastCount>;
+    using Y = Few<To, kCastCount>;
+    const u64 units = len / kCastCount;
+    const u64 first = u64(blockIdx.x) * (kCastThreads * kCastUnits) + threadIdx.x;
+    X x[kCastUnits];
+    if (first + (kCastUnits - 1) * kCastThreads < units) {
+#pragma unroll
+        for (int i = 0; i < kCastUnits; ++i) x[i] = X::load(in + (first + i * kCastThreads) * X::kBytes);
+#pragma unroll
+        for (int i = 0; i < kCastUnits; ++i)
+            cast_few<From, To>(x[i]).store(out + (first + i * kCastThreads) * Y::kBytes);
+        return;
+    }
+    for (u64 unit = first; unit < units && unit < first + kCastUnits * kCastThreads; unit += kCastThreads)
+        cast_few<From, To>(X::load(in + unit * X::kBytes)).store(out + unit * Y::kBytes);
+    const u64 left = units * kCastCount + threadIdx.x;
+    if (blockIdx.x == gridDim.x - 1 && left < len)
+        cast_few<From, To>(Few<From, 1>::load(in + left * From::kBytes)).store(out + left * To::kBytes);
+}
+
+}  // namespace nib

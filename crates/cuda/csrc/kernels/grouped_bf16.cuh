@@ -1,0 +1,245 @@
+// D = A·Bᵀ over groups, BF16 operands: the grouped products of the BF16 recipe, and of formats whose values are BF16 numbers.
+//
+// kRagged::kRows (forward, data gradient): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may
+//   start anywhere.
+// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
+//   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
+// D  BF16 (n % 8 == 0), or F32 (n % 4 == 0), added to what is there with kAccumulate.
+// Arithmetic: the tensor cores' F32 accumulators, in order of k.
+//
+// Grid, cta, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
+#pragma once
+#include "kernels/grouped_store.cuh"
+
+namespace nib {
+
+constexpr int kDepth = 64;                        // of k in a stage: 128 bytes of a row, or 64 rows
+constexpr int kBoxBytes = kDepth * kStageBytes;   // 64 rows of 128 bytes
+
+template <class Out, int kStages, int kOutBuffers>
+struct SharedLayout {
+    static constexpr int kOutValues = kOutRows * (sizeof(Out) == 4 ? kOutPitchF32 : kOutCols);
+    u8 a[kStages][kBlockM * kStageBytes];
+    u8 b[kStages][kBlockN * kStageBytes];
+    Out out[kMathWarps][kOutBuffers][kOutValues];
+    Tile tile[kStages];           // valid in the first stage of a tile
+    ptx::Barrier full[kStages];   // the copy engine delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+};
+
+/// Fills the ring, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of A's rows for all of
+/// them, and its own columns of B. One warp.
+template <Ragged kRagged, int kStages, int kCluster, class Shared>
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
+                                        const Groups& groups) {
+    constexpr int kSlice = kBlockM / kCluster;
+    constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
+    const bool leader = ptx::lane_idx() == 0;
+    const auto load_a = [&](u8* to, ptx::Barrier& full, int x, int y) {
+        if constexpr (kCluster == 1)
+            ptx::tma_load(to, map_a, full, x, y);
+        else
+            ptx::tma_load_multicast(to, map_a, full, x, y, (1 << kCluster) - 1);
+    };
+    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
+    Ring<kStages> ring;
+    Tile tile;
+    bool more = true;
+    do {
+        more = schedule.take(tile);
+        if (!more) tile.len_k = -1;
+        // Slices below the last row that counts are not loaded.
+        const int slices = ceil_div(tile.kept, kSlice);
+        const u32 bytes = min(slices, kCluster) * (kBytesA / kCluster) + kBytesB;
+        const int blocks = ceil_div(tile.len_k, kDepth);
+        int block = 0;
+        do {
+            const u32 stage = ring.stage;
+            ptx::Barrier& full = shared.full[stage];
+            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
+            if (leader) {
+                if (block == 0) shared.tile[stage] = tile;
+                if (tile.len_k <= 0) {
+                    ptx::barrier_arrive(full);
+                } else {
+                    ptx::barrier_arrive_expect(full, bytes);
+                    const int k = tile.k + block * kDepth;
+                    u8* const slice = shared.a[stage] + rank * kSlice * kStageBytes;
+                    const int row_a = tile.row_a + rank * kSlice;
+                    if constexpr (kRagged == Ragged::kRows) {
+                        if (rank < slices) load_a(slice, full, k, row_a);
+                        ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+                    } else {
+                        if (rank < slices)
+                            for (int box = 0; box < kSlice / 64; ++box)
+                                load_a(slice + box * kBoxBytes, full, row_a + box * 64, k);
+                        for (int box = 0; box < kBlockN / 64; ++box)
+                            ptx::tma_load(shared.b[stage] + box * kBoxBytes, map_b, full, tile.row_b + box * 64, k);
+                    }
+                }
+            }
+            ring.advance();
+        } while (++block < blocks);
+    } while (more);
+}
+
+/// Adds one 64-row wave's product of a stage to its totals, in the background.
+template <bool kTransposed>
+__device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b, bool first) {
+    // 16 of k: 32 bytes of a row, or 16 rows.
+    constexpr u32 kStep = (kTransposed ? 16 * kStageBytes : 32) / 16;
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step)
+        ptx::wgmma_m64n128k16_bf16<kTransposed>(total, ptx::wgmma_descriptor(a + kStep * step),
+                                                ptx::wgmma_descriptor(b + kStep * step), !first || step != 0);
+}
+
+/// Zeros the rows of a stage from `rows` on: they belong to another group, or hold nothing. All math threads.
+template <class Shared>
+__device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, int thread) {
+    constexpr int kChunks = kStageBytes / 16, kBoxes = (kBlockM + kBlockN) / 64;
+    const int count = (kDepth - rows) * kChunks;
+    for (int at = thread; at < count * kBoxes; at += kMathWarps * 32) {
+        const int box = at / count, chunk = at % count;
+        u8* const tile = box < kBlockM / 64 ? shared.a[stage] + box * kBoxBytes : shared.b[stage] + (box - kBlockM / 64) * kBoxBytes;
+        reinterpret_cast<uint4*>(tile + rows * kStageBytes)[chunk] = uint4{0, 0, 0, 0};
+    }
+    ptx::fence_shared_to_async();
+    ptx::named_barrier<1, kMathWarps * 32>();
+}
+
+/// Empties the ring: products, and the stores of finished tiles. `warp` counts within the math warps.
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, bool kAccumulate, class Out, class Shared>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
+    constexpr bool kTransposed = kRagged == Ragged::kContraction;
+    constexpr int kNextWave = 2 * kWaveRows;
+    constexpr u32 kStageA = kBlockM * kStageBytes / 16, kStageB = kBlockN * kStageBytes / 16;
+    const u32 lane = ptx::lane_idx();
+    const int first_row = warp / 4 * kWaveRows;            // of this warpgroup's first wave, in the tile
+    const int warp_row = first_row + warp % 4 * kOutRows;  // of this warp
+    const auto low = [](const void* tile) {
+        return kTransposed ? ptx::wgmma_descriptor_low_transposed(shared_address(tile), kBoxBytes)
+                           : ptx::wgmma_descriptor_low(shared_address(tile));
+    };
+    // 64 rows of 128 bytes, or 64 columns: a wave's part of A is a box either way.
+    const u32 first_a = low(shared.a[0]) + warp / 4 * (kBoxBytes / 16);
+    const u32 first_b = low(shared.b[0]);
+    Ring<kStages> ring;
+    u32 buffer = 0;
+    float total[2][64];
+    const auto release = [&](u32 stage) {
+        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+            if constexpr (kCluster == 1)
+                ptx::barrier_arrive(shared.empty[stage]);
+            else
+                ptx::barrier_arrive_at(shared.empty[stage], lane);
+        }
+    };
+    for (;;) {
+        ptx::barrier_wait(shared.full[ring.stage], ring.parity);
+        const Tile tile = uniform(shared.tile[ring.stage]);
+        if (tile.len_k < 0) break;
+        const int blocks = ceil_div(tile.len_k, kDepth);
+        const bool both = tile.kept > first_row + kNextWave;
+        if (blocks == 0) {
+            release(ring.stage);
+            ring.advance();
+        }
+        if (blocks == 0 || !both) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
+        }
+        u32 done = 0;
+        for (int block = 0; block < blocks; ++block) {
+            const u32 stage = ring.stage;
+            if (block != 0) ptx::barrier_wait(shared.full[stage], ring.parity);
+            if constexpr (kTransposed) {
+                const int rows = tile.len_k - block * kDepth;
+                if (rows < kDepth) clear_rows(shared, stage, rows, warp * 32 + lane);
+            }
+            const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+            if (both) {
+                ptx::wgmma_fence();
+                multiply<kTransposed>(total[0], a, b, block == 0);
+                multiply<kTransposed>(total[1], a + 2 * (kBoxBytes / 16), b, block == 0);
+            } else if (tile.kept > first_row) {
+                ptx::wgmma_fence();
+                multiply<kTransposed>(total[0], a, b, block == 0);
+            }
+            ptx::wgmma_commit();
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+            ptx::wgmma_wait_until<1>();
+            if (block != 0) release(done);
+            done = stage;
+            ring.advance();
+        }
+        ptx::wgmma_wait();
+        ptx::wgmma_pin(total[0]);
+        ptx::wgmma_pin(total[1]);
+        if (blocks != 0) release(done);
+        const auto store = [&](float(&sums)[64], int row) {
+            const Rows rows = {tile.row_d + row, tile.col_d, tile.kept - row, tile.stored - row};
+            if constexpr (sizeof(Out) == sizeof(float)) {
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    store_part<kAccumulate>(shared.out[warp][0], d, n, sums, rows, part);
+            } else if (rows.stored >= kOutRows || rows.stored <= 0) {
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+                    store_part<kOutBuffers>(shared.out[warp], buffer, map_d, sums, rows, part);
+            } else {
+                // Groups may end anywhere.
+#pragma unroll
+                for (int part = 0; part < 4; ++part) store_few(d, n, sums, rows, part);
+            }
+        };
+        store(total[0], warp_row);
+        store(total[1], warp_row + kNextWave);
+    }
+    ptx::tma_store_wait_all();
+}
+
+template <Ragged kRagged, class Out, bool kAccumulate, int kStages, int kCluster, int kOutBuffers>
+__global__ void __launch_bounds__(384, 1)
+    grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                 const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
+    using Shared = SharedLayout<Out, kStages, kOutBuffers>;
+    extern __shared__ u8 raw[];
+    // Dynamic shared memory starts 16-byte aligned only.
+    Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+
+    // The same in every lane, and known to be: what follows from it stays in uniform registers.
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        ptx::tensor_map_prefetch(map_a);
+        ptx::tensor_map_prefetch(map_b);
+        if constexpr (sizeof(Out) == 2) ptx::tensor_map_prefetch(map_d);
+        for (int stage = 0; stage < kStages; ++stage) {
+            ptx::barrier_init(shared.full[stage], 1);
+            ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
+        }
+        ptx::barrier_init_fence();
+    }
+    if constexpr (kCluster == 1)
+        __syncthreads();
+    else
+        ptx::cluster_sync();
+
+    if (warp < 4) {
+        ptx::registers_shrink_to<40>();
+        if (warp == 0) produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
+    } else {
+        ptx::registers_grow_to<232>();
+        consume<kRagged, kStages, kCluster, kOutBuffers, kAccumulate>(shared, map_d, d, groups.n, warp - 4);
+        if constexpr (kRagged == Ragged::kRows)
+            clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
+    }
+    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    if constexpr (kCluster != 1) ptx::cluster_sync();
+}
+
+}  // namespace nib

@@ -1,0 +1,402 @@
+// D = A·Bᵀ over groups, E4M3 operands with block scales: the expert layer's products in all three passes.
+//
+// kRagged::kRows (forward, data gradient): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is
+//   rows g·n .. (g+1)·n of B. Starts are multiples of 128. Rows of D of no group are written as zeros.
+// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [m][k] and B [n][k] are multiplied
+//   over columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
+//
+// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales.
+// B  codes [rows][k];                            128x128 scales, or 1x128 (kVectorB).
+//    A scale is an F32 or an E8M0 byte, anywhere: its row, and its block of the contraction, each times a stride.
+// D  BF16 (n % 8 == 0), or F32 (n % 2 == 0), added to what is there with kAccumulate.
+//
+// Arithmetic: 128 of K are multiplied by the tensor cores, then total = fma(scale_a * scale_b, partial, total) in F32 on the
+// ordinary cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: same bits every run.
+//
+// Grid: persistent, one cta an SM; the kCluster ctas of a cluster take neighbouring columns and share the rows of A.
+// Cta: three warpgroups. Of the first, one warp moves tiles with TMA into a ring of stages, and three fetch the scales; the
+// other two warpgroups multiply, 64 rows at a time: 0 and 128 the one, 64 and 192 the other, so that a tile with few rows is
+// shared. A finished half tile is stored under the next product, whose accumulators are other registers.
+// Shared memory: SharedLayout, below; the launch asks for 1024 bytes more, to align it.
+#pragma once
+#include "kernels/grouped_store.cuh"
+
+namespace nib {
+
+constexpr int kBlockK = 128;  // one promotion a stage, and one block of scales
+__host__ __device__ constexpr int scale_warps(bool vector_b) { return vector_b ? 3 : 2; }
+
+template <class Out, int kStages, int kOutBuffers, bool kVectorB>
+struct SharedLayout {
+    static constexpr int kOutValues = kOutRows * (sizeof(Out) == 4 ? kOutPitchF32 : kOutCols);
+
+    u8 a[kStages][kBlockM * kBlockK];
+    u8 b[kStages][kBlockN * kBlockK];
+    Out out[kMathWarps][kOutBuffers][kOutValues];
+    alignas(16) float scale_a[kStages][kBlockM];  // times B's scale, where that is one for the whole tile
+    alignas(16) float scale_b[kStages][kVectorB ? kBlockN : 4];
+    Tile tile[kStages];           // valid in the first stage of a tile
+    ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+};
+
+/// Fills the ring with codes, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of
+/// A's rows for all of them, and its own columns of B. One warp.
+template <Ragged kRagged, int kStages, int kCluster, class Shared>
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
+                                        const Groups& groups) {
+    constexpr int kSlice = kBlockM / kCluster;
+    constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK;
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
+    const bool leader = ptx::lane_idx() == 0;
+    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
+    Ring<kStages> ring;
+    Tile tile;
+    bool more = true;
+    do {
+        more = schedule.take(tile);
+        if (!more) tile.len_k = -1;
+        // Slices below the last row that counts are not loaded.
+        const int slices = ceil_div(tile.kept, kSlice);
+        const u32 bytes = min(slices, kCluster) * (kBytesA / kCluster) + kBytesB;
+        const int blocks = ceil_div(tile.len_k, kBlockK);
+        int block = 0;
+        do {
+            const u32 stage = ring.stage;
+            ptx::Barrier& full = shared.full[stage];
+            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
+            if (leader) {
+                if (block == 0) shared.tile[stage] = tile;
+                if (tile.len_k <= 0) {
+                    ptx::barrier_arrive(full);
+                } else {
+                    ptx::barrier_arrive_expect(full, bytes);
+                    const int k = tile.k + block * kBlockK;
+                    if (rank < slices) {
+                        u8* const slice = shared.a[stage] + rank * kSlice * kBlockK;
+                        if constexpr (kCluster == 1)
+                            ptx::tma_load(slice, map_a, full, k, tile.row_a);
+                        else
+                            ptx::tma_load_multicast(slice, map_a, full, k, tile.row_a + rank * kSlice, (1 << kCluster) - 1);
+                    }
+                    ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+                }
+            }
+            ring.advance();
+        } while (++block < blocks);
+    } while (more);
+}
+
+/// Four neighbouring rows' scales, for four stages: as few and as wide loads as their layout allows.
+struct FourRows {
+    enum Layout { kBytesByRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
+    static constexpr int kAhead = 4;
+
+    /// From `row` on, which is a multiple of 4; there are `rows` rows.
+    __device__ __forceinline__ FourRows(const Scales& scales, int first_block) : scales_(scales) {
+        const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
+        // A row's eight bytes, or its four F32, begin on a multiple of their size.
+        const u32 odd = scales.row_stride | u32(first_block);
+        if (by_block)
+            layout_ = scales.is_f32 ? kF32ByBlock : kBytesByBlock;
+        else if (by_row && odd % 4 == 0 && scales.is_f32)
+            layout_ = kF32ByRow;
+        else if (by_row && odd % 8 == 0 && !scales.is_f32)
+            layout_ = kBytesByRow;
+        else
+            layout_ = kScattered;
+    }
+
+    /// Blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts from the tile's first.
+    __device__ __forceinline__ void load(int row, int rows, int block, int from, int last) {
+        const u8* const bytes = static_cast<const u8*>(scales_.values);
+        const u32* const words = static_cast<const u32*>(scales_.values);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 r = min(row + i, rows - 1);
+            // Where blocks lie one after the other, rows are padded to 16 bytes.
+            const u32 padded = min(u32(row), scales_.block_stride - 4);
+            const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
+            if (layout_ == kBytesByRow) {
+                if (from % 8 == 0) {
+                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + r * scales_.row_stride + block));
+                    raw_[i][0] = eight.x;
+                    later_[i] = eight.y;
+                } else {
+                    raw_[i][0] = later_[i];
+                }
+            } else if (layout_ == kBytesByBlock) {
+                raw_[i][0] = __ldg(reinterpret_cast<const u32*>(bytes + at));
+            } else if (layout_ == kF32ByRow || layout_ == kF32ByBlock) {
+                const u32 four = layout_ == kF32ByRow ? r * scales_.row_stride + block : at;
+                const uint4 v = __ldg(reinterpret_cast<const uint4*>(words + four));
+                raw_[i][0] = v.x, raw_[i][1] = v.y, raw_[i][2] = v.z, raw_[i][3] = v.w;
+            } else {
+#pragma unroll
+                for (int ahead = 0; ahead < kAhead; ++ahead) raw_[i][ahead] = scales_.load(r, min(block + ahead, last));
+            }
+        }
+    }
+
+    /// The rows' scales of the `ahead`-th block.
+    __device__ __forceinline__ float4 scales(int ahead) const {
+        if (layout_ == kBytesByBlock) {
+            const u32 four = raw_[ahead][0];
+            return {e8m0_decode(four & 255), e8m0_decode(four >> 8 & 255), e8m0_decode(four >> 16 & 255),
+                    e8m0_decode(four >> 24)};
+        }
+        if (layout_ == kF32ByBlock)
+            return {__uint_as_float(raw_[ahead][0]), __uint_as_float(raw_[ahead][1]), __uint_as_float(raw_[ahead][2]),
+                    __uint_as_float(raw_[ahead][3])};
+        const auto of = [&](int i) {
+            if (layout_ == kBytesByRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
+            return scales_.decode(raw_[i][ahead]);
+        };
+        return {of(0), of(1), of(2), of(3)};
+    }
+
+  private:
+    const Scales& scales_;
+    Layout layout_;
+    u32 raw_[4][kAhead];
+    u32 later_[4];
+};
+
+/// Fetches the scales, four stages at a time; `thread` counts within the scale warps: the first 64 threads have four rows of A each, the
+/// next 32 four columns of B.
+template <Ragged kRagged, int kStages, int kCluster, bool kVectorB, class Shared>
+__device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
+                                             const Groups& groups, int thread) {
+    constexpr int kAhead = FourRows::kAhead;
+    const bool of_a = thread < kBlockM / 4;
+    const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
+    const int rows = of_a ? groups.m : kRagged == Ragged::kRows ? groups.n * groups.count : groups.n;
+    // Of 128 x 128 blocks, a group's matrix has its own rows.
+    const int blocks_n = ceil_div(groups.n, kBlockN);
+    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
+    Ring<kStages> ring;
+    Tile tile;
+    const auto deliver = [&] {
+        __syncwarp();
+        if (ptx::lane_idx() == 0) ptx::barrier_arrive(shared.full[ring.stage]);
+        ring.advance();
+    };
+    while (schedule.take(tile)) {
+        const int first = tile.k / kBlockK, blocks = ceil_div(tile.len_k, kBlockK), last = first + blocks - 1;
+        if (blocks == 0) {
+            ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+            deliver();
+        }
+        const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
+        const int tile_row_b = group * blocks_n + min(tile.col_d / kBlockN, blocks_n - 1);
+        FourRows mine(of_a ? scales_a : scales_b, first);
+        for (int from = 0; from < blocks; from += kAhead) {
+            mine.load((of_a ? tile.row_a : tile.row_b) + slot, rows, first + from, from, last);
+            u32 whole[kAhead];
+#pragma unroll
+            for (int ahead = 0; ahead < kAhead; ++ahead)
+                whole[ahead] = kVectorB ? 0 : scales_b.load(tile_row_b, min(first + from + ahead, last));
+#pragma unroll
+            for (int ahead = 0; ahead < kAhead; ++ahead) {
+                if (from + ahead >= blocks) break;
+                float4 four = mine.scales(ahead);
+                if constexpr (!kVectorB) {
+                    const float b = scales_b.decode(whole[ahead]);
+                    four = {four.x * b, four.y * b, four.z * b, four.w * b};
+                }
+                ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+                float* const to = of_a ? shared.scale_a[ring.stage] : shared.scale_b[ring.stage];
+                *reinterpret_cast<float4*>(to + slot) = four;
+                deliver();
+            }
+        }
+    }
+    ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+    deliver();
+}
+
+/// Starts the product of one 64-row wave of a stage: four wgmma over its 128 of K. `a` and `b` are the low halves of the
+/// tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
+__device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
+    ptx::wgmma_pin(partial);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 32; ++step)
+        ptx::wgmma_m64n128k32_e4m3(partial, ptx::wgmma_descriptor(a + 2 * step), ptx::wgmma_descriptor(b + 2 * step),
+                                   step != 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_pin(partial);
+}
+
+__device__ __forceinline__ void finish(float (&partial)[64]) {
+    ptx::wgmma_wait();
+    ptx::wgmma_pin(partial);
+}
+
+/// Adds a wave's partial sums to its totals. `row` is this lane's even row in the tile.
+template <bool kVectorB, class Shared>
+__device__ __forceinline__ void promote(float (&total)[64], const float (&partial)[64], const float (&scale)[2],
+                                        const Shared& shared, u32 stage) {
+    if constexpr (kVectorB) {
+        const float* const columns = shared.scale_b[stage] + 2 * (ptx::lane_idx() % 4);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const float2 b = *reinterpret_cast<const float2*>(columns + 8 * j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                total[4 * j + i] =
+                    __fmaf_rn(scale[i / 2] * (i % 2 == 0 ? b.x : b.y), partial[4 * j + i], total[4 * j + i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(scale[i / 2 % 2], partial[i], total[i]);
+    }
+}
+
+/// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
+template <int kStages, int kCluster, int kOutBuffers, bool kVectorB, bool kAccumulate, class Out, class Shared>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
+    const u32 lane = ptx::lane_idx();
+    const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
+    const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
+    const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
+    constexpr int kNextWave = 2 * kWaveRows;
+    const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
+    const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
+    Ring<kStages> ring;
+    bool ready = false;  // whether the ring's next stage is known to be full
+    u32 buffer = 0;
+    float total[2][64];
+#pragma unroll
+    for (int wave = 0; wave < 2; ++wave)
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[wave][i] = 0.0f;
+    // Parts `from` to `to` of the eight of a tile: four of each wave.
+    const auto store = [&](const Tile& tile, int from, int to) {
+#pragma unroll
+        for (int part = from; part < to; ++part) {
+            const int row = warp_row + part / 4 * kNextWave;
+            const Rows rows = {tile.row_d + row, tile.col_d, tile.kept - row, tile.stored - row};
+            if constexpr (sizeof(Out) == sizeof(float))
+                store_part<kAccumulate>(shared.out[warp][0], d, n, total[part / 4], rows, part % 4);
+            else
+                store_part<kOutBuffers>(shared.out[warp], buffer, map_d, total[part / 4], rows, part % 4);
+        }
+    };
+    const auto release = [&](u32 stage) {
+        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+            if constexpr (kCluster == 1)
+                ptx::barrier_arrive(shared.empty[stage]);
+            else
+                ptx::barrier_arrive_at(shared.empty[stage], lane);
+        }
+    };
+    const auto await = [&] {
+        if (!ready) ptx::barrier_wait(shared.full[ring.stage], ring.parity);
+    };
+    // Asked before a promotion, so that the answer is there after it.
+    const auto advance = [&] {
+        ring.advance();
+        ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
+    };
+    // The tile before: its last five parts are stored under the first products of the next. Here there is none.
+    Tile before = {};
+    for (;;) {
+        await();
+        const Tile tile = uniform(shared.tile[ring.stage]);
+        if (tile.len_k < 0) break;
+        const int blocks = ceil_div(tile.len_k, kBlockK);
+        if (tile.kept > first_row + kNextWave && blocks > 0) {
+            for (int block = 0; block < blocks; ++block) {
+                const u32 stage = ring.stage;
+                const u32 a = first_a + stage * (kBlockM * kBlockK / 16);
+                const u32 b = first_b + stage * (kBlockN * kBlockK / 16);
+                float scale[2][2];
+                if (block != 0) await();
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    scale[i / 2][i % 2] = shared.scale_a[stage][lane_row + i / 2 * kNextWave + i % 2 * 8];
+                float partial[64];
+                multiply(partial, a, b);
+                if (block == 0) store(before, 3, 6);
+                finish(partial);
+                promote<kVectorB>(total[0], partial, scale[0], shared, stage);
+                multiply(partial, a + kNextWave * kBlockK / 16, b);
+                if (block == 0) store(before, 6, 8);
+                if (block == blocks - 1) store(tile, 0, 3);
+                finish(partial);
+                if constexpr (!kVectorB) release(stage);
+                advance();
+                promote<kVectorB>(total[1], partial, scale[1], shared, stage);
+                if constexpr (kVectorB) release(stage);
+            }
+        } else {
+            // At most one wave, or none.
+            store(before, 3, 8);
+            const bool some = tile.kept > first_row && blocks > 0;
+            for (int block = 0; block < max(blocks, 1); ++block) {
+                const u32 stage = ring.stage;
+                if (block != 0) await();
+                if (some) {
+                    const float scale[2] = {shared.scale_a[stage][lane_row], shared.scale_a[stage][lane_row + 8]};
+                    float partial[64];
+                    multiply(partial, first_a + stage * (kBlockM * kBlockK / 16),
+                             first_b + stage * (kBlockN * kBlockK / 16));
+                    finish(partial);
+                    promote<kVectorB>(total[0], partial, scale, shared, stage);
+                }
+                release(stage);
+                advance();
+            }
+            store(tile, 0, 3);
+        }
+        before = tile;
+    }
+    store(before, 3, 8);
+    ptx::tma_store_wait_all();
+}
+
+template <Ragged kRagged, bool kVectorB, class Out, bool kAccumulate, int kStages, int kCluster, int kOutBuffers>
+__global__ void __launch_bounds__(384, 1)
+    grouped_fp8_block(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                      const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
+                      const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
+    using Shared = SharedLayout<Out, kStages, kOutBuffers, kVectorB>;
+    extern __shared__ u8 raw[];
+    // Dynamic shared memory starts 16-byte aligned only.
+    Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+
+    // The same in every lane, and known to be: what follows from it stays in uniform registers.
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        ptx::tensor_map_prefetch(map_a);
+        ptx::tensor_map_prefetch(map_b);
+        if constexpr (sizeof(Out) == 2) ptx::tensor_map_prefetch(map_d);
+        for (int stage = 0; stage < kStages; ++stage) {
+            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kVectorB));
+            ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
+        }
+        ptx::barrier_init_fence();
+    }
+    if constexpr (kCluster == 1)
+        __syncthreads();
+    else
+        ptx::cluster_sync();
+
+    if (warp < 4) {
+        ptx::registers_shrink_to<56>();
+        if (warp == 0)
+            produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
+        else if (warp <= scale_warps(kVectorB))
+            fetch_scales<kRagged, kStages, kCluster, kVectorB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
+    } else {
+        ptx::registers_grow_to<224>();
+        consume<kStages, kCluster, kOutBuffers, kVectorB, kAccumulate>(shared, map_d, d, groups.n, warp - 4);
+        if constexpr (kRagged == Ragged::kRows)
+            clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
+    }
+    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    if constexpr (kCluster != 1) ptx::cluster_sync();
+}
+
+}  // namespace nib

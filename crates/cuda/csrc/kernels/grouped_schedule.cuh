@@ -1,0 +1,153 @@
+// Products over groups whose sizes only the device knows: where the groups and the scales lie, and which output tile comes when.
+//
+// Every warp that needs the order computes it for itself: 32 groups at a time, a prefix sum over the warp's lanes, and a vote
+// that finds a tile's group. Clusters take every gridDim.x / kCluster-th tile.
+#pragma once
+#include "formats/e8m0.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+/// What a group's rows are: rows of A and D (forward and data gradient), or the contraction (weight gradient).
+enum class Ragged { kRows, kContraction };
+
+/// Scales in memory: that of (row, block) lies at row * row_stride + block * block_stride.
+struct Scales {
+    const void* values;
+    u32 row_stride, block_stride;  // there are fewer than 2^32 of them
+    int is_f32;                    // or E8M0 bytes
+
+    __device__ __forceinline__ u32 load(u32 row, u32 block) const {
+        const u32 at = row * row_stride + block * block_stride;
+        return is_f32 ? __ldg(static_cast<const u32*>(values) + at) : __ldg(static_cast<const u8*>(values) + at);
+    }
+    __device__ __forceinline__ float decode(u32 loaded) const {
+        return is_f32 ? __uint_as_float(loaded) : e8m0_decode(loaded);
+    }
+};
+
+/// A tile of the output, for all who work on it. Rows and columns count elements.
+struct alignas(16) Tile {
+    int row_a;    // first row of A
+    int row_b;    // first row of B
+    int k;      // where the contraction begins
+    int len_k;  // and its length; 0: nothing to add up; -1: there are no more tiles
+    int row_d;  // first row and column of D
+    int col_d;
+    int kept;    // rows that are computed
+    int stored;  // rows that are written; those past `kept` as zeros
+};
+
+/// The same in every lane, and known to the compiler to be, so that what follows from it takes no lane's registers.
+__device__ __forceinline__ Tile uniform(const Tile& tile) {
+    const auto same = [](int value) { return __shfl_sync(0xFFFFFFFF, value, 0); };
+    return {same(tile.row_a), same(tile.row_b), same(tile.k),    same(tile.len_k),
+            same(tile.row_d), same(tile.col_d), same(tile.kept), same(tile.stored)};
+}
+
+/// Where the groups lie, and the product's sizes. `start` null: one group of all rows.
+struct Groups {
+    const int* start;
+    const int* len;
+    int count;
+    int m, n, k;  // rows of A (all groups together, or of one gradient), rows of B of one group, contraction
+    int band;     // tile rows in a band of the raster
+};
+
+template <Ragged kRagged, int kBlockM, int kCluster>
+class Schedule {
+  public:
+    __device__ __forceinline__ explicit Schedule(const Groups& groups)
+        : groups_(groups),
+          columns_(ceil_div(ceil_div(groups.n, kBlockN), kCluster)),
+          next_(blockIdx.x / kCluster),
+          step_(gridDim.x / kCluster),
+          rank_(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())) {
+        if constexpr (kRagged == Ragged::kRows) load(0, 0);
+    }
+
+    /// The next tile of this cta; false when there are no more. All lanes of a warp call it together.
+    __device__ __forceinline__ bool take(Tile& tile) {
+        int group, within, tiles_m, first, len, padded;
+        if constexpr (kRagged == Ragged::kRows) {
+            for (int end = __shfl_sync(kAll, end_, 31); next_ >= end; end = __shfl_sync(kAll, end_, 31)) {
+                if (base_ + 32 >= groups_.count) return false;
+                load(base_ + 32, end);
+            }
+            const u32 lane = __ffs(__ballot_sync(kAll, end_ > next_)) - 1;
+            group = base_ + lane;
+            first = __shfl_sync(kAll, start_, lane);
+            len = __shfl_sync(kAll, len_, lane);
+            padded = __shfl_sync(kAll, padded_, lane);
+            tiles_m = ceil_div(padded, kBlockM);
+            within = next_ - (__shfl_sync(kAll, end_, lane) - tiles_m * columns_);
+        } else {
+            tiles_m = ceil_div(groups_.m, kBlockM);
+            group = next_ / (tiles_m * columns_);
+            if (group >= groups_.count) return false;
+            within = next_ - group * (tiles_m * columns_);
+            first = groups_.start[group];
+            len = groups_.len[group];
+            padded = groups_.m;
+        }
+        // Bands of tile rows are swept column by column, so that the clusters at work at one time cover a squarish patch of D
+        // and share its operands in the L2.
+        const int band = within / (groups_.band * columns_);
+        within -= band * groups_.band * columns_;
+        const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
+        const int row = (band * groups_.band + within % band_rows) * kBlockM;
+        tile.col_d = (within / band_rows * kCluster + rank_) * kBlockN;
+        tile.stored = min(padded - row, kBlockM);
+        if constexpr (kRagged == Ragged::kRows) {
+            tile.row_a = tile.row_d = first + row;
+            tile.row_b = group * groups_.n + tile.col_d;
+            tile.k = 0;
+            tile.kept = min(max(len - row, 0), kBlockM);
+            tile.len_k = tile.kept > 0 ? groups_.k : 0;
+        } else {
+            tile.row_a = row;
+            tile.row_d = group * groups_.m + row;
+            tile.row_b = tile.col_d;
+            tile.k = first;
+            tile.len_k = len;
+            tile.kept = tile.stored;
+        }
+        next_ += step_;
+        return true;
+    }
+
+  private:
+    static constexpr int kBlockN = 128;
+    static constexpr u32 kAll = 0xFFFFFFFF;
+
+    /// One group a lane, from group `base` on, before which there are `before` tiles.
+    __device__ __forceinline__ void load(int base, int before) {
+        const int group = base + int(ptx::lane_idx());
+        base_ = base;
+        start_ = len_ = padded_ = 0;
+        if (groups_.start == nullptr) {
+            if (group == 0) len_ = padded_ = groups_.m;
+        } else if (group < groups_.count) {
+            start_ = groups_.start[group];
+            padded_ = groups_.start[group + 1] - start_;
+            len_ = groups_.len[group];
+        }
+        end_ = ceil_div(padded_, kBlockM) * columns_;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int below = __shfl_up_sync(kAll, end_, distance);
+            if (ptx::lane_idx() >= distance) end_ += below;
+        }
+        end_ += before;
+    }
+
+    const Groups& groups_;
+    int columns_;  // of clusters, in one group's D
+    int next_, step_, rank_;
+    int base_;  // group of lane 0
+    int start_, len_, padded_;
+    int end_;  // tiles up to and with this lane's group
+};
+
+}  // namespace nib

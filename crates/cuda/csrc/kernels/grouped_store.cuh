@@ -1,0 +1,140 @@
+// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages, and the way
+// of totals from registers to D.
+#pragma once
+#include "kernels/grouped_schedule.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace nib {
+
+constexpr int kBlockM = 256;
+constexpr int kBlockN = 128;
+constexpr int kStageBytes = 128;  // of a row in a stage: one swizzled row
+constexpr int kWaveRows = 64;
+constexpr int kMathWarps = 8;
+constexpr int kOutCols = 32;  // columns a warp stages and stores at once: 64 bytes, the store map's swizzle
+constexpr int kOutRows = 16;
+constexpr int kOutPitchF32 = kOutCols + 8;  // in F32: eight rows start in different banks
+
+/// Position in the ring of stages; `parity` flips each time round.
+template <int kStages>
+struct Ring {
+    u32 stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/// A warp's 16 rows of a wave, on their way to D.
+struct Rows {
+    int row;           // in D
+    int col;           // in D
+    int kept, stored;  // of the 16
+};
+
+/// Rounds 32 columns of a wave to BF16 and stores them through the next of `kOutBuffers` buffers; clears the totals. All 16 rows
+/// are stored or none.
+template <int kOutBuffers>
+__device__ __forceinline__ void store_part(u16 (&out)[kOutBuffers][kOutRows * kOutCols], u32& buffer,
+                                           const TensorMap& map_d, float* total, const Rows& to, int part) {
+    const u32 lane = ptx::lane_idx();
+    const u32 keep[2] = {int(lane / 4) < to.kept ? ~0u : 0u, int(lane / 4 + 8) < to.kept ? ~0u : 0u};
+    // Rows that are not stored go past the end of D, where the copy engine leaves them out.
+    const int row = to.stored > 0 ? to.row : 0x7FFFFF00;
+    // stmatrix: lane 8t+i names row i of tile t; tiles go down (rows 0, 8), then right (8 columns).
+    const u32 tile_row = lane % 16;
+    const u32 tile_right = lane / 16;
+    if (lane == 0) ptx::tma_store_wait_read<kOutBuffers - 1>();
+    __syncwarp();
+    u16* const staged = out[buffer];
+    const u32 base = shared_address(staged) + tile_row * (kOutCols * 2);
+#pragma unroll
+    for (int pair = 0; pair < kOutCols / 16; ++pair) {
+        const float* t = total + part * (kOutCols / 2) + pair * 8;
+        // The 64-byte swizzle: address bits 4-5 are XORed with bits 7-8, which are bits 1-2 of the row.
+        const u32 chunk = (pair * 2 + tile_right) ^ ((tile_row >> 1) & 3);
+        ptx::store_matrix_x4(base + chunk * 16, ptx::pack_bf16(t[0], t[1]) & keep[0], ptx::pack_bf16(t[2], t[3]) & keep[1],
+                             ptx::pack_bf16(t[4], t[5]) & keep[0], ptx::pack_bf16(t[6], t[7]) & keep[1]);
+    }
+    ptx::fence_shared_to_async();
+    __syncwarp();
+    if (lane == 0) {
+        ptx::tma_store(map_d, staged, to.col + part * kOutCols, row);
+        ptx::tma_store_commit();
+    }
+    buffer = buffer + 1 == kOutBuffers ? 0 : buffer + 1;
+#pragma unroll
+    for (int i = 0; i < kOutCols / 2; ++i) total[part * (kOutCols / 2) + i] = 0.0f;
+}
+
+/// The same for a piece of which some rows only are stored, straight from the registers.
+__device__ __forceinline__ void store_few(u16* d, int n, float* total, const Rows& to, int part) {
+    const int lane = int(ptx::lane_idx());
+    const int col = to.col + part * kOutCols + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kOutCols / 4; ++i) {
+        const int row = lane / 4 + i % 2 * 8;
+        float* const t = total + part * (kOutCols / 2) + i * 2;
+        if (row < to.stored && col + i / 2 * 8 < n) {
+            const u32 pair = row < to.kept ? ptx::pack_bf16(t[0], t[1]) : 0;
+            *reinterpret_cast<u32*>(d + (long long)(to.row + row) * n + col + i / 2 * 8) = pair;
+        }
+        t[0] = t[1] = 0.0f;
+    }
+}
+
+/// Writes 32 columns of a wave as F32 straight from the registers, four lanes a sector, or adds them to what is there: each row a copy
+/// of its own, so that rows of the next matrix are not touched. Clears the totals.
+template <bool kAccumulate>
+__device__ __forceinline__ void store_part(float (&out)[kOutRows * kOutPitchF32], float* d, int n, float* total,
+                                           const Rows& to, int part) {
+    const int lane = int(ptx::lane_idx());
+    const int col = to.col + part * kOutCols;
+    float* const sums = total + part * (kOutCols / 2);
+#pragma unroll
+    for (int i = 0; i < kOutCols / 2; ++i)
+        if (lane / 4 + i / 2 % 2 * 8 >= to.kept) sums[i] = 0.0f;
+    if constexpr (kAccumulate) {
+        float* const staged = out + lane / 4 * kOutPitchF32 + lane % 4 * 2;
+        ptx::tma_store_wait_read<0>();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kOutCols / 4; ++i)
+            *reinterpret_cast<float2*>(staged + i % 2 * 8 * kOutPitchF32 + i / 2 * 8) = float2{sums[2 * i], sums[2 * i + 1]};
+        ptx::fence_shared_to_async();
+        __syncwarp();
+        const int cols = min(n - col, kOutCols);
+        if (lane < min(to.stored, kOutRows) && cols > 0)
+            ptx::bulk_add_f32(d + (long long)(to.row + lane) * n + col, out + lane * kOutPitchF32, cols * sizeof(float));
+        ptx::tma_store_commit();
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane / 4 + half * 8, left = row < to.stored ? n - col - lane % 4 * 2 : 0;
+            float* const at = d + (long long)(to.row + row) * n + col + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kOutCols / 8; ++j)
+                if (8 * j < left) *reinterpret_cast<float2*>(at + 8 * j) = float2{sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]};
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kOutCols / 2; ++i) sums[i] = 0.0f;
+}
+
+/// Zeros the rows of D after the last group's, 16 bytes at a time.
+template <class Out>
+__device__ __forceinline__ void clear_tail(Out* d, const Groups& groups, int thread, int threads) {
+    if (groups.start == nullptr) return;
+    constexpr int kEach = 16 / sizeof(Out);
+    const long long end = (long long)groups.m * groups.n / kEach;
+    for (long long at = (long long)groups.start[groups.count] * groups.n / kEach + thread; at < end; at += threads)
+        reinterpret_cast<uint4*>(d)[at] = uint4{0, 0, 0, 0};
+}
+
+}  // namespace nib

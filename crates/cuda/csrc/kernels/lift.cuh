@@ -1,0 +1,112 @@
+// E2M1 codes under one power-of-two scale to E4M3 codes under another: the table behind lift_rows and lift_cols. The twin of
+// crates/formats/src/lift.rs.
+#pragma once
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+
+namespace nib {
+
+/// What E2M1 codes become under one pair of scales. PRMT looks up four codes at a time in `magnitudes`.
+struct alignas(16) Lift {
+    uint2 magnitudes;  // E4M3 codes of the eight magnitudes
+    u32 signs;         // 0x80808080, or 0 where signs go too
+    u32 changed;       // bit c: magnitude c changed its value
+};
+
+/// Lift for source - target = -32 .. 6, for a NaN source, and for a row that does not count.
+constexpr int kLiftFar = 32;
+constexpr u32 kLiftNan = kLiftFar + 7;
+constexpr u32 kLiftNothing = kLiftFar + 8;
+constexpr int kLifts = kLiftFar + 9;
+
+struct LiftTable {
+    Lift entry[kLifts];
+};
+
+/// The E4M3 code of halves / 2 · 2^octaves, nearest-even, and whether the value changed.
+struct LiftedCode {
+    u32 code;
+    bool changed;
+};
+__host__ __device__ constexpr LiftedCode lifted(u32 halves, int octaves) {
+    const int shift = octaves + 8;  // to E4M3's smallest step, 2^-9
+    if (shift < 0) {
+        if (shift < -8) return {0, halves != 0};
+        const u32 floor = halves >> -shift, rest = halves - (floor << -shift), half = 1u << (-shift - 1);
+        return {floor + (rest > half || (rest == half && floor % 2 == 1)), rest != 0};
+    }
+    u32 steps = halves << shift, code = 0;
+    while (steps >= 16) {
+        steps /= 2;
+        code += 8;
+    }
+    return {code + steps, false};  // of steps from 8 to 15 the 8 is the exponent's
+}
+
+__host__ __device__ constexpr LiftTable make_lifts() {
+    constexpr u32 kHalves[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    LiftTable table = {};
+    for (int i = 0; i < int(kLiftNan); ++i) {
+        Lift& lift = table.entry[i];
+        lift.signs = 0x80808080;
+        for (int c = 0; c < 8; ++c) {
+            const LiftedCode to = lifted(kHalves[c], i - kLiftFar);
+            (c < 4 ? lift.magnitudes.x : lift.magnitudes.y) |= to.code << (8 * (c % 4));
+            lift.changed |= u32(to.changed) << c;
+        }
+    }
+    table.entry[kLiftNan].magnitudes = {0x7F7F7F7F, 0x7F7F7F7F};
+    return table;
+}
+
+__device__ constexpr LiftTable kLiftTable = make_lifts();
+
+/// Brings the table to shared memory; a barrier follows.
+__device__ __forceinline__ void copy_lifts(LiftTable& lifts) {
+    if (threadIdx.x < kLifts) {
+        const uint4 v = reinterpret_cast<const uint4*>(&kLiftTable)[threadIdx.x];
+        reinterpret_cast<uint4*>(&lifts)[threadIdx.x] = v;
+    }
+}
+
+/// The entry for a source scale under a target at most 6 octaves below it.
+__device__ __forceinline__ u32 lift_index(u32 source, int target) {
+    return source == kScaleNan ? kLiftNan : u32(max(int(source) - target, -kLiftFar) + kLiftFar);
+}
+
+/// Four codes: the first ones of the word, or (kHigh) the last.
+template <bool kHigh>
+__device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32 signs) {
+    const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
+    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
+    const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504);
+    return __byte_perm(magnitudes.x, magnitudes.y, selector) | (sign & signs);
+}
+
+/// Whether any of these codes changed its value.
+__device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
+    u32 seen = 0;
+#pragma unroll 1  // rare: not worth the instructions
+    for (int i = 0; i < 8; ++i) seen |= 1u << (codes >> (4 * i) & 7);
+    return (seen & changed) != 0;
+}
+
+/// One more than the byte, and 0 for the NaN: what a maximum passes over.
+__device__ __forceinline__ u32 above_nan(u32 byte) { return (byte + 1) & 0xFF; }
+
+/// Target scale byte of a lift from the largest `above_nan` of its sources: 6 octaves below, not below 0.
+__device__ __forceinline__ int lift_target(u32 largest_above_nan) { return max(int(largest_above_nan) - 7, 0); }
+
+/// Four scale bytes, 0xFF from the `left`-th on.
+template <bool kWhole>
+__device__ __forceinline__ u32 load_scales(const u8* from, int left) {
+    if constexpr (kWhole) return __ldg(reinterpret_cast<const u32*>(from));
+    u32 four = 0xFFFFFFFF;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+        if (b < left) four ^= (from[b] ^ 0xFFu) << (8 * b);
+    return four;
+}
+
+}  // namespace nib

@@ -1,0 +1,385 @@
+//! One grouped product: its operands on the host, its run on the device, and its exact result.
+
+use half::bf16;
+use nibble_cuda::ops::grouped_product::{
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
+    Target,
+};
+use nibble_cuda::{Buffer, Device, Result};
+use nibble_formats::philox::normal_from_bits;
+use nibble_formats::{Element, ScaleLayout, layout::mn_major_stride};
+
+/// SplitMix64: test data only.
+pub struct Random(pub u64);
+
+impl Random {
+    /// Sixty-four random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// `table[random]`, for a table of 65536.
+    pub fn draw<T: Copy>(&mut self, table: &[T], len: usize) -> Vec<T> {
+        let mut out = Vec::with_capacity(len + 3);
+        while out.len() < len {
+            let bits = self.bits();
+            out.extend((0..4).map(|i| table[(bits >> (16 * i)) as usize & 0xFFFF]));
+        }
+        out.truncate(len);
+        out
+    }
+}
+
+/// Normal values over all 65536 sixteen-bit draws.
+pub fn normals() -> Vec<f32> {
+    (0..1u32 << 16).map(|i| normal_from_bits(i << 16 | 0x8000)).collect()
+}
+
+/// What the operands hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Data {
+    /// Codes -2 to 2, scales 1/2, 1, 2, 4: every partial and total sum is exact in F32.
+    Integers,
+    /// Normal values in E4M3 as quantization leaves them, the largest of a block near 448.
+    Normal,
+    /// Cubed normal values: a few codes near 448 beside many small ones.
+    HeavyTails,
+}
+
+/// The product and how its operands are stored.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub ragged: Ragged,
+    pub kind: Kind,
+    pub out: Out,
+    /// E8M0 scales rather than F32: of A, of B.
+    pub e8m0: (bool, bool),
+    pub accumulate: bool,
+    /// Scales of A and B MN-major: [blocks][rows padded to 16 bytes].
+    pub mn_major: bool,
+    /// Rows of each group.
+    pub lens: Vec<usize>,
+    /// Rows after the last group's padding.
+    pub slack: usize,
+    /// Rows of a matrix of D ([`Ragged::Contraction`]).
+    pub m: usize,
+    pub n: usize,
+    /// The contraction ([`Ragged::Rows`]).
+    pub k: usize,
+}
+
+impl Case {
+    /// First row of each group, and the end of the last.
+    pub fn starts(&self) -> Vec<usize> {
+        // Plain groups follow each other without padding.
+        let align = if self.kind == Kind::Bf16 { 1 } else { 128 };
+        let mut starts = vec![0];
+        for &len in &self.lens {
+            starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(align));
+        }
+        starts
+    }
+
+    pub fn capacity(&self) -> usize {
+        self.starts()[self.lens.len()] + self.slack
+    }
+
+    pub fn desc(&self) -> Desc {
+        let (m, k) = match self.ragged {
+            Ragged::Rows => (self.capacity(), self.k),
+            Ragged::Contraction => (self.m, self.capacity()),
+        };
+        Desc {
+            ragged: self.ragged,
+            kind: self.kind,
+            out: self.out,
+            accumulate: self.accumulate,
+            groups: self.lens.len(),
+            m,
+            n: self.n,
+            k,
+        }
+    }
+
+    /// Floating-point operations that count.
+    pub fn flop(&self) -> f64 {
+        let rows: usize = self.lens.iter().sum();
+        let (wide, deep) = match self.ragged {
+            Ragged::Rows => (self.n, self.k),
+            Ragged::Contraction => (self.m, self.n),
+        };
+        2.0 * rows as f64 * wide as f64 * deep as f64
+    }
+
+    pub fn name(&self) -> String {
+        let kind = match self.ragged {
+            Ragged::Rows => format!("rows  N {} K {}", self.n, self.k),
+            Ragged::Contraction => format!("wgrad {} x {}", self.m, self.n),
+        };
+        let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
+        let operands = match self.kind {
+            Kind::Bf16 => "bf16".to_owned(),
+            Kind::Fp8(scales_b) => {
+                let layout = if self.mn_major { "mn" } else { "row" };
+                format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
+            }
+        };
+        let total: usize = self.lens.iter().sum();
+        let how = if self.accumulate { " +=" } else { "" };
+        format!("{kind} G {} rows {total} {operands}{how} {:?}", self.lens.len(), self.out)
+    }
+}
+
+/// An operand's values, `[rows][k]`.
+enum Plane {
+    Codes(Vec<u8>),
+    Bf16(Vec<bf16>),
+}
+
+impl Plane {
+    fn draw(kind: Kind, data: Data, random: &mut Random, len: usize) -> Self {
+        let value: Vec<f32> = match data {
+            Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
+            Data::Normal => normals().into_iter().map(|x| x * 160.0).collect(),
+            Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
+        };
+        match kind {
+            Kind::Bf16 => {
+                Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len))
+            }
+            Kind::Fp8(_) => {
+                let codes: Vec<u8> = value.into_iter().map(|x| Element::E4m3.encode(x)).collect();
+                Self::Codes(random.draw(&codes, len))
+            }
+        }
+    }
+
+    fn fill(&mut self, at: std::ops::Range<usize>, nan: bool) {
+        match self {
+            Self::Codes(codes) => codes[at].fill(if nan { 0x7F } else { 0 }),
+            Self::Bf16(values) => values[at].fill(if nan { bf16::NAN } else { bf16::ZERO }),
+        }
+    }
+
+    fn value(&self, at: usize, decode: &[f64; 256]) -> f64 {
+        match self {
+            Self::Codes(codes) => decode[codes[at] as usize],
+            Self::Bf16(values) => values[at].to_f64(),
+        }
+    }
+
+    /// BF16 with the contraction down the rows if `down`.
+    fn upload(&self, device: &Device, k: usize, down: bool) -> Result<OnDevicePlane> {
+        match self {
+            Self::Codes(codes) => Ok(OnDevicePlane::Codes(device.upload(codes)?)),
+            Self::Bf16(values) if down => {
+                let rows = values.len() / k;
+                let down: Vec<bf16> = (0..values.len()).map(|i| values[i % rows * k + i / rows]).collect();
+                Ok(OnDevicePlane::Bf16(device.upload(&down)?))
+            }
+            Self::Bf16(values) => Ok(OnDevicePlane::Bf16(device.upload(values)?)),
+        }
+    }
+}
+
+enum OnDevicePlane {
+    Codes(Buffer<u8>),
+    Bf16(Buffer<bf16>),
+}
+
+impl OnDevicePlane {
+    fn operand<'a>(&'a self, scales: Scales<'a>) -> Operand<'a> {
+        match self {
+            Self::Codes(codes) => Operand::Fp8(codes, scales),
+            Self::Bf16(values) => Operand::Bf16(values),
+        }
+    }
+}
+
+/// Operands on the host.
+pub struct Operands {
+    pub case: Case,
+    a: Plane,
+    b: Plane,
+    /// Row-major; as F32, and as bytes where the case says so.
+    scales_a: Vec<f32>,
+    scales_b: Vec<f32>,
+    /// What D holds before.
+    before: Vec<f32>,
+}
+
+fn e8m0_byte(scale: f32) -> u8 {
+    (scale.to_bits() >> 23) as u8
+}
+
+impl Operands {
+    pub fn new(case: Case, data: Data, seed: u64) -> Self {
+        let desc = case.desc();
+        let scales = |e8m0: bool| -> Vec<f32> {
+            let value = |i: u32| match (data, e8m0) {
+                _ if desc.kind == Kind::Bf16 => 1.0,
+                (Data::Integers, _) => 0.5 * (1 << (i % 4)) as f32,
+                (_, true) => f32::from_bits((118 + i % 8) << 23),
+                (_, false) => f32::from_bits((118 << 23) + i * (8 << 7)),
+            };
+            (0..1 << 16).map(value).collect()
+        };
+        let mut random = Random(seed);
+        let (rows_a, rows_b) = desc.scale_rows();
+        let mut operands = Self {
+            a: Plane::draw(desc.kind, data, &mut random, desc.a()),
+            b: Plane::draw(desc.kind, data, &mut random, desc.b()),
+            scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
+            scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
+            before: if case.accumulate { random.draw(&scales(true), desc.d()) } else { Vec::new() },
+            case,
+        };
+        operands.fill_pads(desc);
+        operands
+    }
+
+    /// Rows that belong to no group: NaN where they must not matter, zeros where they are promised.
+    fn fill_pads(&mut self, desc: Desc) {
+        let starts = self.case.starts();
+        let mut valid = vec![false; self.case.capacity()];
+        for (start, len) in starts.iter().zip(&self.case.lens) {
+            valid[*start..start + len].fill(true);
+        }
+        match self.case.ragged {
+            Ragged::Rows => {
+                for (row, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
+                    self.a.fill(row * desc.k..(row + 1) * desc.k, true);
+                    let blocks = desc.blocks_k();
+                    // The byte that `e8m0_byte` makes of it is 0xFF.
+                    self.scales_a[row * blocks..][..blocks].fill(f32::NAN);
+                }
+            }
+            Ragged::Contraction => {
+                // BF16 rows outside the groups may hold anything.
+                let nan = desc.kind == Kind::Bf16;
+                for (plane, rows) in [(&mut self.a, desc.m), (&mut self.b, desc.n)] {
+                    for row in 0..rows {
+                        for (k, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
+                            plane.fill(row * desc.k + k..row * desc.k + k + 1, nan);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn upload(&self, device: &Device) -> Result<OnDevice> {
+        let desc = self.case.desc();
+        let layout = if self.case.mn_major { ScaleLayout::MnMajor } else { ScaleLayout::RowMajor };
+        let (rows_a, rows_b) = desc.scale_rows();
+        let planes = |scales: &[f32], rows: usize| -> Result<(Buffer<f32>, Buffer<u8>)> {
+            let bytes: Vec<u8> = scales.iter().map(|&s| e8m0_byte(s)).collect();
+            let arranged = layout.arrange(scales, rows, desc.blocks_k()).expect("as many as rows and blocks");
+            let bytes = layout.arrange(&bytes, rows, desc.blocks_k()).expect("as many as rows and blocks");
+            Ok((device.upload(&arranged)?, device.upload(&bytes)?))
+        };
+        let ints = |values: &[usize]| values.iter().map(|&v| v as i32).collect::<Vec<i32>>();
+        Ok(OnDevice {
+            case: self.case.clone(),
+            a: self.a.upload(device, desc.k, desc.ragged == Ragged::Contraction)?,
+            b: self.b.upload(device, desc.k, desc.ragged == Ragged::Contraction)?,
+            scales_a: planes(&self.scales_a, rows_a)?,
+            scales_b: planes(&self.scales_b, rows_b)?,
+            start: device.upload(&ints(&self.case.starts()))?,
+            len: device.upload(&ints(&self.case.lens))?,
+            bf16: device.filled(if self.case.out == Out::Bf16 { desc.d() } else { 1 }, 0xFF)?,
+            f32: match (self.case.out, self.case.accumulate) {
+                (Out::F32, true) => device.upload(&self.before)?,
+                (Out::F32, false) => device.filled(desc.d(), 0xFF)?,
+                (Out::Bf16, _) => device.filled(1, 0)?,
+            },
+        })
+    }
+
+    /// One element of D in F64, before rounding.
+    pub fn exact(&self, row: usize, col: usize, decode: &[f64; 256]) -> f64 {
+        let desc = self.case.desc();
+        let starts = self.case.starts();
+        let blocks = desc.blocks_k();
+        let (row_a, row_b, scale_row_b, from, to) = match self.case.ragged {
+            Ragged::Rows => {
+                let group = starts[1..].iter().position(|&end| row < end);
+                let Some(group) = group.filter(|&g| row < starts[g] + self.case.lens[g]) else { return 0.0 };
+                let row_b = group * desc.n + col;
+                let scale_row = match desc.kind {
+                    Kind::Fp8(ScalesB::Tile) => group * desc.n.div_ceil(128) + col / 128,
+                    _ => row_b,
+                };
+                (row, row_b, scale_row, 0, desc.k)
+            }
+            Ragged::Contraction => {
+                let group = row / desc.m;
+                (row % desc.m, col, col, starts[group], starts[group] + self.case.lens[group])
+            }
+        };
+        let mut total = if self.case.accumulate { f64::from(self.before[row * desc.n + col]) } else { 0.0 };
+        for block in from / 128..to.div_ceil(128) {
+            let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
+                .map(|k| self.a.value(row_a * desc.k + k, decode) * self.b.value(row_b * desc.k + k, decode))
+                .sum();
+            let scale_a = f64::from(self.scales_a[row_a * blocks + block]);
+            total += dot * scale_a * f64::from(self.scales_b[scale_row_b * blocks + block]);
+        }
+        total
+    }
+}
+
+/// Operands and output on the device.
+pub struct OnDevice {
+    case: Case,
+    a: OnDevicePlane,
+    b: OnDevicePlane,
+    scales_a: (Buffer<f32>, Buffer<u8>),
+    scales_b: (Buffer<f32>, Buffer<u8>),
+    start: Buffer<i32>,
+    len: Buffer<i32>,
+    bf16: Buffer<bf16>,
+    f32: Buffer<f32>,
+}
+
+impl OnDevice {
+    pub fn run(&mut self, config: Config) -> Result<()> {
+        let desc = self.case.desc();
+        let (rows_a, rows_b) = desc.scale_rows();
+        GroupedProduct {
+            desc,
+            groups: Some(GroupBuffers { start: &self.start, len: &self.len }),
+            a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
+            b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
+            d: match desc.out {
+                Out::Bf16 => Target::Bf16(&mut self.bf16),
+                Out::F32 => Target::F32 { values: &mut self.f32, accumulate: self.case.accumulate },
+            },
+        }
+        .run_with(config)
+    }
+
+    /// D as F32.
+    pub fn download(&self) -> Result<Vec<f32>> {
+        match self.case.out {
+            Out::Bf16 => Ok(self.bf16.download()?.into_iter().map(bf16::to_f32).collect()),
+            Out::F32 => self.f32.download(),
+        }
+    }
+}
+
+impl Case {
+    fn scales<'a>(&self, e8m0: bool, planes: &'a (Buffer<f32>, Buffer<u8>), rows: usize) -> Scales<'a> {
+        let (values, bytes) = match e8m0 {
+            true => (ScaleValues::E8m0(&planes.1), 1),
+            false => (ScaleValues::F32(&planes.0), 4),
+        };
+        match self.mn_major {
+            true => Scales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) },
+            false => Scales::row_major(values, self.desc().blocks_k()),
+        }
+    }
+}

@@ -1,0 +1,478 @@
+//! Which kernel a quantization takes and how it is launched, decided from its description alone.
+
+use super::OP;
+use crate::Cuda;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Launch, RoundingArg};
+use crate::ops::Instance;
+use nibble_core::formats::{Codec, Format, Rounding, ScaleKind};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{DType, Error, Result};
+
+/// Rows and columns of a cta's square; the block of FP8.
+const TILE: usize = 128;
+/// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
+pub(super) const SEGMENT_COLS: usize = 1024;
+/// Strips of 128 rows done side by side where both planes are written.
+const BAND_STRIPS: usize = 4;
+/// Blocks of a line whose scales are stored together.
+const GATHER: usize = 32;
+const ROW_THREADS: u32 = 256;
+/// Columns a warp of `hadamard_rows` takes.
+pub(super) const TRANSFORM_COLS: usize = 256;
+const ROW_CTAS_PER_SM: usize = 32;
+/// A matrix of less than this many numbers may be taken as one row.
+const ONE_ROW_BELOW: usize = 1 << 30;
+
+/// What decides about the kernel and its launch.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Desc {
+    pub input: DType,
+    pub codec: Codec,
+    pub planes: Planes,
+    /// Rows of one matrix.
+    pub rows: usize,
+    pub cols: usize,
+    pub stack: usize,
+    /// Rows of a column plane.
+    pub capacity: usize,
+    /// Whether some rows may be padding.
+    pub ragged: bool,
+    /// Whether a transform comes first.
+    pub hadamard: bool,
+}
+
+/// Which kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Path {
+    /// Blocks along the rows.
+    Rows,
+    /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
+    Cols { band: usize },
+    /// Blocks down the columns after a transform.
+    HadamardCols { band: usize },
+    /// Square tiles.
+    Tiles,
+    /// Whatever the others do not take.
+    Any,
+}
+
+/// A configuration: the instance and the shape of its launch.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Config {
+    pub path: Path,
+    pub spec: KernelSpec,
+    pub launch: Launch,
+}
+
+/// What an instance of one of the fast kernels is made for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Variant {
+    input: DType,
+    format: Format,
+    kind: ScaleKind,
+    rounding: Rounding,
+    /// With a transform, which is for one plane at a time.
+    hadamard: bool,
+}
+
+impl Variant {
+    /// Those that recipes ask for: activations and gradients are BF16, and where their scales are powers of two they may be
+    /// rounded stochastically and transformed; weights are F32.
+    fn all() -> impl Iterator<Item = Self> {
+        let formats = [
+            (Format::Mxfp4, ScaleKind::E8m0),
+            (Format::E4m3, ScaleKind::E8m0),
+            (Format::E4m3, ScaleKind::F32),
+        ];
+        let inputs = [
+            (DType::Bf16, Rounding::NearestEven, false),
+            (DType::F32, Rounding::NearestEven, false),
+            (DType::Bf16, Rounding::Stochastic, false),
+            (DType::Bf16, Rounding::NearestEven, true),
+            (DType::Bf16, Rounding::Stochastic, true),
+        ];
+        let of = move |(format, kind)| {
+            let inputs = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { inputs.len() });
+            inputs.map(move |(input, rounding, hadamard)| Self { input, format, kind, rounding, hadamard })
+        };
+        formats.into_iter().flat_map(of)
+    }
+
+    fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
+        KernelSpec {
+            source,
+            name,
+            args: vec![
+                ("In", input_type(self.input)),
+                ("E", element_type(self.format)),
+                ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
+                ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+            ],
+        }
+    }
+
+    fn rows_spec(&self) -> KernelSpec {
+        let mut spec = self.spec("kernels/quantize.cuh", "nib::quantize_rows");
+        spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
+        spec
+    }
+
+    fn cols_spec(&self, rows: bool) -> KernelSpec {
+        if self.hadamard {
+            let mut spec = self.spec("kernels/quantize_hadamard.cuh", "nib::quantize_hadamard_cols");
+            // It takes BF16 only.
+            spec.args.retain(|(name, _)| *name != "In");
+            return spec;
+        }
+        let mut spec = self.spec("kernels/quantize_cols.cuh", "nib::quantize_cols");
+        spec.args.push(("kRows", TemplateArg::Bool(rows)));
+        spec
+    }
+
+    fn tiles_spec(&self) -> KernelSpec {
+        self.spec("kernels/quantize_tiles.cuh", "nib::quantize_tiles")
+    }
+
+    /// Weights are not rounded randomly, and have no tiles of MXFP4.
+    fn has_tiles(&self) -> bool {
+        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && !self.hadamard
+    }
+
+    /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
+    fn column_shared_bytes(&self) -> usize {
+        let blocks = TILE / self.format.spec().block;
+        let input = TILE * TILE * self.input.size_bytes();
+        let turned = TILE * TILE;
+        let total = 3 * size_of::<u32>();
+        let bytes = if self.hadamard {
+            // Quarters of the rows, 32 bytes apart; once more for random bits.
+            let quarters = input + 3 * 32;
+            let random = if self.rounding.is_random() { quarters } else { 16 };
+            let signs = TILE * size_of::<u32>();
+            // And whether the cta is the last of its group.
+            (quarters + turned + signs + total + 1).next_multiple_of(16) + random
+        } else {
+            let inverse = blocks * TILE * size_of::<f32>();
+            let maxima = 8 * TILE * self.input.size_bytes();
+            let row_scales = TILE * blocks * self.kind.bytes();
+            input + turned + row_scales + inverse + maxima + total + 2
+        };
+        bytes.next_multiple_of(16)
+    }
+
+    /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
+    fn square_shared_bytes(&self) -> usize {
+        (TILE * TILE * (self.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
+    }
+}
+
+fn input_type(input: DType) -> TemplateArg {
+    TemplateArg::Type(match input {
+        DType::Bf16 => "nib::Bf16",
+        DType::F32 => "nib::F32",
+    })
+}
+
+fn element_type(format: Format) -> TemplateArg {
+    TemplateArg::Type(match format {
+        Format::E5m2 => "nib::E5m2",
+        Format::Mxfp4 => "nib::E2m1",
+        _ => "nib::E4m3",
+    })
+}
+
+fn any_spec(input: DType, format: Format) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/quantize_any.cuh",
+        name: "nib::quantize_any",
+        args: vec![("In", input_type(input)), ("E", element_type(format))],
+    }
+}
+
+/// What the column kernels need to bring their scales to their places: lengths of scratch memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ByBlock {
+    /// Scales of the rows and of the columns, block by block, padded to whole squares.
+    pub rows: usize,
+    pub cols: usize,
+    /// Counters, one for each group of ctas that share blocks stored together.
+    pub done: usize,
+}
+
+/// The transform of a matrix to F32.
+fn transform_instance(input: DType, down: bool) -> Instance {
+    let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
+    let spec = KernelSpec { source: "kernels/hadamard.cuh", name, args: vec![("In", input_type(input))] };
+    let tile = TILE * TILE * size_of::<f32>() + TILE / 8;
+    Instance { spec, shared_bytes: if down { tile } else { 0 } }
+}
+
+impl Desc {
+    pub fn of(op: &Quantize<'_, Cuda>) -> Self {
+        let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
+        let rows = op.x.rows / op.stack.max(1);
+        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
+        let dense_capacity = rows.next_multiple_of(op.codec.format().spec().block);
+        let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
+        Self {
+            input: op.x.dtype(),
+            codec: op.codec,
+            planes: op.planes,
+            rows,
+            cols: op.x.cols,
+            stack: op.stack,
+            capacity,
+            ragged: op.groups.is_some(),
+            hadamard: op.hadamard.is_some(),
+        }
+    }
+
+    pub fn kind(&self) -> ScaleKind {
+        self.codec.rule().kind()
+    }
+
+    /// What the kernels can take beyond what the operation's own check lets in.
+    pub fn check(&self) -> Result<()> {
+        if self.planes == Planes::Tiles && self.ragged {
+            return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
+        }
+        const MOST: usize = i32::MAX as usize - 512;
+        let tasks = self.rows.saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
+        let sizes = [
+            ("rows of x", self.rows.max(self.capacity), MOST),
+            ("columns of x", self.cols, MOST),
+            ("squares of 128 x 128", self.squares(), MOST),
+            ("rows of x, each in segments of 256 columns", tasks, MOST),
+        ];
+        for (argument, value, most) in sizes {
+            if value > most {
+                return Err(Error::shape(OP, argument, value, format!("at most {most}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
+    pub fn row_shape(&self) -> (usize, usize) {
+        let len = self.rows * self.cols;
+        let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
+        if !self.ragged && !self.hadamard && whole && len < ONE_ROW_BELOW {
+            (1, len)
+        } else {
+            (self.rows, self.cols)
+        }
+    }
+
+    /// Squares of 128 x 128, of all matrices.
+    fn squares(&self) -> usize {
+        self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
+    }
+
+    /// The variant of the fast kernels that does it, if one is built and takes the shape.
+    fn variant(&self) -> Option<Variant> {
+        let (format, rounding) = (self.codec.format(), self.codec.rounding());
+        let wanted =
+            Variant { input: self.input, format, kind: self.kind(), rounding, hadamard: self.hadamard };
+        let whole_lines = match self.planes {
+            Planes::Rows => true,
+            Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
+            Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
+        };
+        let takes_shape = self.cols.is_multiple_of(8) && whole_lines;
+        Variant::all().find(|variant| takes_shape && *variant == wanted)
+    }
+
+    /// Squares of a cta for columns, one below the other: two strips of half bytes fill its lines.
+    fn squares_a_cta(&self) -> usize {
+        8 / self.codec.format().spec().code_bits as usize
+    }
+
+    /// Ctas for columns: down, and across.
+    fn column_ctas(&self) -> (usize, usize) {
+        (self.capacity.div_ceil(TILE * self.squares_a_cta()), self.cols.div_ceil(TILE))
+    }
+
+    /// Scratch memory of the column kernels.
+    pub fn by_block(&self) -> ByBlock {
+        let block = self.codec.format().spec().block;
+        let both = self.planes == Planes::Both;
+        let (rows, cols) = (self.capacity.next_multiple_of(TILE), self.cols.next_multiple_of(TILE));
+        let scales = rows * cols / block;
+        let (down, across) = self.column_ctas();
+        let (group_down, group_across) =
+            (GATHER * block / TILE / self.squares_a_cta(), GATHER * block / TILE);
+        let done_rows = across.div_ceil(group_across) * down;
+        ByBlock {
+            rows: if both { scales } else { 0 },
+            cols: scales,
+            done: down.div_ceil(group_down) * across + if both { done_rows } else { 0 },
+        }
+    }
+
+    /// Whether one kernel does all of it, the transform included.
+    pub fn is_fused(&self) -> bool {
+        !self.hadamard || self.variant().is_some()
+    }
+
+    /// What is left to do once the transform has been made.
+    pub fn transformed(&self) -> Self {
+        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
+        let ragged = self.ragged && self.codec.rounding().is_random();
+        Self { input: DType::F32, rows, ragged, hadamard: false, ..*self }
+    }
+
+    /// The kernel that makes it, and its ctas.
+    pub fn transform(&self) -> (Instance, usize) {
+        let instance = transform_instance(self.input, self.planes == Planes::Cols);
+        if self.planes == Planes::Rows {
+            (instance, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
+        } else {
+            (instance, self.squares())
+        }
+    }
+
+    pub fn config(&self, num_sms: usize) -> Config {
+        let config = |path, spec, ctas: usize, threads, shared_bytes| {
+            let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
+            Config { path, spec, launch }
+        };
+        match (self.variant(), self.planes) {
+            (Some(variant), Planes::Rows) => {
+                let (rows, cols) = self.row_shape();
+                let warps = ROW_THREADS as usize / 32;
+                let ctas =
+                    (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
+                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
+            }
+            (Some(variant), Planes::Cols | Planes::Both) => {
+                let rows = self.planes == Planes::Both;
+                let (down, across) = self.column_ctas();
+                let band = if rows { BAND_STRIPS / self.squares_a_cta() } else { down };
+                let ctas = down * across;
+                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
+                match self.hadamard {
+                    true => config(Path::HadamardCols { band }, spec, ctas, 512, shared_bytes),
+                    false => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
+                }
+            }
+            (Some(variant), Planes::Tiles) => {
+                config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
+            }
+            (None, _) => config(Path::Any, any_spec(self.input, self.codec.format()), self.squares(), 128, 0),
+        }
+    }
+}
+
+/// The instances built for it.
+pub fn instances() -> Vec<Instance> {
+    let mut all = Vec::new();
+    for variant in Variant::all() {
+        all.push(Instance { spec: variant.rows_spec(), shared_bytes: 0 });
+        // A transform is for one plane.
+        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard));
+        all.extend(forms.map(|rows| Instance {
+            spec: variant.cols_spec(rows),
+            shared_bytes: variant.column_shared_bytes(),
+        }));
+        if variant.has_tiles() {
+            all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
+        }
+    }
+    for input in [DType::Bf16, DType::F32] {
+        let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
+        all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
+        all.extend([false, true].map(|down| transform_instance(input, down)));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_core::formats::ScaleRule;
+
+    fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> Desc {
+        let rule = if format == Format::Mxfp4 { ScaleRule::Rceil } else { ScaleRule::Amax };
+        let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
+        let capacity = match planes {
+            Planes::Cols | Planes::Both => rows.next_multiple_of(format.spec().block),
+            Planes::Rows | Planes::Tiles => rows,
+        };
+        Desc {
+            input: DType::Bf16,
+            codec,
+            planes,
+            rows,
+            cols,
+            stack: 1,
+            capacity,
+            ragged: false,
+            hadamard: false,
+        }
+    }
+
+    fn path(desc: Desc) -> Path {
+        desc.config(132).path
+    }
+
+    #[test]
+    fn every_launch_is_of_an_instance_that_is_built() {
+        let built = instances();
+        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
+            for &rule in format.spec().rules {
+                for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 9 }]) {
+                    for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
+                        for (input, hadamard) in
+                            [(DType::Bf16, false), (DType::F32, false), (DType::Bf16, true)]
+                        {
+                            let codec = Codec::new(format, rule, rounding).unwrap();
+                            let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
+                            let config =
+                                if asked.is_fused() { asked } else { asked.transformed() }.config(132);
+                            let instance =
+                                Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
+                            let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
+                            assert!(!one_plane && hadamard || built.contains(&instance), "{instance:?}");
+                            assert!(instance.shared_bytes <= 232_448, "{instance:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
+        for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
+            assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), Path::Any);
+            assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), Path::Any);
+            assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), Path::Any);
+        }
+        assert_ne!(
+            path(desc(Format::E4m3, Planes::Cols, 37, 264)),
+            Path::Any,
+            "a dense plane has whole blocks"
+        );
+        assert_eq!(path(Desc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }), Path::Any);
+        assert_eq!(path(desc(Format::E4m3, Planes::Tiles, 250, 264)), Path::Any, "lines of 250 bytes");
+    }
+
+    #[test]
+    fn rows_are_one_where_that_saves_tails() {
+        let of = |desc: Desc| desc.row_shape();
+        assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
+        assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
+        assert_eq!(of(Desc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+        assert_eq!(of(Desc { hadamard: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+    }
+
+    #[test]
+    fn sizes_beyond_32_bits_are_named() {
+        let wide = desc(Format::E4m3, Planes::Rows, 1, 1 << 31);
+        assert!(wide.check().unwrap_err().to_string().contains("`columns of x`"));
+        let many = Desc { rows: 1 << 30, ..desc(Format::E4m3, Planes::Rows, 1, 1024) };
+        assert!(many.check().unwrap_err().to_string().contains("segments"));
+        desc(Format::E4m3, Planes::Both, 32768, 7168).check().unwrap();
+    }
+}

@@ -1,0 +1,59 @@
+//! Recorded work gives what issued work gives; copies larger than the staging memory. Without a GPU: a printed skip.
+
+use half::bf16;
+use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{Backend, Data, Tensor};
+use nibble_cuda::{Cuda, Device, env, probe};
+
+fn device(what: &str) -> Option<Device> {
+    match probe().usable().next() {
+        Some(gpu) => Some(Device::open(gpu.ordinal).unwrap()),
+        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
+        None => {
+            println!("skipped, {what}: no Hopper GPU");
+            None
+        }
+    }
+}
+
+fn values(seed: usize, len: usize) -> Vec<bf16> {
+    (0..len).map(|i| bf16::from_f32(((i * 7919 + seed * 104_729) % 4093) as f32 - 2046.0)).collect()
+}
+
+#[test]
+fn a_recording_gives_the_bits_of_its_first_run_and_follows_its_input() {
+    let Some(device) = device("recorded work") else { return };
+    let b = Cuda::on(device.clone());
+    let (rows, cols) = (256, 384);
+    let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+    let quantize = |x: &Tensor<Cuda>| {
+        // Dropped within the recording, so that the second takes over its memory.
+        Quantize::new(x, codec, Planes::Rows).run(&b)?;
+        Quantize::new(x, codec, Planes::Rows).run(&b)?.take_rows("test")
+    };
+    let codes = |x: &nibble_core::Operand<Cuda>| b.download(&x.block("test").unwrap().codes).unwrap();
+
+    let mut x = Tensor::from_bf16(&b, &values(0, rows * cols), rows, cols).unwrap();
+    let graph = device.capture(|| quantize(&x)).unwrap();
+    for seed in [1, 2] {
+        let Data::Bf16(buf) = &mut x.data else { unreachable!("made as BF16") };
+        buf.make_mut().unwrap().write(&values(seed, rows * cols)).unwrap();
+        // SAFETY: `x` lives, at the address that was recorded: its handle is the only one.
+        unsafe { graph.launch().unwrap() };
+        assert_eq!(codes(&graph.outputs), codes(&quantize(&x).unwrap()));
+    }
+    let error = device.capture(|| b.upload(&[1.0f32]).map(drop)).expect_err("an upload cannot be recorded");
+    assert!(error.to_string().contains("recorded"), "{error}");
+    // The device is as good as before.
+    assert_eq!(codes(&graph.outputs), codes(&quantize(&x).unwrap()));
+}
+
+#[test]
+fn copies_of_any_size_come_back() {
+    let Some(device) = device("copies") else { return };
+    for len in [0, 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 77] {
+        let values: Vec<u32> = (0..len).map(|i| i as u32 ^ 0x5A5A_1234).collect();
+        assert_eq!(device.upload(&values).unwrap().download().unwrap(), values, "{len} words");
+    }
+}
