@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads)
     plan_count(const int* __restrict__ expert, u16* __restrict__ counts, const __grid_constant__ PlanSizes sizes) {
     static_assert(kThreads == kPlanThreads);
     extern __shared__ int count[];
+#pragma unroll 1
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) count[g] = 0;
     __syncthreads();
     const int first = blockIdx.x * (sizes.passes * kPassSlots) + threadIdx.x;
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kThreads)
             if (group[i] >= 0) atomicAdd(&count[group[i]], 1);
     }
     __syncthreads();
+#pragma unroll 1
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) counts[u64(blockIdx.x) * sizes.columns + g] = u16(count[g]);
 }
 
@@ -64,6 +66,7 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     const int lane = threadIdx.x % 32, each = ceil_div(count, 32);
     const int begin = min(lane * each, count), end = min(begin + each, count);
     int sum = 0;
+#pragma unroll 1
     for (int i = begin; i < end; ++i) sum += values[i];
     int before = sum;
 #pragma unroll
@@ -73,6 +76,7 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     }
     const int all = __shfl_sync(kFullWarp, before, 31);
     before -= sum;
+#pragma unroll 1
     for (int i = begin; i < end; ++i) {
         const int value = values[i];
         values[i] = before;
@@ -84,6 +88,7 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
 /// Sums of counts over the chunks before this one and over all, by group: `partial` holds count_rows rows of both.
 __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const PlanSizes& sizes, int* partial, int* before, int* all) {
     const int units = sizes.columns / 8;
+#pragma unroll 1
     for (int task = threadIdx.x; task < sizes.count_rows * units; task += kPlanThreads) {
         const int row = task / units, unit = task - row * units;
         int earlier[8] = {}, total[8] = {};
@@ -105,6 +110,7 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
         to[2 * units + 1] = {total[4], total[5], total[6], total[7]};
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < 2 * sizes.columns; i += kPlanThreads) {
         int sum = 0;
 #pragma unroll 8
@@ -120,6 +126,7 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
 /// Sum of values[0 .. count - 1], by one warp.
 __device__ __forceinline__ int warp_sum(const int* values, int count) {
     int sum = 0;
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < count; i += 32) sum += values[i];
     return __reduce_add_sync(kFullWarp, sum);
 }
@@ -139,10 +146,13 @@ struct PlanRows {
 
 /// This cta's share of the padding: that of every gridDim.x-th group, and of the rows after the last group.
 __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* start, const int* len, int end, const PlanSizes& sizes) {
+#pragma unroll 1
     for (int g = blockIdx.x; g < sizes.groups; g += gridDim.x) {
         const int next = g + 1 < sizes.groups ? start[g + 1] : end;
+#pragma unroll 1
         for (int row = start[g] + len[g] + threadIdx.x; row < next; row += kPlanThreads) rows.set(row, -1, -1, -1);
     }
+#pragma unroll 1
     for (int row = end + blockIdx.x * kPlanThreads + threadIdx.x; row < sizes.capacity; row += gridDim.x * kPlanThreads)
         rows.set(row, -1, -1, -1);
 }
@@ -175,10 +185,12 @@ __global__ void __launch_bounds__(kThreads)
             group[round] = group_of(expert, first + (warp * kPlanRounds + round) * 32 + lane, sizes);
         if (first >= sizes.slots) return;
         const int token = by_top_k.divide(u32(first)), last = by_top_k.divide(u32(min(first + kPassSlots, sizes.slots) - 1));
+#pragma unroll 1
         for (int i = threadIdx.x; i <= last - token; i += kThreads) ids[i] = __ldg(token_id + token + i);
     };
     load(0);
     sum_counts(counts, sizes, partial, next, len);
+#pragma unroll 1
     for (int g = threadIdx.x; g < columns; g += kThreads)
         start[g] = g < sizes.groups ? ceil_div(len[g], sizes.align) * sizes.align : 0;
     __syncthreads();
@@ -189,6 +201,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const bool fits = totals[0] <= sizes.capacity;
     const int end = fits ? totals[0] : 0, occupied = fits ? totals[1] : 0;
+#pragma unroll 1
     for (int g = threadIdx.x; g < columns; g += kThreads) {
         if (!fits) start[g] = len[g] = 0;
         next[g] += start[g];
@@ -199,15 +212,19 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     if (blockIdx.x == 0)
+#pragma unroll 1
         for (int g = threadIdx.x; g < sizes.groups; g += kThreads) start_out[g] = start[g], len_out[g] = len[g];
     const PlanRows rows = {row_id, source_row, row_slot};
     fill_padding(rows, start, len, end, sizes);
+#pragma unroll 1
     for (int i = occupied + blockIdx.x * kThreads + threadIdx.x; i < sizes.num_slots; i += gridDim.x * kThreads) slot_row[i] = -1;
     if (!fits) return;
 
     int earlier = totals[2];
+#pragma unroll 1
     for (int pass = 0; pass < sizes.passes; ++pass) {
         const int first = (blockIdx.x * sizes.passes + pass) * kPassSlots;
+#pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns / 2; i += kThreads) reinterpret_cast<u32*>(warp_count)[i] = 0;
         __syncthreads();
         // A warp takes 128 neighbouring slots, 32 a round: rank counts those of the same group before it in the warp.
@@ -232,6 +249,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         if (lane == 0) warp_occupied[warp] = before;
         __syncthreads();
+#pragma unroll 1
         for (int g = threadIdx.x; g < columns; g += kThreads) {
             int sum = 0;
 #pragma unroll
@@ -276,6 +294,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         earlier = warp_occupied[kPlanWarps];
         __syncthreads();
+#pragma unroll 1
         for (int g = threadIdx.x; g < columns; g += kThreads) next[g] += (g + 1 < columns ? local[g + 1] : all) - local[g];
         if (pass + 1 < sizes.passes) load(pass + 1);
         __syncthreads();

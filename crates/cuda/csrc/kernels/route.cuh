@@ -22,6 +22,7 @@
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
@@ -100,6 +101,7 @@ __device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ 
         }
         return;
     }
+#pragma unroll 1
     for (int i = 0; i < 4 * Token::kQuads; ++i) {
         const int j = Token::first_of(i / 4) + i % 4;
         row[j] = j < experts ? __ldcs(from + j) : nothing;
@@ -123,19 +125,21 @@ __device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token
         *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 }
 
-/// Stores the thread's part of a row.
-template <class Token>
-__device__ __forceinline__ void store_row(float* to, const float (&x)[4 * Token::kQuads], int experts) {
+/// Stores a token's row from shared memory, where its lanes have just written it: by the copy engine where rows lie on 16 bytes.
+template <int kLanes>
+__device__ __forceinline__ void send_row(float* to, const float* row, int experts, bool is_token) {
+    const int lane = threadIdx.x % kLanes;
     if (experts % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < Token::kQuads; ++i)
-            if (Token::first_of(i) < experts)
-                __stcs(reinterpret_cast<float4*>(to + Token::first_of(i)), {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
-        return;
+        ptx::fence_shared_to_async();
+        __syncwarp();
+        if (lane == 0 && is_token) ptx::bulk_store(to, row, experts * 4);
+        ptx::tma_store_commit();
+    } else {
+        __syncwarp();
+        if (is_token)
+#pragma unroll 1
+            for (int j = lane; j < experts; j += kLanes) to[j] = row[j];
     }
-#pragma unroll
-    for (int i = 0; i < 4 * Token::kQuads; ++i)
-        if (Token::first_of(i / 4) + i % 4 < experts) to[Token::first_of(i / 4) + i % 4] = x[i];
 }
 
 /// Replaces logits by probabilities. Returns log sum exp.
@@ -169,11 +173,11 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     return __fadd_rn(max, log_of_normal(sum));
 }
 
-/// Writes the top_k <= 8 largest probabilities' experts, largest first, to `slots`.
+/// Writes the experts of the top_k <= 8 largest probabilities of a row, largest first, to `slots`.
 ///
 /// Probabilities are sorted as integers, with the index in place of the last bits: false where those would decide.
 template <int kLanes, int kPerLane>
-__device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
+__device__ __forceinline__ bool choose(const float* row, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr u32 kIndex = kLanes * kPerLane - 1;
     u32 best[kSorted];
@@ -181,9 +185,12 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     for (int block = 0; block < kPerLane; block += kSorted) {
         u32 key[kSorted];
 #pragma unroll
-        for (int i = 0; i < kSorted; ++i) {
-            const u32 index = Token::first_of((block + i) / 4) + i % 4;
-            key[i] = (__float_as_uint(p[block + i]) << 2 & ~kIndex) | (kIndex - index);  // p <= 1 leaves two bits
+        for (int i = 0; i < kSorted; i += 4) {
+            const int index = Token::first_of((block + i) / 4);
+            const uint4 quad = *reinterpret_cast<const uint4*>(row + index);
+            const u32 bits[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+            for (int c = 0; c < 4; ++c) key[i + c] = (bits[c] << 2 & ~kIndex) | (kIndex - index - c);  // p <= 1 leaves two bits
         }
         sort_descending(key);
         if (block == 0)
@@ -234,15 +241,18 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
 
 /// The same for any number of any probabilities, NaN among them, expert by expert.
 template <int kLanes, int kPerLane>
-__device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int experts, int top_k, int* slots) {
+__device__ __forceinline__ void choose_any(const float* row, int experts, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    u32 taken = 0;
+    u32 taken = 0;  // of this lane's
+#pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
         u32 best = 0, index = 0;
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < kPerLane; ++i) {
-            const bool is_free = (taken >> i & 1) == 0 && Token::first_of(i / 4) + i % 4 < experts;
-            const u32 rank = is_free ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+            const int j = Token::first_of(i / 4) + i % 4;
+            const float p = row[j];
+            const bool is_free = (taken >> i & 1) == 0 && j < experts;
+            const u32 rank = is_free ? (p >= 0.0f ? __float_as_uint(p) + 2 : 1) : 0;  // a NaN is above nothing
             if (rank > best) best = rank, index = i;
         }
         const u32 expert = Token::first_of(index / 4) + index % 4;
@@ -327,6 +337,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     };
     fetch(group);
     fetch(group + kGroups);
+#pragma unroll 1
     for (int j = threadIdx.x; j < experts; j += kThreads) count[j] = 0;
     __syncthreads();
 #pragma unroll 1
@@ -340,21 +351,19 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         read_row<Token>(row, p);
         fetch(at + 2 * kGroups);
         const float log_sum = softmax<kLanes, kPerLane>(p);
-        if (is_token) {
-            store_row<Token>(probs + token * experts, p, experts);
-        } else {
+        if (!is_token)
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
-        }
         write_row<Token>(row, p);
+        send_row<kLanes>(probs + token * experts, row, experts, is_token);
         if (threadIdx.x % kLanes == 0) {
             logs[at] = is_token ? log_sum : 0.0f;
             if (is_token) log_sum_exp[token] = log_sum;
         }
-        const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
+        const bool is_chosen = choose<kLanes, kPerLane>(row, top_k, slots) && log_sum == log_sum;
         if (__any_sync(kWarp, is_token && !is_chosen)) {
             __syncwarp();
-            choose_any<kLanes, kPerLane>(p, experts, top_k, slots);
+            choose_any<kLanes, kPerLane>(row, experts, top_k, slots);
         }
         __syncwarp();
         write_slots<kLanes>(row, slots, expert + token * top_k, weight + token * top_k, count, top_k, normalize, is_token);
@@ -362,7 +371,9 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     }
     __syncthreads();
     const u64 out = u64(blockIdx.x) * experts;
+#pragma unroll 1
     for (int j = threadIdx.x; j < experts; j += kThreads) counts[out + j] = count[j];
+#pragma unroll 1
     for (int task = threadIdx.x; task < ceil_div(2 * experts, 32) * 32; task += kThreads) {
         const int j = min(task / 2, experts - 1);
         const float sum = sum_column<kStride>(rows, j);
@@ -375,6 +386,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         squares = close_token_lanes(squares);
         if (threadIdx.x == 0) square_sums[blockIdx.x] = squares;
     }
+    ptx::tma_store_wait_read<0>();  // before the rows' memory is anybody else's
 }
 
 template <int kThreads>
@@ -411,27 +423,29 @@ __global__ void __launch_bounds__(kThreads)
         load[u64(shard) * experts + j] = slots[column];
         products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
     }
+    // A shard without tokens has no loss, rather than 0 / 0.
+    const bool is_first = block == 0, is_squares = threadIdx.x / 32 == 1;
+    if (is_first && is_squares) {
+        double squares = 0.0;
+        for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
+            squares = __dadd_rn(squares, double(__ldg(square_sums + u64(shard) * chunks + chunk)));
+        squares = close_token_lanes(squares);
+        const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
+        if (threadIdx.x % 32 == 0) losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
+    }
     ptx::cluster_sync();  // makes the products visible to the first cta
-    if (block != 0 || threadIdx.x >= 32) return;
+    if (!is_first || threadIdx.x >= 32) return;
     // Sixteen threads have a quad of lanes each.
     double quad[4] = {};
-    const int first = 4 * (threadIdx.x % kSumQuads);
-    for (int base = first; base < experts; base += 4 * kSumQuads)
+#pragma unroll 1
+    for (int base = 4 * (threadIdx.x % kSumQuads); base < experts; base += 4 * kSumQuads)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             if (base + c < experts) quad[c] = __dadd_rn(quad[c], products[u64(shard) * experts + base + c]);
     double balance = __dadd_rn(__dadd_rn(quad[0], quad[1]), __dadd_rn(quad[2], quad[3]));
-    double squares = 0.0;
-    for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
-        squares = __dadd_rn(squares, double(__ldg(square_sums + u64(shard) * chunks + chunk)));
     balance = close_token_lanes(balance);
-    squares = close_token_lanes(squares);
-    if (threadIdx.x != 0) return;
-    // A shard without tokens has no loss, rather than 0 / 0.
     const double per_slot = tokens_per_shard == 0 ? 1.0 : double(u64(tokens_per_shard) * top_k * tokens_per_shard);
-    const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
-    losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
-    losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
+    if (threadIdx.x == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
 }
 
 /// What a token's slots have in common: w = p / sum of p, so that dp = (dw - sum of dw * w) / sum of p.
@@ -481,13 +495,15 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
+#pragma unroll 1
     for (int at = group; at < tokens; at += kGroups) fetch_row<Token>(rows + at * kStride, probs + (first_token + at) * experts, experts, 0.0f);
     for (int slot = threadIdx.x; slot < tokens * top_k; slot += kThreads) {
         const u64 from = first_token * top_k + slot;
-        chosen[slot] = u32(__ldg(expert + from));
-        weights[slot] = __ldg(weight + from);
-        dweights[slot] = __ldg(dweight + from);
+        ptx::copy_4_async(chosen + slot, expert + from, true);
+        ptx::copy_4_async(weights + slot, weight + from, true);
+        ptx::copy_4_async(dweights + slot, dweight + from, true);
     }
+#pragma unroll 1
     for (int j = threadIdx.x; j < kStride; j += kThreads) {
         const int slots = j < experts ? __ldg(load + u64(shard) * experts + j) : 0;
         balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
@@ -529,8 +545,11 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         const float dot = Token::close(lanes);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
-        if (is_token) store_row<Token>(dlogits + token * experts, d, experts);
+        __syncwarp();
+        write_row<Token>(row, d);
+        send_row<kLanes>(dlogits + token * experts, row, experts, is_token);
     }
+    ptx::tma_store_wait_read<0>();  // before the rows' memory is anybody else's
 }
 
 }  // namespace nib
