@@ -350,20 +350,10 @@ __global__ void __launch_bounds__(BackwardThread::kThreads, 1)
         }
         // Rows meanwhile.
         u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + chunk * 8);
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r)
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | (2 * r + m));
-                if (my_row + r < rows) store_row_codes(row_codes + u32(r * 2 + m) * u32(f), value[m][r], inverse);
-            }
-        if (__any_sync(kAllLanes, row_scale.is_nan())) {  // rare
-#pragma unroll 1
-            for (int i = 0; i < 2 * kThreadRows; ++i) {
-                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i);
-                if (__float_as_uint(inverse) == kNanBits && my_row + i / 2 < rows) store_row_zeros<kBackwardCols>(row_codes + u32(i) * u32(f));
-            }
-        }
+        const int lines = min(rows - my_row, kThreadRows) * 2;  // of dg and du, one after the other
+        store_lines<2 * kThreadRows>(
+            row_codes, f, lines, __any_sync(kAllLanes, row_scale.is_nan()), [&](int i) { return value[i % 2][i / 2]; },
+            [&](int i) { return __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i); });
         const bool col_nan = __syncthreads_or(col_scale.is_nan());
 #pragma unroll
         for (int r = 0; r < H::kSpareRows; ++r) shared.a[r].take(value[2][r]);

@@ -117,15 +117,10 @@ __global__ void __launch_bounds__(RowsColsThread::kThreads, 2)
             col_scale = block_scale<E, kRule>(__float_as_uint(maxima.at(threadIdx.x)));
             shared.inverses[threadIdx.x] = col_scale.inverse;
         }
-        u8* const to = row_codes + u64(u32(my_row)) * f + my_col;
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) {
-            const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 16) | r);
-            if (my_row + r < rows && my_col < f) {
-                store_row_codes(to + u32(r) * u32(f), value[r], inverse);
-                if (__float_as_uint(inverse) == kNanBits) store_row_zeros<kRowsColsCols>(to + u32(r) * u32(f));
-            }
-        }
+        store_lines<kThreadRows>(
+            row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
+            [&](int r) { return value[r]; },
+            [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 16) | r); });
         const bool col_nan = __syncthreads_or(col_scale.is_nan());
         turn_values<kRowsColsCols>(tile, me, value, shared.inverses);
         if (threadIdx.x < kTile) {
