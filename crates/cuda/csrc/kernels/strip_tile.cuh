@@ -94,12 +94,12 @@ struct ColumnMaxima {
         write(me, largest);
     }
 
-    /// Of all rows.
+    /// Of all rows. Four chains, which do not wait for each other.
     __device__ __forceinline__ float at(int place) const {
-        float largest = line[0][place];
+        float largest[4] = {};
 #pragma unroll
-        for (int i = 1; i < kTile / kThreadRows; ++i) largest = ptx::max_magnitude(largest, line[i][place]);
-        return largest;
+        for (int i = 0; i < kTile / kThreadRows; ++i) largest[i % 4] = ptx::max_magnitude(largest[i % 4], line[i][place]);
+        return largest_magnitude(largest);
     }
 };
 
@@ -109,20 +109,30 @@ __device__ __forceinline__ u32 codes_of_four(const float* v, float inverse) {
                          E4m3::pair(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)));
 }
 
-/// Stores the codes of a thread's columns in a row.
-template <int kCols>
-__device__ __forceinline__ void store_row_codes(u8* to, const float (&v)[kCols], float inverse) {
-    if constexpr (kCols == 8)
-        ptx::store_8(to, {codes_of_four(v, inverse), codes_of_four(v + 4, inverse)});
-    else
-        ptx::store_4(to, codes_of_four(v, inverse));
-}
-template <int kCols>
-__device__ __forceinline__ void store_row_zeros(u8* to) {
-    if constexpr (kCols == 8)
-        ptx::store_8(to, {0, 0});
-    else
-        ptx::store_4(to, 0);
+/// Codes of kLines lines of eight columns, a line of zeros for a NaN factor; `inverse_of(i)` is asked by whole warps. All are made
+/// before any is stored: a store holds its registers for long.
+template <int kLines, class LineOf, class InverseOf>
+__device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool some_nan, LineOf line_of, InverseOf inverse_of) {
+    uint2 codes[kLines];
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+        const float* const v = line_of(i);
+        const float inverse = inverse_of(i);
+        codes[i] = {codes_of_four(v, inverse), codes_of_four(v + 4, inverse)};
+    }
+    if (some_nan) {  // rare
+#pragma unroll
+        for (int i = 0; i < kLines; ++i)
+            if (__float_as_uint(inverse_of(i)) == kNanBits) codes[i] = {0, 0};
+    }
+    if (lines >= kLines) {
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) ptx::store_8(to + u64(u32(i)) * stride, codes[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kLines; ++i)
+            if (i < lines) ptx::store_8(to + u64(u32(i)) * stride, codes[i]);
+    }
 }
 
 /// Writes the codes down the columns; `inverses` are in the order of ColumnMaxima.

@@ -3,7 +3,7 @@
 // swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)]; kSaveH:
 // h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil. row_id and counts (of a's blocks) as in
 // kernels/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
-//   768 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
+//   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
 //   Any grid, best a cta a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
 #pragma once
 #include "formats/bf16.cuh"
@@ -17,7 +17,7 @@
 
 namespace nib {
 
-constexpr int kSwigluThreads = 768;
+constexpr int kSwigluThreads = 640;
 constexpr int kSwigluChunks = 2;
 
 /// What a warp works on: up to kSwigluChunks · 256 columns of a row.

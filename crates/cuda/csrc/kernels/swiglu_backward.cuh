@@ -5,10 +5,11 @@
 //   [rows][2f / 128]; dh columns [2f][capacity], scales [2f][capacity / 128]; a columns [f][capacity], scales [f][capacity / 128], zeros from
 //   `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
 //   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
-//   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared memory: 151168
-//   and 182912. kernels/add_parts.cuh adds the parts.
+//   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
+//   memory: 216704 and 215552. kernels/add_parts.cuh adds the parts.
 //
-// Sources: SavedH, MXFP4 codes [rows][f], scales [rows][2f / 32]; PlainH, BF16.
+// Sources, and the tiles that the launch makes maps of, not swizzled: SavedH, MXFP4 codes [rows][f], 128 x 64 bytes, scales
+// [rows][2f / 32]; PlainH, BF16 [rows][2f], 128 x 128. da: 128 x 128 too.
 //
 // A tile of 128 x 128 stays in registers from its values to its codes: half a warp holds a row's 128 columns, a thread four
 // rows of eight columns. The next tile arrives in the meantime.
@@ -21,6 +22,8 @@
 #include "kernels/swiglu_grad.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 
 namespace nib {
 
@@ -49,25 +52,25 @@ struct SavedH {
     };
 
     /// A tile.
-    struct alignas(16) Stage {
+    struct alignas(128) Stage {
         u8 codes[2][kTile][kTile / 2];  // gate, up
         u32 scales[2][kTile];           // four a row
     };
+    static constexpr u32 kTileBytes = sizeof(Stage::codes);  // that the copy engine delivers
 
     __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
 
-    /// Starts to fetch the first `left` rows of the tile at (row, col); zeros past them.
-    __device__ __forceinline__ static void fetch(Stage& stage, const u8* codes, const u8* scales, u64 row, int col, int left, int f) {
-        const u32 in_tile = threadIdx.x / 4, chunk = threadIdx.x % 4;
-        const u8* const from = codes + (row * f + u32(col) / 2) + (in_tile * f + chunk * 16);
-        const bool present = int(in_tile) < left;
-        ptx::copy_16_async(stage.codes[0][in_tile] + chunk * 16, from, present);
-        ptx::copy_16_async(stage.codes[1][in_tile] + chunk * 16, from + u32(f) / 2, present);
-        if (threadIdx.x < 2 * kTile) {
-            const u32 half = threadIdx.x / kTile, in_tile = threadIdx.x % kTile, per_row = u32(f) / 16;
-            const u8* const from = scales + (row * per_row + u32(col) / E2m1::kBlock) + (in_tile * per_row + half * (per_row / 2));
-            ptx::copy_4_async(&stage.scales[half][in_tile], from, int(in_tile) < left);
-        }
+    /// One thread starts to fetch the tile at (row, col).
+    __device__ __forceinline__ static void fetch(Stage& stage, ptx::Barrier& there, const TensorMap& h, int row, int col, int f) {
+        for (int half = 0; half < 2; ++half) ptx::tma_load(stage.codes[half], h, there, (half * f + col) / 2, row);
+    }
+
+    /// Every thread starts to fetch its part of the scales of the first `left` rows.
+    __device__ __forceinline__ static void fetch_scales(Stage& stage, const u8* scales, u64 row, int col, int left, int f) {
+        if (threadIdx.x >= 2 * kTile) return;
+        const u32 half = threadIdx.x / kTile, in_tile = threadIdx.x % kTile, per_row = u32(f) / 16;
+        const u8* const from = scales + (row * per_row + u32(col) / E2m1::kBlock) + (in_tile * per_row + half * (per_row / 2));
+        ptx::copy_4_async(&stage.scales[half][in_tile], from, int(in_tile) < left);
     }
 
     /// Zeros for a row, by a warp.
@@ -113,22 +116,16 @@ struct PlainH {
 
     __device__ __forceinline__ static u8* room(Table& table) { return table.room; }
 
-    struct alignas(16) Stage {
+    struct alignas(128) Stage {
         u8 numbers[2][kTile][kTile * Bf16::kBytes];
     };
+    static constexpr u32 kTileBytes = sizeof(Stage);
 
-    __device__ __forceinline__ static void fetch(Stage& stage, const u8* numbers, const u8*, u64 row, int col, int left, int f) {
-        const u32 first = threadIdx.x / 16, chunk = threadIdx.x % 16;
-        const u8* const from = numbers + (row * 2 * f + col) * Bf16::kBytes + (first * f * 4 + chunk * 16);
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                const u32 in_tile = i * (kTile / 4) + first;
-                ptx::copy_16_async(stage.numbers[half][in_tile] + chunk * 16, from + (i * (kTile / 4) * 4 + half * 2) * u32(f),
-                                   int(in_tile) < left);
-            }
+    __device__ __forceinline__ static void fetch(Stage& stage, ptx::Barrier& there, const TensorMap& h, int row, int col, int f) {
+        for (int half = 0; half < 2; ++half) ptx::tma_load(stage.numbers[half], h, there, half * f + col, row);
     }
+
+    __device__ __forceinline__ static void fetch_scales(Stage&, const u8*, u64, int, int, int) {}
 
     __device__ __forceinline__ static void clear(Stage& stage, int in_tile, int lane) {
         ptx::store_16(stage.numbers[lane / 16][in_tile] + lane % 16 * 16, {0, 0, 0, 0});
@@ -156,15 +153,15 @@ struct PlainH {
     };
 };
 
-/// What is fetched of a tile.
+/// What is fetched of a tile; past the last row there are zeros.
 template <class H>
-struct alignas(16) BackwardStage {
+struct alignas(128) BackwardStage {
     typename H::Stage h;
     u8 da[kTile][kTile * Bf16::kBytes];
     float weight[kTile];
     int row_id[kTile];
 
-    /// Makes zeros of rows that do not count; past the last row there are zeros already.
+    /// Makes zeros of rows that do not count.
     __device__ __forceinline__ void clear_padding() {
 #pragma unroll 1
         for (int in_tile = threadIdx.x / 32; in_tile < kTile; in_tile += BackwardThread::kThreads / 32) {
@@ -174,25 +171,24 @@ struct alignas(16) BackwardStage {
             ptx::store_8(da[in_tile] + lane * 8, {0, 0});
             if (lane == 0) weight[in_tile] = 1.0f;  // not negative: padding is +0
         }
+        ptx::fence_shared_to_async();  // before the next tile comes here
     }
 
-    /// Starts to fetch the tile at (row, col). What is given for all rows alike is not fetched.
-    __device__ __forceinline__ void fetch(u64 row, int col, const u8* h_codes, const u8* h_scales, const u8* das, const float* weights,
-                                          const int* row_ids, int rows, int f) {
+    /// Starts to fetch the tile at (row, col): the copy engine the large parts, on `there`, each thread the small ones. What is given
+    /// for all rows alike is not fetched.
+    __device__ __forceinline__ void fetch(ptx::Barrier& there, u64 row, int col, const TensorMap& h_map, const u8* h_scales,
+                                          const TensorMap& da_map, const float* weights, const int* row_ids, int rows, int f) {
+        if (threadIdx.x == 0) {
+            ptx::barrier_arrive_expect(there, H::kTileBytes + sizeof(da));
+            H::fetch(h, there, h_map, int(row), col, f);
+            ptx::tma_load(da, da_map, there, col, int(row));
+        }
         const int left = rows - int(row);
-        H::fetch(h, h_codes, h_scales, row, col, left, f);
-        const u32 first = threadIdx.x / 16, chunk = threadIdx.x % 16;
-        const u8* const from = das + (row * f + col) * Bf16::kBytes + (first * f * 2 + chunk * 16);
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 in_tile = i * (kTile / 4) + first;
-            ptx::copy_16_async(da[in_tile] + chunk * 16, from + i * (kTile / 4) * 2 * u32(f), int(in_tile) < left);
-        }
-        if (threadIdx.x < kTile) {
-            const bool present = int(threadIdx.x) < left;
-            if (weights != nullptr) ptx::copy_4_async(weight + threadIdx.x, weights + row + threadIdx.x, present);
-            if (row_ids != nullptr) ptx::copy_4_async(row_id + threadIdx.x, row_ids + row + threadIdx.x, present);
-        }
+        H::fetch_scales(h, h_scales, row, col, left, f);
+        // By warps that have no scales to fetch.
+        const u32 of_weight = threadIdx.x - 2 * kTile, of_id = threadIdx.x - 3 * kTile;
+        if (of_weight < kTile && weights != nullptr) ptx::copy_4_async(weight + of_weight, weights + row + of_weight, int(of_weight) < left);
+        if (of_id < kTile && row_ids != nullptr) ptx::copy_4_async(row_id + of_id, row_ids + row + of_id, int(of_id) < left);
     }
 };
 
@@ -230,6 +226,7 @@ struct alignas(128) BackwardShared {
     Matrix own[H::kRooms];
     SpareRow a[H::kSpareRows];
     float inverse[kMatrices][kTile];  // in the order of the maxima
+    ptx::Barrier there;               // the copy engine delivered the tile
     u32 total[3];
 
     __device__ __forceinline__ Matrix& matrix(int m) { return m < H::kRooms ? own[m] : *reinterpret_cast<Matrix*>(H::room(table)); }
@@ -252,7 +249,7 @@ __device__ __forceinline__ float sum_of_four(float (&v)[4], int lane) {
 
 template <class H, int kRule>
 __global__ void __launch_bounds__(BackwardThread::kThreads, 1)
-    swiglu_backward(const u8* __restrict__ h, const u8* __restrict__ h_scales, const u8* __restrict__ da,
+    swiglu_backward(const __grid_constant__ TensorMap h, const u8* __restrict__ h_scales, const __grid_constant__ TensorMap da,
                     const float* __restrict__ weight, u8* __restrict__ dh_codes,
                     typename ScaleType<kRule>::Stored* __restrict__ dh_scales, u8* __restrict__ dh_col_codes,
                     typename ScaleType<kRule>::Stored* __restrict__ dh_col_scales, u8* __restrict__ a_codes,
@@ -268,17 +265,25 @@ __global__ void __launch_bounds__(BackwardThread::kThreads, 1)
     const auto fetch = [&](u32 index) {
         if (index >= tiles) return;
         const StripTile at(index, by_across, across);
-        shared.stage.fetch(at.row(), at.col(), h, h_scales, da, weight, row_id, rows, f);
+        shared.stage.fetch(shared.there, at.row(), at.col(), h, h_scales, da, weight, row_id, rows, f);
     };
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(shared.there, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
     fetch(blockIdx.x);
     if (weight == nullptr && threadIdx.x < kTile) shared.stage.weight[threadIdx.x] = 1.0f;
     shared.table.fill();
 
+    u32 parity = 0;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         const StripTile at(index, by_across, across);
         const int my_row = int(at.strip) * kTile + me.row, first_col = at.col();
         const BackwardStage<H>& stage = shared.stage;
         ptx::copies_wait();
+        ptx::barrier_wait(shared.there, parity);
+        parity ^= 1;
         // The tile is there, the table is filled, the codes of the last tile are stored.
         __syncthreads();
         if (row_id != nullptr && __syncthreads_or(threadIdx.x < kTile && stage.row_id[threadIdx.x] < 0)) {
@@ -335,41 +340,33 @@ __global__ void __launch_bounds__(BackwardThread::kThreads, 1)
 
         // Nobody reads the tile any more.
         fetch(index + gridDim.x);
-        bool col_nan = false;
-        if (threadIdx.x < kMatrices * kTile) {
-            const int m = threadIdx.x / kTile, place = threadIdx.x % kTile, col = ColumnMaxima<kBackwardCols>::column_at(place);
-            const float amax = shared.matrix(m).maxima.at(place);
-            const auto scale = block_scale<E, kRule>(__float_as_uint(amax));
-            shared.inverse[m][place] = scale.inverse;
-            col_nan = scale.is_nan();
-            const u64 to = u64(u32(first_col + col + (m == 1 ? f : 0))) * down + at.strip;
-            (m == 2 ? a_scales : dh_col_scales)[to] = scale.stored;
-            if (m == 2) {
-                of_a.non_zero += __fmul_rn(amax, scale.inverse) > E::kLargestToZero;
-                of_a.non_finite += scale.is_nan();
-            }
+        BlockScale<typename ScaleType<kRule>::Stored> col_scale = {};
+        float col_amax = 0.0f;
+        const int col_matrix = threadIdx.x / kTile, col_place = threadIdx.x % kTile;
+        if (col_matrix < kMatrices) {
+            col_amax = shared.matrix(col_matrix).maxima.at(col_place);
+            col_scale = block_scale<E, kRule>(__float_as_uint(col_amax));
+            shared.inverse[col_matrix][col_place] = col_scale.inverse;
         }
         // Rows meanwhile.
         u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + chunk * 8);
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r)
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | (2 * r + m));
-                if (my_row + r < rows) store_row_codes(row_codes + u32(r * 2 + m) * u32(f), value[m][r], inverse);
-            }
-        if (__any_sync(kAllLanes, row_scale.is_nan())) {  // rare
-#pragma unroll 1
-            for (int i = 0; i < 2 * kThreadRows; ++i) {
-                const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i);
-                if (__float_as_uint(inverse) == kNanBits && my_row + i / 2 < rows) store_row_zeros<kBackwardCols>(row_codes + u32(i) * u32(f));
-            }
-        }
-        col_nan = __syncthreads_or(col_nan);
+        const int lines = min(rows - my_row, kThreadRows) * 2;  // of dg and du, one after the other
+        store_lines<2 * kThreadRows>(
+            row_codes, f, lines, __any_sync(kAllLanes, row_scale.is_nan()), [&](int i) { return value[i % 2][i / 2]; },
+            [&](int i) { return __shfl_sync(kAllLanes, row_scale.inverse, (lane & 16) | i); });
+        const bool col_nan = __syncthreads_or(col_scale.is_nan());
 #pragma unroll
         for (int r = 0; r < H::kSpareRows; ++r) shared.a[r].take(value[2][r]);
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) turn_values<kBackwardCols>(shared.matrix(m).tile, me, value[m], shared.inverse[m]);
+        if (col_matrix < kMatrices) {
+            const int col = first_col + ColumnMaxima<kBackwardCols>::column_at(col_place) + (col_matrix == 1 ? f : 0);
+            (col_matrix == 2 ? a_scales : dh_col_scales)[u64(u32(col)) * down + at.strip] = col_scale.stored;
+        }
+        if (col_matrix == 2) {
+            of_a.non_zero += __fmul_rn(col_amax, col_scale.inverse) > E::kLargestToZero;
+            of_a.non_finite += col_scale.is_nan();
+        }
         __syncthreads();
         if (col_nan) {
 #pragma unroll 1

@@ -1,10 +1,10 @@
 // a = silu(g) · u · w from h = [g | u] in E4M3 along its rows and down its columns, from one read of h.
 //
-// swiglu_rows_cols<kRule>: h BF16 [rows][2f]; weight [rows] (null: 1); codes [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity],
-// scales [f][capacity / 128], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id as in
-// kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
+// swiglu_rows_cols<kRule>: h BF16 [rows][2f], as a map of tiles of 128 x 128, not swizzled; weight [rows] (null: 1); codes [rows][f],
+// scales [rows][ceil(f / 128)]; column codes [f][capacity], scales [f][capacity / 128], zeros from `rows` to `capacity`; counts of the row
+// blocks. f % 8 == 0, capacity % 128 == 0; row_id as in kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
 //   512 threads, any grid, best two ctas a multiprocessor; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared
-//   memory: 49504.
+//   memory: 115200. The next tile arrives while one is encoded.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -13,65 +13,90 @@
 #include "kernels/strip_tile.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 
 namespace nib {
 
+constexpr int kRowsColsCols = 8;  // of a thread
+using RowsColsThread = StripThread<kRowsColsCols>;
+using RowsColsMaxima = ColumnMaxima<kRowsColsCols>;
+
 /// Maxima and codes take turns in the table's room.
-struct alignas(16) RowsColsShared {
-    SigmoidTable sigmoids;  // first, as it wants
+struct alignas(128) RowsColsShared {
+    SigmoidTable sigmoids;                               // first, as it wants
+    alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     float inverses[kTile];
+    ptx::Barrier there;  // the copy engine delivered the tile
     u32 total[3];
 };
 
-constexpr int kRowsColsCols = 8;  // of a thread
-using RowsColsThread = StripThread<kRowsColsCols>;
-
 template <int kRule>
 __global__ void __launch_bounds__(RowsColsThread::kThreads, 2)
-    swiglu_rows_cols(const u8* __restrict__ h, const float* __restrict__ weight, u8* __restrict__ row_codes,
+    swiglu_rows_cols(const __grid_constant__ TensorMap h, const float* __restrict__ weight, u8* __restrict__ row_codes,
                      typename ScaleType<kRule>::Stored* __restrict__ row_scales, u8* __restrict__ col_codes,
                      typename ScaleType<kRule>::Stored* __restrict__ col_scales, u64* counts, const int* __restrict__ row_id, int rows, int f,
                      int capacity, Divider by_across) {
     using E = E4m3;
     extern __shared__ __align__(1024) u8 raw[];
     RowsColsShared& shared = *reinterpret_cast<RowsColsShared*>(raw);
-    static_assert(sizeof(ColumnMaxima<kRowsColsCols>) <= SigmoidTable::kRoom && sizeof(ColumnTile) <= SigmoidTable::kRoom, "they take turns there");
-    ColumnMaxima<kRowsColsCols>& maxima = *reinterpret_cast<ColumnMaxima<kRowsColsCols>*>(shared.sigmoids.room);
+    static_assert(sizeof(RowsColsMaxima) <= SigmoidTable::kRoom && sizeof(ColumnTile) <= SigmoidTable::kRoom, "they take turns there");
+    RowsColsMaxima& maxima = *reinterpret_cast<RowsColsMaxima*>(shared.sigmoids.room);
     ColumnTile& tile = *reinterpret_cast<ColumnTile*>(shared.sigmoids.room);
     const RowsColsThread me;
     const u32 across = ceil_div(f, kTile), down = u32(capacity) / kTile, tiles = across * down;
     Tally tally;
+    float weights[kThreadRows];
+    u32 counted = 0;  // a bit for each of this thread's rows, if it has columns
+    const auto fetch = [&](u32 index) {
+        if (index >= tiles) return;
+        const StripTile at(index, by_across, across);
+        if (threadIdx.x == 0) {
+            ptx::barrier_arrive_expect(shared.there, sizeof(shared.h));
+            for (int half = 0; half < 2; ++half) ptx::tma_load(shared.h[half], h, shared.there, half * f + at.col(), int(at.row()));
+        }
+        counted = 0;
+#pragma unroll
+        for (int r = 0; r < kThreadRows; ++r) {
+            const int row = int(at.row()) + me.row + r;
+            const bool counts_here = row < rows && at.col() + me.col < f && (row_id == nullptr || __ldg(row_id + row) >= 0);
+            counted |= u32(counts_here) << r;
+            // Padding is +0, so its weight must not be negative.
+            weights[r] = counts_here && weight != nullptr ? __ldg(weight + row) : 1.0f;
+        }
+    };
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(shared.there, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    fetch(blockIdx.x);
     shared.sigmoids.fill();
     const u32 base = shared.sigmoids.base();
 
+    u32 parity = 0;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         const StripTile at(index, by_across, across);
         const int my_row = int(at.strip) * kTile + me.row, first_col = at.col(), my_col = first_col + me.col;
-        Bf16::Eight gate[kThreadRows], up[kThreadRows];
-        float w[kThreadRows];
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) {
-            const int row = my_row + r;
-            const bool counted = row < rows && (row_id == nullptr || __ldg(row_id + row) >= 0);
-            const u8* const from = h + (u64(u32(row)) * 2 * f + my_col) * Bf16::kBytes;
-            gate[r] = Bf16::load<true>(from, counted ? f - my_col : 0);
-            up[r] = Bf16::load<true>(from + u32(f) * 2, counted ? f - my_col : 0);
-            // Padding is +0, so its weight must not be negative.
-            w[r] = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
-        }
+        ptx::barrier_wait(shared.there, parity);
+        parity ^= 1;
+        __syncthreads();  // the table is filled, the codes of the last tile are stored
+
         StripValues<kRowsColsCols> value;
         float row_largest[kThreadRows];
-        __syncthreads();  // the table is filled, the codes of the last tile are stored
 #pragma unroll
         for (int r = 0; r < kThreadRows; ++r) {
+            const bool here = counted >> r & 1;
+            const Bf16::Eight gate = here ? Bf16::load_shared(shared.h[0][me.row + r] + me.col * Bf16::kBytes) : Bf16::zeros();
+            const Bf16::Eight up = here ? Bf16::load_shared(shared.h[1][me.row + r] + me.col * Bf16::kBytes) : Bf16::zeros();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float s[2];
-                SigmoidTable::two(base, gate[r].word[i], s);
+                SigmoidTable::two(base, gate.word[i], s);
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     const int c = 2 * i + k;
-                    value[r][c] = __fmul_rn(__fmul_rn(__fmul_rn(Bf16::value(gate[r], c), s[k]), Bf16::value(up[r], c)), w[r]);
+                    value[r][c] = __fmul_rn(__fmul_rn(__fmul_rn(Bf16::value(gate, c), s[k]), Bf16::value(up, c)), weights[r]);
                 }
             }
             row_largest[r] = largest_magnitude(value[r]);
@@ -85,25 +110,23 @@ __global__ void __launch_bounds__(RowsColsThread::kThreads, 2)
             tally.non_finite += row_scale.is_nan();
         }
         __syncthreads();
-        bool col_nan = false;
+
+        fetch(index + gridDim.x);  // nobody reads the tile any more
+        BlockScale<typename ScaleType<kRule>::Stored> col_scale = {};
         if (threadIdx.x < kTile) {
-            const int col = first_col + maxima.column_at(threadIdx.x);
-            const auto scale = block_scale<E, kRule>(__float_as_uint(maxima.at(threadIdx.x)));
-            shared.inverses[threadIdx.x] = scale.inverse;
-            col_nan = scale.is_nan();
-            if (col < f) col_scales[u64(u32(col)) * down + at.strip] = scale.stored;
+            col_scale = block_scale<E, kRule>(__float_as_uint(maxima.at(threadIdx.x)));
+            shared.inverses[threadIdx.x] = col_scale.inverse;
         }
-        u8* const to = row_codes + u64(u32(my_row)) * f + my_col;
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) {
-            const float inverse = __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 16) | r);
-            if (my_row + r < rows && my_col < f) {
-                store_row_codes(to + u32(r) * u32(f), value[r], inverse);
-                if (__float_as_uint(inverse) == kNanBits) store_row_zeros<kRowsColsCols>(to + u32(r) * u32(f));
-            }
-        }
-        col_nan = __syncthreads_or(col_nan);
+        store_lines<kThreadRows>(
+            row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
+            [&](int r) { return value[r]; },
+            [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 16) | r); });
+        const bool col_nan = __syncthreads_or(col_scale.is_nan());
         turn_values<kRowsColsCols>(tile, me, value, shared.inverses);
+        if (threadIdx.x < kTile) {
+            const int col = first_col + RowsColsMaxima::column_at(threadIdx.x);
+            if (col < f) col_scales[u64(u32(col)) * down + at.strip] = col_scale.stored;
+        }
         __syncthreads();
         if (col_nan) {
             clear_nan_columns<kRowsColsCols>(tile, shared.inverses);

@@ -8,6 +8,7 @@ use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
+use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Counts, Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
@@ -222,7 +223,7 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
 }
 
 /// Threads of a cta of `swiglu_rows`, one a multiprocessor, and the columns a warp takes at a time.
-const ROWS_THREADS: u32 = 768;
+const ROWS_THREADS: u32 = 640;
 const ROWS_COLS: usize = 512;
 
 fn rows_spec(rule: ScaleRule, save_h: bool) -> KernelSpec {
@@ -309,10 +310,31 @@ const ROWS_COLS_THREADS: u32 = 512;
 const ROWS_COLS_PER_SM: usize = 2;
 /// Rows and columns of a tile, E4M3's block.
 const TILE: usize = 128;
-/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: lines of 4049 sigmoids of which the second lies 32 KiB after the
-/// first, the factors of 128 columns, and counts.
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, a barrier
+/// and counts.
 const ROWS_COLS_SHARED: usize =
-    (0x8000 + (4049 * 4usize).next_multiple_of(16) + TILE * 4 + 3 * 4usize).next_multiple_of(16);
+    (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + TILE * 4 + 8 + 3 * 4).next_multiple_of(128);
+
+/// Bytes of `SigmoidTable` in the kernels: lines of 4049 sigmoids of which the second lies 32 KiB after the first.
+pub(super) const SIGMOIDS: usize = 0x8000 + (4049 * 4usize).next_multiple_of(16);
+
+/// A map of the 128 × 128 tiles of a BF16 matrix.
+pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap> {
+    let Data::Bf16(values) = &x.data else {
+        return Err(Error::shape(op, "type", x.dtype(), DType::Bf16));
+    };
+    let tiles = Tiles {
+        element: Element::Bf16,
+        address: values.get().address(),
+        rows: x.rows,
+        cols: x.cols,
+        row_stride_bytes: x.cols * Element::Bf16.bytes(),
+        tile_rows: TILE,
+        tile_cols: TILE,
+        swizzle: Swizzle::None,
+    };
+    tiles.encode()
+}
 
 fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
     let args = vec![("kRule", rule_arg(rule))];
@@ -348,7 +370,7 @@ impl RowsCols {
         let col_plane = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
         let counts = device.filled::<u64>(3, 0)?;
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
-        let (h, _) = plain_arg(op.h);
+        let h = bf16_tiles(OP, op.h)?;
         let launch = Launch {
             ctas: self.ctas,
             threads: ROWS_COLS_THREADS,
@@ -357,7 +379,7 @@ impl RowsCols {
         };
         let kernel = device.kernel(&rows_cols_spec(self.codec.rule()))?;
         let args: [&dyn KernelArg; 12] = [
-            h,
+            &h,
             &weight,
             &row_plane.codes,
             row_plane.scales(),
@@ -370,7 +392,7 @@ impl RowsCols {
             &(self.capacity as i32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
-        // SAFETY: h is BF16 `[rows, 2f]` with f a multiple of 8, the planes were made for these sizes and rules and are not yet
+        // SAFETY: the map is that of h, BF16 `[rows, 2f]` with f a multiple of 8; the planes were made for these sizes and rules and are not yet
         // shared; `op.check` held weights and groups to `rows`.
         unsafe { kernel.launch(launch, &args) }?;
         let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane.written())));
@@ -391,6 +413,6 @@ mod tests {
 
     #[test]
     fn shared_memory_is_what_the_kernel_lays_out() {
-        assert_eq!(ROWS_COLS_SHARED, 49_504);
+        assert_eq!(ROWS_COLS_SHARED, 115_200);
     }
 }

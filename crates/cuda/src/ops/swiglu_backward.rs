@@ -4,17 +4,18 @@
 
 use super::Instance;
 use super::swiglu::{
-    FUSED_RULES, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids, rule_arg, tiled_capacity,
-    unwritten, unwritten_plain,
+    FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids,
+    rule_arg, tiled_capacity, unwritten, unwritten_plain,
 };
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
+use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Counts, Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
-use nibble_core::{DType, Error, Operand, Result, Scales};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result, Scales};
 
 const OP: &str = "swiglu_backward";
 
@@ -60,13 +61,14 @@ impl Source {
     const fn shared_bytes(self) -> usize {
         let (table, h, matrices, spare_rows) = match self {
             Self::Saved => (256 * 16 * (8 + 4), 2 * TILE * (TILE / 2 + 4), 3, 4),
-            // Lines of 4049 sigmoids, the second one 32 KiB after the first; one matrix finds room between them.
-            Self::Plain => ((0x8000 + 4049 * 4usize).next_multiple_of(16), 2 * TILE * TILE * 2, 2, 2),
+            // One matrix finds room between the sigmoids.
+            Self::Plain => (SIGMOIDS, 2 * TILE * TILE * 2, 2, 2),
         };
         let stage = h + TILE * TILE * 2 + 2 * TILE * 4;
         let spare = spare_rows * FUSED_THREADS as usize * 8 * 4;
-        let (inverse, total) = (3 * TILE * 4, 3 * 4);
-        (table + stage + matrices * TILE * TILE + spare + inverse + total).next_multiple_of(128)
+        let (inverse, barrier, total) = (3 * TILE * 4, 8, 3 * 4);
+        let before = table.next_multiple_of(128) + stage + matrices * TILE * TILE + spare;
+        (before + inverse + barrier + total).next_multiple_of(128)
     }
 }
 
@@ -129,14 +131,14 @@ impl Fused {
         let (dh_counts, a_counts) = (device.filled::<u64>(3, 0)?, device.filled::<u64>(3, 0)?);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let no_scales = None::<&Buffer<u8>>;
-        let (h, h_scales): (&dyn KernelArg, &dyn KernelArg) = match op.h {
-            Operand::Plain(h) => (plain_arg(h).0, &no_scales),
+        let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
+            Operand::Plain(h) => (bf16_tiles(OP, h)?, &no_scales),
             Operand::Block(h) => match &h.scales {
-                Scales::E8m0(scales) => (h.codes.get(), scales.get()),
+                Scales::E8m0(scales) => (code_tiles(h)?, scales.get()),
                 Scales::F32(_) => return Err(Error::shape(OP, "h.scales", "F32", "E8M0: h is MXFP4")),
             },
         };
-        let (da, _) = plain_arg(op.da);
+        let da = bf16_tiles(OP, op.da)?;
         let launch = Launch {
             ctas: self.ctas,
             threads: FUSED_THREADS,
@@ -145,9 +147,9 @@ impl Fused {
         };
         let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
         let args: [&dyn KernelArg; 18] = [
-            h,
+            &h,
             h_scales,
-            da,
+            &da,
             &weight,
             &dh_rows.codes,
             dh_rows.scales(),
@@ -175,6 +177,22 @@ impl Fused {
             dweight: Buf::new(add_parts(device, &parts, rows, f / TILE)?),
         })
     }
+}
+
+/// A map of the codes of 128 × 128 tiles of an MXFP4 matrix.
+fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
+    let row_bytes = h.cols / 2;
+    let tiles = Tiles {
+        element: Element::U8,
+        address: h.codes.get().address(),
+        rows: h.rows,
+        cols: row_bytes,
+        row_stride_bytes: row_bytes,
+        tile_rows: TILE,
+        tile_cols: TILE / 2,
+        swizzle: Swizzle::None,
+    };
+    tiles.encode()
 }
 
 const PARTS_THREADS: usize = 256;
@@ -239,6 +257,6 @@ mod tests {
 
     #[test]
     fn every_source_fits_a_multiprocessor() {
-        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [216_704, 215_424]);
+        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [216_704, 215_552]);
     }
 }
