@@ -319,38 +319,41 @@ template <class Stored>
 __global__ void __launch_bounds__(256)
     transpose_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
                   const Stored* __restrict__ second, Stored* __restrict__ second_out, int second_lines, int second_blocks, int second_stride) {
-    constexpr int kLines = 128, kEach = 16;  // lines of a cta, blocks of a thread
-    constexpr int kBlocks = 256 / kLines * kEach;
+    constexpr int kLines = 128, kEach = 16;                     // lines of a cta, blocks of a thread
+    constexpr int kBlocks = 256 / kLines * kEach;               // of a cta
+    constexpr int kInWord = 4 / sizeof(Stored), kWords = kBlocks / kInWord;  // of a line
+    __shared__ u32 words[kLines][kWords + 1];                   // one more than there are, so that lines lie in different banks
     const int ctas = ceil_div(first_blocks, kBlocks) * ceil_div(first_lines, kLines);
     const bool of_first = blockIdx.x < ctas;
     const ScalePlane<Stored> plane = of_first ? ScalePlane<Stored>{first, first_out, first_lines, first_blocks, first_stride}
                                               : ScalePlane<Stored>{second, second_out, second_lines, second_blocks, second_stride};
     const int cta = of_first ? blockIdx.x : blockIdx.x - ctas, across = ceil_div(plane.blocks, kBlocks), down = cta / across;
-    const int block = (cta - down * across) * kBlocks + threadIdx.x / kLines * kEach, line = down * kLines + threadIdx.x % kLines;
-    // Neighbouring threads read neighbouring lines, all blocks at once.
-    const Stored* from = plane.from + u64(block) * plane.stride + line;
+    const int first_block = (cta - down * across) * kBlocks, first_line = down * kLines;
+    // Neighbouring threads read neighbouring lines, all their blocks at once.
+    const int line = threadIdx.x % kLines, part = threadIdx.x / kLines, block = first_block + part * kEach;
+    const Stored* from = plane.from + u64(block) * plane.stride + first_line + line;
     alignas(16) Stored of[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         of[i] = block + i < plane.blocks ? __ldg(from) : Stored(0);
         from += plane.stride;
     }
-    if (line >= plane.lines) return;
-    Stored* const to = plane.to + u64(line) * plane.blocks + block;
-    const int bytes = min(plane.blocks - block, kEach) * int(sizeof(Stored));
-    const u32 uneven = u32(reinterpret_cast<u64>(to)) | u32(bytes);
-    if (uneven % 16 == 0) {
 #pragma unroll
-        for (int i = 0; i < kEach * int(sizeof(Stored)); i += 16)
-            if (i < bytes) ptx::store_16(reinterpret_cast<u8*>(to) + i, reinterpret_cast<const uint4*>(of)[i / 16]);
-    } else if (uneven % 8 == 0) {
+    for (int i = 0; i < kEach / kInWord; ++i) words[line][part * (kEach / kInWord) + i] = reinterpret_cast<const u32*>(of)[i];
+    __syncthreads();
+    // And write neighbouring blocks.
+    const int word = threadIdx.x % kWords, my_block = first_block + word * kInWord;
+    const bool whole_words = plane.blocks % kInWord == 0;
 #pragma unroll
-        for (int i = 0; i < kEach * int(sizeof(Stored)); i += 8)
-            if (i < bytes) ptx::store_8(reinterpret_cast<u8*>(to) + i, reinterpret_cast<const uint2*>(of)[i / 8]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (block + i < plane.blocks) to[i] = of[i];
+    for (int i = 0; i < kLines; i += 256 / kWords) {
+        const int l = i + threadIdx.x / kWords;
+        if (first_line + l >= plane.lines || my_block >= plane.blocks) continue;
+        Stored* const to = plane.to + u64(first_line + l) * plane.blocks + my_block;
+        if (whole_words) {
+            *reinterpret_cast<u32*>(to) = words[l][word];
+        } else {
+            for (int j = 0; j < kInWord && my_block + j < plane.blocks; ++j) to[j] = reinterpret_cast<const Stored*>(&words[l][word])[j];
+        }
     }
 }
 
