@@ -4,7 +4,7 @@
 //                         (NaN above infinity above all finite numbers)
 //   number                one of them, from memory
 //   load_together         eight, where the same thread loads the next eight as well
-//   row_maxima            the same along the row, over neighbouring lanes; as the bits of F32 magnitudes
+//   block_maxima          the largest |x| along the row, over neighbouring eights and lanes; as the bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
@@ -109,20 +109,6 @@ struct Bf16 {
     /// Two folds to one word: the first one's maximum low, the second one's high.
     __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
         return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-    }
-
-    /// For each of kCount chunks the largest magnitude of `kLanes` neighbouring lanes. kCount is even.
-    template <int kLanes, int kCount>
-    __device__ __forceinline__ static void row_maxima(const Eight (&x)[kCount], u32 (&bits)[kCount]) {
-        static_assert(kCount % 2 == 0, "two chunks share a word");
-#pragma unroll
-        for (int i = 0; i < kCount; i += 2) {
-            u32 two = fold_two(fold(magnitudes(x[i])), fold(magnitudes(x[i + 1])));
-#pragma unroll
-            for (int lane = 1; lane < kLanes; lane *= 2) two = larger(two, __shfl_xor_sync(kAllLanes, two, lane));
-            bits[i] = two << 16;
-            bits[i + 1] = two & 0xFFFF0000;
-        }
     }
 
     /// For each kTogether of kCount chunks the largest magnitude of `kLanes` neighbouring lanes.
@@ -257,17 +243,6 @@ struct F32 {
 #pragma unroll
         for (int i = 1; i < 8; ++i) largest = larger(largest, fold(magnitudes(x[i])));
         return largest;
-    }
-
-    template <int kLanes, int kCount>
-    __device__ __forceinline__ static void row_maxima(const Eight (&x)[kCount], u32 (&bits)[kCount]) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            bits[i] = fold(magnitudes(x[i]));
-#pragma unroll
-            for (int lane = 1; lane < kLanes; lane *= 2)
-                bits[i] = larger(bits[i], __shfl_xor_sync(kAllLanes, bits[i], lane));
-        }
     }
 
     template <int kTogether, int kLanes, int kCount, int kHeld>

@@ -36,19 +36,6 @@ struct Choice<false, A, B> {
 template <bool kFirst, class A, class B>
 using OneOf = typename Choice<kFirst, A, B>::Type;
 
-/// Which of eight rows from `first` on count, one a bit.
-__device__ __forceinline__ u32 rows_that_count(const int* __restrict__ row_id, int first, int rows) {
-    u32 counted = 0;
-    if (row_id == nullptr) {
-        counted = first + 8 <= rows ? 0xFF : (1u << max(rows - first, 0)) - 1;
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (first + j < rows) counted |= u32(__ldg(row_id + first + j) >= 0) << j;
-    }
-    return counted;
-}
-
 /// The codes of eight columns, none from the `left`-th on.
 template <class E, bool kAligned>
 __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight codes) {

@@ -74,18 +74,6 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The place of this cta among down x across, in bands of `band` side by side.
-struct CtaPlace {
-    int down, across;
-
-    __device__ __forceinline__ CtaPlace(int total_down, int total_across, int band) {
-        const int first = blockIdx.x / (band * total_across) * band, height = min(band, total_down - first);
-        const int within = blockIdx.x - first * total_across;
-        across = within / height;
-        down = first + within - across * height;
-    }
-};
-
 /// The scales of eight rows over a panel, or over each 32 columns of it: of one row (lanes 2r and 2r + 1 of sixteen), or of
 /// two (lane r of four has those of rows 2r and 2r + 1).
 template <class In, class E, bool kF32Scales>
@@ -206,10 +194,10 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
-    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
-    const CtaPlace at(ceil_div(down, kPerByte), across, band);
-    const int first_strip = at.down * kPerByte, end_strip = min(first_strip + kPerByte, down);
-    const int first_col = at.across * kTile, my_col = first_col + chunk * 8;
+    const int down = ceil_div(capacity, kTile);
+    const TilePlace at(cols, ceil_div(down, kPerByte) * kTile, band);
+    const int first_strip = at.strip * kPerByte, end_strip = min(first_strip + kPerByte, down);
+    const int first_col = at.panel * kTile, my_col = first_col + chunk * 8;
     const u64 in_bytes = u64(cols) * In::kBytes, row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     u8* const place = shared.tile.place(chunk * 8, kPerByte == 2 ? octet / 2 : octet) + (kPerByte == 2 ? octet % 2 * 4 : 0);
@@ -243,7 +231,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             const u32 amax = In::template column_max<8 / kBlocks>(shared.maxima + block * (8 / kBlocks), col);
             const auto scale = scale_of<E, kF32Scales>(amax, rule);
             shared.inverse[block][inverse_place(col)] = scale.inverse;
-            col_scales[u64(strip * kBlocks + block) * across * kTile + first_col + col] = scale.stored;
+            col_scales[u64(strip * kBlocks + block) * at.across * kTile + first_col + col] = scale.stored;
             if (!kRows && first_col + col < cols) {
                 if constexpr (!Round::kDraws)
                     tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
@@ -261,7 +249,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
         if (kRows && threadIdx.x < sizeof(shared.row_scales) / 4) {
             constexpr int kWords = sizeof(shared.row_scales[0]) / 4;  // of a block of all rows
             const int block = threadIdx.x / kWords, word = threadIdx.x % kWords;
-            u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.across * kBlocks + block) * down + strip) * kTile);
+            u32* const to = reinterpret_cast<u32*>(row_scales + (u64(at.panel * kBlocks + block) * down + strip) * kTile);
             to[word] = reinterpret_cast<const u32*>(shared.row_scales[block])[word];
         }
         const float4* const inverses = reinterpret_cast<const float4*>(shared.inverse[octet / kLanes]) + chunk;

@@ -76,9 +76,9 @@ __global__ void __launch_bounds__(512, 2)
     // As they fetch and draw, threads have four rows of eight columns.
     const int four_rows = (warp * 2 + lane / 16) * 4, chunk = lane % 16;
     const int quarter = lane / 8, column = warp * 8 + lane % 8;
-    const int across = ceil_div(cols, kTile), down = ceil_div(capacity, kTile);
-    const CtaPlace at(ceil_div(down, kPerByte), across, band);
-    const int first_strip = at.down * kPerByte, end_strip = min(first_strip + kPerByte, down), first_col = at.across * kTile;
+    const int down = ceil_div(capacity, kTile);
+    const TilePlace at(cols, ceil_div(down, kPerByte) * kTile, band);
+    const int first_strip = at.strip * kPerByte, end_strip = min(first_strip + kPerByte, down), first_col = at.panel * kTile;
     const u64 in_bytes = u64(cols) * Bf16::kBytes, col_bytes = u64(capacity) / kPerByte;
     Tally tally;
 
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(512, 2)
         const auto scale = scale_of<E, kF32Scales>(__float_as_uint(largest), rule);
         if (quarter % kLanes == 0) {
             const bool present = first_col + column < cols;
-            col_scales[u64(strip * kBlocks + quarter / kLanes) * across * kTile + first_col + column] = scale.stored;
+            col_scales[u64(strip * kBlocks + quarter / kLanes) * at.across * kTile + first_col + column] = scale.stored;
             tally.non_finite += present && scale.is_nan();
             if constexpr (!Round::kDraws)
                 tally.non_zero += present && Round::template reaches<E>(__fmul_rn(largest, scale.inverse));
