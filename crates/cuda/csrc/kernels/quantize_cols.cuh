@@ -2,13 +2,14 @@
 //
 // quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
 //   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
-//   row_id and counts as there, counts of the row blocks where those are written. Scales go block by block: a square's lie together, which one
-//   by one would cost as much as its codes. With D = ceil(capacity / 128) and A = ceil(cols / 128), col_scales [D * 128 / E::kBlock][A * 128],
-//   row_scales [A * 128 / E::kBlock][D * 128], from where gather_scales brings them to their places.
-//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares); bands
-//   of `band` ctas are done side by side, so that what is written at one time lies together: all of them for columns alone, 4 strips for both.
-//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
-// gather_scales<Stored>: [blocks][stride] -> [lines][blocks], of two such planes (the second one null: of one). 256 threads; grid
+//   row_id and counts as there, counts of the row blocks where those are written.
+//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares), with
+//   A = ceil(cols / 128), D = ceil(capacity / 128); bands of `band` ctas are done side by side, so that what is written at one time lies together:
+//   all of them for columns alone, 4 strips for both. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+//   Scales are left block by block, where those of a square lie together: col_scales [D * 128 / E::kBlock][A * 128], row_scales
+//   [A * 128 / E::kBlock][D * 128]. Stored one at a time in their places they cost 11 % of the whole.
+//
+// transpose_scales<Stored>: brings them there, [blocks][stride] -> [lines][blocks], of two planes (the second one null: of one). 256 threads; grid
 //   ceil(blocks / 32) * ceil(lines / 128), of both together.
 #pragma once
 #include "formats/bf16.cuh"
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
     tally.flush(counts, shared.total);
 }
 
-/// One of the planes of gather_scales.
+/// One of the planes of transpose_scales.
 template <class Stored>
 struct ScalePlane {
     const Stored* from;
@@ -316,7 +317,7 @@ struct ScalePlane {
 
 template <class Stored>
 __global__ void __launch_bounds__(256)
-    gather_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
+    transpose_scales(const Stored* __restrict__ first, Stored* __restrict__ first_out, int first_lines, int first_blocks, int first_stride,
                   const Stored* __restrict__ second, Stored* __restrict__ second_out, int second_lines, int second_blocks, int second_stride) {
     constexpr int kLines = 128, kEach = 16;  // lines of a cta, blocks of a thread
     constexpr int kBlocks = 256 / kLines * kEach;

@@ -8,7 +8,7 @@ use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, gather_spec};
+use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
@@ -221,7 +221,7 @@ impl ByBlock {
     }
 
     /// Brings them to their places.
-    fn gather(
+    fn transpose(
         &self,
         device: &Device,
         desc: &Desc,
@@ -238,7 +238,7 @@ impl ByBlock {
         let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
         // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; as many ctas as cover the
         // columns' plane, and the rows' where there is one.
-        unsafe { device.kernel(&gather_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
+        unsafe { device.kernel(&transpose_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
     }
 }
 
@@ -277,7 +277,7 @@ fn launch(
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
             let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &by_block.rows, &*col_codes, &by_block.cols];
             launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
-            by_block.gather(device, desc, &*row_scales, &*col_scales)
+            by_block.transpose(device, desc, &*row_scales, &*col_scales)
         }
         Path::HadamardCols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
@@ -286,7 +286,7 @@ fn launch(
                 &sizes,
                 &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
             ])?;
-            by_block.gather(device, desc, &*row_scales, &*col_scales)
+            by_block.transpose(device, desc, &*row_scales, &*col_scales)
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {

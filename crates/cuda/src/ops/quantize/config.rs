@@ -15,8 +15,8 @@ const TILE: usize = 128;
 pub(super) const SEGMENT_COLS: usize = 1024;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
-/// Blocks and lines that a cta of `gather_scales` takes.
-const GATHER: (usize, usize) = (32, 128);
+/// Blocks and lines that a cta of `transpose_scales` takes.
+const TRANSPOSED: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 256;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
@@ -211,20 +211,20 @@ impl ScalePlane {
         }
     }
 
-    /// Ctas of `gather_scales`.
+    /// Ctas of `transpose_scales`.
     pub fn ctas(&self) -> usize {
-        self.blocks.div_ceil(GATHER.0) * self.lines.div_ceil(GATHER.1)
+        self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
     }
 }
 
 /// The kernel that brings scales to their places.
-pub(super) fn gather_spec(kind: ScaleKind) -> KernelSpec {
+pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
     let stored = match kind {
         ScaleKind::E8m0 => "nib::u8",
         ScaleKind::F32 => "float",
     };
     let args = vec![("Stored", TemplateArg::Type(stored))];
-    KernelSpec { source: "kernels/quantize_cols.cuh", name: "nib::gather_scales", args }
+    KernelSpec { source: "kernels/quantize_cols.cuh", name: "nib::transpose_scales", args }
 }
 
 /// The transform of a matrix to F32.
@@ -390,7 +390,8 @@ pub fn instances() -> Vec<Instance> {
         }
     }
     all.extend(
-        [ScaleKind::E8m0, ScaleKind::F32].map(|kind| Instance { spec: gather_spec(kind), shared_bytes: 0 }),
+        [ScaleKind::E8m0, ScaleKind::F32]
+            .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
     );
     for input in [DType::Bf16, DType::F32] {
         let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
