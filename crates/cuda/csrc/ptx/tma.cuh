@@ -36,6 +36,13 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile
                  : "memory");
 }
 
+/// `bytes` from shared memory; likewise.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 /// Waits until at most `kPending` of this thread's committed stores still read shared memory.
