@@ -70,8 +70,8 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble. The words hold elements (0, 2), (4, 6),
-    /// (1, 3), (5, 7).
+private:
+    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble.
     __device__ __forceinline__ static u32 pack(const u32 (&half)[4]) {
         const u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
         const u32 odd = __byte_perm(half[2], half[3], 0x7531);
