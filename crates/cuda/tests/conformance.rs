@@ -1,19 +1,16 @@
 //! Every conversion on the GPU against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
+mod gpu;
+
 use nibble_cpu::Cpu;
-use nibble_cuda::{Cuda, Device, env, probe};
+use nibble_cuda::Cuda;
 use nibble_testkit::{Pair, conformance};
 use std::sync::OnceLock;
 
 /// One device for all tests: kernels are compiled once.
 fn cuda() -> Option<Cuda> {
     static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
-    let open = || match probe().usable().next() {
-        Some(gpu) => Some(Cuda::on(Device::open(gpu.ordinal).expect("a usable GPU"))),
-        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
-        None => None,
-    };
-    CUDA.get_or_init(open).clone()
+    CUDA.get_or_init(|| gpu::device("conformance").map(Cuda::on)).clone()
 }
 
 fn pair() -> Option<Pair<Cpu, Cuda>> {

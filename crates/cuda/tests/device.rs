@@ -1,19 +1,11 @@
 //! Memory on a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-use nibble_core::Backend;
-use nibble_cuda::backend::Buf;
-use nibble_cuda::{Cuda, Device, env, probe};
+mod gpu;
 
-fn device(what: &str) -> Option<Device> {
-    match probe().usable().next() {
-        Some(gpu) => Some(Device::open(gpu.ordinal).unwrap()),
-        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
-        None => {
-            println!("skipped, {what}: no Hopper GPU");
-            None
-        }
-    }
-}
+use gpu::device;
+use nibble_core::Backend;
+use nibble_cuda::Cuda;
+use nibble_cuda::backend::Buf;
 
 #[test]
 fn memory_is_counted() {

@@ -1,21 +1,13 @@
 //! Recorded work gives what issued work gives; copies larger than the staging memory. Without a GPU: a printed skip.
 
+mod gpu;
+
+use gpu::device;
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{Backend, Data, Tensor};
-use nibble_cuda::{Cuda, Device, env, probe};
-
-fn device(what: &str) -> Option<Device> {
-    match probe().usable().next() {
-        Some(gpu) => Some(Device::open(gpu.ordinal).unwrap()),
-        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
-        None => {
-            println!("skipped, {what}: no Hopper GPU");
-            None
-        }
-    }
-}
+use nibble_cuda::Cuda;
 
 fn values(seed: usize, len: usize) -> Vec<bf16> {
     (0..len).map(|i| bf16::from_f32(((i * 7919 + seed * 104_729) % 4093) as f32 - 2046.0)).collect()

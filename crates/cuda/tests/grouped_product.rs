@@ -1,24 +1,15 @@
 //! The tensor cores' products on a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
+mod gpu;
+
 #[path = "../examples/grouped/case.rs"]
 mod case;
 #[path = "../examples/grouped/check.rs"]
 mod check;
 
+use gpu::device;
 use nibble_cuda::ops::grouped_product::{Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target};
 use nibble_cuda::ops::grouped_product::{ScaleValues, Scales, ScalesB};
-use nibble_cuda::{Device, env, probe};
-
-fn device(what: &str) -> Option<Device> {
-    match probe().usable().next() {
-        Some(gpu) => Some(Device::open(gpu.ordinal).unwrap()),
-        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
-        None => {
-            println!("skipped, {what}: no Hopper GPU");
-            None
-        }
-    }
-}
 
 #[test]
 fn right_at_every_edge() {

@@ -1,12 +1,14 @@
 //! Matrices so large that a cta of `quantize_cols` takes several squares, against the CPU. Without a GPU: a printed skip, or a
 //! failure under `NIBBLE_REQUIRE_GPU=1`.
 
+mod gpu;
+
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
 use nibble_core::{Backend, Convert, Operand, Scales, Tensor};
 use nibble_cpu::Cpu;
-use nibble_cuda::{Cuda, Device, env, probe};
+use nibble_cuda::Cuda;
 
 /// Neither a multiple of a group of squares nor, across, of a square.
 const ROWS: usize = 87 * 128 + 32;
@@ -32,11 +34,8 @@ fn planes<B: Backend>(b: &B, made: &Emitted<B>) -> Vec<Vec<u8>> {
 
 #[test]
 fn groups_of_squares_give_the_bits_of_the_cpu() {
-    let gpu = match probe().usable().next() {
-        Some(gpu) => Cuda::on(Device::open(gpu.ordinal).unwrap()),
-        None if env::require_gpu() => panic!("NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe()),
-        None => return println!("skipped, quantizing large matrices: no Hopper GPU"),
-    };
+    let Some(device) = gpu::device("quantizing large matrices") else { return };
+    let gpu = Cuda::on(device);
     let cpu = Cpu::new(0).unwrap();
     let value = |i: u32| i.wrapping_mul(0x9E37_79B9).rotate_left(i % 13) as i32 as f32 * 2e-9;
     let mut x: Vec<bf16> = (0..(ROWS * COLS) as u32).map(|i| bf16::from_f32(value(i))).collect();

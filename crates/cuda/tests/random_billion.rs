@@ -4,12 +4,14 @@
 //! as many. The values of a tile of 128 rows by 64 columns lie around one exponent, a few octaves below it more often than not;
 //! some tiles hold any bits at all, NaN and infinities among them.
 
+mod gpu;
+
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, Quantize, Swiglu, SwigluBackward, Transcode};
 use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Scales, Tensor};
 use nibble_cpu::Cpu;
-use nibble_cuda::{Cuda, env, probe};
+use nibble_cuda::{Cuda, env};
 use nibble_testkit::assert::{Bits, compare_bits};
 use nibble_testkit::skip;
 use std::fmt::Debug;
@@ -322,11 +324,8 @@ fn a_billion_random_elements_convert_to_the_same_bits() {
     let Some(elements) = env::random_elements() else {
         return skip("random elements: NIBBLE_RANDOM_ELEMENTS does not say how many");
     };
-    let Some(gpu) = probe().usable().next().map(|gpu| gpu.ordinal) else {
-        assert!(!env::require_gpu(), "NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{}", probe());
-        return skip("random elements: there is no Hopper GPU");
-    };
-    let (cuda, cpu) = (Cuda::new(gpu).expect("a usable GPU"), Cpu::new(0).expect("the CPU"));
+    let Some(device) = gpu::device("random elements") else { return };
+    let (cuda, cpu) = (Cuda::on(device), Cpu::new(0).expect("the CPU"));
     compare_backends(&cuda, &cpu, elements);
 }
 

@@ -6,6 +6,10 @@
 // follow each other, so that it is read from memory once; in the order of the rows it is gone from the cache before it is wanted again.
 //   128 threads; grid ceil(rows · lanes / 128); num_slots <= rows; lanes_log2 up to 7, best so that a lane has up to kUnits units of
 //   16 bytes. kUnits 6 for short rows, of which more must be under way, else 8.
+//
+// Measured on an H200, shares of the floor in BF16, E4M3 and MXFP4 (an empty launch takes 3.4 us of each time). Permute, top 1 of 32:
+// 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %; top 4 of 32: 92, 89, 85 % and 87, 80, 70 %; top 8 of 256: 104, 100, 98 % and 101,
+// 93, 86 %. 4096 x 7168, top 4 of 32: 86, 80, 60 %. Unpermute 32768 x 7168 in BF16: 96 %.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"

@@ -31,6 +31,12 @@ __host__ __device__ constexpr int scale_warps(bool vector_b) { return vector_b ?
 /// then those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in different banks.
 constexpr int kScalesB = 32 + 4;
 
+/// Where columns come in blocks of 32 with one scale, as lifted MXFP4 and transposed row blocks do, these are all that is needed.
+struct alignas(16) ColumnBlocks {
+    float4 scales;  // of columns 0, 32, 64, 96
+    int uniform;    // whether they are those of all others too
+};
+
 template <int kStages, int kOutBuffers, bool kVectorB>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
@@ -38,6 +44,7 @@ struct SharedLayout {
     u16 out[kMathWarps][kOutBuffers][kOutRows * kOutCols];  // BF16 on its way to D
     alignas(16) float scale_a[kStages][kBlockM];            // times B's scale, where that is one for the whole tile
     alignas(16) float scale_b[kStages][kVectorB ? 4 * kScalesB : 4];
+    ColumnBlocks blocks_b[kStages];  // with kVectorB
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -214,6 +221,14 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
                     float* const to = shared.scale_b[ring.stage] + slot % 8 / 2 * kScalesB + slot / 8 * 2;
                     *reinterpret_cast<float2*>(to) = {four.x, four.y};
                     *reinterpret_cast<float2*>(to + kScalesB) = {four.z, four.w};
+                    // All of this warp have columns of B, eight lanes those of a block.
+                    const u32 block_bits = __shfl_sync(0xFFFFFFFF, __float_as_uint(four.x), thread % 32 & 24);
+                    const bool same = __float_as_uint(four.x) == block_bits && __float_as_uint(four.y) == block_bits &&
+                                      __float_as_uint(four.z) == block_bits && __float_as_uint(four.w) == block_bits;
+                    const int uniform = __all_sync(0xFFFFFFFF, same);
+                    ColumnBlocks& blocks_b = shared.blocks_b[ring.stage];
+                    if (thread % 8 == 0) reinterpret_cast<float*>(&blocks_b.scales)[thread % 32 / 8] = four.x;
+                    if (thread % 32 == 0) blocks_b.uniform = uniform;
                 }
                 deliver();
             }
@@ -243,25 +258,41 @@ __device__ __forceinline__ void finish(float (&partial)[64]) {
 }
 
 /// What multiplies a lane's partial sums of one wave: of its two rows, and, with 1x128 scales, of its 32 columns, half of which are
-/// fetched while the product is computed: the tensor cores leave shared memory little time for others.
+/// fetched while the product is computed: the tensor cores leave shared memory little time for others. A multiplication an
+/// element is a quarter of the kernel's time, so that columns which share scales go without.
 template <bool kVectorB>
 struct Promotion {
     float rows[2];
     const float4* columns;
     float4 next[kVectorB ? 4 : 1];
+    bool uniform = false;  // next[0] has the scales of the four blocks of columns
 
     template <class Shared>
     __device__ __forceinline__ void fetch(const Shared& shared, u32 stage) {
         if constexpr (kVectorB) {
             columns = reinterpret_cast<const float4*>(shared.scale_b[stage] + ptx::lane_idx() % 4 * kScalesB);
+            if (uniform) {
+                next[0] = shared.blocks_b[stage].scales;
+            } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) next[i] = columns[i];
+                for (int i = 0; i < 4; ++i) next[i] = columns[i];
+            }
         }
     }
 
     /// total = fma(scales, partial, total).
     __device__ __forceinline__ void add(float (&total)[64], float (&partial)[64]) {
-        if constexpr (kVectorB) {
+        if constexpr (!kVectorB) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(rows[i / 2 % 2], partial[i], total[i]);
+        } else if (uniform) {
+            const float blocks[4] = {next[0].x, next[0].y, next[0].z, next[0].w};
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+                const float scale = rows[i / 2 % 2] * blocks[i / 16];
+                total[i] = __fmaf_rn(scale, partial[i], total[i]);
+            }
+        } else {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const float4 four = next[i % 4];
@@ -273,9 +304,6 @@ struct Promotion {
                     total[at] = __fmaf_rn(rows[c / 2 % 2], partial[at] * scale[c / 4 * 2 + c % 2], total[at]);
                 }
             }
-        } else {
-#pragma unroll
-            for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(rows[i / 2 % 2], partial[i], total[i]);
         }
     }
 };
@@ -290,8 +318,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     constexpr int kNextWave = 2 * kWaveRows;
     // F32 takes more registers on its way out than a product under way leaves.
     constexpr bool kStoreUnder = sizeof(Out) == 2;
-    // By stage; with most to keep in registers, some would be spilled.
-    constexpr bool kUnrolled = kStoreUnder || !kVectorB;
+    // By stage; there are two ways through one with a scale a column.
+    constexpr bool kUnrolled = !kVectorB;
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
     const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
@@ -335,11 +363,11 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     // The tile before: its last five parts are stored under the first products of the next. Here there is none.
     Tile before = {};
     // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
-    const auto take = [&](const Tile& tile, u32 stage, bool first, bool last) {
+    const auto take_as = [&](const Tile& tile, u32 stage, bool first, bool last, bool uniform) {
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
-        if (!first) await(stage);
         const float* const rows = shared.scale_a[stage] + lane_row;
         Promotion<kVectorB> upper = {{rows[0], rows[8]}}, lower = {{rows[kNextWave], rows[kNextWave + 8]}};
+        upper.uniform = lower.uniform = uniform;
         float partial[64];
         multiply(partial, a, b);
         upper.fetch(shared, stage);
@@ -355,6 +383,13 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         advance(stage);
         lower.add(total[1], partial);
         if constexpr (kVectorB) release(stage);
+    };
+    const auto take = [&](const Tile& tile, u32 stage, bool first, bool last) {
+        if (!first) await(stage);
+        if (kVectorB && same_in_all(shared.blocks_b[stage].uniform) != 0)
+            take_as(tile, stage, first, last, true);
+        else
+            take_as(tile, stage, first, last, false);
     };
     for (;;) {
         await(ring.stage);

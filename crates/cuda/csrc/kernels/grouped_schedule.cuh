@@ -40,10 +40,11 @@ struct alignas(16) Tile {
 };
 
 /// The same in every lane, and known to the compiler to be, so that what follows from it takes no lane's registers.
+__device__ __forceinline__ int same_in_all(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
-    const auto same = [](int value) { return __shfl_sync(0xFFFFFFFF, value, 0); };
-    return {same(tile.row_a), same(tile.row_b), same(tile.k),    same(tile.len_k),
-            same(tile.row_d), same(tile.col_d), same(tile.kept), same(tile.stored)};
+    return {same_in_all(tile.row_a), same_in_all(tile.row_b), same_in_all(tile.k),    same_in_all(tile.len_k),
+            same_in_all(tile.row_d), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
 }
 
 /// Where the groups lie, and the product's sizes. `start` null: one group of all rows.

@@ -1,5 +1,8 @@
-// E2M1 codes under one power-of-two scale to E4M3 codes under another: the table behind lift_rows and lift_cols. The twin of
+// E2M1 codes under one power-of-two scale to E4M3 codes under another: what lift_rows and lift_cols have in common. The twin of
 // crates/formats/src/lift.rs.
+//
+// While a source scale lies at most 11 octaves below the largest, its numbers are normal in E4M3, and an octave is 8 in their codes:
+// arithmetic. Other blocks are rare, and go through a table.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -14,11 +17,14 @@ struct alignas(16) Lift {
     u32 changed;       // bit c: magnitude c changed its value
 };
 
-/// Lift for source - target = -32 .. 6, for a NaN source, and for a row that does not count.
+/// Lift for source - target = -32 .. 6, and for a NaN source.
 constexpr int kLiftFar = 32;
 constexpr u32 kLiftNan = kLiftFar + 7;
-constexpr u32 kLiftNothing = kLiftFar + 8;
-constexpr int kLifts = kLiftFar + 9;
+constexpr int kLifts = kLiftFar + 8;
+/// Entries from here on, below the NaN's, give normal numbers; the first one's magnitudes, and what an octave adds to each but 0.
+constexpr u32 kLiftNormal = kLiftFar - 5;
+constexpr u32 kLiftLow = 0x14100800, kLiftHigh = 0x24201C18;
+constexpr u32 kLiftOctave = 0x08080808;
 
 struct LiftTable {
     Lift entry[kLifts];
@@ -62,18 +68,12 @@ __host__ __device__ constexpr LiftTable make_lifts() {
 
 __device__ constexpr LiftTable kLiftTable = make_lifts();
 
-/// Brings the table to shared memory; a barrier follows.
-__device__ __forceinline__ void copy_lifts(LiftTable& lifts) {
-    if (threadIdx.x < kLifts) {
-        const uint4 v = reinterpret_cast<const uint4*>(&kLiftTable)[threadIdx.x];
-        reinterpret_cast<uint4*>(&lifts)[threadIdx.x] = v;
-    }
-}
-
 /// The entry for a source scale under a target at most 6 octaves below it.
 __device__ __forceinline__ u32 lift_index(u32 source, int target) {
     return source == kScaleNan ? kLiftNan : u32(max(int(source) - target, -kLiftFar) + kLiftFar);
 }
+
+__device__ __forceinline__ bool lifts_to_normal(u32 entry) { return entry - kLiftNormal < kLiftNan - kLiftNormal; }
 
 /// Four codes: the first ones of the word, or (kHigh) the last.
 template <bool kHigh>
@@ -94,6 +94,9 @@ __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
 
 /// One more than the byte, and 0 for the NaN: what a maximum passes over.
 __device__ __forceinline__ u32 above_nan(u32 byte) { return (byte + 1) & 0xFF; }
+
+/// The same of the even bytes of a word.
+__device__ __forceinline__ u32 above_nan_x2(u32 bytes) { return ((bytes & 0x00FF00FF) + 0x00010001) & 0x00FF00FF; }
 
 /// Target scale byte of a lift from the largest `above_nan` of its sources: 6 octaves below, not below 0.
 __device__ __forceinline__ int lift_target(u32 largest_above_nan) { return max(int(largest_above_nan) - 7, 0); }

@@ -3,110 +3,155 @@
 // row_id[rows] (null: every row counts): negative marks padding, whose output is zero. counts[3] (null: not wanted) +=
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
-// lift_cols<kWhole>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales [cols][capacity / 128];
-//   capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 256 threads; grid ceil(cols / 128) · capacity / 128; `band` as
-//   in TilePlace. Planes start on 16 bytes.
+// lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
+//   [cols][capacity / 128], or if `block_scales` is not null there, [capacity / 128][cols / 32]; capacity % 128 == 0,
+//   cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each kPanels · 128 columns of each `depth` strips
+//   of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Planes start on 16 bytes.
 #pragma once
-#include "kernels/lift.cuh"
 #include "kernels/turn.cuh"
-#include "math/reduce.cuh"
-#include "ptx/packed.cuh"
 
 namespace nib {
 
-constexpr int kLiftOctetBytes = 8 * kTile / 2 + 64;  // the gap keeps a warp's two octets in different banks
+/// Eight rows of eight 4-bit codes to eight columns.
+__device__ __forceinline__ void turn_nibbles(const u32* row, u32 (&col)[8]) {
+    u32 even[4], odd[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 a = row[2 * p], b = row[2 * p + 1];
+        even[p] = (a & 0x0F0F0F0F) | (b << 4 & 0xF0F0F0F0);
+        odd[p] = (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0);
+    }
+    u32 of_even[4], of_odd[4];
+    turn_4x4(even, of_even);
+    turn_4x4(odd, of_odd);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        col[2 * i] = of_even[i];
+        col[2 * i + 1] = of_odd[i];
+    }
+}
 
-template <bool kWhole>
-__global__ void __launch_bounds__(kTurnThreads, 5)
+/// Codes of four rows of a column, each by its own rise above the lowest scale that gives normal numbers.
+template <bool kHigh>
+__device__ __forceinline__ u32 lift_by(u32 codes, const uint2& lowest, const uint2& not_zero, u32 rise) {
+    const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
+    const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & 0x80808080;
+    return (__byte_perm(lowest.x, lowest.y, selector) + (rise & __byte_perm(not_zero.x, not_zero.y, selector))) | sign;
+}
+
+template <bool kWhole, int kPanels>
+__global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     lift_cols(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
-              u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int band) {
-    __shared__ alignas(16) u8 input[kTile / 8][kLiftOctetBytes];
-    __shared__ alignas(16) ColumnTile tile;
-    __shared__ LiftTable lifts;
-    __shared__ u32 warp_largest[8][2];
-    __shared__ u32 total[3];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int sources = cols / E2m1::kBlock;
-    const TurnPlace place;
-    const TilePlace at(cols, capacity, band);
-    const int first_row = at.strip * kTile, first_col = at.panel * kTile, first_source = first_col / E2m1::kBlock;
+              u8* __restrict__ block_scales, u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity,
+              int depth) {
+    using Fetch = Fetcher<true, kTile / 2, 4, kPanels>;
+    extern __shared__ uint4 raw[];
+    auto& shared = *reinterpret_cast<typename Fetch::Shared*>(raw);
+    const int down = capacity / kTile, sources = cols / E2m1::kBlock;
+    const Strips strips(down, depth);
+    const int first_col = strips.panel * (kPanels * kTile);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, in_col = warp * 32 + lane % 4 * 8;
+    const int scale_row = threadIdx.x / kPanels, scale_panel = threadIdx.x % kPanels;
+    const int first_source = (first_col + scale_panel * kTile) / E2m1::kBlock;
+    auto load_scale = [&](int strip) -> u32 {
+        const int row = strip * kTile + scale_row;
+        if (row >= rows || first_source >= sources) return 0;
+        return load_scales<kWhole>(scales + u64(row) * sources + first_source, sources - first_source);
+    };
+    Fetch fetcher{shared, codes, row_id, rows, cols, first_col};
+    // From memory, so that these stay in registers: a PRMT takes one constant at most.
+    const uint4 lift = ptx::load_16(&kLiftTable.entry[kLiftNormal]);
+    const uint2 lowest = {lift.x, lift.y}, not_zero = {(lift.z | 0x7F7F7F7F) << 8, lift.z | 0x7F7F7F7F};
 
-    // Codes of padding are copied too, but not used.
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int in_tile = threadIdx.x / 4 + i * (kTurnThreads / 4), chunk = threadIdx.x % 4;
-        const int row = first_row + in_tile, col = first_col + chunk * 32;
-        const bool present = row < rows && col < cols;
-        ptx::copy_16_async(input[in_tile / 8] + in_tile % 8 * (kTile / 2) + chunk * 16,
-                           codes + (present ? (u64(row) * cols + col) / 2 : 0), present);
-    }
-    const int row = first_row + place.row;
-    bool counted = place.row < kTile && row < rows;
-    u32 four = 0xFFFFFFFF;
-    if (counted) {
-        four = load_scales<kWhole>(scales + u64(row) * sources + first_source, sources - first_source);
-        if (row_id != nullptr) counted = __ldg(row_id + row) >= 0;
-    }
-    copy_lifts(lifts);
-    u32 even = counted ? ((four & 0x00FF00FF) + 0x00010001) & 0x00FF00FF : 0;
-    u32 odd = counted ? ((four >> 8 & 0x00FF00FF) + 0x00010001) & 0x00FF00FF : 0;
-#pragma unroll
-    for (int far = 8; far >= 1; far /= 2) {
-        even = ptx::max_u16x2(even, __shfl_xor_sync(kAllLanes, even, far));
-        odd = ptx::max_u16x2(odd, __shfl_xor_sync(kAllLanes, odd, far));
-    }
-    if (lane == 0) {
-        warp_largest[warp][0] = even;
-        warp_largest[warp][1] = odd;
-    }
-    ptx::copies_wait();
-    if (!__syncthreads_or(counted)) {
-        clear_columns(out, out_scales, at, cols, capacity);
-        return;
-    }
-    even = odd = 0;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) {
-        even = ptx::max_u16x2(even, warp_largest[w][0]);
-        odd = ptx::max_u16x2(odd, warp_largest[w][1]);
-    }
-    const int target[4] = {lift_target(even & 0xFFFF), lift_target(odd & 0xFFFF), lift_target(even >> 16), lift_target(odd >> 16)};
-    Tally tally;
-    u32 entries = 0;  // of each row: a byte for each of four blocks
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-        const u32 source = four >> (8 * b) & 0xFF;
-        entries |= (counted ? lift_index(source, target[b]) : kLiftNothing) << (8 * b);
-        tally.non_finite += counted && source == kScaleNan && first_source + b < sources;
-    }
-    if (threadIdx.x < kTile && first_col + threadIdx.x < cols)
-        out_scales[u64(first_col + threadIdx.x) * at.down + at.strip] =
-            u8(warp == 0 ? target[0] : warp == 1 ? target[1] : warp == 2 ? target[2] : target[3]);
-
-    const u32 counted_rows = __ballot_sync(kAllLanes, counted) >> (lane & 16 ? 8 : 0) & 0xFF;
-    u32 flags = 0;  // a bit for each row: some code is not zero; from bit 8 on: some code changed
-    u32 four_cols[2][8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const u32 in = *reinterpret_cast<const u32*>(input[place.octet] + j * (kTile / 2) + place.col / 2);
-        const u32 entry = __byte_perm(__shfl_sync(kAllLanes, entries, lane / 16 * 8 + j), 0, 0x4440 | lane % 16 / 4);
-        const Lift by = lifts.entry[entry];
-        four_cols[0][j] = lift_four<false>(in, by.magnitudes, by.signs);
-        four_cols[1][j] = lift_four<true>(in, by.magnitudes, by.signs);
-        if ((in & 0x77777777) != 0) flags |= 1u << j;
-        if (by.changed != 0 && any_changed(in, by.changed)) flags |= 256u << j;
-    }
-    // Four lanes hold a block.
-    flags |= __shfl_xor_sync(kAllLanes, flags, 1);
-    flags |= __shfl_xor_sync(kAllLanes, flags, 2);
-    if (lane % 4 == 0) {
-        tally.non_zero = __popc(flags & counted_rows);
-        tally.inexact = __popc(flags >> 8);
-    }
-    turn_8x8(four_cols, tile.place(place.col, place.octet));
+    fetcher.publish(0, fetcher.counts(strips.at(0)));
+    u32 four = load_scale(strips.at(0));
+    bool ahead = strips.has(1) && fetcher.counts(strips.at(1));
     __syncthreads();
-    tile.store<kTurnThreads>(out, first_col, cols, capacity, first_row);
-    tally.flush(counts, total);
+    fetcher.fetch(strips.at(0), 0);
+    Tally tally;
+    const int col = first_col + in_col;
+    for (int i = 0; strips.has(i); ++i) {
+        const int slot = i % 2;
+        // A scale of 0 is never the largest.
+        if (!fetcher.is_valid(slot, scale_row)) four = 0;
+#pragma unroll
+        for (int b = 0; b < 4; ++b) shared.scale[slot][scale_panel * 4 + b][scale_row] = u8(four >> (8 * b));
+        fetcher.publish(slot ^ 1, ahead);
+        ptx::copies_wait();
+        __syncthreads();
+        if (strips.has(i + 1)) fetcher.fetch(strips.at(i + 1), slot ^ 1);
+        four = strips.has(i + 1) ? load_scale(strips.at(i + 1)) : 0;
+        ahead = strips.has(i + 2) && fetcher.counts(strips.at(i + 2));
+
+        // Each lane looks after the scales of four rows.
+        const u8* const scale = shared.scale[slot][warp];
+        const u32 of_rows = *reinterpret_cast<const u32*>(scale + lane * 4);
+        u32 largest = 0;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) largest = max(largest, above_nan(of_rows >> (8 * r) & 0xFF));
+        const int target = lift_target(__reduce_max_sync(kAllLanes, largest));
+        if (lane == 0) shared.targets[i][warp] = u8(target);
+        u32 rises = 0;
+        bool rare = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const u32 above = lift_index(of_rows >> (8 * r) & 0xFF, target) - kLiftNormal;
+            const bool normal = above < kLiftNan - kLiftNormal;
+            rare |= !normal;
+            rises |= (normal ? above * 8 : 0) << (8 * r);
+        }
+        u32 rise[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) rise[k] = __shfl_sync(kAllLanes, rises, group * 4 + k);
+
+        const u8* const in = shared.codes[slot] + group * Fetch::Shared::kGroupBytes + in_col / 2;
+        u32 by_row[kGroupRows], by_col[2][8], seen[2] = {0, 0};
+#pragma unroll
+        for (int j = 0; j < kGroupRows; ++j) by_row[j] = *reinterpret_cast<const u32*>(in + j * Fetch::Shared::kRowBytes);
+        turn_nibbles(by_row, by_col[0]);
+        turn_nibbles(by_row + 8, by_col[1]);
+        u8* const to = out + u64(col) * capacity + strips.at(i) * kTile + group * kGroupRows;
+        u8* line = to;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            const u32 a = by_col[0][c], b = by_col[1][c];
+            seen[0] |= a;
+            seen[1] |= b;
+            if (col < cols)
+                ptx::store_16(line, {lift_by<false>(a, lowest, not_zero, rise[0]), lift_by<true>(a, lowest, not_zero, rise[1]),
+                                     lift_by<false>(b, lowest, not_zero, rise[2]), lift_by<true>(b, lowest, not_zero, rise[3])});
+            line += capacity;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // Four lanes hold a block.
+            seen[half] |= __shfl_xor_sync(kAllLanes, seen[half], 1);
+            seen[half] |= __shfl_xor_sync(kAllLanes, seen[half], 2);
+            if (lane % 4 == 0) tally.non_zero += __popc(((seen[half] & 0x77777777) + 0x77777777) & 0x88888888);
+        }
+        if (__any_sync(kAllLanes, rare)) {
+            // Rows with a NaN, or that move far: again, through the table. Zeros are right already.
+            u32 inexact = 0;
+#pragma unroll 1
+            for (int j = 0; j < kGroupRows; ++j) {
+                const u32 source = scale[group * kGroupRows + j], entry = lift_index(source, target);
+                const u32 word = *reinterpret_cast<const u32*>(in + j * Fetch::Shared::kRowBytes);
+                if (lifts_to_normal(entry) || ((word & 0x77777777) == 0 && source != kScaleNan)) continue;
+                const Lift& by = kLiftTable.entry[entry];
+                const uint2 v = {lift_four<false>(word, by.magnitudes, by.signs), lift_four<true>(word, by.magnitudes, by.signs)};
+#pragma unroll
+                for (int c = 0; c < 8; ++c)
+                    if (col < cols) to[u64(c) * capacity + j] = u8((c < 4 ? v.x : v.y) >> (c % 4 * 8));
+                if (any_changed(word, by.changed)) inexact |= 1u << j;
+                tally.non_finite += source == kScaleNan && lane % 4 == 0 && col < cols;
+            }
+            inexact |= __shfl_xor_sync(kAllLanes, inexact, 1);
+            inexact |= __shfl_xor_sync(kAllLanes, inexact, 2);
+            if (lane % 4 == 0) tally.inexact += __popc(inexact);
+        }
+    }
+    store_scales(shared.targets, strips, block_scales, out_scales, E2m1::kBlock, cols, down);
+    tally.flush(counts, shared.total);
 }
 
 }  // namespace nib

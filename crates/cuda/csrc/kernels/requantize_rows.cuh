@@ -35,29 +35,35 @@ __device__ __forceinline__ u32 largest_code(const u32 (&words)[4]) {
     return max(two & 0xFFFF, two >> 16);
 }
 
-/// Eight E4M3 codes as E2M1 codes of values `octaves` powers of two larger, nearest-even, saturating; `changed` if one of them then
-/// is another number. As in E2m1::encode, F16 scaled by 2^-14 has E2M1 in it; there are from -7 to 11 octaves, and the largest value
-/// is below 16. What F16's ten bits do not hold becomes 0 in any case.
+/// Eight E4M3 codes as E2M1 codes of values `octaves` powers of two larger, nearest-even (kExceeds: there may be values above 6, which
+/// saturate); `changed` if one of them then is another number. As in E2m1::encode, F16 scaled by 2^-14 has E2M1 in it; there are from -8
+/// to 11 octaves, and the largest value is below 16. What F16's ten bits do not hold becomes 0 in any case.
+template <bool kExceeds>
 __device__ __forceinline__ u32 encode_shifted(const u32 (&words)[4], int first, int octaves, bool& changed) {
     const u32 one = octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves;
     const u32 factor = one | one << 16;
     u32 half[4], lost = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const u32 pairs = __byte_perm(words[first + i], 0, 0x3120);  // elements 0, 2, 1, 3
+        const u32 pairs = __byte_perm(words[first + i] & 0x7F7F7F7F, 0, 0x3120);  // elements 0, 2, 1, 3
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             const u16 pair = odd ? ptx::high_u16(pairs) : ptx::low_u16(pairs);
-            const u32 value = ptx::mul_f16x2(ptx::f16x2_from_e4m3x2(pair), factor);
-            // At most 6; then half a step less one, and one more where the code below is odd.
-            const u32 magnitude = ptx::min_u16x2(value & 0x7FFF7FFF, 0x0E000E00);
-            const u32 rounded = (magnitude + 0x00FF00FF + (magnitude >> 9 & 0x00010001)) & 0x0E000E00;
-            const u32 code = rounded | (value & 0x80008000);
-            half[2 * odd + i] = code;
-            lost |= code ^ value;
+            u32 value = ptx::mul_f16x2(ptx::f16x2_from_e4m3x2(pair), factor);
+            if constexpr (kExceeds) {
+                const u32 six = ptx::min_u16x2(value, 0x0E000E00);
+                lost |= value ^ six;
+                value = six;
+            }
+            lost |= value & 0x01FF01FF;
+            // Half a step less one, and one more where the code below is odd; the code is then in bits 9 to 11.
+            half[2 * odd + i] = value + 0x00FF00FF + (value >> 9 & 0x00010001);
         }
     }
-    const u32 codes = E2m1::pack_halves<false>(half);
+    const u32 even = __byte_perm(half[0], half[1], 0x7531), odd = __byte_perm(half[2], half[3], 0x7531);
+    const u32 even_signs = __byte_perm(words[first], words[first + 1], 0x6420);
+    const u32 odd_signs = __byte_perm(words[first], words[first + 1], 0x7531);
+    const u32 codes = (even >> 1 & 0x07070707) | (odd << 3 & 0x70707070) | (even_signs >> 4 & 0x08080808) | (odd_signs & 0x80808080);
     if (lost == 0 && octaves < -1) {
 #pragma unroll 1  // what vanished within F16; rare, for where it does, most blocks lose something else
         for (int i = 0; i < 8; ++i) {
@@ -125,8 +131,8 @@ __global__ void __launch_bounds__(kRequantizeThreads)
             if constexpr (sizeof(Scale) == 1) {
                 // In a block of zeros or with a NaN the octaves do not matter.
                 const int octaves = max(min(int(source[i]) - int(to.stored), 11), -8);
-                encoded.x = encode_shifted(words, 0, octaves, changed);
-                encoded.y = encode_shifted(words, 2, octaves, changed);
+                encoded.x = encode_shifted<rule_exceeds(kRule)>(words, 0, octaves, changed);
+                encoded.y = encode_shifted<rule_exceeds(kRule)>(words, 2, octaves, changed);
             } else {
                 encoded.x = encode_scaled(words, 0, source[i], to, changed);
                 encoded.y = encode_scaled(words, 2, source[i], to, changed);

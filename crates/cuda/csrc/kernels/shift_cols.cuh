@@ -3,170 +3,192 @@
 // row_id[rows] (null: every row counts): negative marks padding, whose output is zero. counts[3] (null: not wanted) +=
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
-// shift_cols<kWhole>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales [cols][capacity / 128];
-//   capacity % 128 == 0; kWhole: cols % 16 == 0. 256 threads; grid ceil(cols / 128) · capacity / 128; `band` as in TilePlace.
-//   Planes start on 16 bytes.
+// shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
+//   [cols][capacity / 128], or if `block_scales` is not null there, [capacity / 128][ceil(cols / 128)]; capacity % 128 == 0; kWhole:
+//   cols % 16 == 0. 128 · kPanels threads; a cta for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most
+//   kMostDepth. sizeof(ShiftShared<kPanels>) dynamic shared memory. Planes start on 16 bytes.
+//
+// A larger scale lowers the exponent: 8 less a code and octave, four codes at a time, while the result is normal. Columns of a
+// lane that hold another code are done again, one by one.
 #pragma once
 #include "formats/e4m3.cuh"
-#include "formats/e8m0.cuh"
-#include "kernels/lift.cuh"
 #include "kernels/turn.cuh"
-#include "math/reduce.cuh"
-#include "ptx/packed.cuh"
 
 namespace nib {
 
-/// Codes of four columns of a row under a scale 2^d as large; what is lost shows in `changed`. kFar: d may be above 15, where F16
-/// no longer holds every product.
-template <bool kFar>
-__device__ __forceinline__ u32 shift_four(u32 codes, u32 factor, u32& changed) {
-    const u32 a = ptx::mul_f16x2(ptx::f16x2_from_e4m3x2(ptx::low_u16(codes)), factor);
-    const u32 b = ptx::mul_f16x2(ptx::f16x2_from_e4m3x2(ptx::high_u16(codes)), factor);
-    const u16 low = ptx::e4m3x2_from_f16x2(a), high = ptx::e4m3x2_from_f16x2(b);
-    const u32 out = ptx::pack_u16(low, high);
-    changed |= a ^ ptx::f16x2_from_e4m3x2(low);
-    changed |= b ^ ptx::f16x2_from_e4m3x2(high);
-    if constexpr (kFar) {
-        // What F16 could not hold is far too small for E4M3: a code that was not 0 became 0.
-        const u32 was = codes & 0x7F7F7F7F, is = out & 0x7F7F7F7F;
-        changed |= (was + 0x7F7F7F7F) & ~(is + 0x7F7F7F7F) & 0x80808080;
-    }
-    return out;
-}
+constexpr u32 kShiftFarthest = 14;  // octaves that leave the largest magnitude normal
+constexpr u32 kShiftFar = 32;       // octaves that leave nothing
+constexpr u32 kEachTop = 0x80808080;
 
-/// 0x80 in each byte that is an E4M3 NaN.
-__device__ __forceinline__ u32 nan_bytes(u32 codes) { return ((codes & 0x7F7F7F7F) + 0x01010101) & 0x80808080; }
-
-/// The exact power of two 2^-octaves as a pair of F16. From 19 octaves on all codes vanish.
-__device__ __forceinline__ u32 shift_factor(u32 octaves) {
-    const u32 d = min(octaves, 19u);
-    const u32 half = d <= 14 ? (15 - d) << 10 : 1u << (24 - d);
-    return half | half << 16;
-}
-
-constexpr u32 kFarthestExact = 0x02000200;  // the factor of 15 octaves: F16's 2^-15 times 2^-9 is its smallest number
-constexpr u32 kNanRow = 0xFFFFFFFF;     // in place of a factor: all codes become NaN
-constexpr u32 kAbsentRow = 0xFFFFFFFE;  // all codes become 0
-
-/// A bit for each of a thread's eight rows.
+/// A bit for each of a thread's 16 rows, 4k + b in bit k of byte b; of `flags` from bit 4 of each byte on, whether a code changed.
 struct ShiftFlags {
-    u32 non_zero = 0;
-    u32 inexact = 0;
-    u32 non_finite = 0;
+    u32 flags = 0;
+    u32 nan = 0;
 };
 
-/// Shifts and turns eight rows of eight columns. kRare: there may be NaN among them, or rows that move by more than 15 octaves.
-template <bool kRare>
-__device__ __forceinline__ void shift_rows(u8* place, const uint2 (&in)[8], const u32 (&factors)[8], ShiftFlags& flags) {
-    u32 four_cols[2][8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        u32 changed = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 word = half == 0 ? in[j].x : in[j].y;
-            u32& shifted = four_cols[half][j];
-            if constexpr (kRare) {
-                // A NaN keeps its code; a NaN row has no other than 0x7F.
-                const u32 nan = nan_bytes(word);
-                const u32 mask = (nan >> 7) * 0xFF;
-                shifted = (shift_four<true>(word & ~mask, factors[j], changed) & ~mask) | (word & mask);
-                if (factors[j] == kNanRow) {
-                    shifted = 0x7F7F7F7F;
-                    changed = 0;
-                }
-                if (nan != 0 || factors[j] == kNanRow) flags.non_finite |= 1u << j;
-            } else {
-                shifted = shift_four<false>(word, factors[j], changed);
-            }
-        }
-        if (changed != 0) flags.inexact |= 1u << j;
+template <int kPanels>
+struct ShiftShared {
+    TurnShared<kTile, 1, kPanels> turn;
+    ShiftFlags flags[2][kPanels][kTile / 32][kGroups];
+};
+
+/// A code under a scale `octaves` larger (a NaN's: kScaleNan); what becomes of it shows in the flags of the row whose bit this is.
+__device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftFlags& flags) {
+    if (octaves == kScaleNan || (code & 0x7F) == 0x7F) {
+        flags.nan |= bit;
+        return octaves == kScaleNan ? 0x7F : code;
     }
-    turn_8x8(four_cols, place);
+    const float value = __fmul_rn(E4m3::decode(code), __uint_as_float((127 - min(octaves, kShiftFar)) << 23));
+    const u32 shifted = E4m3::pair(value, 0) & 0xFF;
+    if (E4m3::decode(shifted) != value) flags.flags |= bit << 4;
+    return shifted;
 }
 
-template <bool kWhole>
-__global__ void __launch_bounds__(kTurnThreads, 4)
+template <bool kWhole, int kPanels>
+__global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     shift_cols(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
-               u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int band) {
-    __shared__ alignas(16) u8 input[kTile][kTile];
-    __shared__ alignas(16) ColumnTile tile;
-    __shared__ u32 warp_largest[8];
-    __shared__ u32 total[3];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const TurnPlace place;
-    const TilePlace at(cols, capacity, band);
-    const int first_row = at.strip * kTile, first_col = at.panel * kTile;
-
-    // Codes of padding are copied too, but not used.
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int in_tile = threadIdx.x / 8 + i * (kTurnThreads / 8), chunk = threadIdx.x % 8;
-        const int row = first_row + in_tile, col = first_col + chunk * 16;
-        const bool present = row < rows && col < cols;
-        u8* const to = input[in_tile] + chunk * 16;
-        const u8* const from = codes + (present ? u64(row) * cols + col : 0);
-        if constexpr (kWhole) {
-            ptx::copy_16_async(to, from, present);
-        } else {
-            for (int b = 0; b < 16; ++b) to[b] = present && col + b < cols ? from[b] : 0;
-        }
-    }
-    const int row = first_row + place.row;
-    bool counted = place.row < kTile && row < rows;
-    u32 source = kScaleNan;
-    if (counted) {
-        source = __ldg(scales + u64(row) * at.across + at.panel);
-        if (row_id != nullptr) counted = __ldg(row_id + row) >= 0;
-    }
-    const u32 of_warp = __reduce_max_sync(kAllLanes, counted ? above_nan(source) : 0);
-    if (lane == 0) warp_largest[warp] = of_warp;
-    ptx::copies_wait();
-    if (!__syncthreads_or(counted)) {
-        clear_columns(out, out_scales, at, cols, capacity);
-        return;
-    }
-    u32 largest = 0;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) largest = max(largest, warp_largest[w]);
-    const u32 target = largest == 0 ? 0 : largest - 1;
-    const u32 factor = !counted ? kAbsentRow : source == kScaleNan ? kNanRow : shift_factor(target - source);
-    if (threadIdx.x < kTile && first_col + threadIdx.x < cols)
-        out_scales[u64(first_col + threadIdx.x) * at.down + at.strip] = u8(target);
-
-    uint2 in[8];
-    u32 factors[8];
-    ShiftFlags flags;
-    u32 rare = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        in[j] = *reinterpret_cast<const uint2*>(input[place.octet * 8 + j] + place.col);
-        factors[j] = __shfl_sync(kAllLanes, factor, lane / 16 * 8 + j);
-        if (factors[j] == kAbsentRow) {
-            in[j] = {0, 0};
-            factors[j] = shift_factor(0);
-        }
-        if (((in[j].x | in[j].y) & 0x7F7F7F7F) != 0) flags.non_zero |= 1u << j;
-        rare |= nan_bytes(in[j].x) | nan_bytes(in[j].y) | u32(factors[j] == kNanRow || factors[j] < kFarthestExact);
-    }
-    u8* const to = tile.place(place.col, place.octet);
-    if (__any_sync(kAllLanes, rare != 0))
-        shift_rows<true>(to, in, factors, flags);
-    else
-        shift_rows<false>(to, in, factors, flags);
-    // Sixteen lanes hold a row of the tile, which is one block.
-    u32 bits = flags.non_zero | flags.inexact << 8 | flags.non_finite << 16;
-#pragma unroll
-    for (int far = 1; far < 16; far *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, far);
+               u8* __restrict__ block_scales, u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity,
+              int depth) {
+    using Fetch = Fetcher<kWhole, kTile, 1, kPanels>;
+    extern __shared__ uint4 raw[];
+    auto& whole = *reinterpret_cast<ShiftShared<kPanels>*>(raw);
+    auto& shared = whole.turn;
+    const int down = capacity / kTile, across = ceil_div(cols, kTile);
+    const Strips strips(down, depth);
+    const int first_col = strips.panel * (kPanels * kTile);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, panel = threadIdx.x / kTile, in_panel = threadIdx.x % kTile;
+    const int group = lane / 4, in_col = threadIdx.x / 32 * 32 + lane % 4 * 8;
+    const int scale_row = threadIdx.x / kPanels, scale_panel = strips.panel * kPanels + threadIdx.x % kPanels;
+    auto load_scale = [&](int strip) -> u32 {
+        const int row = strip * kTile + scale_row;
+        return row < rows && scale_panel < across ? __ldg(scales + u64(row) * across + scale_panel) : 0;
+    };
+    Fetch fetcher{shared, codes, row_id, rows, cols, first_col};
     Tally tally;
-    if (lane % 16 == 0) {
-        tally.non_zero = __popc(bits & 0xFF);
-        tally.inexact = __popc(bits & 0xFF00);
-        tally.non_finite = __popc(bits & 0xFF0000);
-    }
+    // Four warps hold a block.
+    auto count = [&](int slot) {
+        if (in_panel < kGroups) {
+            ShiftFlags any;
+#pragma unroll
+            for (int w = 0; w < kTile / 32; ++w) {
+                any.flags |= whole.flags[slot][panel][w][in_panel].flags;
+                any.nan |= whole.flags[slot][panel][w][in_panel].nan;
+            }
+            tally.non_zero += __popc(any.flags & 0x0F0F0F0F);
+            tally.inexact += __popc(any.flags & 0xF0F0F0F0);
+            tally.non_finite += __popc(any.nan);
+        }
+    };
+
+    fetcher.publish(0, fetcher.counts(strips.at(0)));
+    u32 byte = load_scale(strips.at(0));
+    bool ahead = strips.has(1) && fetcher.counts(strips.at(1));
     __syncthreads();
-    tile.store<kTurnThreads>(out, first_col, cols, capacity, first_row);
-    tally.flush(counts, total);
+    fetcher.fetch(strips.at(0), 0);
+    const int col = first_col + in_col;
+    for (int i = 0; strips.has(i); ++i) {
+        const int slot = i % 2;
+        // A scale of 0 is never the largest.
+        shared.scale[slot][threadIdx.x % kPanels][scale_row] = fetcher.is_valid(slot, scale_row) ? u8(byte) : 0;
+        fetcher.publish(slot ^ 1, ahead);
+        ptx::copies_wait();
+        __syncthreads();
+        if (strips.has(i + 1)) fetcher.fetch(strips.at(i + 1), slot ^ 1);
+        byte = strips.has(i + 1) ? load_scale(strips.at(i + 1)) : 0;
+        ahead = strips.has(i + 2) && fetcher.counts(strips.at(i + 2));
+        if (i > 0) count(slot ^ 1);
+
+        // Each lane looks after the scales of four rows.
+        const u8* const scale = shared.scale[slot][panel];
+        const u32 of_rows = *reinterpret_cast<const u32*>(scale + lane * 4);
+        u32 largest = 0;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) largest = max(largest, above_nan(of_rows >> (8 * r) & 0xFF));
+        largest = __reduce_max_sync(kAllLanes, largest);
+        const u32 target = largest == 0 ? 0 : largest - 1;
+        if (in_panel == 0) shared.targets[i][panel] = u8(target);
+        u32 falls = 0;
+        bool rare = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const u32 octaves = target - (of_rows >> (8 * r) & 0xFF);  // of a NaN: far above
+            rare |= octaves > kShiftFarthest;
+            falls |= (octaves > kShiftFarthest ? 0 : octaves * 8) << (8 * r);
+        }
+        u32 fall[4], least[4];  // what is normal afterwards, or stays as it is, is at least this
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            fall[k] = __shfl_sync(kAllLanes, falls, group * 4 + k);
+            least[k] = fall[k] + (((fall[k] + 0x7F7F7F7F) & kEachTop) >> 4);
+        }
+
+        const u8* const in = shared.codes[slot] + group * Fetch::Shared::kGroupBytes + in_col;
+        u8* const to = out + u64(col) * capacity + strips.at(i) * kTile + group * kGroupRows;
+        u8* line = to;
+        u32 seen[4] = {0, 0, 0, 0}, again = 0;  // a bit for each column
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 by_col[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                u32 four[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    four[j] = *reinterpret_cast<const u32*>(in + (4 * k + j) * Fetch::Shared::kRowBytes + half * 4);
+                turn_4x4(four, by_col[k]);
+            }
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                u32 v[4], odd = 0;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const u32 word = by_col[k][c];
+                    seen[k] |= word;
+                    odd |= ~((word | kEachTop) - least[k]) | ((word & ~kEachTop) + 0x01010101);
+                    v[k] = word - fall[k];
+                }
+                if ((odd & kEachTop) != 0) again |= 1u << (half * 4 + c);
+                if (kWhole ? col < cols : col + half * 4 + c < cols) ptx::store_16(line, {v[0], v[1], v[2], v[3]});
+                line += capacity;
+            }
+        }
+        ShiftFlags mine;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) mine.flags |= (((seen[k] & ~kEachTop) + 0x7F7F7F7F) & kEachTop) >> (7 - k);
+        if (__any_sync(kAllLanes, rare)) {
+            // Rows of zeros are right already, whatever their scale.
+            for (int j = 0; j < kGroupRows; ++j) {
+                const u32 source = scale[group * kGroupRows + j];
+                const bool all_zero = (mine.flags >> (j % 4 * 8 + j / 4) & 1) == 0;
+                if (target - source > kShiftFarthest && (source == kScaleNan || !all_zero)) again = 0xFF;
+            }
+        }
+        while (again != 0) {
+            const int c = __ffs(again) - 1;
+            again &= again - 1;
+            u32 v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                v[k] = 0;
+#pragma unroll 1
+                for (int b = 0; b < 4; ++b) {
+                    const int j = 4 * k + b;
+                    const u32 source = scale[group * kGroupRows + j], octaves = source == kScaleNan ? source : target - source;
+                    v[k] |= shift_code(in[j * Fetch::Shared::kRowBytes + c], octaves, 1u << (8 * b + k), mine) << (8 * b);
+                }
+            }
+            if (col + c < cols) ptx::store_16(to + u64(c) * capacity, {v[0], v[1], v[2], v[3]});
+        }
+#pragma unroll
+        for (int far = 1; far < 4; far *= 2) {
+            mine.flags |= __shfl_xor_sync(kAllLanes, mine.flags, far);
+            mine.nan |= __shfl_xor_sync(kAllLanes, mine.nan, far);
+        }
+        if (lane % 4 == 0) whole.flags[slot][panel][warp][group] = mine;
+    }
+    store_scales(shared.targets, strips, block_scales, out_scales, kTile, cols, down);  // after a barrier
+    count((strips.count - 1) % 2);
+    tally.flush(counts, shared.total);
 }
 
 }  // namespace nib

@@ -60,6 +60,8 @@ pub struct Case {
     pub accumulate: bool,
     /// Scales of A and B MN-major: [blocks][rows padded to 16 bytes].
     pub mn_major: bool,
+    /// 32 neighbouring rows of B share their scales, as lifted columns do.
+    pub shared_scales: bool,
     /// Rows of each group.
     pub lens: Vec<usize>,
     /// Rows after the last group's padding.
@@ -119,7 +121,8 @@ impl Case {
             Kind::Bf16 => "bf16".to_owned(),
             Kind::Fp8(scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
-                format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
+                let shared = if self.shared_scales { " by 32" } else { "" };
+                format!("{}/{} {layout} {scales_b:?}{shared}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
         let total: usize = self.lens.iter().sum();
@@ -232,6 +235,13 @@ impl Operands {
             before: if case.accumulate { random.draw(&scales(true), desc.d()) } else { Vec::new() },
             case,
         };
+        if operands.case.shared_scales {
+            let blocks = desc.blocks_k();
+            for row in 0..rows_b {
+                let first = row / 32 * 32 * blocks;
+                operands.scales_b.copy_within(first..first + blocks, row * blocks);
+            }
+        }
         operands.fill_pads(desc);
         operands
     }

@@ -18,6 +18,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
         e8m0: (true, true),
         accumulate: false,
         mn_major: false,
+        shared_scales: false,
         lens: lens.to_vec(),
         slack: 0,
         m: 0,
@@ -69,6 +70,10 @@ pub fn small() -> Vec<Case> {
             cases.push(Case { accumulate, e8m0, mn_major, slack: 128, ..wgrad(lens, k + 3, n) });
             cases.push(bf16_of(Case { accumulate, slack: 5, ..wgrad(lens, k, n) }));
         }
+    }
+    for shared in [rows(&[200, 0, 300], 392, 400), wgrad(&[300, 0, 129], 272, 264)] {
+        let kind = Kind::Fp8(ScalesB::Vector);
+        cases.push(Case { kind, shared_scales: true, ..shared });
     }
     // More groups than lanes of a warp.
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();

@@ -57,6 +57,8 @@ const ODD: [usize; 8] = [2201, 5870, 4097, 3333, 4800, 2700, 6001, 3766];
 fn timed() -> Vec<Case> {
     let f32_scales = |case: Case| Case { e8m0: (false, false), ..case };
     let mn_major = |case: Case| Case { mn_major: true, ..case };
+    // Columns made from MXFP4 or from E4M3 rows.
+    let lifted = |case: Case| Case { mn_major: true, shared_scales: true, ..case };
     vec![
         rows(&UNEVEN, 4096, 7168),
         mn_major(rows(&UNEVEN, 4096, 7168)),
@@ -71,10 +73,13 @@ fn timed() -> Vec<Case> {
         rows(&[4096], 4096, 7168),
         rows(&[32768], 4096, 7168),
         rows(&[32768], 7168, 2048),
+        lifted(wgrad(&[4096; 8], 4096, 7168)),
+        lifted(wgrad(&[4096; 8], 7168, 2048)),
+        Case { accumulate: true, ..lifted(wgrad(&[4096; 8], 4096, 7168)) },
+        lifted(wgrad(&[1024; 32], 4096, 7168)),
+        lifted(wgrad(&UNEVEN, 768, 2048)),
         mn_major(wgrad(&[4096; 8], 4096, 7168)),
         wgrad(&[4096; 8], 4096, 7168),
-        mn_major(wgrad(&[4096; 8], 7168, 2048)),
-        Case { accumulate: true, ..mn_major(wgrad(&[4096; 8], 4096, 7168)) },
         f32_scales(mn_major(wgrad(&[4096; 8], 4096, 7168))),
         bf16_of(rows(&[32768], 4096, 7168)),
         bf16_of(rows(&UNEVEN, 4096, 7168)),

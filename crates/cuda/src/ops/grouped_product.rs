@@ -190,9 +190,9 @@ impl Config {
     pub const fn shared_bytes(&self, desc: &Desc) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind {
-            Kind::Fp8(ScalesB::Tile) => BLOCK_M + 4,
-            // B's in four parts, each padded by 4.
-            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16,
+            Kind::Fp8(ScalesB::Tile) => BLOCK_M + 4 + 8,
+            // B's in four parts, each padded by 4; and those of its blocks of 32 columns, with a flag, padded to 8.
+            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16 + 8,
             Kind::Bf16 => 0,
         };
         let barriers = 2 * size_of::<u64>();

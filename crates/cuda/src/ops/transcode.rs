@@ -5,25 +5,36 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
+use crate::launch::{Divider, KernelArg, Launch};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result, Scales};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 
 const OP: &str = "transcode";
 const THREADS: u32 = 256;
-/// Rows and columns of a tile of the column kernels, and the FP8 block.
+/// Rows of a strip, columns of a panel, and the FP8 block.
 const TILE: usize = 128;
-/// Chunks of 512 columns that a warp of `lift_rows` takes at a time.
-const LIFT_CHUNKS: usize = 4;
-/// Columns that a warp of a row kernel takes at a time.
-const SEGMENT_COLS: usize = 2048;
+/// Columns of a chunk of `lift_rows`, and how many of them a warp takes at a time: the more the better for long rows.
+const LIFT_CHUNK_COLS: usize = 512;
+const LIFT_CHUNKS: [usize; 2] = [4, 8];
+/// Columns that a warp of `requantize_rows` takes at a time.
+const REQUANTIZE_COLS: usize = 2048;
+/// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
+const LIFT_PANELS: usize = 2;
+const SHIFT_PANELS: usize = 1;
+/// Most strips of 128 rows that a cta of a column kernel takes one after the other.
+const MOST_DEPTH: usize = 4;
+/// From so many numbers on, column scales are stored once a block and then copied: what that saves is worth a launch.
+const SPREAD_FROM: usize = 1 << 27;
+/// Columns of a cta of `spread_scales`, and the most strips that it takes.
+const SPREAD_COLS: usize = 32;
+const MOST_SPREAD: usize = 8192;
 
 /// The kernel of a conversion, with its template arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Conversion {
     /// MXFP4 rows to E4M3 rows; `whole`: no block of 128 columns ends short.
-    LiftRows { whole: bool },
+    LiftRows { whole: bool, chunks: usize },
     /// MXFP4 rows to E4M3 columns; likewise.
     LiftCols { whole: bool },
     /// E4M3 rows to E4M3 columns; `whole`: rows start on 16 bytes.
@@ -47,14 +58,18 @@ impl Conversion {
         match (from, to, axis) {
             (_, Format::Mxfp4, _) => Self::RequantizeRows { source, rule },
             (Format::Mxfp4, _, BlockAxis::Col) => Self::LiftCols { whole: cols.is_multiple_of(TILE) },
-            (Format::Mxfp4, _, _) => Self::LiftRows { whole: cols.is_multiple_of(TILE) },
+            (Format::Mxfp4, _, _) => {
+                let chunks = LIFT_CHUNKS[usize::from(cols > LIFT_CHUNKS[0] * LIFT_CHUNK_COLS)];
+                Self::LiftRows { whole: cols.is_multiple_of(TILE), chunks }
+            }
             _ => Self::ShiftCols { whole: cols.is_multiple_of(16) },
         }
     }
 
     fn all() -> Vec<Self> {
         let lifts = [true, false].into_iter().flat_map(|whole| {
-            [Self::LiftRows { whole }, Self::LiftCols { whole }, Self::ShiftCols { whole }]
+            let [few, many] = LIFT_CHUNKS.map(|chunks| Self::LiftRows { whole, chunks });
+            [few, many, Self::LiftCols { whole }, Self::ShiftCols { whole }]
         });
         let requantize = [ScaleKind::E8m0, ScaleKind::F32]
             .into_iter()
@@ -63,15 +78,17 @@ impl Conversion {
     }
 
     fn spec(self) -> KernelSpec {
-        let whole = |whole| ("kWhole", TemplateArg::Bool(whole));
+        let int = |value: usize| TemplateArg::Int(value as i64);
+        let turn = |whole, panels| vec![("kWhole", TemplateArg::Bool(whole)), ("kPanels", int(panels))];
         let (source, name, args) = match self {
-            Self::LiftRows { whole: w } => (
-                "kernels/lift_rows.cuh",
-                "nib::lift_rows",
-                vec![whole(w), ("kChunks", TemplateArg::Int(LIFT_CHUNKS as i64))],
-            ),
-            Self::LiftCols { whole: w } => ("kernels/lift_cols.cuh", "nib::lift_cols", vec![whole(w)]),
-            Self::ShiftCols { whole: w } => ("kernels/shift_cols.cuh", "nib::shift_cols", vec![whole(w)]),
+            Self::LiftRows { whole, chunks } => {
+                let args = vec![("kWhole", TemplateArg::Bool(whole)), ("kChunks", int(chunks))];
+                ("kernels/lift_rows.cuh", "nib::lift_rows", args)
+            }
+            Self::LiftCols { whole } => ("kernels/lift_cols.cuh", "nib::lift_cols", turn(whole, LIFT_PANELS)),
+            Self::ShiftCols { whole } => {
+                ("kernels/shift_cols.cuh", "nib::shift_cols", turn(whole, SHIFT_PANELS))
+            }
             Self::RequantizeRows { source, rule } => {
                 let scale = match source {
                     ScaleKind::E8m0 => "nib::u8",
@@ -83,6 +100,62 @@ impl Conversion {
             }
         };
         KernelSpec { source, name, args }
+    }
+
+    /// Dynamic shared memory in bytes: `TurnShared` and `ShiftShared` of the kernels.
+    const fn shared_bytes(self) -> usize {
+        match self {
+            Self::LiftRows { .. } | Self::RequantizeRows { .. } => 0,
+            Self::LiftCols { .. } => turn_shared_bytes(TILE / 2, 4, LIFT_PANELS),
+            Self::ShiftCols { .. } => turn_shared_bytes(TILE, 1, SHIFT_PANELS) + 2 * SHIFT_PANELS * 4 * 8 * 8,
+        }
+    }
+}
+
+/// `TurnShared`, for codes of `row_bytes` and `blocks` scales of 128 columns of a row.
+const fn turn_shared_bytes(row_bytes: usize, blocks: usize, panels: usize) -> usize {
+    let codes = 2 * 8 * (16 * row_bytes * panels + row_bytes / 4);
+    let scales = 2 * blocks * panels * (TILE + 4);
+    let targets = MOST_DEPTH * blocks * panels;
+    (codes + scales.next_multiple_of(16) + 2 * 16 + targets.next_multiple_of(4) + 3 * 4).next_multiple_of(16)
+}
+
+/// The kernel that copies scales of blocks to their columns.
+fn spread_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/spread_scales.cuh", name: "nib::spread_scales", args: Vec::new() }
+}
+
+/// How a column kernel divides its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ColPlan {
+    rows: i32,
+    cols: i32,
+    strips: i32,
+    capacity: i32,
+    depth: i32,
+    ctas: u32,
+    threads: u32,
+    /// Whether scales are stored once a block first.
+    spread: bool,
+}
+
+impl ColPlan {
+    /// For ctas of `panels`; those that take fewer columns take fewer strips.
+    fn new(rows: usize, cols: usize, panels: usize, spread_from: usize) -> Result<Self> {
+        let strips = rows.div_ceil(TILE);
+        let spread = rows * cols >= spread_from && strips <= MOST_SPREAD;
+        let depth = strips.min(if spread { panels } else { 2 * panels });
+        let ctas = strips.div_ceil(depth) * cols.div_ceil(panels * TILE);
+        Ok(Self {
+            rows: below_2_31("x.rows", rows)?,
+            cols: below_2_31("x.cols", cols)?,
+            strips: strips as i32,
+            capacity: below_2_31("x.rows", strips * TILE)?,
+            depth: depth as i32,
+            ctas: below_2_31("strips · panels", ctas)? as u32,
+            threads: (panels * TILE) as u32,
+            spread,
+        })
     }
 }
 
@@ -107,10 +180,13 @@ struct RowPlan {
 }
 
 impl RowPlan {
-    /// `joined`: nothing distinguishes one row from the next, so that all of them may pass as one long row.
-    fn new(rows: usize, cols: usize, joined: bool) -> Result<Self> {
-        let (rows, cols) = if joined && rows * cols < 1 << 30 { (1, rows * cols) } else { (rows, cols) };
-        let segments = cols.div_ceil(SEGMENT_COLS);
+    /// Of rows that may pass as one long row, for nothing distinguishes one from the next, (1, all columns), if that fits.
+    fn joined(rows: usize, cols: usize) -> (usize, usize) {
+        if rows * cols < 1 << 30 { (1, rows * cols) } else { (rows, cols) }
+    }
+
+    fn new(rows: usize, cols: usize, segment_cols: usize) -> Result<Self> {
+        let segments = cols.div_ceil(segment_cols);
         let tasks = below_2_31("rows · segments", rows * segments)?;
         Ok(Self {
             rows: below_2_31("x.rows", rows)?,
@@ -154,6 +230,11 @@ fn unwritten(
 
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
+    transcode_by(cuda, op, SPREAD_FROM)
+}
+
+/// With column scales copied from those of blocks from `spread_from` numbers on.
+fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Result<Transcoded<Cuda>> {
     let x = op.x;
     if op.to == Format::Mxfp4 && op.rule.kind() != ScaleKind::E8m0 {
         return Err(Error::unsupported(
@@ -183,7 +264,7 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     let out = unwritten(cuda, &op, rule, capacity)?;
     let counts = super::counts(cuda)?;
     if x.rows != 0 && x.cols != 0 {
-        launch(cuda, &op, row_id, &out, counts.0.get())?;
+        launch(cuda, &op, row_id, spread_from, &out, counts.0.get())?;
     }
     Ok(Transcoded { out, counts })
 }
@@ -192,6 +273,7 @@ fn launch(
     cuda: &Cuda,
     op: &Transcode<'_, Cuda>,
     row_id: Option<&Buffer<i32>>,
+    spread_from: usize,
     out: &BlockScaled<Cuda>,
     counts: &Buffer<u64>,
 ) -> Result<()> {
@@ -200,65 +282,108 @@ fn launch(
         Scales::E8m0(_) => ScaleKind::E8m0,
         Scales::F32(_) => ScaleKind::F32,
     };
-    let conversion = Conversion::choose(x.format, op.to, op.axis, (source, op.rule), x.cols);
+    let (rows, cols) = if op.axis == BlockAxis::Row && row_id.is_none() && x.cols.is_multiple_of(TILE) {
+        RowPlan::joined(x.rows, x.cols)
+    } else {
+        (x.rows, x.cols)
+    };
+    let conversion = Conversion::choose(x.format, op.to, op.axis, (source, op.rule), cols);
     let kernel = cuda.device().kernel(&conversion.spec())?;
+    let segment_cols = match conversion {
+        Conversion::LiftRows { chunks, .. } => chunks * LIFT_CHUNK_COLS,
+        Conversion::RequantizeRows { .. } => REQUANTIZE_COLS,
+        Conversion::LiftCols { .. } => {
+            let plan = ColPlan::new(rows, cols, LIFT_PANELS, spread_from)?;
+            return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
+        }
+        Conversion::ShiftCols { .. } => {
+            let plan = ColPlan::new(rows, cols, SHIFT_PANELS, spread_from)?;
+            return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
+        }
+    };
+    let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
+    let by_segments = Divider::by(segments);
+    let scales: &dyn KernelArg = match &x.scales {
+        Scales::E8m0(scales) => scales.get(),
+        Scales::F32(scales) => scales.get(),
+    };
     let (codes, out_codes, out_scales) = (x.codes.get(), out.codes.get(), out.e8m0_scales(OP)?.get());
-    if let Conversion::LiftCols { .. } | Conversion::ShiftCols { .. } = conversion {
-        let scales = x.e8m0_scales(OP)?.get();
-        let (strips, panels) = (out.rows / TILE, x.cols.div_ceil(TILE));
-        let ctas = below_2_31("tiles of 128 × 128", strips * panels)? as u32;
-        let [rows, cols] = [below_2_31("x.rows", x.rows)?, below_2_31("x.cols", x.cols)?];
-        let [capacity, band] = [below_2_31("x.rows", out.rows)?, strips as i32];
-        let shape = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-        // SAFETY: the operation's check held the planes of x, and `unwritten` those of the output, to the sizes passed here,
-        // past which the kernel does not go; row_id has a number for each row.
-        return unsafe {
-            kernel.launch(
-                shape,
-                &[codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &capacity, &band],
-            )
+    let shape = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    // SAFETY: the operation's check held the planes of x, and `unwritten` those of the output, to the sizes passed here, past
+    // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
+    // row_id has a number for each row.
+    unsafe {
+        kernel.launch(
+            shape,
+            &[codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments],
+        )
+    }
+}
+
+fn launch_cols(
+    cuda: &Cuda,
+    op: &Transcode<'_, Cuda>,
+    (conversion, plan): (Conversion, ColPlan),
+    row_id: Option<&Buffer<i32>>,
+    out: &BlockScaled<Cuda>,
+    counts: &Buffer<u64>,
+) -> Result<()> {
+    let x = op.x;
+    let kernel = cuda.device().kernel(&conversion.spec())?;
+    let scales = x.e8m0_scales(OP)?.get();
+    let (out_codes, out_scales) = (out.codes.get(), out.e8m0_scales(OP)?.get());
+    let ColPlan { rows, cols, strips, capacity, depth, ctas, threads, spread } = plan;
+    let block = x.format.spec().block;
+    let block_scales: Option<Buffer<u8>> =
+        spread.then(|| cuda.device().alloc(strips as usize * x.cols.div_ceil(block))).transpose()?;
+    let block_scales = block_scales.as_ref();
+    let shape = Launch { ctas, threads, cluster: 1, shared_bytes: conversion.shared_bytes() };
+    // SAFETY: as in `launch`; block_scales has a byte for each block of each strip.
+    unsafe {
+        kernel.launch(
+            shape,
+            &[
+                x.codes.get(),
+                scales,
+                out_codes,
+                out_scales,
+                &block_scales,
+                counts,
+                &row_id,
+                &rows,
+                &cols,
+                &capacity,
+                &depth,
+            ],
+        )?;
+    }
+    if let Some(block_scales) = block_scales {
+        let shape = Launch {
+            ctas: x.cols.div_ceil(SPREAD_COLS) as u32,
+            threads: THREADS,
+            cluster: 1,
+            shared_bytes: 0,
         };
+        // SAFETY: the same planes; the kernel goes over the columns and strips of both.
+        unsafe {
+            let kernel = cuda.device().kernel(&spread_spec())?;
+            kernel.launch(shape, &[block_scales, out_scales, &(block as i32), &cols, &strips])?;
+        }
     }
-    let plan = RowPlan::new(x.rows, x.cols, row_id.is_none() && x.cols.is_multiple_of(TILE))?;
-    let shape = Launch { ctas: plan.ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let by_segments = Divider::by(plan.segments);
-    let (rows, cols, segments) = (plan.rows, plan.cols, plan.segments);
-    macro_rules! launch_rows {
-        ($scales:expr) => {
-            // SAFETY: as above; rows passed as one lie one after the other.
-            unsafe {
-                kernel.launch(
-                    shape,
-                    &[
-                        codes,
-                        $scales,
-                        out_codes,
-                        out_scales,
-                        counts,
-                        &row_id,
-                        &rows,
-                        &cols,
-                        &by_segments,
-                        &segments,
-                    ],
-                )
-            }
-        };
-    }
-    match &x.scales {
-        Scales::E8m0(scales) => launch_rows!(scales.get()),
-        Scales::F32(scales) => launch_rows!(scales.get()),
-    }
+    Ok(())
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    Conversion::all().into_iter().map(|c| Instance { spec: c.spec(), shared_bytes: 0 }).collect()
+    let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
+    let specs = conversions.chain([(spread_spec(), 0)]);
+    specs.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_core::Backend;
 
     #[test]
     fn every_choice_is_built() {
@@ -281,14 +406,62 @@ mod tests {
     }
 
     #[test]
-    fn joined_rows_are_one_row_as_long_as_that_fits() {
-        let plan = RowPlan::new(32768, 7168, true).unwrap();
-        assert_eq!((plan.rows, plan.cols as usize, plan.ctas), (1, 32768 * 7168, 32768 * 7168 / 2048 / 8));
-        let plan = RowPlan::new(1 << 18, 7168, true).unwrap();
-        assert_eq!((plan.rows, plan.cols, plan.segments), (1 << 18, 7168, 4));
-        let plan = RowPlan::new(3, 160, false).unwrap();
+    fn ctas_cover_all_strips_and_columns() {
+        let plan = ColPlan::new(32768, 7168, 2, SPREAD_FROM).unwrap();
+        assert_eq!((plan.spread, plan.depth, plan.ctas), (true, 2, 128 * 28));
+        let plan = ColPlan::new(4096, 7168, 1, SPREAD_FROM).unwrap();
+        assert_eq!((plan.spread, plan.depth, plan.ctas), (false, 2, 16 * 56));
+        let plan = ColPlan::new(130, 96, 2, SPREAD_FROM).unwrap();
+        assert_eq!((plan.capacity, plan.depth, plan.ctas), (256, 2, 1));
+        for conversion in Conversion::all() {
+            assert!(conversion.shared_bytes() <= 232_448, "{conversion:?}");
+        }
+    }
+
+    #[test]
+    fn spread_scales_are_those_stored_at_once() {
+        let Some(gpu) = crate::probe().usable().next() else {
+            assert!(!crate::env::require_gpu(), "NIBBLE_REQUIRE_GPU=1, and no Hopper GPU");
+            return println!("skipped: no Hopper GPU");
+        };
+        let cuda = Cuda::new(gpu.ordinal).unwrap();
+        let bytes =
+            |n: usize| (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect::<Vec<_>>();
+        for (format, rows, cols) in
+            [(Format::Mxfp4, 1000, 352), (Format::E4m3, 520, 360), (Format::E4m3, 100, 3)]
+        {
+            let (block, axis) = (format.spec().block, BlockAxis::Row);
+            let x = BlockScaled::<Cuda> {
+                format,
+                axis,
+                rule: ScaleRule::Rceil,
+                rows,
+                cols,
+                stack: 1,
+                codes: cuda.upload(&bytes(rows * format.row_code_bytes(cols))).unwrap(),
+                scales: Scales::E8m0(cuda.upload(&bytes(rows * cols.div_ceil(block))).unwrap()),
+                scale_layout: ScaleLayout::RowMajor,
+            };
+            let run = |spread_from| {
+                let op =
+                    Transcode { x: &x, to: Format::E4m3, axis: BlockAxis::Col, rule: x.rule, groups: None };
+                let made = transcode_by(&cuda, op, spread_from).unwrap();
+                let scales = made.out.e8m0_scales(OP).unwrap().get().download().unwrap();
+                (scales, made.out.codes.get().download().unwrap(), made.counts.0.get().download().unwrap())
+            };
+            assert!(run(0) == run(usize::MAX), "{format} {rows} × {cols}");
+        }
+    }
+
+    #[test]
+    fn rows_pass_as_one_as_long_as_that_fits() {
+        assert_eq!(RowPlan::joined(32768, 7168), (1, 32768 * 7168));
+        assert_eq!(RowPlan::joined(1 << 18, 7168), (1 << 18, 7168));
+        let plan = RowPlan::new(1, 32768 * 7168, 2048).unwrap();
+        assert_eq!(plan.ctas, 32768 * 7168 / 2048 / 8);
+        let plan = RowPlan::new(3, 160, 2048).unwrap();
         assert_eq!((plan.segments, plan.ctas), (1, 1));
-        let error = RowPlan::new(1 << 30, 7168, false).expect_err("too many").to_string();
+        let error = RowPlan::new(1 << 30, 7168, 2048).expect_err("too many").to_string();
         assert!(error.contains("segments"), "{error}");
     }
 }
