@@ -1,7 +1,8 @@
 //! A GPU: its context, one stream, a memory pool ordered by that stream, events, and loaded kernels.
 //!
 //! Everything is issued on the device's one stream, so that a buffer freed after a launch is reused only by what comes
-//! later: no call waits but [`Device::synchronize`], [`Buffer::download`] and [`Event::elapsed_ms`].
+//! later. Calls that wait: [`Device::synchronize`], [`Buffer::download`] and [`Event::elapsed_ms`]; and an upload, where
+//! megabytes of others before it are still on their way.
 
 use crate::driver::{check, failed, named};
 use crate::graph::GraphMemory;
@@ -508,6 +509,10 @@ impl<T: Pod> Drop for Buffer<T> {
             // The words may go with it: they want the context current.
             Memory::Zeros(_) => drop(self.device.stream()),
             Memory::Pool => {
+                // What is being recorded may use it at every launch.
+                if let Some(graph) = &*self.device.recording() {
+                    return graph.keep(self.address, self.bytes());
+                }
                 self.device.uncount_live(self.bytes());
                 if let Ok(stream) = self.device.stream() {
                     // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A

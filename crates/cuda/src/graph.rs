@@ -9,6 +9,7 @@ use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result};
 use std::collections::HashMap;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Recorded work and what it returned: buffers that each launch writes anew.
@@ -58,17 +59,23 @@ impl Device {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives as long as the device.
         named("cuStreamBeginCapture", unsafe { result::stream::begin_capture(stream, mode) })?;
-        let outputs = work();
+        // The recording is ended also where `work` panics: the device must not stay in it.
+        let outputs = catch_unwind(AssertUnwindSafe(&mut *work));
         let mut graph = std::ptr::null_mut();
         // SAFETY: the recording begun above; ends it also where it was spoiled, and writes null then.
         let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
         match (outputs, ended) {
-            (Ok(outputs), Ok(())) => Ok((graph, outputs)),
+            (Ok(Ok(outputs)), Ok(())) => Ok((graph, outputs)),
             (outputs, ended) => {
                 if !graph.is_null() {
                     // SAFETY: a graph of this recording, used by nobody.
                     let _ = unsafe { result::graph::destroy(graph) };
                 }
+                let outputs = outputs.unwrap_or_else(|panic| {
+                    // The lock was free when `work` ran.
+                    let _ = self.set_recording(None);
+                    resume_unwind(panic)
+                });
                 Err(outputs.err().or(ended.err()).unwrap_or_else(|| Error::Device {
                     call: "Device::capture".to_owned(),
                     why: "nothing was recorded".to_owned(),
@@ -112,6 +119,8 @@ pub(crate) struct GraphMemory {
 struct Blocks {
     /// Address and size.
     all: Vec<(u64, usize)>,
+    /// The same of buffers of the pool that were dropped while work was recorded.
+    kept: Vec<(u64, usize)>,
     /// Addresses not in use, by size.
     free: HashMap<usize, Vec<u64>>,
 }
@@ -137,6 +146,11 @@ impl GraphMemory {
         blocks.free.entry(bytes).or_default().push(address);
     }
 
+    /// Takes over a buffer of the pool.
+    pub(crate) fn keep(&self, address: u64, bytes: usize) {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner).kept.push((address, bytes));
+    }
+
     fn bytes(&self) -> usize {
         let blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
         blocks.all.iter().map(|(_, bytes)| bytes).sum()
@@ -148,9 +162,10 @@ impl Drop for GraphMemory {
         let blocks = self.blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
         // What was issued may still use it.
         let _ = self.device.synchronize();
-        for &(address, bytes) in &blocks.all {
+        for &(address, bytes) in blocks.all.iter().chain(&blocks.kept) {
             self.device.uncount_live(bytes);
-            // SAFETY: allocated in `alloc`, freed once, used by nothing issued. An error here has nobody to go to.
+            // SAFETY: allocated in `alloc` or taken over by `keep`, freed once, used by nothing issued; the driver frees the
+            // pool's memory by this call too. An error here has nobody to go to.
             let _ = unsafe { result::free_sync(address) };
         }
     }

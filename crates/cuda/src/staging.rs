@@ -1,5 +1,6 @@
 //! Pinned host memory that copies go through: the copy engine reads and writes it directly, at the speed of the bus, and a
-//! second half is filled or emptied while the first one travels.
+//! second half is filled or emptied while the first one travels. Small copies share a half, so that an upload waits only
+//! where megabytes before it have not arrived.
 
 use crate::driver::{check, named};
 use cudarc::driver::{result, sys};
@@ -9,15 +10,20 @@ use std::ptr::NonNull;
 /// Of each half: enough to hide the launch of a copy, little beside a tensor.
 const HALF_BYTES: usize = 4 << 20;
 
+/// Of the copies in a half.
+const ALIGN: usize = 256;
+
 /// Two halves of pinned memory, used in turns. All calls want the context current.
 pub(crate) struct Staging {
     halves: [Half; 2],
-    next: usize,
+    /// The half in use, and how much of it is.
+    current: usize,
+    used: usize,
 }
 
 struct Half {
     bytes: NonNull<u8>,
-    /// Passed when the last copy from or to this half is done.
+    /// Passed when the copies from or to this half are done, up to where it was marked.
     done: sys::CUevent,
 }
 
@@ -40,7 +46,7 @@ impl Half {
         }
     }
 
-    /// Waits until this half is free: at once if it was never used.
+    /// Waits until what was marked is done: at once if nothing was.
     fn wait(&self) -> Result<()> {
         // SAFETY: the event is alive.
         named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })
@@ -54,7 +60,7 @@ impl Half {
 
 impl Drop for Half {
     fn drop(&mut self) {
-        // SAFETY: made in `new` and given back once; the copies are waited for first. An error has nobody to go to.
+        // SAFETY: made in `new` and given back once; the device has drained its stream. An error has nobody to go to.
         unsafe {
             let _ = result::event::synchronize(self.done);
             let _ = result::event::destroy(self.done);
@@ -66,34 +72,42 @@ impl Drop for Half {
 impl Staging {
     /// Takes both halves.
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { halves: [Half::new()?, Half::new()?], next: 0 })
+        Ok(Self { halves: [Half::new()?, Half::new()?], current: 0, used: 0 })
     }
 
-    fn turn(&mut self) -> &Half {
-        self.next = 1 - self.next;
-        &self.halves[self.next]
+    /// Turns to the other half, once its copies are done.
+    fn turn(&mut self, stream: sys::CUstream) -> Result<()> {
+        self.halves[self.current].mark(stream)?;
+        self.current = 1 - self.current;
+        self.used = 0;
+        self.halves[self.current].wait()
     }
 
     /// Issues the copy of `from` to the device; `from` may be reused when this returns.
     ///
     /// # Safety
     /// `to` has as many bytes, alive until the stream has passed the copy.
-    pub(crate) unsafe fn upload(&mut self, to: u64, from: &[u8], stream: sys::CUstream) -> Result<()> {
-        for (i, part) in from.chunks(HALF_BYTES).enumerate() {
-            let half = self.turn();
-            half.wait()?;
-            // SAFETY: `part` fits the half, which no copy is using; the device range is the caller's promise.
+    pub(crate) unsafe fn upload(
+        &mut self,
+        mut to: u64,
+        mut from: &[u8],
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        while !from.is_empty() {
+            if self.used == HALF_BYTES {
+                self.turn(stream)?;
+            }
+            let (part, rest) = from.split_at(from.len().min(HALF_BYTES - self.used));
+            // SAFETY: `part` fits what is left of the half, which no copy is using; the device range is the caller's promise.
             unsafe {
-                std::ptr::copy_nonoverlapping(part.as_ptr(), half.bytes.as_ptr(), part.len());
-                let code = sys::cuMemcpyHtoDAsync_v2(
-                    to + (i * HALF_BYTES) as u64,
-                    half.bytes.as_ptr().cast(),
-                    part.len(),
-                    stream,
-                );
+                let place = self.halves[self.current].bytes.as_ptr().add(self.used);
+                std::ptr::copy_nonoverlapping(part.as_ptr(), place, part.len());
+                let code = sys::cuMemcpyHtoDAsync_v2(to, place.cast(), part.len(), stream);
                 check("cuMemcpyHtoDAsync", code)?;
             }
-            half.mark(stream)?;
+            self.used = (self.used + part.len()).next_multiple_of(ALIGN).min(HALF_BYTES);
+            to += part.len() as u64;
+            from = rest;
         }
         Ok(())
     }
@@ -106,16 +120,16 @@ impl Staging {
         // While one half travels, the one before it is emptied.
         let mut arriving: Option<(usize, &mut [u8])> = None;
         for (i, part) in to.chunks_mut(HALF_BYTES).enumerate() {
-            let half = self.turn();
-            half.wait()?;
+            self.turn(stream)?;
+            self.used = HALF_BYTES;
+            let half = &self.halves[self.current];
             let address = from + (i * HALF_BYTES) as u64;
             // SAFETY: the half holds as many bytes and is not in use; the device range is the caller's promise.
             let code =
                 unsafe { sys::cuMemcpyDtoHAsync_v2(half.bytes.as_ptr().cast(), address, part.len(), stream) };
             check("cuMemcpyDtoHAsync", code)?;
             half.mark(stream)?;
-            let this = self.next;
-            if let Some((which, waiting)) = arriving.replace((this, part)) {
+            if let Some((which, waiting)) = arriving.replace((self.current, part)) {
                 self.empty(which, waiting)?;
             }
         }

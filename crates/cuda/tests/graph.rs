@@ -42,10 +42,45 @@ fn a_recording_gives_the_bits_of_its_first_run_and_follows_its_input() {
 }
 
 #[test]
+fn memory_dropped_while_recording_is_given_back_with_the_graph() {
+    let Some(device) = device("memory of recorded work") else { return };
+    let b = Cuda::on(device.clone());
+    let before = device.memory().live_bytes;
+    // One for the run that is real, one for the recording.
+    let mut spare = vec![b.zeros::<u8>(1 << 20).unwrap(), b.zeros::<u8>(1 << 20).unwrap()];
+    let graph = device
+        .capture(|| {
+            spare.pop();
+            b.zeros::<u32>(1000)
+        })
+        .unwrap();
+    assert!(spare.is_empty() && device.memory().live_bytes >= before + (1 << 20));
+    drop(graph);
+    assert_eq!(device.memory().live_bytes, before);
+
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let mut runs = 0;
+        device.capture(|| {
+            runs += 1;
+            assert!(runs < 2, "meant to fail while recording");
+            Ok(())
+        })
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(device.upload(&[7u8]).unwrap().download().unwrap(), [7], "the device is as good as before");
+}
+
+#[test]
 fn copies_of_any_size_come_back() {
     let Some(device) = device("copies") else { return };
     for len in [0, 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 77] {
         let values: Vec<u32> = (0..len).map(|i| i as u32 ^ 0x5A5A_1234).collect();
         assert_eq!(device.upload(&values).unwrap().download().unwrap(), values, "{len} words");
+    }
+    // Many small ones share the staging memory.
+    let small: Vec<_> =
+        (0..3000u32).map(|i| device.upload(&vec![i; 1 + i as usize % 900]).unwrap()).collect();
+    for (i, buffer) in small.iter().enumerate().step_by(97) {
+        assert!(buffer.download().unwrap().iter().all(|&word| word == i as u32), "upload {i}");
     }
 }

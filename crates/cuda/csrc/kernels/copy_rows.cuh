@@ -42,10 +42,10 @@ struct RowLanes {
     u32 lanes;
 };
 
-/// Both planes in units of 16 bytes: the scales' follow the codes'.
+/// The codes in units of 16 bytes, and the scales if they lie so too: theirs follow the codes'.
 template <int kUnits>
 __device__ __forceinline__ void copy_wide(const RowPlane& codes, const RowPlane& scales, RowMove move, RowLanes at) {
-    const u32 code_units = codes.bytes / 16, units = code_units + scales.bytes / 16;
+    const u32 code_units = codes.bytes / 16, units = code_units + (scales.unit == 16 ? scales.bytes / 16 : 0);
     const u8* const codes_in = codes.in + move.from * codes.in_stride;
     const u8* const scales_in = scales.in + move.from * scales.in_stride - codes.bytes;
     u8* const codes_out = codes.out + move.to * codes.out_stride;
@@ -101,12 +101,11 @@ __global__ void __launch_bounds__(kCopyThreads, kUnits == 6 ? 8 : 1)
         const bool present = i == 0;
         if (!(present ? is_copied : is_pad)) continue;
         const RowMove move = {present ? from : 0, present ? to : mine, present};
-        if (codes.unit == 16 && scales.unit == 16) {
+        if (scales.unit != 16 || codes.unit != 16) copy_narrow(scales, move, at);
+        if (codes.unit == 16)
             copy_wide<kUnits>(codes, scales, move, at);
-        } else {
+        else
             copy_narrow(codes, move, at);
-            copy_narrow(scales, move, at);
-        }
     }
 }
 

@@ -135,7 +135,12 @@ pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         pair.check(&Planning(received, needed));
         if needed > 0 {
             let short = Planning(received, needed - received.align);
-            pair.check_refused(&short, |e| matches!(e, Error::Capacity { needed: n, .. } if *n == needed));
+            // Told at once where the slots alone are too many, else with their padding.
+            let says = [needed, rows.len.iter().sum::<i32>() as usize];
+            pair.check_refused(
+                &short,
+                |e| matches!(e, Error::Capacity { needed: n, .. } if says.contains(n)),
+            );
             pair.check_refused(&Miscounted(received), |e| matches!(e, Error::Shape { .. }));
         }
     }
