@@ -158,7 +158,10 @@ impl<B: Backend> Transpose<'_, B> {
     where
         B: Convert,
     {
-        expect_eq("transpose", "rows modulo stack", self.x.rows % self.stack.max(1), 0)?;
+        if self.stack == 0 || !self.x.rows.is_multiple_of(self.stack) {
+            let expected = format!("a divisor of the {} rows", self.x.rows);
+            return Err(Error::shape("transpose", "stack", self.stack, expected));
+        }
         b.transpose(self)
     }
 }

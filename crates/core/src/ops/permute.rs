@@ -47,8 +47,15 @@ impl<B: Backend> PlanPermute<'_, B> {
                 format!("at most {slots}, all of them"),
             ));
         }
-        if slots.max(self.capacity) + self.num_groups.saturating_mul(self.align) >= 1 << 31 {
-            let got = format!("{slots} in {} groups, capacity {}", self.num_groups, self.capacity);
+        if self.num_slots > self.capacity {
+            return Err(Error::Capacity { op: OP, needed: self.num_slots, capacity: self.capacity });
+        }
+        let padding = self.num_groups.saturating_mul(self.align);
+        if slots.max(self.capacity).saturating_add(padding) >= 1 << 31 || self.top_k >= 1 << 31 {
+            let got = format!(
+                "{slots} ({} a token) in {} groups, capacity {}",
+                self.top_k, self.num_groups, self.capacity
+            );
             return Err(Error::shape(OP, "slots", got, "row numbers below 2^31, padding included"));
         }
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)

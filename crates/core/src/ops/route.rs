@@ -55,9 +55,7 @@ impl<B: Backend> Route<'_, B> {
         if self.shards == 0 {
             return Err(Error::shape(OP, "shards", 0, "at least 1"));
         }
-        if self.top_k == 0 || self.top_k > self.logits.cols {
-            return Err(Error::shape(OP, "top_k", self.top_k, format!("1 to {} experts", self.logits.cols)));
-        }
+        check_top_k(OP, self.top_k, self.logits.cols)?;
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
 
@@ -69,6 +67,13 @@ impl<B: Backend> Route<'_, B> {
         self.check()?;
         b.route(self)
     }
+}
+
+fn check_top_k(op: &'static str, top_k: usize, experts: usize) -> Result<()> {
+    if top_k == 0 || top_k > experts {
+        return Err(Error::shape(op, "top_k", top_k, format!("1 to {experts} experts")));
+    }
+    Ok(())
 }
 
 /// The gradient of the logits, from the gate weights' gradients and the two auxiliary losses.
@@ -101,6 +106,7 @@ impl<B: Backend> RouteBackward<'_, B> {
         if self.shards == 0 || !tokens.is_multiple_of(self.shards) {
             return Err(Error::shape(OP, "shards", self.shards, format!("a divisor of {tokens} tokens")));
         }
+        check_top_k(OP, self.top_k, experts)?;
         let slots = tokens * self.top_k;
         expect_eq(OP, "type of routing.probs", self.routing.probs.dtype(), DType::F32)?;
         expect_eq(OP, "routing.expert.len()", B::len(&self.routing.expert), slots)?;

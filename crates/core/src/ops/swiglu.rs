@@ -15,7 +15,7 @@ pub struct Swiglu<'a, B: Backend> {
     pub weight: Option<&'a B::Buf<f32>>,
     /// Ragged rows; `a` is zero on padding.
     pub groups: Option<&'a Groups<B>>,
-    /// The form of `a`: plain, or its row plane.
+    /// The form of `a`: plain, or its planes.
     pub a: Emit,
     /// Also write h with blocks along its rows.
     pub save_h: Option<Codec>,
@@ -124,6 +124,9 @@ impl<B: Backend> SwigluBackward<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "swiglu_backward";
         check_h(OP, self.h.cols())?;
+        if let Operand::Block(h) = self.h {
+            super::quantize::check_planes(OP, h)?;
+        }
         expect_eq(OP, "shape of da", self.da.shape(), (self.h.rows(), self.h.cols() / 2))?;
         check_emit(OP, "columns of dh", &self.dh, self.h.cols())?;
         check_emit(OP, "columns of a", &self.a, self.h.cols() / 2)?;

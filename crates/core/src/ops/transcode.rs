@@ -1,7 +1,8 @@
 use super::Counts;
 use super::quantize::{check_axis, check_contraction, check_group_align, check_group_rows, check_planes};
+use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
-use nibble_formats::{BlockAxis, Format, ScaleRule};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
 /// Converts one block format to another without passing through a plain tensor.
 ///
@@ -41,6 +42,7 @@ impl<B: Backend> Transcode<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "transcode";
         check_planes(OP, self.x)?;
+        expect_eq(OP, "x.scale_layout", self.x.scale_layout, ScaleLayout::RowMajor)?;
         check_axis(OP, "x.axis", self.x, BlockAxis::Row)?;
         check_group_rows(OP, self.groups, self.x.rows)?;
         use BlockAxis::{Col, Row};

@@ -8,6 +8,10 @@
 //   cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 numbers, as one row.
 //   kHadamard: after a transform along the rows, of which cols is whole blocks; best with a grid of which 8 · ctas is a multiple of
 //   `segments`, for then a warp draws its signs once.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
+//   BF16 -> MXFP4 98 % (74 %), E4M3 93 % (86 %); rounded stochastically 66 % (50 %) and 64 % (55 %); after a transform of length 64
+//   53 % (37 %) and 80 % (54 %). In 32 uneven groups 97 % and 90 %.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"

@@ -11,6 +11,9 @@
 //
 // transpose_scales<Stored>: brings them there, [blocks][stride] -> [lines][blocks], of two planes (the second one null: of one). 256 threads; grid
 //   ceil(blocks / 32) * ceil(lines / 128), of both together.
+//
+// Measured as in quantize.cuh, without transpose_scales: BF16 -> E4M3 columns 97 % (86 %), both 91 % (85 %); MXFP4 columns 94 % (69 %), both
+//   74 % (59 %).
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"

