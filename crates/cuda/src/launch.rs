@@ -62,8 +62,9 @@ pub struct Divider {
 }
 
 impl Divider {
-    /// Divides by `d`, which is positive and below 2^31.
+    /// Divides by `d`; by 1 for 0, and to 0 from 2^31 on, which no `n` reaches.
     pub fn by(d: u32) -> Self {
+        let d = d.clamp(1, 1 << 31);
         let shift = d.next_power_of_two().trailing_zeros();
         Self { magic: (1u64 << (31 + shift)).div_ceil(u64::from(d)) as u32, shift }
     }
@@ -311,6 +312,20 @@ mod tests {
             c = [(p1 >> 32) as u32 ^ c[1] ^ low, p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ high, p0 as u32];
         }
         assert_eq!(c, stream.block(q));
+    }
+
+    #[test]
+    fn quotients_are_exact_for_every_divisor() {
+        let divide = |n: u32, d| {
+            let Divider { magic, shift } = Divider::by(d);
+            ((u64::from(n) * u64::from(magic)) >> (31 + shift)) as u32
+        };
+        for d in [1, 2, 3, 7, 128, 7168, 65_537, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, u32::MAX] {
+            for n in [0, 1, 6, 7, 127, 128, 7167, 7168, 65_536, 1 << 30, (1 << 31) - 2, (1 << 31) - 1] {
+                assert_eq!(divide(n, d), n / d, "{n} / {d}");
+            }
+        }
+        assert_eq!(divide(5, 0), 5);
     }
 
     #[test]

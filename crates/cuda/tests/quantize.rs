@@ -1,5 +1,5 @@
-//! Matrices so large that a cta of `quantize_cols` takes several squares, against the CPU. Without a GPU: a printed skip, or a
-//! failure under `NIBBLE_REQUIRE_GPU=1`.
+//! Matrices of many squares of 128 × 128, of which a cta of `quantize_cols` takes two for MXFP4 and one for E4M3, with squares
+//! left over in both directions, against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
 mod gpu;
 

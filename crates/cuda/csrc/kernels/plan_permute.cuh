@@ -4,7 +4,7 @@
 // plan_count<kThreads>: counts[chunk][columns] = the chunk's slots of each group; columns = groups rounded up to 8, at most 32768 a chunk.
 // plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token and
 //   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
-//   found = {rows needed, slots occupied}. Where the rows do not fit the capacity: groups without rows.
+//   found = {rows needed, slots occupied}. Where those do not fit the capacity and num_slots: groups without rows, and all is padding.
 //   kThreads = kPlanThreads threads; grid chunks, but plan_place at least 1. Dynamic shared memory: plan_count 4 * columns bytes; plan_place
 //   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 #pragma once
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
         if (lane == 0) totals[warp] = total;
     }
     __syncthreads();
-    const bool fits = totals[0] <= sizes.capacity;
+    const bool fits = totals[0] <= sizes.capacity && totals[1] <= sizes.num_slots;
     const int end = fits ? totals[0] : 0, occupied = fits ? totals[1] : 0;
 #pragma unroll 1
     for (int g = threadIdx.x; g < columns; g += kThreads) {
@@ -281,8 +281,7 @@ __global__ void __launch_bounds__(kThreads)
             if (group[round] < 0) continue;
             const int g = group[round], within = mine[g] + rank[round];
             sorted[local[g] + within] = u32(g) << 16 | u32((warp * kPlanRounds + round) * 32 + lane);
-            const int at = warp_occupied[warp] + place[round];
-            if (at < sizes.num_slots) slot_row[at] = next[g] + within;
+            slot_row[warp_occupied[warp] + place[round]] = next[g] + within;
         }
         __syncthreads();
         // In sorted order, so that neighbouring threads write neighbouring rows.

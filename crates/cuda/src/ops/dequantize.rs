@@ -1,6 +1,7 @@
 //! `dequantize` on a GPU (`csrc/kernels/dequantize.cuh`).
 
 use super::Instance;
+use super::held::Held;
 use super::permute::type_name;
 use crate::Cuda;
 use crate::backend::Buf;
@@ -26,6 +27,7 @@ const ONE_ROW: usize = 1 << 30;
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
+    Held::by(OP, cuda).blocks("x", op.x)?;
     let desc = Desc::of(op.x, op.dtype)?;
     let data = match op.dtype {
         DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
@@ -180,7 +182,7 @@ fn launch<S: Plain, T: Plain>(
         &[&rows, &cols, &by_segments, &config.segments]
     };
     let args = [&[codes as &dyn KernelArg, scales, out, &arg], shape].concat();
-    // SAFETY: `Dequantize::check` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
+    // SAFETY: `Held` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
     // within the shape. Pieces of 16 bytes are taken only where every row and line consists of them.
     unsafe { kernel.launch(launch, &args) }
 }

@@ -1,6 +1,7 @@
 //! `cast`, `transpose` on a GPU (`csrc/kernels/{cast,transpose}.cuh`).
 
 use super::Instance;
+use super::held::Held;
 use super::permute::type_name;
 use crate::Cuda;
 use crate::backend::Buf;
@@ -21,6 +22,7 @@ const UNIT: usize = 16;
 
 /// See [`Cast`]. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    Held::by("cast", cuda).tensor("x", op.x)?;
     let device = cuda.device();
     let data = match (&op.x.data, op.dtype) {
         (Data::F32(x), DType::Bf16) => Data::Bf16(cast_values::<f32, bf16>(device, x.get(), DType::Bf16)?),
@@ -39,7 +41,7 @@ fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) ->
         .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&cast_spec(to))?;
-    // SAFETY: both buffers have `len` values of the types of the instance.
+    // SAFETY: both buffers have `x.len()` values of the types of the instance; `Held` held x to this device.
     unsafe { kernel.launch(launch, &[x, &out, &(x.len() as u64)]) }?;
     Ok(Buf::new(out))
 }
@@ -108,7 +110,8 @@ impl Turn {
         let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
         let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
         let kernel = device.kernel(&self.spec())?;
-        // SAFETY: both buffers have stack · n · k values of the instance's type, and no cta leaves its tile of one matrix.
+        // SAFETY: `Held` held x to stack · n · k values of the instance's type, `out` is as long, and no cta leaves its tile of one
+        // matrix.
         unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
         Ok(Buf::new(out))
     }
@@ -116,7 +119,12 @@ impl Turn {
 
 /// See [`Transpose`].
 pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    let (n, k) = (op.x.rows / op.stack.max(1), op.x.cols);
+    const OP: &str = "transpose";
+    if op.stack == 0 || !op.x.rows.is_multiple_of(op.stack) {
+        return Err(Error::shape(OP, "stack", op.stack, format!("a divisor of the {} rows", op.x.rows)));
+    }
+    Held::by(OP, cuda).tensor("x", op.x)?;
+    let (n, k) = (op.x.rows / op.stack, op.x.cols);
     let turn = Turn::choose(op.x.dtype(), op.stack, n, k);
     let data = match &op.x.data {
         Data::F32(x) => Data::F32(turn.run(cuda.device(), x.get())?),

@@ -8,9 +8,11 @@ pub(crate) mod gemm;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
+mod held;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
+mod planes;
 mod product;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
@@ -51,7 +53,6 @@ pub fn instances() -> Vec<Instance> {
         swiglu::instances(),
         swiglu_backward::instances(),
         permute::instances(),
-        wire::instances(),
         plan_permute::instances(),
         route::instances(),
         elementwise::instances(),

@@ -1,10 +1,11 @@
-//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/{permute,gather_scalars,combine}.cuh`).
+//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/{copy_rows,gather_scalars,combine}.cuh`).
 //!
 //! Indices are the backend's own, from a plan on the device: nobody waits to look at them. Whatever they hold, kernels read
 //! rows that exist, and write pads for those that do not.
 
 use super::Instance;
 use super::copy_rows::{Order, Reorder};
+use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
@@ -22,11 +23,11 @@ const UNIT: usize = 16;
 /// See [`Permute`].
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
-    let (source_row, slot_row) = (op.map.source_row.get(), op.map.slot_row.get());
-    let (len, capacity) = (source_row.len(), op.map.groups.capacity);
-    if len != capacity {
-        return Err(Error::shape(OP, "map.source_row.len()", len, format!("{capacity} (the capacity)")));
-    }
+    op.check()?;
+    let (held, map, capacity) = (Held::by(OP, cuda), op.map, op.map.groups.capacity);
+    held.operand("rows", op.rows)?;
+    let source_row = held.values("map.source_row", &map.source_row, capacity)?;
+    let slot_row = held.values("map.slot_row", &map.slot_row, map.num_slots)?;
     let order = match slot_row.len() > op.rows.rows() {
         true => Order::Spread { source_row, slot_row },
         false => Order::Gather(source_row),
@@ -40,9 +41,13 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
 
 /// See [`Unpermute`].
 pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    let index = op.map.slot_row.get();
+    const OP: &str = "unpermute";
+    op.check()?;
+    let (held, map) = (Held::by(OP, cuda), op.map);
+    held.tensor("rows", op.rows)?;
+    let index = held.values("map.slot_row", &map.slot_row, map.num_slots)?;
     let order = Order::Gather(index);
-    Reorder { op: "unpermute", device: cuda.device(), order, rows: index.len() }.plain(op.rows)
+    Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.plain(op.rows)
 }
 
 /// Ctas for as many threads.
@@ -56,7 +61,8 @@ fn ctas(op: &'static str, threads: usize) -> Result<u32> {
 /// See [`GatherScalars`].
 pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
     const OP: &str = "gather_scalars";
-    let (values, index) = (op.values.get(), op.index.get());
+    let held = Held::by(OP, cuda);
+    let (values, index) = (held.buffer("values", op.values)?, held.buffer("index", op.index)?);
     let out = cuda.device().alloc::<f32>(index.len())?;
     if index.is_empty() {
         return Ok(Buf::new(out));
@@ -65,7 +71,7 @@ pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result
     // No index reaches past 2^31, so a longer buffer is as good as one of that length.
     let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
     let kernel = cuda.device().kernel(&gather_spec())?;
-    // SAFETY: `index` and `out` have `len` values; the kernel reads `values` below `num_values` only.
+    // SAFETY: `index` and `out` have `len` values, all on this device (`Held`); the kernel reads `values` below `num_values` only.
     unsafe { kernel.launch(launch, &[values, index, &out, &len, &num_values]) }?;
     Ok(Buf::new(out))
 }
@@ -133,7 +139,7 @@ impl Combine {
             i32::try_from(top_k).map_err(|_| Error::shape("combine_slots", "top_k", top_k, "below 2^31"))?;
         let kernel = device.kernel(&self.spec())?;
         let by_units_per_row = Divider::by(units_per_row);
-        // SAFETY: `rows` has top_k times as many values as `out`, and the kernel writes `units` times `count`.
+        // SAFETY: `Held` held `rows` to top_k times as many values as `out` has, and the kernel writes `units` times `count`.
         unsafe { kernel.launch(launch, &[rows, &out, &units, &units_per_row, &by_units_per_row, &top_k]) }?;
         Ok(Buf::new(out))
     }
@@ -149,7 +155,9 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
 
 /// See [`CombineSlots`].
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    let (tokens, cols) = (op.rows.rows / op.top_k.max(1), op.rows.cols);
+    op.check()?;
+    Held::by("combine_slots", cuda).tensor("rows", op.rows)?;
+    let (tokens, cols) = (op.rows.rows / op.top_k, op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
     let data = match &op.rows.data {
         Data::F32(rows) => Data::F32(combine.run::<f32>(cuda.device(), rows.get(), op.top_k)?),

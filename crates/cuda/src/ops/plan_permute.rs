@@ -1,6 +1,7 @@
 //! `plan_permute` on a GPU: a counting sort in two launches, counts by chunk of slots, then places.
 
 use super::Instance;
+use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -51,6 +52,7 @@ unsafe impl KernelArg for Sizes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Desc {
     slots: usize,
+    top_k: usize,
     num_slots: usize,
     groups: usize,
     align: usize,
@@ -59,7 +61,7 @@ struct Desc {
 
 impl Sizes {
     fn new(desc: &Desc) -> Result<Self> {
-        let Desc { slots, num_slots, groups, align, capacity } = *desc;
+        let Desc { slots, top_k, num_slots, groups, align, capacity } = *desc;
         if groups > MOST_GROUPS {
             return Err(Error::Unsupported {
                 op: OP,
@@ -69,6 +71,9 @@ impl Sizes {
         }
         if slots >= (1 << 31) - (1 << 16) {
             return Err(Error::shape(OP, "expert.len()", slots, "below 2^31 − 2^16"));
+        }
+        if top_k >= 1 << 31 {
+            return Err(Error::shape(OP, "top_k", top_k, "below 2^31"));
         }
         let columns = round_up(groups, 8);
         let passes = slots.div_ceil(PASS * CHUNKS).clamp(1, MOST_PASSES);
@@ -114,9 +119,12 @@ fn spec(name: &'static str) -> KernelSpec {
 
 /// See [`PlanPermute`]. An expert out of range counts as a slot that is not occupied; the order of tokens is the caller's.
 pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
-    let expert = op.expert.get();
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    let (expert, token_id) = (held.buffer("expert", op.expert)?, held.buffer("token_id", op.token_id)?);
     let sizes = Sizes::new(&Desc {
         slots: expert.len(),
+        top_k: op.top_k,
         num_slots: op.num_slots,
         groups: op.num_groups,
         align: op.align,
@@ -129,20 +137,20 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     let (row_id, source_row, row_slot) = (row_id?, source_row?, row_slot?);
     let (slot_row, found) = (device.alloc::<i32>(op.num_slots)?, device.alloc::<i32>(2)?);
     if sizes.chunks > 0 {
-        // SAFETY: `expert` has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
+        // SAFETY: `expert`, on this device (`Held`), has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
         unsafe {
             device.kernel(&spec("nib::plan_count"))?.launch(sizes.count(), &[expert, &counts, &sizes])?
         };
     }
     let (top_k, by_top_k) = (op.top_k as i32, Divider::by(op.top_k as u32));
-    // SAFETY: as above; token_id has a value every top_k slots (`PlanPermute::check`). Rows are written below the capacity, of
-    // which row_id, source_row and row_slot have as many values, and slot_row below num_slots.
+    // SAFETY: as above; token_id has a value every top_k slots (`PlanPermute::check`). Rows are written only where all fit the
+    // capacity, for which row_id, source_row and row_slot are made, and all occupied slots num_slots, for which slot_row is.
     unsafe {
         device.kernel(&spec("nib::plan_place"))?.launch(
             sizes.place(),
             &[
                 expert,
-                op.token_id.get(),
+                token_id,
                 &counts,
                 &start,
                 &len,
@@ -188,7 +196,14 @@ mod tests {
     use super::*;
 
     fn sizes(slots: usize, groups: usize) -> Result<Sizes> {
-        Sizes::new(&Desc { slots, num_slots: slots, groups, align: 128, capacity: slots + 128 * groups })
+        Sizes::new(&Desc {
+            slots,
+            top_k: 8,
+            num_slots: slots,
+            groups,
+            align: 128,
+            capacity: slots + 128 * groups,
+        })
     }
 
     #[test]
@@ -207,5 +222,11 @@ mod tests {
         }
         assert!(sizes(1, MOST_GROUPS + 1).unwrap_err().to_string().contains("4097 experts"));
         assert!(sizes(1 << 31, 8).is_err());
+    }
+
+    #[test]
+    fn more_slots_a_token_than_the_device_can_count_are_an_error() {
+        let desc = Desc { slots: 0, top_k: 1 << 31, num_slots: 0, groups: 8, align: 1, capacity: 0 };
+        assert!(Sizes::new(&desc).unwrap_err().to_string().contains("`top_k`"));
     }
 }

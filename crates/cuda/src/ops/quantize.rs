@@ -4,14 +4,15 @@ mod config;
 
 pub(super) use config::instances;
 
-use crate::backend::Buf;
+use super::held::Held;
+use super::planes::{plain_arg, planes_or_nulls, unwritten};
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
 use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, transpose_spec};
-use nibble_core::formats::{BlockAxis, Codec, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales};
+use nibble_core::{BlockScaled, Operand, Result};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -49,67 +50,29 @@ impl PowerRule {
     }
 }
 
-/// A tensor whose planes are yet to be written.
-fn unwritten(
-    device: &Device,
-    codec: Codec,
-    axis: BlockAxis,
-    (rows, cols, stack): (usize, usize, usize),
-) -> Result<BlockScaled<Cuda>> {
-    let format = codec.format();
-    let num_scales = BlockScaled::<Cuda>::num_scales(format, axis, rows, cols, stack);
-    Ok(BlockScaled {
-        format,
-        axis,
-        rule: codec.rule(),
-        rows,
-        cols,
-        stack,
-        codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
-        scales: match codec.rule().kind() {
-            ScaleKind::E8m0 => Scales::E8m0(Buf::new(device.alloc(num_scales)?)),
-            ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
-        },
-        scale_layout: ScaleLayout::RowMajor,
-    })
-}
-
-/// The code and scale planes of a tensor as arguments; nulls for none.
-fn plane_args(x: Option<&BlockScaled<Cuda>>) -> [Box<dyn KernelArg + '_>; 2] {
-    fn arg<T: Plain>(buf: &Buf<T>) -> Box<dyn KernelArg + '_> {
-        Box::new(Some(buf.get()))
-    }
-    match x {
-        Some(x) => {
-            let scales = match &x.scales {
-                Scales::E8m0(scales) => arg(scales),
-                Scales::F32(scales) => arg(scales),
-            };
-            [arg(&x.codes), scales]
-        }
-        None => [Box::new(None::<&Buffer<u8>>), Box::new(None::<&Buffer<u8>>)],
-    }
-}
-
 /// See [`Quantize`].
 pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
-    let device = cuda.device();
+    op.check()?;
+    let (device, held) = (cuda.device(), Held::by(OP, cuda));
+    held.tensor("x", op.x)?;
+    held.groups(op.groups)?;
     let desc = Desc::of(&op);
     desc.check()?;
     let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
+    let stored = (codec.format(), codec.rule());
     let row_axis = if op.planes == Planes::Tiles { BlockAxis::Tile } else { BlockAxis::Row };
     let rows = match op.planes {
         Planes::Cols => None,
-        _ => Some(unwritten(device, codec, row_axis, (stack * desc.rows, cols, stack))?),
+        _ => Some(unwritten(device, stored, row_axis, (stack * desc.rows, cols, stack))?),
     };
     let cols = match op.planes {
         Planes::Rows => None,
-        Planes::Tiles => Some(unwritten(device, codec, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
-        _ => Some(unwritten(device, codec, BlockAxis::Col, (desc.capacity, cols, 1))?),
+        Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
     let counts = super::counts(cuda)?;
     if op.x.rows != 0 && op.x.cols != 0 {
-        let source = Source::of(device, &op)?;
+        let source = Source::of(&op);
         let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
@@ -138,35 +101,14 @@ struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    /// With lengths held to the shape.
-    fn of(device: &Device, op: &Quantize<'a, Cuda>) -> Result<Self> {
-        fn held<'a, T: Plain>(
-            device: &Device,
-            argument: &'static str,
-            buf: &'a Buf<T>,
-            len: usize,
-        ) -> Result<&'a Buffer<T>> {
-            let buffer = buf.get();
-            if buffer.len() != len {
-                return Err(Error::shape(OP, argument, format!("{} values", buffer.len()), len));
-            }
-            if !buffer.device().is_same(device) {
-                let (got, expected) = (format!("on {:?}", buffer.device()), format!("on {device:?}"));
-                return Err(Error::shape(OP, argument, got, expected));
-            }
-            Ok(buffer)
+    fn of(op: &Quantize<'a, Cuda>) -> Self {
+        Self {
+            x: plain_arg(op.x).0,
+            row_id: op.groups.map(|groups| groups.row_id.get()),
+            start: op.groups.map(|groups| groups.start.get()),
+            num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
+            every_row: false,
         }
-        let len = op.x.rows * op.x.cols;
-        let x: &dyn KernelArg = match &op.x.data {
-            Data::F32(x) => held(device, "x", x, len)?,
-            Data::Bf16(x) => held(device, "x", x, len)?,
-        };
-        let Some(groups) = op.groups else {
-            return Ok(Self { x, row_id: None, start: None, num_groups: 0, every_row: false });
-        };
-        let row_id = Some(held(device, "groups.row_id", &groups.row_id, op.x.rows)?);
-        let start = Some(held(device, "groups.start", &groups.start, groups.num_groups + 1)?);
-        Ok(Self { x, row_id, start, num_groups: groups.num_groups as i32, every_row: false })
     }
 }
 
@@ -191,7 +133,7 @@ fn transform_first(
     let Source { x, row_id, start, num_groups, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
     let hadamard = HadamardArg::new(transform)?;
-    // SAFETY: x and the groups were held to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    // SAFETY: `Held` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
         if desc.planes == Planes::Rows {
             let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
@@ -256,11 +198,12 @@ fn launch(
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
     let rounding = RoundingArg::new(op.codec.rounding(), op.random.as_ref());
     let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
-    let ([row_codes, row_scales], [col_codes, col_scales]) = (plane_args(out.rows), plane_args(out.cols));
-    let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &*row_scales, &*col_codes, &*col_scales];
+    let ([row_codes, row_scales], [col_codes, col_scales]) =
+        (planes_or_nulls(out.rows), planes_or_nulls(out.cols));
+    let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];
     let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
     let launch = |args: &[&[&dyn KernelArg]]| {
-        // SAFETY: planes have the lengths that follow from the sizes passed, x and the groups were held to them, and the
+        // SAFETY: planes have the lengths that follow from the sizes passed, `Held` held x and the groups to them, and the
         // planes and counts are new, so that nobody else writes or reads them.
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
@@ -275,18 +218,18 @@ fn launch(
         }
         Path::Cols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
-            let planes: [&dyn KernelArg; 5] = [x, &*row_codes, &by_block.rows, &*col_codes, &by_block.cols];
+            let planes: [&dyn KernelArg; 5] = [x, row_codes, &by_block.rows, col_codes, &by_block.cols];
             launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
-            by_block.transpose(device, desc, &*row_scales, &*col_scales)
+            by_block.transpose(device, desc, row_scales, col_scales)
         }
         Path::HadamardCols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
             launch(&[
-                &[x, &*col_codes, &by_block.cols],
+                &[x, col_codes, &by_block.cols],
                 &sizes,
                 &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
             ])?;
-            by_block.transpose(device, desc, &*row_scales, &*col_scales)
+            by_block.transpose(device, desc, row_scales, col_scales)
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {

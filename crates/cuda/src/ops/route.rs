@@ -1,6 +1,7 @@
 //! `route`, `route_backward` on a GPU: a few lanes a token; then a cluster a shard for its losses.
 
 use super::Instance;
+use super::held::Held;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
@@ -23,14 +24,20 @@ struct Desc {
 }
 
 impl Desc {
-    /// Indices of tokens and slots are `i32` on the device.
-    fn check(self, op: &'static str) -> Result<Self> {
-        let tokens = self.tokens_per_shard * self.shards;
-        if tokens.max(self.shards) * self.top_k.max(self.experts) >= 1 << 31 {
-            let got = format!("{tokens} tokens in {} shards", self.shards);
-            let expected =
-                format!("fewer than 2^31 logits (of {} experts) and slots ({})", self.experts, self.top_k);
+    /// Indices of tokens and slots are `i32` on the device; and what is routed can be brought back: both passes' chunks fit
+    /// the shared memory.
+    fn check(self, op: &'static str, config: &Config, shared_bytes: usize) -> Result<Self> {
+        let Self { tokens_per_shard, shards, experts, top_k } = self;
+        let tokens = tokens_per_shard * shards;
+        if tokens.max(shards).saturating_mul(top_k.max(experts)) >= 1 << 31 {
+            let got = format!("{tokens} tokens in {shards} shards");
+            let expected = format!("fewer than 2^31 logits (of {experts} experts) and slots ({top_k})");
             return Err(Error::shape(op, "logits", got, expected));
+        }
+        let needed = config.tokens(&self).shared_bytes.max(config.backward(&self).shared_bytes);
+        if needed > shared_bytes {
+            let got = format!("{top_k} of {experts} experts, for which a chunk takes {needed} bytes");
+            return Err(Error::shape(op, "top_k", got, format!("at most {shared_bytes} bytes")));
         }
         Ok(self)
     }
@@ -117,10 +124,14 @@ struct Chunks {
 /// See [`Route`].
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
+    op.check()?;
+    Held::by(OP, cuda).tensor("logits", op.logits)?;
     let (tokens, experts) = op.logits.shape();
     let (top_k, shards) = (op.top_k, op.shards);
-    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k }.check(OP)?;
     let config = Config::choose(OP, experts)?;
+    let shared_bytes = cuda.device().info().shared_bytes_per_cta;
+    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = desc.check(OP, &config, shared_bytes)?;
     let logits = op.logits.f32(OP, "logits")?.get();
     let device = cuda.device();
     let (probs, log_sum_exp) = (device.alloc::<f32>(tokens * experts)?, device.alloc::<f32>(tokens)?);
@@ -138,8 +149,8 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     if tokens > 0 {
         let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
         let normalize = i32::from(op.normalize);
-        // SAFETY: logits and probs are tokens · experts values, expert and weight tokens · top_k, log_sum_exp `tokens`, the
-        // sums those of every chunk, as the kernel indexes them; each cta takes a chunk.
+        // SAFETY: `Held` held logits to tokens · experts values, as many as probs has; expert and weight were made for
+        // tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each cta takes a chunk.
         unsafe {
             kernel.launch(
                 config.tokens(&desc),
@@ -190,13 +201,30 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     })
 }
 
+/// What [`RouteBackward`] borrows.
+fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
+    let (held, routing) = (Held::by("route_backward", cuda), op.routing);
+    let (tokens, experts) = routing.probs.shape();
+    let slots = tokens * op.top_k;
+    held.tensor("routing.probs", &routing.probs)?;
+    held.values("routing.expert", &routing.expert, slots)?;
+    held.values("routing.weight", &routing.weight, slots)?;
+    held.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
+    held.values("routing.load", &routing.load, op.shards * experts)?;
+    held.values("dweight", op.dweight, slots).map(drop)
+}
+
 /// See [`RouteBackward`]. An expert past the last one is passed over: its index never came from [`Route`].
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
+    op.check()?;
     let (tokens, experts) = op.routing.probs.shape();
     let (top_k, shards) = (op.top_k, op.shards);
-    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k }.check(OP)?;
+    hold(cuda, &op)?;
     let config = Config::choose(OP, experts)?;
+    let shared_bytes = cuda.device().info().shared_bytes_per_cta;
+    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = desc.check(OP, &config, shared_bytes)?;
     let probs = op.routing.probs.f32(OP, "routing.probs")?.get();
     let device = cuda.device();
     let dlogits = device.alloc::<f32>(tokens * experts)?;
@@ -209,8 +237,8 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
             [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
         let routing = op.routing;
         let kernel = device.kernel(&config.spec("nib::route_backward"))?;
-        // SAFETY: probs and dlogits are tokens · experts values; expert, weight and dweight tokens · top_k; log_sum_exp
-        // `tokens`; load shards · experts (checked by `RouteBackward::check`); experts are compared with their number.
+        // SAFETY: `hold` held probs to tokens · experts values, as many as dlogits has; expert, weight and dweight to
+        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts; experts are compared with their number.
         unsafe {
             kernel.launch(
                 config.backward(&desc),
@@ -268,6 +296,22 @@ mod tests {
             assert_eq!(of(experts).unwrap(), (lanes, per_lane), "{experts}");
         }
         assert!(of(513).unwrap_err().to_string().contains("513 experts"));
+    }
+
+    #[test]
+    fn a_choice_that_overflows_shared_memory_is_an_error_that_names_it() {
+        let check = |experts, top_k| {
+            let desc = Desc { tokens_per_shard: 64, shards: 1, experts, top_k };
+            desc.check("route", &Config::choose("route", experts).unwrap(), 232_448)
+        };
+        for (experts, top_k) in [(1, 1), (16, 16), (128, 128), (256, 216), (512, 129)] {
+            check(experts, top_k).unwrap();
+        }
+        for (experts, top_k) in [(256, 217), (512, 130), (512, 512)] {
+            let error = check(experts, top_k).unwrap_err().to_string();
+            assert!(error.contains("`top_k`"), "{experts} {top_k}: {error}");
+        }
+        assert!(check(512, usize::MAX).is_err());
     }
 
     #[test]

@@ -3,20 +3,27 @@
 //! [`Quantize`] takes.
 
 use super::Instance;
+use super::held::Held;
+use super::planes::{plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_plain};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Counts, Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 
 const OP: &str = "swiglu";
 
 /// See [`Swiglu`].
 pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("h", op.h)?;
+    held.weight(op.weight, op.h.rows)?;
+    held.groups(op.groups)?;
     let num_sms = cuda.device().info().num_sms;
     if let Some(rows) = Rows::choose(&op, num_sms) {
         return rows.run(cuda, &op);
@@ -47,109 +54,21 @@ pub(super) fn is_fused_e4m3(codec: Codec) -> bool {
         && FUSED_RULES.contains(&codec.rule())
 }
 
-/// The kernels' number of a rule (`csrc/formats/e8m0.cuh`).
-pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
-    TemplateArg::Int(match rule {
-        ScaleRule::Amax => 0,
-        ScaleRule::Floor => 1,
-        ScaleRule::Rceil => 2,
-        ScaleRule::Ceil => 3,
-        ScaleRule::Even => 4,
-    })
-}
-
-/// A plane that a kernel is about to write in full.
-pub(super) fn unwritten(
-    device: &Device,
-    codec: Codec,
-    axis: BlockAxis,
-    rows: usize,
-    cols: usize,
-) -> Result<Unwritten> {
-    let codes = device.alloc(BlockScaled::<Cuda>::code_bytes(codec.format(), axis, rows, cols))?;
-    let num_scales = BlockScaled::<Cuda>::num_scales(codec.format(), axis, rows, cols, 1);
-    let scales = match codec.rule() {
-        ScaleRule::Amax => PlaneScales::F32(device.alloc(num_scales)?),
-        _ => PlaneScales::E8m0(device.alloc(num_scales)?),
-    };
-    Ok(Unwritten { codec, axis, rows, cols, codes, scales })
-}
-
-/// See [`unwritten`].
-pub(super) struct Unwritten {
-    codec: Codec,
-    axis: BlockAxis,
-    rows: usize,
-    cols: usize,
-    pub(super) codes: Buffer<u8>,
-    scales: PlaneScales,
-}
-
-enum PlaneScales {
-    E8m0(Buffer<u8>),
-    F32(Buffer<f32>),
-}
-
-impl Unwritten {
-    /// What a launch takes for the scales.
-    pub(super) fn scales(&self) -> &dyn KernelArg {
-        match &self.scales {
-            PlaneScales::E8m0(scales) => scales,
-            PlaneScales::F32(scales) => scales,
-        }
-    }
-
-    /// After the launch.
-    pub(super) fn written(self) -> BlockScaled<Cuda> {
-        BlockScaled {
-            format: self.codec.format(),
-            axis: self.axis,
-            rule: self.codec.rule(),
-            rows: self.rows,
-            cols: self.cols,
-            stack: 1,
-            codes: Buf::new(self.codes),
-            scales: match self.scales {
-                PlaneScales::E8m0(scales) => Scales::E8m0(Buf::new(scales)),
-                PlaneScales::F32(scales) => Scales::F32(Buf::new(scales)),
-            },
-            scale_layout: ScaleLayout::RowMajor,
-        }
-    }
-}
-
 /// The rows' numbers, null where all rows count.
 pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
     groups.map(|groups| groups.row_id.get())
 }
 
-/// What a launch takes for a plain matrix, and whether it is BF16.
-pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
-    match &x.data {
-        Data::F32(x) => (x.get(), 0),
-        Data::Bf16(x) => (x.get(), 1),
+/// Sizes that the kernels' arithmetic in 32 bits can take, of h `[rows, 2f]`.
+pub(super) fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
+    // A row of h in BF16 has 4f bytes.
+    if f >= 1 << 29 {
+        return Err(Error::shape(op, "columns of h", f.saturating_mul(2), "below 2^30"));
     }
-}
-
-/// An unwritten plain matrix; rows without columns and columns without rows are complete.
-pub(super) fn unwritten_plain(
-    device: &Device,
-    dtype: DType,
-    rows: usize,
-    cols: usize,
-) -> Result<Tensor<Cuda>> {
-    let data = match dtype {
-        DType::F32 => Data::F32(Buf::new(device.alloc(rows * cols)?)),
-        DType::Bf16 => Data::Bf16(Buf::new(device.alloc(rows * cols)?)),
-    };
-    Tensor::new(data, rows, cols)
-}
-
-/// Sizes that the kernels' arithmetic in 32 bits can take.
-pub(super) fn check_size(op: &'static str, rows: usize, cols: usize) -> Result<()> {
     // Tasks are counted below 2^31, of eight columns or more.
-    if rows.saturating_mul(cols.div_ceil(8)) >= 1 << 31 {
-        return Err(Error::shape(op, "rows · columns", format!("{rows} · {cols}"), "below 2^34"));
+    if rows.saturating_mul(f.div_ceil(8)) >= 1 << 31 {
+        let got = format!("{rows} · {}", 2 * f);
+        return Err(Error::shape(op, "rows · columns of h", got, "below 2^35"));
     }
     Ok(())
 }
@@ -211,8 +130,8 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
     let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
     let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
     let kernel = device.kernel(&plain_spec())?;
-    // SAFETY: h is `[rows, 2f]` and `a` `[rows, f]`, of the types the flags say; `op.check` held the weights to `rows`, and the
-    // groups' numbers are as many. `a` is not yet shared.
+    // SAFETY: `Held` held h to `[rows, 2f]` and weights and groups to `rows`, and `a` was made `[rows, f]` and is not yet shared;
+    // the flags say the types.
     unsafe {
         kernel.launch(
             launch,
@@ -268,40 +187,37 @@ impl Rows {
 
     fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
         let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
-        let a = unwritten(device, self.codec, BlockAxis::Row, rows, f)?;
-        let saved =
-            self.save_h.map(|codec| unwritten(device, codec, BlockAxis::Row, rows, 2 * f)).transpose()?;
-        let counts = device.filled::<u64>(3, 0)?;
+        let new_rows = |codec: Codec, cols| {
+            unwritten(device, (codec.format(), codec.rule()), BlockAxis::Row, (rows, cols, 1))
+        };
+        let a = new_rows(self.codec, f)?;
+        let saved = self.save_h.map(|codec| new_rows(codec, 2 * f)).transpose()?;
+        let counts = super::counts(cuda)?;
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let (h, _) = plain_arg(op.h);
-        let no_plane = None::<&Buffer<u8>>;
-        let (h_codes, h_scales): (&dyn KernelArg, &dyn KernelArg) = match &saved {
-            Some(saved) => (&saved.codes, saved.scales()),
-            None => (&no_plane, &no_plane),
-        };
+        let ([a_codes, a_scales], [h_codes, h_scales]) = (plane_args(&a), planes_or_nulls(saved.as_ref()));
         let by_segments = Divider::by(self.segments);
         let launch = Launch { ctas: self.ctas, threads: ROWS_THREADS, cluster: 1, shared_bytes: 0 };
         let kernel = device.kernel(&rows_spec(self.codec.rule(), self.save_h.is_some()))?;
         let args: [&dyn KernelArg; 12] = [
             h,
             &weight,
-            &a.codes,
-            a.scales(),
+            a_codes,
+            a_scales,
             h_codes,
             h_scales,
-            &counts,
+            counts.0.get(),
             &row_id,
             &(rows as i32),
             &(f as i32),
             &by_segments,
             &self.segments,
         ];
-        // SAFETY: h is BF16 `[rows, 2f]` with f a multiple of 32, the planes were made for these sizes and rules and are not yet
-        // shared; `op.check` held weights and groups to `rows`.
+        // SAFETY: `Held` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the planes were made
+        // for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
-        let rows = Some(Operand::Block(a.written()));
-        let a = Emitted { rows, cols: None, counts: Some(Counts(Buf::new(counts))) };
-        Ok(SwigluOut { a, h: saved.map(Unwritten::written) })
+        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts) };
+        Ok(SwigluOut { a, h: saved })
     }
 }
 
@@ -366,9 +282,12 @@ impl RowsCols {
 
     fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
         let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
-        let row_plane = unwritten(device, self.codec, BlockAxis::Row, rows, f)?;
-        let col_plane = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
-        let counts = device.filled::<u64>(3, 0)?;
+        let stored = (self.codec.format(), self.codec.rule());
+        let row_plane = unwritten(device, stored, BlockAxis::Row, (rows, f, 1))?;
+        let col_plane = unwritten(device, stored, BlockAxis::Col, (self.capacity, f, 1))?;
+        let counts = super::counts(cuda)?;
+        let ([row_codes, row_scales], [col_codes, col_scales]) =
+            (plane_args(&row_plane), plane_args(&col_plane));
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let h = bf16_tiles(OP, op.h)?;
         let launch = Launch {
@@ -381,22 +300,22 @@ impl RowsCols {
         let args: [&dyn KernelArg; 12] = [
             &h,
             &weight,
-            &row_plane.codes,
-            row_plane.scales(),
-            &col_plane.codes,
-            col_plane.scales(),
-            &counts,
+            row_codes,
+            row_scales,
+            col_codes,
+            col_scales,
+            counts.0.get(),
             &row_id,
             &(rows as i32),
             &(f as i32),
             &(self.capacity as i32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
-        // SAFETY: the map is that of h, BF16 `[rows, 2f]` with f a multiple of 8; the planes were made for these sizes and rules and are not yet
-        // shared; `op.check` held weights and groups to `rows`.
+        // SAFETY: the map is that of h, which `Held` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
+        // `rows`; the planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
-        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane.written())));
-        let a = Emitted { rows, cols, counts: Some(Counts(Buf::new(counts))) };
+        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane)));
+        let a = Emitted { rows, cols, counts: Some(counts) };
         Ok(SwigluOut { a, h: saved_h(cuda, op)? })
     }
 }
@@ -410,6 +329,20 @@ pub(super) fn tiled_capacity(rows: usize, groups: Option<&Groups<Cuda>>) -> Opti
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_beyond_32_bits_are_named() {
+        check_size(OP, 32768, 7168).unwrap();
+        check_size(OP, 1, (1 << 29) - 1).unwrap();
+        for (rows, f, argument) in [
+            (0, 1 << 29, "`columns of h`"),
+            (1 << 31, 8, "`rows · columns of h`"),
+            (1, usize::MAX, "`columns of h`"),
+        ] {
+            let error = check_size(OP, rows, f).unwrap_err().to_string();
+            assert!(error.contains(argument), "{rows} · {f}: {error}");
+        }
+    }
 
     #[test]
     fn shared_memory_is_what_the_kernel_lays_out() {

@@ -3,9 +3,10 @@
 //! (`csrc/kernels/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
 
 use super::Instance;
+use super::held::Held;
+use super::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_plain};
 use super::swiglu::{
-    FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_arg, plain_form, row_ids,
-    rule_arg, tiled_capacity, unwritten, unwritten_plain,
+    FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_form, row_ids, tiled_capacity,
 };
 use crate::Cuda;
 use crate::backend::Buf;
@@ -14,13 +15,19 @@ use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Counts, Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
+use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
 use nibble_core::{BlockScaled, DType, Error, Operand, Result, Scales};
 
 const OP: &str = "swiglu_backward";
 
 /// See [`SwigluBackward`].
 pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.operand("h", op.h)?;
+    held.tensor("da", op.da)?;
+    held.weight(op.weight, op.da.rows)?;
+    held.groups(op.groups)?;
     if let Operand::Block(h) = op.h
         && h.axis != BlockAxis::Row
     {
@@ -114,7 +121,7 @@ impl Fused {
         };
         let same = op.a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
         let capacity = tiled_capacity(rows, op.groups)?;
-        let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, capacity, 2 * f).is_ok();
+        let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, 2 * capacity, f).is_ok();
         if !(same && fits && op.da.dtype() == DType::Bf16) {
             return None;
         }
@@ -124,11 +131,12 @@ impl Fused {
 
     fn run(self, cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
         let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
-        let dh_rows = unwritten(device, self.codec, BlockAxis::Row, rows, 2 * f)?;
-        let dh_cols = unwritten(device, self.codec, BlockAxis::Col, self.capacity, 2 * f)?;
-        let a = unwritten(device, self.codec, BlockAxis::Col, self.capacity, f)?;
+        let stored = (self.codec.format(), self.codec.rule());
+        let dh_rows = unwritten(device, stored, BlockAxis::Row, (rows, 2 * f, 1))?;
+        let dh_cols = unwritten(device, stored, BlockAxis::Col, (self.capacity, 2 * f, 1))?;
+        let a = unwritten(device, stored, BlockAxis::Col, (self.capacity, f, 1))?;
         let parts = device.alloc::<f32>(rows * (f / TILE))?;
-        let (dh_counts, a_counts) = (device.filled::<u64>(3, 0)?, device.filled::<u64>(3, 0)?);
+        let (dh_counts, a_counts) = (super::counts(cuda)?, super::counts(cuda)?);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let no_scales = None::<&Buffer<u8>>;
         let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
@@ -146,31 +154,33 @@ impl Fused {
             shared_bytes: self.source.shared_bytes(),
         };
         let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
+        let ([row_codes, row_scales], [col_codes, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
+        let [a_codes, a_scales] = plane_args(&a);
         let args: [&dyn KernelArg; 18] = [
             &h,
             h_scales,
             &da,
             &weight,
-            &dh_rows.codes,
-            dh_rows.scales(),
-            &dh_cols.codes,
-            dh_cols.scales(),
-            &a.codes,
-            a.scales(),
+            row_codes,
+            row_scales,
+            col_codes,
+            col_scales,
+            a_codes,
+            a_scales,
             &parts,
-            &dh_counts,
-            &a_counts,
+            dh_counts.0.get(),
+            a_counts.0.get(),
             &row_id,
             &(rows as i32),
             &(f as i32),
             &(self.capacity as i32),
             &Divider::by((f / TILE) as u32),
         ];
-        // SAFETY: `op.check` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
+        // SAFETY: `Held` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
         // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
-        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(Counts(Buf::new(counts))) };
-        let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane.written())));
+        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts) };
+        let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane)));
         Ok(SwigluGrads {
             dh: emitted(dh_rows, dh_cols, dh_counts),
             a: emitted(None, a, a_counts),
@@ -240,7 +250,8 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluG
         let args: [&dyn KernelArg; 13] =
             [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
         let kernel = device.kernel(&plain_spec())?;
-        // SAFETY: `op.check` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; the flags say the types.
+        // SAFETY: `Held` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
+        // the flags say the types.
         // What is written was made for these sizes and is not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
     }

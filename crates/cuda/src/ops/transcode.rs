@@ -1,14 +1,15 @@
 //! `transcode` on a GPU: `csrc/kernels/{lift_rows,lift_cols,shift_cols,requantize_rows}.cuh`.
 
 use super::Instance;
+use super::held::Held;
+use super::planes::{plane_args, rule_arg, unwritten};
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, KernelArg, Launch};
+use crate::launch::{Divider, Launch};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result, Scales};
-use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
 
 const OP: &str = "transcode";
 const THREADS: u32 = 256;
@@ -94,8 +95,7 @@ impl Conversion {
                     ScaleKind::E8m0 => "nib::u8",
                     ScaleKind::F32 => "float",
                 };
-                let args =
-                    vec![("Scale", TemplateArg::Type(scale)), ("kRule", TemplateArg::Int(rule_number(rule)))];
+                let args = vec![("Scale", TemplateArg::Type(scale)), ("kRule", rule_arg(rule))];
                 ("kernels/requantize_rows.cuh", "nib::requantize_rows", args)
             }
         };
@@ -159,17 +159,6 @@ impl ColPlan {
     }
 }
 
-/// The rule's number in `csrc/formats/e8m0.cuh`.
-fn rule_number(rule: ScaleRule) -> i64 {
-    match rule {
-        ScaleRule::Amax => 0,
-        ScaleRule::Floor => 1,
-        ScaleRule::Rceil => 2,
-        ScaleRule::Ceil => 3,
-        ScaleRule::Even => 4,
-    }
-}
-
 /// How a row kernel goes over its rows: each in segments, one a warp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowPlan {
@@ -206,28 +195,6 @@ fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
         .ok_or_else(|| Error::shape(OP, argument, n, "below 2^31 - 4096"))
 }
 
-/// A tensor of power-of-two scales whose planes are yet to be written.
-fn unwritten(
-    cuda: &Cuda,
-    op: &Transcode<'_, Cuda>,
-    rule: ScaleRule,
-    rows: usize,
-) -> Result<BlockScaled<Cuda>> {
-    let (format, axis, cols) = (op.to, op.axis, op.x.cols);
-    let scales = BlockScaled::<Cuda>::num_scales(format, axis, rows, cols, 1);
-    Ok(BlockScaled {
-        format,
-        axis,
-        rule,
-        rows,
-        cols,
-        stack: 1,
-        codes: Buf::new(cuda.device().alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
-        scales: Scales::E8m0(Buf::new(cuda.device().alloc(scales)?)),
-        scale_layout: ScaleLayout::RowMajor,
-    })
-}
-
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     transcode_by(cuda, op, SPREAD_FROM)
@@ -235,7 +202,10 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
 
 /// With column scales copied from those of blocks from `spread_from` numbers on.
 fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Result<Transcoded<Cuda>> {
-    let x = op.x;
+    op.check()?;
+    let (x, held) = (op.x, Held::by(OP, cuda));
+    held.blocks("x", x)?;
+    held.groups(op.groups)?;
     if op.to == Format::Mxfp4 && op.rule.kind() != ScaleKind::E8m0 {
         return Err(Error::unsupported(
             OP,
@@ -250,9 +220,6 @@ fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Res
         x.e8m0_scales(OP)?;
     }
     let row_id = op.groups.map(|groups| groups.row_id.get());
-    if let Some(ids) = row_id.filter(|ids| ids.len() != x.rows) {
-        return Err(Error::shape(OP, "groups.row_id.len()", ids.len(), x.rows));
-    }
     let capacity = match op.axis {
         BlockAxis::Col => x.rows.next_multiple_of(TILE),
         BlockAxis::Row | BlockAxis::Tile => x.rows,
@@ -261,7 +228,7 @@ fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Res
         return Err(Error::shape(OP, "groups.capacity", x.rows, "a multiple of e4m3's block of 128"));
     }
     let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
-    let out = unwritten(cuda, &op, rule, capacity)?;
+    let out = unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?;
     let counts = super::counts(cuda)?;
     if x.rows != 0 && x.cols != 0 {
         launch(cuda, &op, row_id, spread_from, &out, counts.0.get())?;
@@ -288,7 +255,6 @@ fn launch(
         (x.rows, x.cols)
     };
     let conversion = Conversion::choose(x.format, op.to, op.axis, (source, op.rule), cols);
-    let kernel = cuda.device().kernel(&conversion.spec())?;
     let segment_cols = match conversion {
         Conversion::LiftRows { chunks, .. } => chunks * LIFT_CHUNK_COLS,
         Conversion::RequantizeRows { .. } => REQUANTIZE_COLS,
@@ -303,13 +269,11 @@ fn launch(
     };
     let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
     let by_segments = Divider::by(segments);
-    let scales: &dyn KernelArg = match &x.scales {
-        Scales::E8m0(scales) => scales.get(),
-        Scales::F32(scales) => scales.get(),
-    };
-    let (codes, out_codes, out_scales) = (x.codes.get(), out.codes.get(), out.e8m0_scales(OP)?.get());
+    let ([codes, scales], out_codes, out_scales) =
+        (plane_args(x), out.codes.get(), out.e8m0_scales(OP)?.get());
+    let kernel = cuda.device().kernel(&conversion.spec())?;
     let shape = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    // SAFETY: the operation's check held the planes of x, and `unwritten` those of the output, to the sizes passed here, past
+    // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
     unsafe {
@@ -384,6 +348,7 @@ pub(super) fn instances() -> Vec<Instance> {
 mod tests {
     use super::*;
     use nibble_core::Backend;
+    use nibble_formats::ScaleLayout;
 
     #[test]
     fn every_choice_is_built() {

@@ -1,7 +1,7 @@
 //! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/copy_rows.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
 
-use super::Instance;
 use super::copy_rows::{CopyRows, Order, Plane, Span, check_rows_of_blocks};
+use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::Buffer;
@@ -12,6 +12,10 @@ use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 /// See [`PackRows`].
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.operand("rows", op.rows)?;
+    let index = held.buffer("index", op.index)?;
     let kind = op.rows.row_kind();
     let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
     let (codes, scales) = match op.rows {
@@ -35,7 +39,6 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             (Span::of(x.codes.get(), code_bytes), Some(scales))
         }
     };
-    let index = op.index.get();
     let len = index.len().checked_mul(row_bytes);
     let len =
         len.ok_or_else(|| Error::shape(OP, "index.len()", index.len(), "a buffer that fits the memory"))?;
@@ -54,7 +57,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
         rows: index.len(),
         rows_in: op.rows.rows(),
     };
-    // SAFETY: `out` is new and held here; the rest is borrowed by `op`.
+    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`Held`).
     unsafe { copy.run(cuda.device()) }?;
     Ok(Buf::new(out))
 }
@@ -62,12 +65,10 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
 /// See [`UnpackRows`].
 pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_rows";
+    op.check()?;
     let (kind, format) = (op.kind, op.kind.format);
-    if kind.row_bytes() == 0 {
-        return Err(Error::shape(OP, "kind.cols", kind.cols, "at least 1"));
-    }
-    let records =
-        Records { cuda, bytes: op.bytes.get(), kind, rows: op.bytes.get().len() / kind.row_bytes() };
+    let bytes = Held::by(OP, cuda).buffer("bytes", op.bytes)?;
+    let records = Records { cuda, bytes, kind, rows: bytes.len() / kind.row_bytes() };
     let (rows, cols) = (records.rows, kind.cols);
     match format {
         Format::F32 => return Tensor::new(Data::F32(records.plain()?), rows, cols).map(Operand::Plain),
@@ -117,7 +118,7 @@ impl Records<'_> {
     fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let (rows, rows_in) = (self.rows, self.rows);
         let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
-        // SAFETY: the planes write new buffers, which the caller holds, and read the borrowed messages.
+        // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`Held`).
         unsafe { copy.run(self.cuda.device()) }
     }
 
@@ -133,9 +134,4 @@ impl Records<'_> {
         self.copy(of_codes, Some(of_scales))?;
         Ok((Buf::new(codes), Buf::new(scales)))
     }
-}
-
-/// The instances built for it: those that permuting has.
-pub(super) fn instances() -> Vec<Instance> {
-    Vec::new()
 }

@@ -1,0 +1,97 @@
+//! What operations borrow: buffers of the lengths that follow from their shapes, on the operation's own device.
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Scales, Tensor};
+
+/// Holds the buffers of an operation to their lengths and to its device, before a kernel is told of them: their fields are
+/// public, so that a shape may claim what a buffer does not have. Errors name the argument.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Held<'d> {
+    op: &'static str,
+    device: &'d Device,
+}
+
+impl<'d> Held<'d> {
+    pub fn by(op: &'static str, cuda: &'d Cuda) -> Self {
+        Self { op, device: cuda.device() }
+    }
+
+    /// A buffer of any length.
+    pub fn buffer<'a, T: Plain>(&self, argument: &'static str, buf: &'a Buf<T>) -> Result<&'a Buffer<T>> {
+        let (buffer, device) = (buf.get(), self.device);
+        if !buffer.device().is_same(device) {
+            let (got, expected) = (format!("on {:?}", buffer.device()), format!("on {device:?}"));
+            return Err(Error::shape(self.op, argument, got, expected));
+        }
+        Ok(buffer)
+    }
+
+    /// A buffer of `len` values.
+    pub fn values<'a, T: Plain>(
+        &self,
+        argument: &'static str,
+        buf: &'a Buf<T>,
+        len: usize,
+    ) -> Result<&'a Buffer<T>> {
+        self.part(argument, "values", buf, len)
+    }
+
+    /// A buffer of `len` of what its argument has.
+    fn part<'a, T: Plain>(
+        &self,
+        argument: &'static str,
+        what: &str,
+        buf: &'a Buf<T>,
+        len: usize,
+    ) -> Result<&'a Buffer<T>> {
+        let buffer = self.buffer(argument, buf)?;
+        if buffer.len() != len {
+            let got = format!("{} {what}", buffer.len());
+            return Err(Error::shape(self.op, argument, got, len));
+        }
+        Ok(buffer)
+    }
+
+    /// A matrix: rows · columns values.
+    pub fn tensor(&self, argument: &'static str, x: &Tensor<Cuda>) -> Result<()> {
+        let len = x.rows.saturating_mul(x.cols);
+        match &x.data {
+            Data::F32(values) => self.values(argument, values, len).map(drop),
+            Data::Bf16(values) => self.values(argument, values, len).map(drop),
+        }
+    }
+
+    /// Codes and scales.
+    pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
+        let code_bytes = BlockScaled::<Cuda>::code_bytes(x.format, x.axis, x.rows, x.cols);
+        self.part(argument, "bytes of codes", &x.codes, code_bytes)?;
+        let num_scales = BlockScaled::<Cuda>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
+        match &x.scales {
+            Scales::E8m0(scales) => self.part(argument, "scales", scales, num_scales).map(drop),
+            Scales::F32(scales) => self.part(argument, "scales", scales, num_scales).map(drop),
+        }
+    }
+
+    /// Either.
+    pub fn operand(&self, argument: &'static str, x: &Operand<Cuda>) -> Result<()> {
+        match x {
+            Operand::Plain(x) => self.tensor(argument, x),
+            Operand::Block(x) => self.blocks(argument, x),
+        }
+    }
+
+    /// Groups, where there are any.
+    pub fn groups(&self, groups: Option<&Groups<Cuda>>) -> Result<()> {
+        let Some(groups) = groups else { return Ok(()) };
+        self.values("groups.start", &groups.start, groups.num_groups.saturating_add(1))?;
+        self.values("groups.len", &groups.len, groups.num_groups)?;
+        self.values("groups.row_id", &groups.row_id, groups.capacity).map(drop)
+    }
+
+    /// The weight of each row, where there are any.
+    pub fn weight(&self, weight: Option<&Buf<f32>>, rows: usize) -> Result<()> {
+        weight.map_or(Ok(()), |weight| self.values("weight", weight, rows).map(drop))
+    }
+}

@@ -1,0 +1,81 @@
+//! Matrices as the operations make them and pass them to kernels.
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::device::{Buffer, Device};
+use crate::jit::TemplateArg;
+use crate::launch::KernelArg;
+use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_core::{BlockScaled, DType, Data, Result, Scales, Tensor};
+
+/// The device's number of a rule (`csrc/formats/e8m0.cuh`).
+pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
+    TemplateArg::Int(match rule {
+        ScaleRule::Amax => 0,
+        ScaleRule::Floor => 1,
+        ScaleRule::Rceil => 2,
+        ScaleRule::Ceil => 3,
+        ScaleRule::Even => 4,
+    })
+}
+
+/// A tensor whose planes a kernel is about to write in full; scales are of the rule's kind.
+pub(super) fn unwritten(
+    device: &Device,
+    (format, rule): (Format, ScaleRule),
+    axis: BlockAxis,
+    (rows, cols, stack): (usize, usize, usize),
+) -> Result<BlockScaled<Cuda>> {
+    let num_scales = BlockScaled::<Cuda>::num_scales(format, axis, rows, cols, stack);
+    Ok(BlockScaled {
+        format,
+        axis,
+        rule,
+        rows,
+        cols,
+        stack,
+        codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
+        scales: match rule.kind() {
+            ScaleKind::E8m0 => Scales::E8m0(Buf::new(device.alloc(num_scales)?)),
+            ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
+        },
+        scale_layout: ScaleLayout::RowMajor,
+    })
+}
+
+/// What a launch takes for a tensor's codes and scales.
+pub(super) fn plane_args(x: &BlockScaled<Cuda>) -> [&dyn KernelArg; 2] {
+    let scales: &dyn KernelArg = match &x.scales {
+        Scales::E8m0(scales) => scales.get(),
+        Scales::F32(scales) => scales.get(),
+    };
+    [x.codes.get(), scales]
+}
+
+/// The same; nulls for none.
+pub(super) fn planes_or_nulls(x: Option<&BlockScaled<Cuda>>) -> [&dyn KernelArg; 2] {
+    const NONE: Option<&Buffer<u8>> = None;
+    x.map_or([&NONE, &NONE], plane_args)
+}
+
+/// What a launch takes for a plain matrix, and whether it is BF16.
+pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
+    match &x.data {
+        Data::F32(x) => (x.get(), 0),
+        Data::Bf16(x) => (x.get(), 1),
+    }
+}
+
+/// An unwritten plain matrix; rows without columns and columns without rows are complete.
+pub(super) fn unwritten_plain(
+    device: &Device,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+) -> Result<Tensor<Cuda>> {
+    let data = match dtype {
+        DType::F32 => Data::F32(Buf::new(device.alloc(rows * cols)?)),
+        DType::Bf16 => Data::Bf16(Buf::new(device.alloc(rows * cols)?)),
+    };
+    Tensor::new(data, rows, cols)
+}
