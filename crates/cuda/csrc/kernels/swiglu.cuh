@@ -5,6 +5,10 @@
 // kernels/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
 //   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
 //   Any grid, best a cta a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 2048, and 24576 x 2048):
+//   a alone 89 % (90 %), a and h4 81 % (80 %): 21 and 36 instructions an element of a. With h4 the integer pipe is the limit, busy
+//   72 % of the time: two codes of h, the index of a sigmoid, the maxima.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
