@@ -7,6 +7,9 @@
 //   found = {rows needed, slots occupied}. Where those do not fit the capacity and num_slots: groups without rows, and all is padding.
 //   kThreads = kPlanThreads threads; grid chunks, but plan_place at least 1. Dynamic shared memory: plan_count 4 * columns bytes; plan_place
 //   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
+//
+// Measured on an H200, 262144 slots: both launches 16 us for 128 groups, 18 us for 256, of which 1.3 us is the floor: a chain of latencies,
+// one cta a multiprocessor.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
