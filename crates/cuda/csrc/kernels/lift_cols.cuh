@@ -7,6 +7,10 @@
 //   [cols][capacity / 128], or if `block_scales` is not null there, [capacity / 128][cols / 32]; capacity % 128 == 0,
 //   cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each kPanels · 128 columns of each `depth` strips
 //   of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Planes start on 16 bytes.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
+//   32768 x 7168 76 %, in 32 uneven groups 73 %; 24576 x 5120 72 %; 32768 x 2048 71 %; 4096 x 7168 62 %. Without any scales the same
+//   loads and stores reach 87 %, with those of the source 83 %.
 #pragma once
 #include "kernels/turn.cuh"
 

@@ -7,6 +7,10 @@
 //   cols % 32 == 0; kWhole: cols % 128 == 0. 256 threads; a warp takes a segment of kChunks · 512 columns at a time; segments = ceil(cols / that),
 //   and `by_segments` divides by it. Any grid, best ceil(rows · segments / 8). Where every row counts and cols % 128 == 0, the
 //   launch may pass all of x, if that is less than 2^30 numbers, as one row. Planes start on 16 bytes.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
+//   32768 x 7168 92 %, in 32 uneven groups 91 %; 24576 x 5120 89 %; 32768 x 2048 83 %; 4096 x 7168 72 %. A kernel that only copies
+//   eight bytes to sixteen: 94, -, 91, - and 80 %.
 #pragma once
 #include "kernels/lift.cuh"
 #include "math/reduce.cuh"

@@ -8,6 +8,9 @@
 //   takes a segment of 2048 columns at a time; segments = ceil(cols / that), and `by_segments` divides by it. Any grid, best
 //   ceil(rows · segments / 8). Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
 //   2^30 numbers, as one row. Planes start on 16 bytes.
+//
+// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
+//   32768 x 7168 under E8M0 scales 50 %, under F32 scales 27 %: the integer units are the limit.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
