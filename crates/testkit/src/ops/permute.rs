@@ -135,7 +135,12 @@ pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         pair.check(&Planning(received, needed));
         if needed > 0 {
             let short = Planning(received, needed - received.align);
-            pair.check_refused(&short, |e| matches!(e, Error::Capacity { needed: n, .. } if *n == needed));
+            // The slots alone may be too many: then their padding has not been counted.
+            let is_short = |n: usize, capacity: usize| capacity < n && n <= needed;
+            pair.check_refused(
+                &short,
+                |e| matches!(e, Error::Capacity { needed: n, capacity, .. } if is_short(*n, *capacity)),
+            );
             pair.check_refused(&Miscounted(received), |e| matches!(e, Error::Shape { .. }));
         }
     }
