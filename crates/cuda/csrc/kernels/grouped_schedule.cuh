@@ -54,6 +54,18 @@ struct Groups {
     int count;
     int m, n, k;  // rows of A (all groups together, or of one gradient), rows of B of one group, contraction
     int band;     // tile rows in a band of the raster
+
+    /// A group's rows: the first, how many with padding, how many count.
+    struct Span {
+        int first, padded, len;
+    };
+
+    /// Those of a group, within the `extent` rows there are, whatever the lists hold.
+    __device__ __forceinline__ Span span(int group, int extent) const {
+        const int first = min(max(start[group], 0), extent);
+        const int padded = min(max(start[group + 1], first), extent) - first;
+        return {first, padded, min(max(len[group], 0), padded)};
+    }
 };
 
 template <Ragged kRagged, int kBlockM, int kCluster>
@@ -92,8 +104,9 @@ class Schedule {
             group = next_ / (tiles_m * columns_);
             if (group >= groups_.count) return false;
             within = next_ - group * (tiles_m * columns_);
-            first = groups_.start[group];
-            len = groups_.len[group];
+            const auto rows = groups_.span(group, groups_.k);
+            first = rows.first;
+            len = rows.len;
             padded = groups_.m;
         }
         // Bands of tile rows are swept column by column, so that the clusters at work at one time cover a squarish patch of D
@@ -137,9 +150,10 @@ class Schedule {
         if (groups_.start == nullptr) {
             if (group == 0) len_ = padded_ = groups_.m;
         } else if (group < groups_.count) {
-            start_ = groups_.start[group];
-            padded_ = groups_.start[group + 1] - start_;
-            len_ = groups_.len[group];
+            const auto rows = groups_.span(group, groups_.m);
+            start_ = rows.first;
+            padded_ = rows.padded;
+            len_ = rows.len;
         }
         end_ = (shorter ? int(padded_ % kBlockM != 0) : padded_ / kBlockM) * columns_;
 #pragma unroll

@@ -122,7 +122,7 @@ __device__ __forceinline__ void clear_tail(Out* d, const Groups& groups, int thr
     if (groups.start == nullptr) return;
     constexpr int kEach = 16 / sizeof(Out);
     const long long end = (long long)groups.m * groups.n / kEach;
-    for (long long at = (long long)groups.start[groups.count] * groups.n / kEach + thread; at < end; at += threads)
+    for (long long at = (long long)max(groups.start[groups.count], 0) * groups.n / kEach + thread; at < end; at += threads)
         reinterpret_cast<uint4*>(d)[at] = uint4{0, 0, 0, 0};
 }
 

@@ -90,16 +90,18 @@ __global__ void __launch_bounds__(kSimtThreads)
     int tile = int(blockIdx.x) / tiles_n % tiles_m, group = int(blockIdx.x) / tiles_n / tiles_m;
     int start = 0, len = groups.m;
     if (kRagged == Ragged::kContraction) {
-        start = groups.start[group];
-        len = groups.len[group];
+        const auto rows = groups.span(group, groups.k);
+        start = rows.first;
+        len = rows.len;
     } else if (groups.start != nullptr) {
         for (group = 0;; ++group) {
             if (group == groups.count) return;
-            len = groups.len[group];
+            const auto rows = groups.span(group, groups.m);
+            start = rows.first;
+            len = rows.len;
             if (tile < ceil_div(len, kSimtTile)) break;
             tile -= ceil_div(len, kSimtTile);
         }
-        start = groups.start[group];
     }
     const bool by_rows = kRagged == Ragged::kRows;
     const int row = tile * kSimtTile, col = int(blockIdx.x) % tiles_n * kSimtTile;  // in the group's D

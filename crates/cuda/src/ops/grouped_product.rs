@@ -91,15 +91,19 @@ impl Desc {
 
     /// Length of D.
     pub const fn d(&self) -> usize {
+        self.rows_d().saturating_mul(self.n)
+    }
+
+    const fn rows_d(&self) -> usize {
         match self.ragged {
-            Ragged::Rows => self.m * self.n,
-            Ragged::Contraction => self.groups * self.m * self.n,
+            Ragged::Rows => self.m,
+            Ragged::Contraction => self.groups.saturating_mul(self.m),
         }
     }
 
     const fn rows_b(&self) -> usize {
         match self.ragged {
-            Ragged::Rows => self.groups * self.n,
+            Ragged::Rows => self.groups.saturating_mul(self.n),
             Ragged::Contraction => self.n,
         }
     }
@@ -112,7 +116,10 @@ impl Desc {
     /// Rows of A's and B's matrices of scales.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
-            Kind::Fp8(ScalesB::Tile) => self.rows_b() / self.n * self.n.div_ceil(BLOCK_N),
+            Kind::Fp8(ScalesB::Tile) => {
+                let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
+                matrices.saturating_mul(self.n.div_ceil(BLOCK_N))
+            }
             _ => self.rows_b(),
         };
         (self.m, rows_b)
@@ -140,7 +147,7 @@ impl Desc {
             Kind::Bf16 => 0,
         };
         for (argument, value) in
-            [("rows of b", self.rows_b()), ("rows of d", self.d() / self.n), ("scales", scales)]
+            [("rows of b", self.rows_b()), ("rows of d", self.rows_d()), ("scales", scales)]
         {
             if value > MAX_EXTENT {
                 return Err(Error::shape(OP, argument, value, format!("up to {MAX_EXTENT}")));
@@ -184,6 +191,19 @@ impl Config {
             Out::F32 => 1,
         };
         Self { stages: 4, cluster: 2, out_buffers, band: 8 }
+    }
+
+    /// What the kernels have instances and a raster for.
+    pub fn check(&self) -> Result<()> {
+        let good = matches!(self.cluster, 1 | 2)
+            && (1..=MAX_EXTENT).contains(&self.band)
+            && (1..=8).contains(&self.stages)
+            && (1..=8).contains(&self.out_buffers);
+        if good {
+            return Ok(());
+        }
+        let expected = "clusters of 1 or 2, a band, 1 to 8 stages and output buffers";
+        Err(Error::shape(OP, "config", format!("{self:?}"), expected))
     }
 
     /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
@@ -377,6 +397,7 @@ impl GroupedProduct<'_> {
     /// Runs with this instance.
     pub fn run_with(self, config: Config) -> Result<()> {
         let device = self.check()?;
+        config.check()?;
         let desc = &self.desc;
         let map_a = self.a.map(desc, desc.m, BLOCK_M / config.cluster)?;
         let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N)?;
@@ -397,8 +418,8 @@ impl GroupedProduct<'_> {
         args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
         args.extend([&groups as &dyn KernelArg, d]);
         // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
-        // past them. Scales are read at rows and blocks that `Scales::check` covered. That the groups' rows lie within
-        // `m` (or `k`) is C2's promise. `d` is borrowed mutably, and the device has one stream.
+        // past them. Scales are read at rows and blocks that `Scales::check` covered. The kernel keeps the groups' rows
+        // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
         unsafe { kernel.launch(launch, &args) }
     }
 }

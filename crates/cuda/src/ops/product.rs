@@ -71,8 +71,9 @@ impl<'a> Scales<'a> {
         rows: usize,
         blocks: usize,
     ) -> Result<()> {
-        let last =
-            (rows - 1).saturating_mul(self.row_stride).saturating_add((blocks - 1) * self.block_stride);
+        let last = (rows - 1)
+            .saturating_mul(self.row_stride)
+            .saturating_add((blocks - 1).saturating_mul(self.block_stride));
         if last < self.len() && last < u32::MAX as usize {
             return Ok(());
         }
