@@ -127,7 +127,7 @@ impl Side<'_> {
     }
 }
 
-/// A product; sizes as for [`super::grouped_fp8_block::Desc`].
+/// A product; sizes as for [`super::grouped_product::Desc`].
 #[derive(Debug)]
 pub(crate) struct ProductSimt<'a> {
     pub ragged: Ragged,
