@@ -1,4 +1,4 @@
-//! `nibble verify`: every operation compared bit for bit, on this machine, with what this binary carries.
+//! `nibble verify`: every operation held to its specification on this machine, with what this binary carries.
 //!
 //! With a Hopper GPU: the CUDA backend against the CPU, which is its specification. With `--cpu`: the CPU's vectorised
 //! and threaded code against its scalar specification on one thread. The cases are the conformance suite's: sizes of real
@@ -16,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Compares every operation with its specification on this machine, bit for bit.
+/// Holds every operation to its specification on this machine: conversions bit for bit, products within their bounds.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit code 0 where every operation agrees, 1 where one does not, 2 where there is no GPU to verify.\n\n\
