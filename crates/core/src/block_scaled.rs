@@ -75,6 +75,25 @@ impl<B: Backend> BlockScaled<B> {
         B::buffer_id(&self.codes)
     }
 
+    /// Rows that travel carry whole blocks, their scales beside them.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
+    pub fn check_rows_travel(&self, op: &'static str, argument: &'static str) -> Result<()> {
+        if self.axis != BlockAxis::Row {
+            let got = format!("blocks along {}", self.axis);
+            return Err(Error::shape(op, argument, got, "blocks along the row"));
+        }
+        if self.scale_layout != ScaleLayout::RowMajor {
+            let why = format!(
+                "its scales are {}, and rows move with theirs: write them row-major",
+                self.scale_layout
+            );
+            return Err(Error::unsupported(op, self.format, why));
+        }
+        Ok(())
+    }
+
     /// The E8M0 scale bytes.
     ///
     /// # Errors
@@ -189,6 +208,18 @@ pub struct RowKind {
 }
 
 impl RowKind {
+    /// Whether the format has such scales.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it does not.
+    pub fn check_rule(&self, op: &'static str) -> Result<()> {
+        if self.format.is_block() && !self.format.spec().rules.contains(&self.rule) {
+            let why = format!("it has no scale rule `{}`", self.rule);
+            return Err(Error::unsupported(op, self.format, why));
+        }
+        Ok(())
+    }
+
     /// Bytes of the codes or plain elements.
     pub fn code_bytes(&self) -> usize {
         self.format.row_code_bytes(self.cols)

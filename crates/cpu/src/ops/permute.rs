@@ -11,7 +11,6 @@ use nibble_core::{
     Backend, BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
     round_up,
 };
-use nibble_formats::{BlockAxis, ScaleLayout};
 
 /// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
@@ -132,7 +131,7 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     Ok(match op.rows {
         Operand::Plain(x) => Operand::Plain(gather_plain(cpu, x, index)?),
         Operand::Block(x) => {
-            check_rows_of_blocks(OP, "rows", x)?;
+            x.check_rows_travel(OP, "rows")?;
             let width = x.format.scales_per_row(x.cols);
             let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
             let scales = match &x.scales {
@@ -144,23 +143,6 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
             Operand::Block(BlockScaled { rows: capacity, stack: 1, codes, scales, ..x.clone() })
         }
     })
-}
-
-/// Rows that travel carry whole blocks, their scales beside them.
-pub(super) fn check_rows_of_blocks(
-    op: &'static str,
-    argument: &'static str,
-    x: &BlockScaled<Cpu>,
-) -> Result<()> {
-    if x.axis != BlockAxis::Row {
-        return Err(Error::shape(op, argument, format!("blocks along {}", x.axis), "blocks along the row"));
-    }
-    if x.scale_layout != ScaleLayout::RowMajor {
-        let why =
-            format!("its scales are {}, and rows move with theirs: write them row-major", x.scale_layout);
-        return Err(Error::unsupported(op, x.format, why));
-    }
-    Ok(())
 }
 
 /// Whether a negative index stands for padding.

@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::PackRows`] and [`nibble_core::ops::UnpackRows`].
 
 use super::elementwise::for_rows;
-use super::permute::{Pads, check_index, check_rows_of_blocks};
+use super::permute::{Pads, check_index};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{PackRows, UnpackRows};
 use nibble_core::{BlockScaled, DType, Data, Error, Operand, Plain, Result, Scales, Tensor};
@@ -18,7 +18,7 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
             Data::Bf16(x) => (bytemuck::cast_slice(x.as_slice()), &[]),
         },
         Operand::Block(x) => {
-            check_rows_of_blocks(OP, "rows", x)?;
+            x.check_rows_travel(OP, "rows")?;
             match (&x.scales, x.rule == ScaleRule::Amax) {
                 (Scales::E8m0(s), false) => (x.codes.as_slice(), s.as_slice()),
                 (Scales::F32(s), true) => (x.codes.as_slice(), bytemuck::cast_slice(s.as_slice())),
@@ -69,9 +69,7 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
         };
         return Ok(Operand::Plain(Tensor::new(data, rows, cols)?));
     }
-    if !format.spec().rules.contains(&kind.rule) {
-        return Err(Error::unsupported(OP, format, format!("it has no scale rule `{}`", kind.rule)));
-    }
+    kind.check_rule(OP)?;
     let scales = if kind.rule == ScaleRule::Amax {
         Scales::F32(planes.plane(code_bytes, kind.scale_bytes()))
     } else {

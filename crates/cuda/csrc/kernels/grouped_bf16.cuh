@@ -26,61 +26,26 @@ struct SharedLayout {
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
 };
 
-/// Fills the ring, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of A's rows for all of
-/// them, and its own columns of B. One warp.
+/// Fills the ring. One warp.
 template <Ragged kRagged, int kStages, int kCluster, class Shared>
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
-                                        const Groups& groups) {
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
     constexpr int kSlice = kBlockM / kCluster;
-    constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
     const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
-    const bool leader = ptx::lane_idx() == 0;
-    const auto load_a = [&](u8* to, ptx::Barrier& full, int x, int y) {
-        if constexpr (kCluster == 1)
-            ptx::tma_load(to, map_a, full, x, y);
-        else
-            ptx::tma_load_multicast(to, map_a, full, x, y, (1 << kCluster) - 1);
-    };
-    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
-    Ring<kStages> ring;
-    Tile tile;
-    bool more = true;
-    do {
-        more = schedule.take(tile);
-        if (!more) tile.len_k = -1;
-        // Slices below the last row that counts are not loaded.
-        const int slices = ceil_div(tile.kept, kSlice);
-        const u32 bytes = min(slices, kCluster) * (kBytesA / kCluster) + kBytesB;
-        const int blocks = ceil_div(tile.len_k, kDepth);
-        int block = 0;
-        do {
-            const u32 stage = ring.stage;
-            ptx::Barrier& full = shared.full[stage];
-            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
-            if (leader) {
-                if (block == 0) shared.tile[stage] = tile;
-                if (tile.len_k <= 0) {
-                    ptx::barrier_arrive(full);
-                } else {
-                    ptx::barrier_arrive_expect(full, bytes);
-                    const int k = tile.k + block * kDepth;
-                    u8* const slice = shared.a[stage] + rank * kSlice * kStageBytes;
-                    const int row_a = tile.row_a + rank * kSlice;
-                    if constexpr (kRagged == Ragged::kRows) {
-                        if (rank < slices) load_a(slice, full, k, row_a);
-                        ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
-                    } else {
-                        if (rank < slices)
-                            for (int box = 0; box < kSlice / 64; ++box)
-                                load_a(slice + box * kBoxBytes, full, row_a + box * 64, k);
-                        for (int box = 0; box < kBlockN / 64; ++box)
-                            ptx::tma_load(shared.b[stage] + box * kBoxBytes, map_b, full, tile.row_b + box * 64, k);
-                    }
-                }
+    produce<kRagged, kStages, kCluster, kDepth>(
+        shared, groups, [&](u32 stage, ptx::Barrier& full, const Tile& tile, int k, int slices) {
+            u8* const slice = shared.a[stage] + rank * kSlice * kStageBytes;
+            const int row_a = tile.row_a + rank * kSlice;
+            if constexpr (kRagged == Ragged::kRows) {
+                if (rank < slices) load_shared_by_cluster<kCluster>(slice, map_a, full, k, row_a);
+                ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+            } else {
+                if (rank < slices)
+                    for (int box = 0; box < kSlice / 64; ++box)
+                        load_shared_by_cluster<kCluster>(slice + box * kBoxBytes, map_a, full, row_a + box * 64, k);
+                for (int box = 0; box < kBlockN / 64; ++box)
+                    ptx::tma_load(shared.b[stage] + box * kBoxBytes, map_b, full, tile.row_b + box * 64, k);
             }
-            ring.advance();
-        } while (++block < blocks);
-    } while (more);
+        });
 }
 
 /// Adds one 64-row wave's product of a stage to its totals, in the background.

@@ -50,51 +50,17 @@ struct SharedLayout {
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
 };
 
-/// Fills the ring with codes, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of
-/// A's rows for all of them, and its own columns of B. One warp.
+/// Fills the ring with codes. One warp.
 template <Ragged kRagged, int kStages, int kCluster, class Shared>
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
-                                        const Groups& groups) {
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
     constexpr int kSlice = kBlockM / kCluster;
-    constexpr u32 kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK;
     const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
-    const bool leader = ptx::lane_idx() == 0;
-    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
-    Ring<kStages> ring;
-    Tile tile;
-    bool more = true;
-    do {
-        more = schedule.take(tile);
-        if (!more) tile.len_k = -1;
-        // Slices below the last row that counts are not loaded.
-        const int slices = ceil_div(tile.kept, kSlice);
-        const u32 bytes = min(slices, kCluster) * (kBytesA / kCluster) + kBytesB;
-        const int blocks = ceil_div(tile.len_k, kBlockK);
-        int block = 0;
-        do {
-            const u32 stage = ring.stage;
-            ptx::Barrier& full = shared.full[stage];
-            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
-            if (leader) {
-                if (block == 0) shared.tile[stage] = tile;
-                if (tile.len_k <= 0) {
-                    ptx::barrier_arrive(full);
-                } else {
-                    ptx::barrier_arrive_expect(full, bytes);
-                    const int k = tile.k + block * kBlockK;
-                    if (rank < slices) {
-                        u8* const slice = shared.a[stage] + rank * kSlice * kBlockK;
-                        if constexpr (kCluster == 1)
-                            ptx::tma_load(slice, map_a, full, k, tile.row_a);
-                        else
-                            ptx::tma_load_multicast(slice, map_a, full, k, tile.row_a + rank * kSlice, (1 << kCluster) - 1);
-                    }
-                    ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
-                }
-            }
-            ring.advance();
-        } while (++block < blocks);
-    } while (more);
+    produce<kRagged, kStages, kCluster, kBlockK>(
+        shared, groups, [&](u32 stage, ptx::Barrier& full, const Tile& tile, int k, int slices) {
+            if (rank < slices)
+                load_shared_by_cluster<kCluster>(shared.a[stage] + rank * kSlice * kBlockK, map_a, full, k, tile.row_a + rank * kSlice);
+            ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+        });
 }
 
 /// Four neighbouring rows' scales, for four stages: as few and as wide loads as their layout allows.

@@ -1,4 +1,4 @@
-// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages, and the way
+// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages and who fills it, and the way
 // of totals from registers to D.
 #pragma once
 #include "kernels/grouped_schedule.cuh"
@@ -30,6 +30,51 @@ struct Ring {
         }
     }
 };
+
+/// Fills the ring, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of A's rows for all of
+/// them, and its own columns of B: `load(stage, full, tile, k, slices)` issues the copies of the `kDepth` of the contraction
+/// from `k` on, slices below the last row that counts alone. One warp.
+template <Ragged kRagged, int kStages, int kCluster, int kDepth, class Shared, class Load>
+__device__ __forceinline__ void produce(Shared& shared, const Groups& groups, const Load& load) {
+    constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
+    const bool leader = ptx::lane_idx() == 0;
+    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
+    Ring<kStages> ring;
+    Tile tile;
+    bool more = true;
+    do {
+        more = schedule.take(tile);
+        if (!more) tile.len_k = -1;
+        const int slices = ceil_div(tile.kept, kBlockM / kCluster);
+        const u32 bytes = min(slices, kCluster) * (kBytesA / kCluster) + kBytesB;
+        const int blocks = ceil_div(tile.len_k, kDepth);
+        int block = 0;
+        do {
+            const u32 stage = ring.stage;
+            ptx::Barrier& full = shared.full[stage];
+            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
+            if (leader) {
+                if (block == 0) shared.tile[stage] = tile;
+                if (tile.len_k <= 0) {
+                    ptx::barrier_arrive(full);
+                } else {
+                    ptx::barrier_arrive_expect(full, bytes);
+                    load(stage, full, tile, tile.k + block * kDepth, slices);
+                }
+            }
+            ring.advance();
+        } while (++block < blocks);
+    } while (more);
+}
+
+/// A tile of A to every cta of the cluster.
+template <int kCluster>
+__device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& map, ptx::Barrier& full, int x, int y) {
+    if constexpr (kCluster == 1)
+        ptx::tma_load(to, map, full, x, y);
+    else
+        ptx::tma_load_multicast(to, map, full, x, y, (1 << kCluster) - 1);
+}
 
 /// A warp's 16 rows of a wave, on their way to D.
 struct Rows {

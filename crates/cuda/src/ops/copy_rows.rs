@@ -9,7 +9,6 @@ use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use bytemuck::Pod;
 use nibble_core::{BlockScaled, Data, Error, Plain, Result, Scales, Tensor};
-use nibble_formats::{BlockAxis, ScaleLayout};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
@@ -243,23 +242,6 @@ pub(super) fn instances() -> Vec<Instance> {
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
 }
 
-/// Rows that travel carry whole blocks, their scales beside them.
-pub(super) fn check_rows_of_blocks(
-    op: &'static str,
-    argument: &'static str,
-    x: &BlockScaled<Cuda>,
-) -> Result<()> {
-    if x.axis != BlockAxis::Row {
-        return Err(Error::shape(op, argument, format!("blocks along {}", x.axis), "blocks along the row"));
-    }
-    if x.scale_layout != ScaleLayout::RowMajor {
-        let why =
-            format!("its scales are {}, and rows move with theirs: write them row-major", x.scale_layout);
-        return Err(Error::unsupported(op, x.format, why));
-    }
-    Ok(())
-}
-
 /// Rows of a tensor in another order.
 pub(super) struct Reorder<'a> {
     pub op: &'static str,
@@ -308,7 +290,7 @@ impl Reorder<'_> {
     /// Blocks along the row, codes and scales in one launch. Where there is no row codes and scale bytes are 0, F32 scales the
     /// smallest normal number.
     pub(super) fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
-        check_rows_of_blocks(self.op, "rows", x)?;
+        x.check_rows_travel(self.op, "rows")?;
         let width = x.format.scales_per_row(x.cols);
         let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
         let scales = match &x.scales {

@@ -1,6 +1,6 @@
 //! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/copy_rows.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
 
-use super::copy_rows::{CopyRows, Order, Plane, Span, check_rows_of_blocks};
+use super::copy_rows::{CopyRows, Order, Plane, Span};
 use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
@@ -24,7 +24,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             Data::Bf16(x) => (Span::of(x.get(), code_bytes), None),
         },
         Operand::Block(x) => {
-            check_rows_of_blocks(OP, "rows", x)?;
+            x.check_rows_travel(OP, "rows")?;
             let scales = match (&x.scales, x.rule == ScaleRule::Amax) {
                 (Scales::E8m0(s), false) => Span::of(s.get(), scale_bytes),
                 (Scales::F32(s), true) => Span::of(s.get(), scale_bytes),
@@ -75,9 +75,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         Format::Bf16 => return Tensor::new(Data::Bf16(records.plain()?), rows, cols).map(Operand::Plain),
         _ => {}
     }
-    if !format.spec().rules.contains(&kind.rule) {
-        return Err(Error::unsupported(OP, format, format!("it has no scale rule `{}`", kind.rule)));
-    }
+    kind.check_rule(OP)?;
     let (codes, scales) = if kind.rule == ScaleRule::Amax {
         let (codes, scales) = records.blocks()?;
         (codes, Scales::F32(scales))

@@ -1,6 +1,6 @@
 use super::super::elementwise::tests::{below, bits, every_cpu, normals, same_everywhere};
 use super::*;
-use nibble_formats::{Format, ScaleRule};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 use std::collections::BTreeSet;
 
 /// A received batch in which each slot is of this rank with some probability.
