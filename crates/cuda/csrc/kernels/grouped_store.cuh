@@ -1,5 +1,5 @@
-// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages and who fills it, and the way
-// of totals from registers to D.
+// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages and who fills it,
+// and the way of totals from registers to D.
 #pragma once
 #include "kernels/grouped_schedule.cuh"
 #include "ptx/global.cuh"
