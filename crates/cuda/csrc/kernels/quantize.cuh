@@ -111,10 +111,25 @@ __global__ void __launch_bounds__(kRowThreads, 4)
                 bits[i].draw_by_now();
             }
         }
+        u8* const to = codes + row * row_bytes + col * E::kCodeBits / 8;
+        // The lanes of a block store the scales of their blocks, one each: neighbours together, not one at a time.
+        const auto store_scales = [&](const Stored(&stored)[kHeld]) {
+            const int mine = lane % kLanes;
+            const int block = segment * (kSegmentCols / E::kBlock) + mine * (Layout::kStride / E::kBlock) + lane / kLanes;
+            if (mine < kHeld && block < blocks) scales[u64(row) * blocks + block] = pick(stored, mine);
+        };
+        if (Round::kDraws && id < 0) {
+            // Zeros need no bits.
+            const typename E::Eight zeros[kTogether] = {};
+#pragma unroll
+            for (int i = 0; i < kRowChunks; i += kTogether)
+                store_together<E>(to + col_of(i) * E::kCodeBits / 8, cols - col - col_of(i), zeros);
+            store_scales({});
+            continue;
+        }
         u32 amax[kHeld];
         In::template block_maxima<kTogether, kLanes>(in, amax);
         Stored stored[kHeld];
-        u8* const to = codes + row * row_bytes + col * E::kCodeBits / 8;
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
             const auto scale = scale_of<E, kF32Scales>(amax[h], rule);
@@ -140,10 +155,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
             }
             tally.non_finite += scale.is_nan();
         }
-        // The lanes of a block store the scales of their blocks, one each: neighbours together, not one at a time.
-        const int mine = lane % kLanes;
-        const int block = segment * (kSegmentCols / E::kBlock) + mine * (Layout::kStride / E::kBlock) + lane / kLanes;
-        if (mine < kHeld && block < blocks) scales[u64(row) * blocks + block] = pick(stored, mine);
+        store_scales(stored);
     }
     tally.flush(counts, total, kLanes);
 }
