@@ -167,15 +167,7 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> 
         nibble_core::Scales::F32(values) => (ScaleValues::F32(values.get()), size_of::<f32>()),
         nibble_core::Scales::E8m0(values) => (ScaleValues::E8m0(values.get()), 1),
     };
-    let block = q.format.spec().block;
-    let (rows, blocks) = match q.axis {
-        BlockAxis::Row => (q.rows, q.cols.div_ceil(block)),
-        BlockAxis::Col => (q.cols, q.rows.div_ceil(block)),
-        BlockAxis::Tile => {
-            let stack = q.stack.max(1);
-            (stack * (q.rows / stack).div_ceil(block), q.cols.div_ceil(block))
-        }
-    };
+    let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),
         ScaleLayout::MnMajor => {
