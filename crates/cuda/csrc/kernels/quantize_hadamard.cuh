@@ -1,7 +1,7 @@
 // BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
 //
 // quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
-//   quantize_cols.cuh, without its row planes, and E8M0. A cta takes what is there called one at a time, of which `by_height` divides by
+//   quantize_cols.cuh, without its row planes, and E8M0, but col_scales [capacity / E::kBlock][scale_stride], at least cols. A cta takes what is there called one at a time, of which `by_height` divides by
 //   the number of those below each other. The transform, of length kLen, starts at the start of each of num_groups
 //   groups (start null: at row 0); groups start at multiples of kLen, and capacity is one. What is missing of a group's last transform block
 //   reads as +0, and becomes numbers like others. 256 threads; any grid, best two ctas a multiprocessor; sizeof(HadamardShared<E, Round>)
@@ -60,7 +60,7 @@ struct alignas(16) HadamardShared {
 template <class E, int kLen, class Round>
 __global__ void __launch_bounds__(256, 2)
     quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
-                           const int* __restrict__ row_id, int rows, int cols, int capacity, Divider by_height, PowerRule rule,
+                           const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, Divider by_height, PowerRule rule,
                            const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
     using Codes = UnitCodes<E, Round>;
     constexpr int kPerByte = 8 / E::kCodeBits;
@@ -135,10 +135,11 @@ __global__ void __launch_bounds__(256, 2)
             Codes out;
             out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
             if (Codes::kLanes == 1 || half == 0) {
-                u8* const scales = col_scales + u64(strip * (kTile / E::kBlock) + half * Codes::kBlocks) * across * kTile + first_col + column;
+                const int block = strip * (kTile / E::kBlock) + half * Codes::kBlocks, col = first_col + column;
 #pragma unroll
-                for (int b = 0; b < Codes::kBlocks; ++b) scales[b * across * kTile] = out.scales[b];
-                if (first_col + column < cols) {
+                for (int b = 0; b < Codes::kBlocks; ++b)
+                    if (col < scale_stride && (block + b) * E::kBlock < capacity) col_scales[u64(block + b) * scale_stride + col] = out.scales[b];
+                if (col < cols) {
                     tally.non_finite += out.non_finite;
                     if constexpr (!Round::kDraws) tally.non_zero += out.non_zero;
                 }

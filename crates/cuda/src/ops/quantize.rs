@@ -5,7 +5,7 @@ mod config;
 pub(super) use config::instances;
 
 use super::held::Held;
-use super::planes::{plain_arg, planes_or_nulls, unwritten};
+use super::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
@@ -69,6 +69,9 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     let cols = match op.planes {
         Planes::Rows => None,
         Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        Planes::Cols if op.hadamard.is_some() && desc.is_fused() => {
+            Some(unwritten_columns(device, stored, (desc.capacity, cols))?)
+        }
         _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
     let counts = super::counts(cuda)?;
@@ -247,13 +250,13 @@ fn launch(
             by_block.transpose(device, desc, row_scales, col_scales)
         }
         Path::HadamardCols => {
-            let (by_height, by_block) = (Divider::by(desc.lines_height() as u32), ByBlock::new(device, desc)?);
+            let by_height = Divider::by(desc.lines_height() as u32);
+            let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
             launch(&[
-                &[x, col_codes, &by_block.cols],
+                &[x, col_codes, col_scales],
                 &sizes,
-                &[&by_height, &rule, &rounding, &hadamard, &start, &num_groups],
-            ])?;
-            by_block.transpose(device, desc, row_scales, col_scales)
+                &[&scale_stride, &by_height, &rule, &rounding, &hadamard, &start, &num_groups],
+            ])
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {
