@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(256, 2)
 
     const auto fetch = [&](int strip, int panel) {
         const int first = strip * kTile, col = panel * kTile + chunk * 8;
-        const u32 counted = col < cols ? rows_of_lane<8>(row_id, first + warp * 16, rows) : 0;
+        const u32 counted = rows_of_lane<8>(row_id, first + warp * 16, rows);
         const u8* from = x + (first + eight_rows) * in_bytes + col * Bf16::kBytes;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            ptx::copy_16_async(&shared.input.at(eight_rows + j, chunk), from, counted >> j & 1);
+            ptx::copy_16_async(&shared.input.at(eight_rows + j, chunk), from, col < cols && (counted >> j & 1));
             from += in_bytes;
         }
         if (threadIdx.x < kTile / 8) {
