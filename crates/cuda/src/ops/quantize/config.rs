@@ -127,11 +127,9 @@ impl Variant {
 
     fn rows_spec(&self) -> KernelSpec {
         match self.hadamard {
-            Some(len) => self.hadamard_spec(
-                "kernels/quantize_hadamard_rows.cuh",
-                "nib::quantize_hadamard_rows",
-                len,
-            ),
+            Some(len) => {
+                self.hadamard_spec("kernels/quantize_hadamard_rows.cuh", "nib::quantize_hadamard_rows", len)
+            }
             None => self.spec("kernels/quantize.cuh", "nib::quantize_rows"),
         }
     }
@@ -320,11 +318,7 @@ impl Desc {
     pub fn row_shape(&self) -> (usize, usize) {
         let len = self.rows * self.cols;
         let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
-        if !self.ragged && whole && len < ONE_ROW_BELOW {
-            (1, len)
-        } else {
-            (self.rows, self.cols)
-        }
+        if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
     }
 
     /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
@@ -404,9 +398,16 @@ impl Desc {
                 let threads = UNIT_THREADS as usize;
                 let ctas = self.units().div_ceil(threads).min(UNIT_CTAS_PER_SM * num_sms);
                 // After so many ctas a lane is at the same columns again.
-                let period = (self.cols / UNIT_COLS).div_ceil(threads.min(1 << (self.cols / UNIT_COLS).trailing_zeros()));
+                let period = (self.cols / UNIT_COLS)
+                    .div_ceil(threads.min(1 << (self.cols / UNIT_COLS).trailing_zeros()));
                 let ctas = if ctas > period { ctas - ctas % period } else { ctas };
-                config(Path::HadamardRows, variant.rows_spec(), ctas, UNIT_THREADS, variant.row_shared_bytes())
+                config(
+                    Path::HadamardRows,
+                    variant.rows_spec(),
+                    ctas,
+                    UNIT_THREADS,
+                    variant.row_shared_bytes(),
+                )
             }
             (Some(variant), Planes::Rows) => {
                 let (rows, cols) = self.row_shape();
@@ -510,7 +511,10 @@ mod tests {
                             let instance =
                                 Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
-                            assert!(!one_plane && hadamard.is_some() || built.contains(&instance), "{instance:?}");
+                            assert!(
+                                !one_plane && hadamard.is_some() || built.contains(&instance),
+                                "{instance:?}"
+                            );
                             assert!(instance.shared_bytes <= 232_448, "{instance:?}");
                         }
                     }
