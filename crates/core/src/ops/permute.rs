@@ -160,11 +160,14 @@ impl<B: Backend> GatherScalars<'_, B> {
     }
 }
 
-/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: `[t·k, d] → [t, d]`.
+/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: to `[t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
-    /// One row a (token, slot).
+    /// The rows: one a (token, slot), unless `index` says where they lie.
     pub rows: &'a Tensor<B>,
+    /// For each (token, slot) its row; zeros where there is no such row. The same as [`Unpermute`] or [`PackRows`] first, without
+    /// writing the rows in between.
+    pub index: Option<&'a B::Buf<i32>>,
     /// Slots a token.
     pub top_k: usize,
 }
@@ -175,15 +178,20 @@ impl<B: Backend> CombineSlots<'_, B> {
 
     /// Checks rows.
     pub fn check(&self) -> Result<()> {
-        if self.top_k == 0 || !self.rows.rows.is_multiple_of(self.top_k) {
-            return Err(Error::shape(
-                "combine_slots",
-                "rows",
-                self.rows.rows,
-                format!("a multiple of top_k = {}", self.top_k),
-            ));
+        let (argument, slots) = match self.index {
+            Some(index) => ("index.len()", B::len(index)),
+            None => ("rows", self.rows.rows),
+        };
+        if self.top_k == 0 || !slots.is_multiple_of(self.top_k) {
+            let expected = format!("a multiple of top_k = {}", self.top_k);
+            return Err(Error::shape("combine_slots", argument, slots, expected));
         }
         Ok(())
+    }
+
+    /// Tokens to write. For checked arguments.
+    pub fn tokens(&self) -> usize {
+        self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
 
     /// Checks and runs.

@@ -10,7 +10,7 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
+use crate::launch::{Divider, KernelArg, Launch};
 use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
@@ -122,11 +122,17 @@ impl Combine {
         }
     }
 
-    fn run<T: Plain>(&self, device: &Device, rows: &Buffer<T>, top_k: usize) -> Result<Buf<T>> {
-        let out = device.alloc::<T>(self.units * self.count)?;
-        if self.units == 0 {
-            return Ok(Buf::new(out));
+    /// `index`: a row for each slot, or none for all rows in order.
+    fn run<T: Plain>(
+        &self,
+        op: &CombineSlots<'_, Cuda>,
+        device: &Device,
+        rows: &Buffer<T>,
+    ) -> Result<Buf<T>> {
+        if self.units == 0 || rows.is_empty() {
+            return Ok(Buf::new(device.filled(self.units * self.count, 0)?));
         }
+        let out = device.alloc::<T>(self.units * self.count)?;
         let launch = Launch {
             ctas: ctas("combine_slots", self.units)?,
             threads: THREADS,
@@ -134,13 +140,20 @@ impl Combine {
             shared_bytes: 0,
         };
         let (units, units_per_row) = (self.units as u32, self.units_per_row as u32);
-        // Rows are below 2^31 · 8, and there are as many as top_k at least.
-        let top_k =
-            i32::try_from(top_k).map_err(|_| Error::shape("combine_slots", "top_k", top_k, "below 2^31"))?;
+        let small = |argument, value: usize| {
+            i32::try_from(value).map_err(|_| Error::shape("combine_slots", argument, value, "below 2^31"))
+        };
+        let (top_k, num_rows) = (small("top_k", op.top_k)?, small("rows", op.rows.rows)? as u32);
         let kernel = device.kernel(&self.spec())?;
         let by_units_per_row = Divider::by(units_per_row);
-        // SAFETY: `Held` held `rows` to top_k times as many values as `out` has, and the kernel writes `units` times `count`.
-        unsafe { kernel.launch(launch, &[rows, &out, &units, &units_per_row, &by_units_per_row, &top_k]) }?;
+        let index = op.index.map(Buf::get);
+        // SAFETY: `Held` held `rows` to `num_rows` rows, and `index` is as long as the slots of `out`, by `tokens`; the kernel reads no
+        // other row and writes `units` times `count`.
+        unsafe {
+            let args: [&dyn KernelArg; 8] =
+                [rows, &index, &num_rows, &out, &units, &units_per_row, &by_units_per_row, &top_k];
+            kernel.launch(launch, &args)
+        }?;
         Ok(Buf::new(out))
     }
 }
@@ -156,12 +169,14 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
 /// See [`CombineSlots`].
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    Held::by("combine_slots", cuda).tensor("rows", op.rows)?;
-    let (tokens, cols) = (op.rows.rows / op.top_k, op.rows.cols);
+    let held = Held::by("combine_slots", cuda);
+    held.tensor("rows", op.rows)?;
+    op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
+    let (tokens, cols) = (op.tokens(), op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
     let data = match &op.rows.data {
-        Data::F32(rows) => Data::F32(combine.run::<f32>(cuda.device(), rows.get(), op.top_k)?),
-        Data::Bf16(rows) => Data::Bf16(combine.run::<bf16>(cuda.device(), rows.get(), op.top_k)?),
+        Data::F32(rows) => Data::F32(combine.run::<f32>(&op, cuda.device(), rows.get())?),
+        Data::Bf16(rows) => Data::Bf16(combine.run::<bf16>(&op, cuda.device(), rows.get())?),
     };
     Tensor::new(data, tokens, cols)
 }

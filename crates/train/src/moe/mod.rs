@@ -140,7 +140,7 @@ impl<B: LayerKernels> Moe<B> {
         cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
         let dgate = exchange.return_scalars(&saved.plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, saved.router, x_td, &dgate)?;
-        Add { a: &dx_td, b: &cx.cast(&dx_router, dx_td.dtype())? }.run(cx.b)
+        Add { a: &dx_td, b: &dx_router }.run(cx.b)
     }
 }
 
