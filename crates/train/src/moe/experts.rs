@@ -8,7 +8,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{Kind, Section, Site};
-use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
@@ -25,15 +25,17 @@ pub struct Experts<B: LayerKernels> {
 #[derive(Debug)]
 pub struct ExpertsSaved<B: LayerKernels> {
     layer: String,
-    /// `[r, d]`.
-    pub x: Operand<B>,
+    /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::kept_input`]).
+    pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
 }
 
 impl<B: LayerKernels> Saved for ExpertsSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.operand(&self.layer, "x", &self.x);
+        if let Some(x) = &self.x {
+            ledger.operand(&self.layer, "x", x);
+        }
         ledger.operand(&self.layer, "h", &self.h);
     }
 }
@@ -87,6 +89,17 @@ impl<B: LayerKernels> Experts<B> {
         Ok((fprop, saved))
     }
 
+    /// What [`Experts::forward`] keeps of these rows.
+    pub fn kept_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x_rd: Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        Ok(self.input(cx, section, x_rd, plan)?.1)
+    }
+
     /// The forward pass on expert-sorted rows.
     pub fn forward(
         &self,
@@ -131,7 +144,7 @@ impl<B: LayerKernels> Experts<B> {
             None => Operand::Plain(h_rf),
         };
         let y_rd = GroupedGemm { x: &a, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)?;
-        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: x_saved, h }))
+        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: Some(x_saved), h }))
     }
 
     /// dY as dgrad and as wgrad take it, from the rows that arrived.
@@ -163,6 +176,9 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
+        let Some(x) = &saved.x else {
+            return Err(Error::shape("experts", "saved.x", "none", "what forward kept, or that made again"));
+        };
         let (dy_rows, dy_cols) = self.gradient(cx, section, dy_rd, plan)?;
         let da_rf =
             GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
@@ -171,7 +187,7 @@ impl<B: LayerKernels> Experts<B> {
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, &self.name, section, &saved.x, groups)?;
+        let x = wgrad_x(cx, &self.name, section, x, groups)?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))
     }
