@@ -168,13 +168,20 @@ pub struct CombineSlots<'a, B: Backend> {
     /// For each (token, slot) its row; zeros where there is no such row. The same as [`Unpermute`] or [`PackRows`] first, without
     /// writing the rows in between.
     pub index: Option<&'a B::Buf<i32>>,
+    /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](super::Add).
+    pub plus: Option<&'a Tensor<B>>,
     /// Slots a token.
     pub top_k: usize,
 }
 
-impl<B: Backend> CombineSlots<'_, B> {
+impl<'a, B: Backend> CombineSlots<'a, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// All rows in order, and nothing more.
+    pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
+        Self { rows, index: None, plus: None, top_k }
+    }
 
     /// Checks rows.
     pub fn check(&self) -> Result<()> {
@@ -185,6 +192,10 @@ impl<B: Backend> CombineSlots<'_, B> {
         if self.top_k == 0 || !slots.is_multiple_of(self.top_k) {
             let expected = format!("a multiple of top_k = {}", self.top_k);
             return Err(Error::shape("combine_slots", argument, slots, expected));
+        }
+        if let Some(plus) = self.plus {
+            expect_eq("combine_slots", "shape of plus", plus.shape(), (self.tokens(), self.rows.cols))?;
+            expect_eq("combine_slots", "type of plus", plus.dtype(), self.rows.dtype())?;
         }
         Ok(())
     }

@@ -1,12 +1,12 @@
 //! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
 //! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
 
-use super::elementwise::{for_rows, round_bf16, round_f32};
+use super::elementwise::{add, for_rows, round_bf16, round_f32};
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
+use nibble_core::ops::{Add, CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{
     Backend, BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
     round_up,
@@ -226,7 +226,8 @@ pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tens
         Data::F32(rows) => combine(cpu, &op, rows.as_slice(), add_row_f32, round_f32),
         Data::Bf16(rows) => combine(cpu, &op, rows.as_slice(), add_row_bf16, round_bf16),
     };
-    Tensor::new(data, op.tokens(), op.rows.cols)
+    let sums = Tensor::new(data, op.tokens(), op.rows.cols)?;
+    op.plus.map_or(Ok(sums.clone()), |b| add(cpu, Add { a: &sums, b }))
 }
 
 fn combine<T: Real>(

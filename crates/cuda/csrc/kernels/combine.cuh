@@ -1,7 +1,8 @@
 // The rows of a token's slots to one row.
 //
 // combine_slots<T, kCount>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
-// zeros for a row that is none of the num_rows, of which there is one at least. Without an index: row t · top_k + s. T is Bf16 or F32;
+// zeros for a row that is none of the num_rows, of which there is one at least. Without an index: row t · top_k + s. Where there is a `plus`,
+// the sum of that and plus[t], rounded again. T is Bf16 or F32;
 // kCount columns a thread: as many as lie in 16 bytes, where a row is a multiple of that, else 1.
 //   256 threads; grid ceil(units / 256), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
@@ -41,7 +42,8 @@ __device__ __forceinline__ void add_slots(const SlotRows& rows, u64& slot, float
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kCombineThreads)
-    combine_slots(const u8* __restrict__ rows, const int* __restrict__ index, u32 num_rows, u8* __restrict__ out, u32 units,
+    combine_slots(const u8* __restrict__ rows, const int* __restrict__ index, u32 num_rows,
+                  const u8* __restrict__ plus, u8* __restrict__ out, u32 units,
                   u32 units_per_row, Divider by_units_per_row, int top_k) {
     const u32 unit = blockIdx.x * kCombineThreads + threadIdx.x;
     if (unit >= units) return;
@@ -56,7 +58,15 @@ __global__ void __launch_bounds__(kCombineThreads)
     if (top_k & 4) add_slots<4, T>(from, slot, sum);
     if (top_k & 2) add_slots<2, T>(from, slot, sum);
     if (top_k & 1) add_slots<1, T>(from, slot, sum);
-    Few<T, kCount>::from_f32(sum).store(out + u64(unit) * Few<T, kCount>::kBytes);
+    const u64 at = u64(unit) * Few<T, kCount>::kBytes;
+    auto result = Few<T, kCount>::from_f32(sum);
+    if (plus != nullptr) {
+        const auto more = Few<T, kCount>::load(plus + at);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] = result.value(i) + more.value(i);
+        result = Few<T, kCount>::from_f32(sum);
+    }
+    result.store(out + at);
 }
 
 }  // namespace nib

@@ -8,10 +8,9 @@ use super::copy_rows::{Order, Reorder};
 use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
+use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
-use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 
@@ -122,17 +121,20 @@ impl Combine {
         }
     }
 
-    /// `index`: a row for each slot, or none for all rows in order.
     fn run<T: Plain>(
         &self,
         op: &CombineSlots<'_, Cuda>,
-        device: &Device,
         rows: &Buffer<T>,
+        plus: Option<&Buffer<T>>,
     ) -> Result<Buf<T>> {
-        if self.units == 0 || rows.is_empty() {
-            return Ok(Buf::new(device.filled(self.units * self.count, 0)?));
-        }
+        let device = rows.device();
         let out = device.alloc::<T>(self.units * self.count)?;
+        if self.units == 0 {
+            return Ok(Buf::new(out));
+        }
+        // The kernel reads row 0 for a slot that has none.
+        let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
+        let rows = nothing.as_ref().unwrap_or(rows);
         let launch = Launch {
             ctas: ctas("combine_slots", self.units)?,
             threads: THREADS,
@@ -147,11 +149,11 @@ impl Combine {
         let kernel = device.kernel(&self.spec())?;
         let by_units_per_row = Divider::by(units_per_row);
         let index = op.index.map(Buf::get);
-        // SAFETY: `Held` held `rows` to `num_rows` rows, and `index` is as long as the slots of `out`, by `tokens`; the kernel reads no
-        // other row and writes `units` times `count`.
+        // SAFETY: `Held` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
+        // kernel reads no other row and writes `units` times `count`.
         unsafe {
-            let args: [&dyn KernelArg; 8] =
-                [rows, &index, &num_rows, &out, &units, &units_per_row, &by_units_per_row, &top_k];
+            let args: [&dyn KernelArg; 9] =
+                [rows, &index, &num_rows, &plus, &out, &units, &units_per_row, &by_units_per_row, &top_k];
             kernel.launch(launch, &args)
         }?;
         Ok(Buf::new(out))
@@ -172,11 +174,22 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
     let held = Held::by("combine_slots", cuda);
     held.tensor("rows", op.rows)?;
     op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
     let (tokens, cols) = (op.tokens(), op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
-    let data = match &op.rows.data {
-        Data::F32(rows) => Data::F32(combine.run::<f32>(&op, cuda.device(), rows.get())?),
-        Data::Bf16(rows) => Data::Bf16(combine.run::<bf16>(&op, cuda.device(), rows.get())?),
+    let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {
+        (Data::F32(rows), None) => Data::F32(combine.run(&op, rows.get(), None)?),
+        (Data::F32(rows), Some(Data::F32(plus))) => {
+            Data::F32(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        (Data::Bf16(rows), None) => Data::Bf16(combine.run(&op, rows.get(), None)?),
+        (Data::Bf16(rows), Some(Data::Bf16(plus))) => {
+            Data::Bf16(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        // `check` held them to one type.
+        (_, Some(_)) => {
+            return Err(Error::shape("combine_slots", "type of plus", "another", op.rows.dtype()));
+        }
     };
     Tensor::new(data, tokens, cols)
 }

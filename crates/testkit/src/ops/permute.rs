@@ -278,7 +278,7 @@ impl<B: Convert> Case<B> for Combining {
         let rows = self.tokens * top_k;
         let rows = plain(b, self.dtype, &self.input.values(&stream("combine"), rows * cols), rows, cols)?;
         let mut out = Outputs::default();
-        out.tensor(b, "out", &CombineSlots { rows: &rows, index: None, top_k }.run(b)?)?;
+        out.tensor(b, "out", &CombineSlots::new(&rows, top_k).run(b)?)?;
         Ok(out)
     }
 }
@@ -308,7 +308,10 @@ impl<B: Convert> Case<B> for Fetching {
             .collect();
         let index = b.upload(&index)?;
         let mut out = Outputs::default();
-        let op = CombineSlots { rows: &x, index: Some(&index), top_k: received.top_k };
+        let plus = Input::Normal.values(&stream("combine.plus"), received.tokens * cols);
+        let plus = plain(b, dtype, &plus, received.tokens, cols)?;
+        let plus = (received.tokens % 2 == 0).then_some(&plus);
+        let op = CombineSlots { index: Some(&index), plus, ..CombineSlots::new(&x, received.top_k) };
         out.tensor(b, "out", &op.run(b)?)?;
         Ok(out)
     }

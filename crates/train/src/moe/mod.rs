@@ -14,7 +14,6 @@ pub use router::{Router, RouterSaved};
 use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::ops::Add;
 use nibble_core::ops::Planes;
 use nibble_core::recipe::{Kind, Precision, Site};
 use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
@@ -121,7 +120,7 @@ impl<B: LayerKernels> Moe<B> {
         if self.remakes_x(cx) {
             experts.x = None;
         }
-        let y_td = exchange.combine(&plan, &y_rd)?;
+        let y_td = exchange.combine(&plan, &y_rd, None)?;
         cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
         Ok((y_td, MoeSaved { router, plan, experts }))
     }
@@ -144,11 +143,11 @@ impl<B: LayerKernels> Moe<B> {
         let to = section.at(Site::DispatchBwd);
         let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, saved.experts, dy_rd, &saved.plan)?;
-        let dx_td = exchange.combine(&saved.plan, &dx_rd)?;
-        cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
         let dgate = exchange.return_scalars(&saved.plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, saved.router, x_td, &dgate)?;
-        Add { a: &dx_td, b: &dx_router }.run(cx.b)
+        let dx_td = exchange.combine(&saved.plan, &dx_rd, Some(&dx_router))?;
+        cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
+        Ok(dx_td)
     }
 
     fn exchange<'a, 'c>(&self, cx: &'a Cx<'c, B>) -> Exchange<'a, 'c, B> {
