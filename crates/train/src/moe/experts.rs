@@ -80,27 +80,40 @@ impl<B: LayerKernels> Experts<B> {
             let input = Input::new(cx, &self.name, section, x, groups)?;
             return Ok((input.fprop, input.saved));
         }
-        let made = |site| {
-            let (origin, to) = (section.at(Site::DispatchFwd), section.at(site));
-            cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)
+        let fprop = self.fprop_input(cx, section, &x_rd, Some(plan))?;
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
+        let saved = match cx.training {
+            true => cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)?,
+            false => fprop.clone(),
         };
-        let fprop = made(Site::FpropX)?;
-        let saved = if cx.training { made(Site::SavedX)? } else { fprop.clone() };
         Ok((fprop, saved))
     }
 
-    /// What [`Experts::forward`] keeps of these rows.
+    /// What [`Experts::forward`] keeps of the rows that arrived, for a backward pass that has none.
     pub fn kept_input(
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
-        x_rd: Operand<B>,
+        x_rd: &Operand<B>,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        Ok(self.input(cx, section, x_rd, plan)?.1)
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
+        cx.converted(Pass::Backward, &self.name, "x", x_rd, origin, to, Some(&plan.map.groups))
     }
 
-    /// The forward pass on expert-sorted rows.
+    /// Rows as they travel, as fprop multiplies them.
+    pub fn fprop_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x: &Operand<B>,
+        plan: Option<&Plan<B>>,
+    ) -> Result<Operand<B>> {
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::FpropX));
+        cx.converted(Pass::Forward, &self.name, "x", x, origin, to, plan.map(|plan| &plan.map.groups))
+    }
+
+    /// The forward pass on expert-sorted rows that arrived.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -108,8 +121,20 @@ impl<B: LayerKernels> Experts<B> {
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
+        let (x, kept) = self.input(cx, section, x_rd, plan)?;
+        self.forward_on(cx, section, x, Some(kept), plan)
+    }
+
+    /// The forward pass on expert-sorted rows as fprop multiplies them; `kept` is what the backward pass will want of them.
+    pub fn forward_on(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x: Operand<B>,
+        kept: Option<Operand<B>>,
+        plan: &Plan<B>,
+    ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
         let groups = &plan.map.groups;
-        let (x, x_saved) = self.input(cx, section, x_rd, plan)?;
         let h_rf = GroupedGemm { x: &x, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(x);
         let saved_h = section.at(Site::SavedH);
@@ -144,7 +169,7 @@ impl<B: LayerKernels> Experts<B> {
             None => Operand::Plain(h_rf),
         };
         let y_rd = GroupedGemm { x: &a, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)?;
-        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: Some(x_saved), h }))
+        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: kept, h }))
     }
 
     /// dY as dgrad and as wgrad take it, from the rows that arrived.

@@ -15,7 +15,7 @@ use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Planes;
-use nibble_core::recipe::{Kind, Precision, Site};
+use nibble_core::recipe::{Kind, Precision, Section, Site};
 use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
@@ -115,11 +115,21 @@ impl<B: LayerKernels> Moe<B> {
         let align = if section.has_blocks() { 128 } else { 1 };
         let exchange = self.exchange(cx);
         let plan = exchange.plan(&router.routing, align)?;
-        let x_rd = self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
-        let (y_rd, mut experts) = self.experts.forward(cx, &section, x_rd, &plan)?;
-        if self.remakes_x(cx) {
-            experts.x = None;
-        }
+        let (y_rd, experts) = match self.remakes_x(cx, &section) {
+            true => {
+                // Converted once a token, then copied to its experts.
+                let layer = &self.experts.name;
+                let rows = outgoing(cx, Pass::Forward, layer, "x", x_td, section.at(Site::DispatchFwd))?;
+                let rows = self.experts.fprop_input(cx, &section, &rows, None)?;
+                let x_rd = self.dispatched(cx, Pass::Forward, "x", &rows, &plan)?;
+                self.experts.forward_on(cx, &section, x_rd, None, &plan)?
+            }
+            false => {
+                let x_rd =
+                    self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
+                self.experts.forward(cx, &section, x_rd, &plan)?
+            }
+        };
         let y_td = exchange.combine(&plan, &y_rd, None)?;
         cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
         Ok((y_td, MoeSaved { router, plan, experts }))
@@ -138,7 +148,7 @@ impl<B: LayerKernels> Moe<B> {
         if saved.experts.x.is_none() {
             let to = section.at(Site::DispatchFwd);
             let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
-            saved.experts.x = Some(self.experts.kept_input(cx, &section, x_rd, &saved.plan)?);
+            saved.experts.x = Some(self.experts.kept_input(cx, &section, &x_rd, &saved.plan)?);
         }
         let to = section.at(Site::DispatchBwd);
         let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;
@@ -154,8 +164,10 @@ impl<B: LayerKernels> Moe<B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
 
-    fn remakes_x(&self, cx: &Cx<'_, B>) -> bool {
-        self.remake_x && cx.comm.world() == 1
+    /// Random bits are those of the sorted rows, which are made once then.
+    fn remakes_x(&self, cx: &Cx<'_, B>, section: &Section) -> bool {
+        let draws = |site| cx.random(&self.experts.name, "x", section.at(site).round).is_some();
+        self.remake_x && cx.comm.world() == 1 && !draws(Site::FpropX) && !draws(Site::SavedX)
     }
 
     /// A tensor's rows as they arrive at the experts.
@@ -168,10 +180,21 @@ impl<B: LayerKernels> Moe<B> {
         to: &Precision,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let layer = &self.experts.name;
-        let rows = outgoing(cx, pass, layer, tensor, x_td, to)?;
-        let x_rd = self.exchange(cx).dispatch(plan, &rows)?;
-        cx.note(pass, layer, "dispatch+permute", tensor, rows.format(), x_rd.format());
+        let rows = outgoing(cx, pass, &self.experts.name, tensor, x_td, to)?;
+        self.dispatched(cx, pass, tensor, &rows, plan)
+    }
+
+    /// Rows that travel, sorted by expert where they arrive.
+    fn dispatched(
+        &self,
+        cx: &Cx<'_, B>,
+        pass: Pass,
+        tensor: &'static str,
+        rows: &Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let x_rd = self.exchange(cx).dispatch(plan, rows)?;
+        cx.note(pass, &self.experts.name, "dispatch+permute", tensor, rows.format(), x_rd.format());
         Ok(x_rd)
     }
 }
