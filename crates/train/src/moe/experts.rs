@@ -8,11 +8,11 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{Kind, Section, Site};
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
-pub struct Experts<B: Kernels> {
+pub struct Experts<B: LayerKernels> {
     /// Its name, `model.layers.3.mlp.experts`.
     pub name: String,
     /// Gate and up projections: `[l · 2f, d]`, each expert's gate rows before its up rows.
@@ -23,7 +23,7 @@ pub struct Experts<B: Kernels> {
 
 /// What the experts keep: their input and the first product's output, as the recipe says. `a` is made again from h.
 #[derive(Debug)]
-pub struct ExpertsSaved<B: Kernels> {
+pub struct ExpertsSaved<B: LayerKernels> {
     layer: String,
     /// `[r, d]`.
     pub x: Operand<B>,
@@ -31,14 +31,14 @@ pub struct ExpertsSaved<B: Kernels> {
     pub h: Operand<B>,
 }
 
-impl<B: Kernels> Saved for ExpertsSaved<B> {
+impl<B: LayerKernels> Saved for ExpertsSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.operand(&self.layer, "x", &self.x);
         ledger.operand(&self.layer, "h", &self.h);
     }
 }
 
-impl<B: Kernels> Experts<B> {
+impl<B: LayerKernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         let local = shape.experts / cx.comm.world();

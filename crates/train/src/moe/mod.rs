@@ -17,7 +17,7 @@ use crate::param::Param;
 use nibble_core::ops::Add;
 use nibble_core::ops::Planes;
 use nibble_core::recipe::{Kind, Precision, Site};
-use nibble_core::{DType, Kernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +40,7 @@ pub struct MoeShape {
 
 /// Router and experts of one decoder layer.
 #[derive(Debug, Clone)]
-pub struct Moe<B: Kernels> {
+pub struct Moe<B: LayerKernels> {
     /// Its name, `model.layers.3.mlp`.
     pub name: String,
     /// The router.
@@ -51,13 +51,13 @@ pub struct Moe<B: Kernels> {
 
 /// What the layer keeps. The router's input is not here: the caller hands it in again.
 #[derive(Debug)]
-pub struct MoeSaved<B: Kernels> {
+pub struct MoeSaved<B: LayerKernels> {
     router: RouterSaved<B>,
     plan: Plan<B>,
     experts: ExpertsSaved<B>,
 }
 
-impl<B: Kernels> MoeSaved<B> {
+impl<B: LayerKernels> MoeSaved<B> {
     /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
     pub fn load(&self) -> &B::Buf<i32> {
         &self.router.routing.load
@@ -74,7 +74,7 @@ impl<B: Kernels> MoeSaved<B> {
     }
 }
 
-impl<B: Kernels> Saved for MoeSaved<B> {
+impl<B: LayerKernels> Saved for MoeSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.router.ledger(ledger);
         self.plan.ledger(ledger);
@@ -82,7 +82,7 @@ impl<B: Kernels> Saved for MoeSaved<B> {
     }
 }
 
-impl<B: Kernels> Moe<B> {
+impl<B: LayerKernels> Moe<B> {
     /// Random weights.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         Ok(Self {
@@ -145,7 +145,7 @@ impl<B: Kernels> Moe<B> {
 }
 
 /// Rows as they travel.
-fn outgoing<B: Kernels>(
+fn outgoing<B: LayerKernels>(
     cx: &Cx<'_, B>,
     pass: Pass,
     layer: &str,
