@@ -7,10 +7,13 @@ use nibble_core::Result as CoreResult;
 use nibble_cuda::timing::{Rates, Stopwatch};
 use nibble_cuda::{Cuda, probe};
 use serde_json::{Value, json};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Calls timed from the host.
 const ISSUED_CALLS: usize = 15;
+
+/// Between a sustained run and the next burst, so that each starts on a chip in the same state.
+pub const COOL_DOWN: Duration = Duration::from_millis(300);
 
 /// A GPU, its stopwatch and its memory's rates.
 pub struct Bench {

@@ -1,6 +1,8 @@
 //! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
-//! its scalar specification, and the GPU's conversions and products beside the speed of its memory and tensor cores.
+//! its scalar specification, and the GPU's conversions, products and expert layers beside the speed of its memory and tensor
+//! cores.
 
+mod experts;
 mod gemm;
 mod gpu;
 mod kernels;
@@ -21,14 +23,17 @@ use std::path::PathBuf;
     kernels: the GPU's conversions, single calls with the L2 flushed before each; the floor is the time in which this GPU's\n\
     memory can move the bytes that must move, by its copy and fill rates measured in the same run.\n\
     gemm: the GPU's products, back to back until the chip is at its power limit, and single calls; the floor is the larger of\n\
-    operations / rate of the fastest dense product and of the memory's floor. About three minutes, --quick a third of one.\n\n\
+    operations / rate of the fastest dense product and of the memory's floor. About three minutes, --quick a third of one.\n\
+    experts: the expert layer, forward and backward, under each recipe: its time and where it goes, what it keeps, what each\n\
+    fused conversion saves, and from which sizes on it is faster than BF16.\n\n\
     Examples:\n  \
     nibble bench\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench ops --json ops.json\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
-    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg"
+    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench experts --quick --only \"8 experts\""
 )]
 pub struct Args {
     /// What to measure.
@@ -49,16 +54,17 @@ pub struct Args {
     /// Also writes the figures here.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Only GPU kernels or products whose name contains this, in either case.
+    /// Of `kernels`, `gemm` and `experts`, only those whose name contains this, in either case.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Also draws the GPU's figures into this SVG file: shares of the floor, or a roofline.
+    /// Also draws into this SVG file: the shares of the floor of `kernels`, the roofline of `gemm`.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// `gemm`, `experts`: bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
     #[command(flatten)]
     kernels: kernels::Args,
-    #[command(flatten)]
-    gemm: gemm::Args,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -73,6 +79,8 @@ enum What {
     Kernels,
     /// The GPU's products.
     Gemm,
+    /// The expert layer on the GPU.
+    Experts,
 }
 
 pub fn run(args: Args) -> Result<()> {
@@ -88,7 +96,10 @@ pub fn run(args: Args) -> Result<()> {
         figures["kernels"] = kernels::run(&args.kernels, &args.only, plot)?;
     }
     if args.what == What::Gemm {
-        figures["gemm"] = gemm::run(&args.gemm, &args.only, plot)?;
+        figures["gemm"] = gemm::run(args.quick, &args.only, plot)?;
+    }
+    if args.what == What::Experts {
+        figures["experts"] = experts::run(args.quick, &args.only)?;
     }
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;

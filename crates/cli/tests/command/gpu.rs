@@ -30,6 +30,7 @@ fn without_a_gpu_the_gpu_commands_say_what_was_found_and_what_to_do() {
         (vec!["verify"], "--cpu"),
         (vec!["bench", "kernels"], "bench ops"),
         (vec!["bench", "gemm"], "bench step"),
+        (vec!["bench", "experts"], "bench step"),
     ];
     for (command, instead) in commands {
         let error = place.nibble(&command).failed(2);

@@ -6,13 +6,13 @@
 //! run.
 
 mod call;
-mod cases;
+pub mod cases;
 mod floor;
 mod peers;
 mod plot;
 mod report;
 
-use super::gpu::{Bench, wanted};
+use super::gpu::{Bench, COOL_DOWN, wanted};
 use super::kernels::operands::normal;
 use crate::console::say;
 use crate::error::Result;
@@ -25,20 +25,6 @@ use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::time::Duration;
-
-/// What `nibble bench gemm` takes beside the rest.
-#[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Options of `gemm`")]
-#[group(skip)]
-pub struct Args {
-    /// Bursts alone: a tenth of the time, on a chip that has not reached its power limit.
-    #[arg(long)]
-    pub quick: bool,
-}
-
-/// Between a sustained run and the next burst, so that each starts on a chip in the same state.
-const COOL_DOWN: Duration = Duration::from_millis(300);
 
 /// One product's times.
 #[derive(Debug, Clone)]
@@ -86,19 +72,19 @@ impl Ceilings {
     }
 }
 
-pub fn run(args: &Args, only: &[String], plot: Option<&Path>) -> Result<Value> {
+pub fn run(quick: bool, only: &[String], plot: Option<&Path>) -> Result<Value> {
     let chosen = chosen(only)?;
     let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
     let mut header = bench.header();
     let mut all = Vec::new();
-    let top = measured(&bench, &ceilings(), args.quick);
+    let top = measured(&bench, &ceilings(), quick);
     let ceilings = Ceilings::of(&top);
     header["fp8_flop_per_s"] = json!(ceilings.fp8);
     header["bf16_flop_per_s"] = json!(ceilings.bf16);
-    report::table(&ceilings_title(args.quick), &top, &top, ceilings, bench.rates);
+    report::table(&ceilings_title(quick), &top, &top, ceilings, bench.rates);
     all.extend(top);
     for section in &chosen {
-        let rows = measured(&bench, section, args.quick);
+        let rows = measured(&bench, section, quick);
         all.extend(rows.iter().cloned());
         report::table(section.title, &rows, &all, ceilings, bench.rates);
     }

@@ -3,7 +3,7 @@
 //! By the project's rules of timing: single calls, the L2 flushed before each, medians; random data. A kernel's floor is
 //! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
 
-mod cases;
+pub mod cases;
 mod conversion;
 pub mod operands;
 mod peers;
