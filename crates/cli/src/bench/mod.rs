@@ -33,6 +33,7 @@ use std::path::PathBuf;
     nibble bench ops --json ops.json\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json\n  \
     nibble bench experts --quick --only \"8 experts\""
 )]
 pub struct Args {
@@ -65,6 +66,8 @@ pub struct Args {
     quick: bool,
     #[command(flatten)]
     kernels: kernels::Args,
+    #[command(flatten)]
+    gemm: gemm::Args,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -96,7 +99,7 @@ pub fn run(args: Args) -> Result<()> {
         figures["kernels"] = kernels::run(&args.kernels, &args.only, plot)?;
     }
     if args.what == What::Gemm {
-        figures["gemm"] = gemm::run(args.quick, &args.only, plot)?;
+        figures["gemm"] = gemm::run(&args.gemm, args.quick, &args.only, plot)?;
     }
     if args.what == What::Experts {
         figures["experts"] = experts::run(args.quick, &args.only)?;

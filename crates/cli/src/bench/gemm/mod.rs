@@ -11,6 +11,7 @@ mod floor;
 mod peers;
 mod plot;
 mod report;
+mod tune;
 
 use super::gpu::{Bench, COOL_DOWN, wanted};
 use super::kernels::operands::normal;
@@ -24,7 +25,18 @@ use nibble_cuda::cublaslt::GemmBf16;
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// What `nibble bench gemm` takes beside the rest.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Options of `gemm`")]
+#[group(skip)]
+pub struct Args {
+    /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
+    /// against the chosen instance alone. Ten seconds a product, one with --quick.
+    #[arg(long, value_name = "FILE")]
+    tune: Option<PathBuf>,
+}
 
 /// One product's times.
 #[derive(Debug, Clone)]
@@ -72,10 +84,13 @@ impl Ceilings {
     }
 }
 
-pub fn run(quick: bool, only: &[String], plot: Option<&Path>) -> Result<Value> {
+pub fn run(args: &Args, quick: bool, only: &[String], plot: Option<&Path>) -> Result<Value> {
     let chosen = chosen(only)?;
     let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
     let mut header = bench.header();
+    if let Some(path) = &args.tune {
+        return tune::run(&bench, &chosen, quick, path);
+    }
     let mut all = Vec::new();
     let top = measured(&bench, &ceilings(), quick);
     let ceilings = Ceilings::of(&top);
