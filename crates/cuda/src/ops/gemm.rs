@@ -1,7 +1,9 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
+use super::elementwise::cast_values;
 use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::product_parts::Parts;
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use half::bf16;
@@ -76,6 +78,10 @@ impl Product<'_> {
             let (a, b) = (self.operand(a, ScalesB::Vector)?, self.operand(b, scales_b(b))?);
             return GroupedProduct { desc, groups, a, b, d }.run();
         }
+        if let Some(parts) = Parts::choose(self, a, b, &d) {
+            return parts.run(self, d);
+        }
+        let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
             Operand::Block(q) => Some(q.format.spec().block),
@@ -145,6 +151,17 @@ impl Product<'_> {
                 })
             }
         }
+    }
+}
+
+/// A BF16 operand in F32, where the other one is.
+fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+    match (x, other.format()) {
+        (Operand::Plain(Tensor { data: Data::Bf16(values), rows, cols }), Format::F32) => {
+            let values = cast_values(values.get().device(), values.get(), DType::F32)?;
+            Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
+        }
+        _ => Ok(x.clone()),
     }
 }
 
