@@ -17,7 +17,9 @@ use nibble_cuda::timing::Sustained;
 use serde_json::{Value, json};
 
 /// The recipes, the one that the others are compared with first.
-pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"];
+pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
+/// The one whose parts are looked at.
+const MXFP4: &str = "mxfp4-hopper";
 
 /// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
 pub const SHAPES: [Shape; 4] = [
