@@ -131,7 +131,8 @@ fn arrived(
 
 /// Router, exchange and experts, from one row a token to one row a token.
 fn layer(cx: &Cx<'_, Cuda>, watch: &Stopwatch, shape: MoeShape) -> Result<()> {
-    let mut moe = Moe::new(cx, "mlp", shape, 0.02, 0.02)?;
+    // Eight rows a token: they are made again.
+    let mut moe = Moe { remake_x: true, ..Moe::new(cx, "mlp", shape, 0.02, 0.02)? };
     let (x, dy) = (normals(cx.b, 1, TOKENS, shape.d_model)?, normals(cx.b, 2, TOKENS, shape.d_model)?);
     time(cx, "weights", watch, || moe.prepare(cx))?;
     let kept = {

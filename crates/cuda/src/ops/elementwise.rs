@@ -34,7 +34,7 @@ pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     Tensor::new(data, op.x.rows, op.x.cols)
 }
 
-fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
+pub(super) fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
     let out = device.alloc::<U>(x.len())?;
     if x.is_empty() {
         return Ok(Buf::new(out));

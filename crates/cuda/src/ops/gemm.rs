@@ -1,7 +1,9 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
+use super::elementwise::cast_values;
 use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::product_parts::Parts;
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use half::bf16;
@@ -76,6 +78,10 @@ impl Product<'_> {
             let (a, b) = (self.operand(a, ScalesB::Vector)?, self.operand(b, scales_b(b))?);
             return GroupedProduct { desc, groups, a, b, d }.run();
         }
+        if let Some(parts) = Parts::choose(self, a, b, &d) {
+            return parts.run(self, d);
+        }
+        let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
             Operand::Block(q) => Some(q.format.spec().block),
@@ -148,6 +154,17 @@ impl Product<'_> {
     }
 }
 
+/// A BF16 operand in F32, where the other one is.
+fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+    match (x, other.format()) {
+        (Operand::Plain(Tensor { data: Data::Bf16(values), rows, cols }), Format::F32) => {
+            let values = cast_values(values.get().device(), values.get(), DType::F32)?;
+            Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
+        }
+        _ => Ok(x.clone()),
+    }
+}
+
 /// How many rows of an operand are known to share their scales.
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
@@ -167,15 +184,7 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> 
         nibble_core::Scales::F32(values) => (ScaleValues::F32(values.get()), size_of::<f32>()),
         nibble_core::Scales::E8m0(values) => (ScaleValues::E8m0(values.get()), 1),
     };
-    let block = q.format.spec().block;
-    let (rows, blocks) = match q.axis {
-        BlockAxis::Row => (q.rows, q.cols.div_ceil(block)),
-        BlockAxis::Col => (q.cols, q.rows.div_ceil(block)),
-        BlockAxis::Tile => {
-            let stack = q.stack.max(1);
-            (stack * (q.rows / stack).div_ceil(block), q.cols.div_ceil(block))
-        }
-    };
+    let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),
         ScaleLayout::MnMajor => {

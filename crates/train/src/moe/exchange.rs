@@ -246,19 +246,23 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
         UnpackRows { bytes: &bytes, kind }.run(self.cx.b)
     }
 
-    /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`.
-    pub fn combine(&self, plan: &Plan<B>, rows_rd: &Tensor<B>) -> Result<Tensor<B>> {
-        let b = self.cx.b;
-        let slots = Unpermute { rows: rows_rd, map: &plan.map }.run(b)?;
+    /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`; adds `plus_td` to that.
+    pub fn combine(
+        &self,
+        plan: &Plan<B>,
+        rows_rd: &Tensor<B>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let (b, top_k) = (self.cx.b, self.top_k);
         let Some(wire) = &plan.wire else {
-            return CombineSlots { rows: &slots, top_k: self.top_k }.run(b);
+            return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
+                .run(b);
         };
-        let slots = Operand::Plain(slots);
+        let slots = Operand::Plain(Unpermute { rows: rows_rd, map: &plan.map }.run(b)?);
         let sent = PackRows { rows: &slots, index: &wire.all_slots }.run(b)?;
         let received = self.send(&sent, slots.row_kind(), &wire.slots_to, &wire.slots_from)?;
-        let ordered = PackRows { rows: &received, index: &wire.slot_place }.run(b)?;
-        let ordered = UnpackRows { bytes: &ordered, kind: received.row_kind() }.run(b)?;
-        CombineSlots { rows: ordered.plain("combine")?, top_k: self.top_k }.run(b)
+        let rows = received.plain("combine")?;
+        CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
     }
 
     /// Brings one number a row back to its (token, slot): `[r] → [t·k]`.

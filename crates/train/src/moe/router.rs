@@ -52,7 +52,7 @@ impl<B: LayerKernels> Router<B> {
 
     /// Routes the tokens of this rank.
     pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<RouterSaved<B>> {
-        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
         let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
@@ -60,7 +60,7 @@ impl<B: LayerKernels> Router<B> {
         Ok(RouterSaved { layer, routing })
     }
 
-    /// Adds the weight's gradient; returns the input's, in F32.
+    /// Adds the weight's gradient; returns the input's, in the type of the input.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -80,8 +80,8 @@ impl<B: LayerKernels> Router<B> {
             z_scale: self.shape.z_coef / shards,
         };
         let dlogits = Operand::Plain(op.run(cx.b)?);
-        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: DType::F32 }.run(cx.b)?;
-        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: x_td.dtype() }.run(cx.b)?;
+        let x = Operand::Plain(x_td.clone());
         self.weight.accumulate_wgrad(cx, &dlogits, &x, &cx.shards.groups)?;
         Ok(dx)
     }
