@@ -87,7 +87,7 @@ pub fn run(quick: bool, only: &[String]) -> Result<Value> {
         }
         all.extend(rows);
     }
-    let mut figures = json!({ "machine": header, "layers": report::figures(&all) });
+    let mut figures = json!({ "machine": header, "layers": report::figures(&all), "peers": report::peers() });
     if only.is_empty() {
         figures["parts"] = parts::run(&bench)?;
         figures["break_even"] = break_even::run(&bench)?;

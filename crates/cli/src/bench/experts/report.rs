@@ -117,6 +117,16 @@ pub fn legend() {
     }
 }
 
+/// What the table says of other projects.
+pub fn peers() -> Value {
+    let peer = |p: &Peer| {
+        json!({
+            "who": p.name, "layer": p.shape, "sustained_ms": p.sustained_ms, "burst_ms": p.burst_ms, "added_mib": p.kept_mib,
+        })
+    };
+    PEERS.iter().map(peer).collect()
+}
+
 /// Everything, an object a layer and recipe.
 pub fn figures(all: &[Measured]) -> Value {
     all.iter().map(figure).collect()
