@@ -5,6 +5,7 @@ pub(crate) mod copy_rows;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
+mod grouped_config;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
@@ -46,7 +47,7 @@ pub struct Instance {
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        grouped_product::instances(),
+        grouped_config::instances(),
         product_parts::instances(),
         product_simt::instances(),
         quantize::instances(),

@@ -74,6 +74,7 @@ impl<'a> Parts<'a> {
             kind: Kind::Bf16,
             out: Out::F32,
             accumulate: false,
+            transposed: false,
             groups: product.groups.map_or(1, |groups| groups.num_groups),
             m: product.m,
             n: product.n,
