@@ -9,7 +9,7 @@ use super::planes::{plain_arg, planes_or_nulls, unwritten};
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, transpose_spec};
+use config::{Desc, Path, ScalePlane, TRANSFORM_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Operand, Result};
@@ -179,8 +179,8 @@ impl ByBlock {
         let cols: [&dyn KernelArg; 5] = [&self.cols, col_scales, &col_lines, &col_blocks, &col_stride];
         let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
         // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; there are as many
-        // ctas as cover the columns' plane, and the rows' where there is one.
-        unsafe { device.kernel(&transpose_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
+        // ctas as cover the columns' plane, and the rows' where there is one. The kernel waits before its first load.
+        unsafe { device.kernel(&transpose_spec(desc.kind()))?.launch_early(launch, &[cols, rows].concat()) }
     }
 }
 
@@ -191,7 +191,7 @@ fn launch(
     source: &Source<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
-    let config = desc.config(device.info().num_sms as usize);
+    let config = desc.config();
     let kernel = device.kernel(&config.spec)?;
     let Source { x, row_id, start, num_groups, .. } = *source;
     let (every_row, counts) = (i32::from(source.every_row), out.counts);
@@ -209,11 +209,11 @@ fn launch(
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
     match config.path {
-        Path::Rows => {
+        Path::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();
-            let segments = cols.div_ceil(SEGMENT_COLS) as u32;
+            let (segments, rounds) = (segments as u32, rounds as u32);
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
-            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
+            let sizes: [&dyn KernelArg; 7] = [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {

@@ -11,16 +11,16 @@ use nibble_core::{DType, Error, Result};
 
 /// Rows and columns of a cta's square; the block of FP8.
 const TILE: usize = 128;
-/// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
-pub(super) const SEGMENT_COLS: usize = 1024;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.
 const TRANSPOSED: (usize, usize) = (32, 128);
-const ROW_THREADS: u32 = 256;
+const ROW_THREADS: u32 = 128;
+/// Columns of a chunk of `quantize_rows`, and the chunks a warp takes in all.
+const CHUNK_COLS: usize = 256;
+const WARP_CHUNKS: usize = 16;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
-const ROW_CTAS_PER_SM: usize = 32;
 /// A matrix of less than this many numbers may be taken as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
 
@@ -45,8 +45,8 @@ pub(super) struct Desc {
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Path {
-    /// Blocks along the rows.
-    Rows,
+    /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
+    Rows { segments: usize, rounds: usize },
     /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
     Cols { band: usize },
     /// Blocks down the columns after a transform.
@@ -116,6 +116,12 @@ impl Variant {
         let mut spec = self.spec("kernels/quantize.cuh", "nib::quantize_rows");
         spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
         spec
+    }
+
+    /// `row_chunks` of the kernel: the chunks a warp takes at a time.
+    fn row_chunks(&self) -> usize {
+        let is_light = self.input == DType::Bf16 && !self.rounding.is_random() && !self.hadamard;
+        if is_light { 8 } else { 4 }
     }
 
     fn cols_spec(&self, rows: bool) -> KernelSpec {
@@ -340,7 +346,7 @@ impl Desc {
         }
     }
 
-    pub fn config(&self, num_sms: usize) -> Config {
+    pub fn config(&self) -> Config {
         let config = |path, spec, ctas: usize, threads, shared_bytes| {
             let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
             Config { path, spec, launch }
@@ -348,10 +354,10 @@ impl Desc {
         match (self.variant(), self.planes) {
             (Some(variant), Planes::Rows) => {
                 let (rows, cols) = self.row_shape();
-                let warps = ROW_THREADS as usize / 32;
-                let ctas =
-                    (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
-                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
+                let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
+                let rounds = WARP_CHUNKS / variant.row_chunks();
+                let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
+                config(Path::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
@@ -427,7 +433,7 @@ mod tests {
     }
 
     fn path(desc: Desc) -> Path {
-        desc.config(132).path
+        desc.config().path
     }
 
     #[test]
@@ -443,7 +449,7 @@ mod tests {
                             let codec = Codec::new(format, rule, rounding).unwrap();
                             let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
                             let config =
-                                if asked.is_fused() { asked } else { asked.transformed() }.config(132);
+                                if asked.is_fused() { asked } else { asked.transformed() }.config();
                             let instance =
                                 Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
