@@ -213,7 +213,8 @@ fn launch(
             let (rows, cols) = desc.row_shape();
             let (segments, rounds) = (segments as u32, rounds as u32);
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
-            let sizes: [&dyn KernelArg; 7] = [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
+            let sizes: [&dyn KernelArg; 7] =
+                [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {

@@ -443,7 +443,10 @@ mod tests {
         let plan = RowPlan::new(3, 160, 2048).unwrap();
         assert_eq!((plan.segments, plan.ctas), (1, 1));
         let plan = RowPlan::new(1000, 7168, 4096).unwrap();
-        assert_eq!([plan.of_lift(false), plan.of_lift(true)].map(|p| (p.rounds, p.ctas)), [(1, 500), (2, 250)]);
+        assert_eq!(
+            [plan.of_lift(false), plan.of_lift(true)].map(|p| (p.rounds, p.ctas)),
+            [(1, 500), (2, 250)]
+        );
         let error = RowPlan::new(1 << 30, 7168, 2048).expect_err("too many").to_string();
         assert!(error.contains("segments"), "{error}");
     }

@@ -448,8 +448,7 @@ mod tests {
                         {
                             let codec = Codec::new(format, rule, rounding).unwrap();
                             let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
-                            let config =
-                                if asked.is_fused() { asked } else { asked.transformed() }.config();
+                            let config = if asked.is_fused() { asked } else { asked.transformed() }.config();
                             let instance =
                                 Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
