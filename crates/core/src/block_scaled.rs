@@ -51,14 +51,32 @@ impl<B: Backend> BlockScaled<B> {
         }
     }
 
-    /// Number of scales for this format, axis and shape.
-    pub fn num_scales(format: Format, axis: BlockAxis, rows: usize, cols: usize, stack: usize) -> usize {
+    /// Rows and columns of the matrix of scales for this format, axis and shape: lines of codes (of `Tile`: tiles down all
+    /// matrices), and blocks of a line.
+    pub fn scale_shape(
+        format: Format,
+        axis: BlockAxis,
+        rows: usize,
+        cols: usize,
+        stack: usize,
+    ) -> (usize, usize) {
         let block = format.spec().block;
         match axis {
-            BlockAxis::Row => rows * cols.div_ceil(block),
-            BlockAxis::Col => cols * rows.div_ceil(block),
-            BlockAxis::Tile => stack * (rows / stack.max(1)).div_ceil(block) * cols.div_ceil(block),
+            BlockAxis::Row => (rows, cols.div_ceil(block)),
+            BlockAxis::Col => (cols, rows.div_ceil(block)),
+            BlockAxis::Tile => (stack * (rows / stack.max(1)).div_ceil(block), cols.div_ceil(block)),
         }
+    }
+
+    /// Number of scales for this format, axis and shape, in a layout without padding.
+    pub fn num_scales(format: Format, axis: BlockAxis, rows: usize, cols: usize, stack: usize) -> usize {
+        let (lines, blocks) = Self::scale_shape(format, axis, rows, cols, stack);
+        lines * blocks
+    }
+
+    /// Rows and columns of the matrix of scales.
+    pub fn shape_of_scales(&self) -> (usize, usize) {
+        Self::scale_shape(self.format, self.axis, self.rows, self.cols, self.stack)
     }
 
     /// Bytes of codes and scales together.

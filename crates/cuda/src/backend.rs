@@ -1,6 +1,7 @@
 //! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
 
 use crate::device::{Buffer, Device};
+use crate::profile::Marks;
 use nibble_core::{Backend, MemoryStats, Plain, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone)]
 pub struct Cuda {
     device: Device,
+    marks: Arc<Marks>,
 }
 
 impl Cuda {
@@ -23,12 +25,17 @@ impl Cuda {
 
     /// On an opened device.
     pub fn on(device: Device) -> Self {
-        Self { device }
+        Self { device, marks: Arc::default() }
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What is being timed.
+    pub(crate) fn marks(&self) -> &Marks {
+        &self.marks
     }
 }
 
@@ -46,6 +53,7 @@ pub struct Buf<T: Plain> {
 struct Allocation<T: Plain> {
     buffer: Buffer<T>,
     id: u64,
+    repeats: usize,
 }
 
 impl<T: Plain> Buf<T> {
@@ -53,7 +61,21 @@ impl<T: Plain> Buf<T> {
     pub fn new(buffer: Buffer<T>) -> Self {
         // Addresses come back; numbers do not.
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Self { shared: Arc::new(Allocation { buffer, id: NEXT.fetch_add(1, Ordering::Relaxed) }) }
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { shared: Arc::new(Allocation { buffer, id, repeats: 1 }) }
+    }
+
+    /// Promises, of columns' scales, that each `repeats` neighbouring columns have the same, or will have when a kernel has written
+    /// them: they were made of blocks along rows. Products that know it are faster.
+    pub fn repeat(&mut self, repeats: usize) -> Result<()> {
+        self.make_mut()?;
+        Arc::get_mut(&mut self.shared).expect("a sole handle").repeats = repeats;
+        Ok(())
+    }
+
+    /// How many neighbouring columns are known to have the same scales; 1 where nothing is known, as after [`Buf::make_mut`].
+    pub fn repeats(&self) -> usize {
+        self.shared.repeats
     }
 
     /// To read.
@@ -67,7 +89,9 @@ impl<T: Plain> Buf<T> {
             *self = Self::new(self.get().copied()?);
         }
         // The handle was alone, or has just been made.
-        Ok(&mut Arc::get_mut(&mut self.shared).expect("a sole handle").buffer)
+        let allocation = Arc::get_mut(&mut self.shared).expect("a sole handle");
+        allocation.repeats = 1;
+        Ok(&mut allocation.buffer)
     }
 }
 
@@ -93,6 +117,10 @@ impl Backend for Cuda {
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
         self.device.filled(len, 0).map(Buf::new)
+    }
+
+    fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
+        self.device.alloc(len).map(Buf::new)
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {

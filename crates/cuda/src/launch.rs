@@ -147,6 +147,8 @@ impl HadamardArg {
 pub(crate) struct DecodeArg {
     pub is_f32: u32,
     pub is_e5m2: u32,
+    pub line_stride: u32,
+    pub block_stride: u32,
     pub tile_lines: u32,
     pub matrix_lines: u32,
     pub matrix_tiles: u32,

@@ -1,4 +1,4 @@
-//! Descriptors for the bulk tensor copy engine (TMA), two-dimensional tiles.
+//! Descriptors for the bulk tensor copy engine (TMA), two-dimensional tiles of one matrix or of a stack.
 //!
 //! The rules of `cuTensorMapEncodeTiled` are checked here first, by argument: the driver answers any breach with the
 //! same code. Source of the rules: CUDA Driver API, "Tensor Map Object Managment".
@@ -122,7 +122,21 @@ impl Tiles {
 
     /// The descriptor. Needs the driver library, no device call.
     pub fn encode(&self) -> Result<TensorMap> {
+        self.encode_rank(2, 1)
+    }
+
+    /// That of so many such matrices, one after the other, which copies name by a third coordinate; a tile ends where its matrix does.
+    pub fn encode_stack(&self, matrices: usize) -> Result<TensorMap> {
+        self.encode_rank(3, matrices)
+    }
+
+    fn encode_rank(&self, rank: u32, matrices: usize) -> Result<TensorMap> {
         self.check()?;
+        let matrix_bytes = self.rows.saturating_mul(self.row_stride_bytes);
+        if !(1..=1 << 32).contains(&matrices) || (rank == 3 && matrix_bytes >= 1 << 40) {
+            let got = format!("{matrices} of {matrix_bytes} bytes");
+            return Err(Error::shape(OP, "matrices", got, "1 to 2^32, each below 2^40 bytes"));
+        }
         if let Err(why) = &crate::probe().driver {
             return Err(driver::failed("cuTensorMapEncodeTiled", why));
         }
@@ -138,25 +152,25 @@ impl Tiles {
             Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
         let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
-        // SAFETY: the map is aligned by its type, and the arrays have the two entries (strides: one) that a rank of 2 reads.
+        // SAFETY: the map is aligned by its type, and the arrays have as many entries as a rank of 3 reads (strides: one fewer).
         // The address is stored, not followed.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map.0,
                 element,
-                2,
+                rank,
                 self.address as *mut std::ffi::c_void,
-                [self.cols as u64, self.rows as u64].as_ptr(),
-                [self.row_stride_bytes as u64].as_ptr(),
-                [self.tile_cols as u32, self.tile_rows as u32].as_ptr(),
-                [1, 1].as_ptr(),
+                [self.cols as u64, self.rows as u64, matrices as u64].as_ptr(),
+                [self.row_stride_bytes as u64, matrix_bytes as u64].as_ptr(),
+                [self.tile_cols as u32, self.tile_rows as u32, 1].as_ptr(),
+                [1, 1, 1].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };
-        driver::check(&format!("cuTensorMapEncodeTiled({self:?})"), code)?;
+        driver::check(&format!("cuTensorMapEncodeTiled({self:?}, {matrices})"), code)?;
         Ok(map)
     }
 }
@@ -216,5 +230,6 @@ mod tests {
             assert!(GOOD.encode().unwrap_err().to_string().contains("cuTensorMapEncodeTiled"));
         }
         assert!(Tiles { rows: 0, ..GOOD }.encode().unwrap_err().to_string().contains("`rows`"));
+        assert!(GOOD.encode_stack(0).unwrap_err().to_string().contains("`matrices`"));
     }
 }

@@ -49,7 +49,7 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     refused(Transpose { x: &x, stack: 1 }.run(cuda), "transpose", "`x`");
     refused(PackRows { rows: &rows, index: &index }.run(cuda), "pack_rows", "`rows`");
     refused(PackRows { rows: &blocks, index: &index }.run(cuda), "pack_rows", "scales");
-    refused(CombineSlots { rows: &x, top_k: 2 }.run(cuda), "combine_slots", "`rows`");
+    refused(CombineSlots::new(&x, 2).run(cuda), "combine_slots", "`rows`");
     let swiglu = Swiglu { h: &x, weight: None, groups: None, a: emit, save_h: None };
     refused(swiglu.run(cuda), "swiglu", "`h`");
     let logits = longer(cuda, DType::F32, 8);

@@ -32,6 +32,7 @@ fn wrong_operands_are_named() {
         kind: Kind::Fp8(ScalesB::Tile),
         out: Out::F32,
         accumulate: false,
+        transposed: false,
         groups: 1,
         m: 16,
         n: 16,
@@ -54,6 +55,6 @@ fn wrong_operands_are_named() {
     }
     let target = Target::F32 { values: &mut d, accumulate: true };
     let product = GroupedProduct { desc, groups: None, a: good, b: good, d: target };
-    let error = product.run_with(Config::choose(&desc)).unwrap_err().to_string();
+    let error = product.run_with(Config::choose(&desc, device.info())).unwrap_err().to_string();
     assert!(error.contains("accumulate"), "{error}");
 }

@@ -195,7 +195,7 @@ impl Outputs {
         }
     }
 
-    /// A quantized tensor: its shape, codes and scales. `rows` applies to row planes.
+    /// A quantized tensor: its shape, codes and scales, in whatever order those lie. `rows` applies to row planes.
     pub(crate) fn block<B: Backend>(
         &mut self,
         b: &B,
@@ -207,8 +207,29 @@ impl Outputs {
         self.buf(b, &format!("{name}.codes"), &x.codes, rows)?;
         let name = format!("{name}.scales");
         match &x.scales {
-            Scales::E8m0(s) => self.buf(b, &name, s, rows),
-            Scales::F32(s) => self.buf(b, &name, s, rows),
+            Scales::E8m0(s) => self.scales(name, x, b.download(s)?, rows),
+            Scales::F32(s) => self.scales(name, x, b.download(s)?, rows),
+        }
+        Ok(())
+    }
+
+    fn scales<B: Backend, T: Recorded>(
+        &mut self,
+        name: String,
+        x: &BlockScaled<B>,
+        scales: Vec<T>,
+        rows: Rows<'_>,
+    ) {
+        let (lines, blocks) = x.shape_of_scales();
+        match x.scale_layout.restore(&scales, lines, blocks) {
+            Ok(mut scales) => {
+                if let Some(is_valid) = rows {
+                    zero_pads(&mut scales, is_valid);
+                }
+                self.values(&name, scales);
+            }
+            // Too few or too many: as they are, so that the comparison shows it.
+            Err(_) => self.values(&name, scales),
         }
     }
 
@@ -343,7 +364,7 @@ macro_rules! conformance {
     ($group:ident) => { $crate::conformance!(@$group (table)) };
     (@Convert $what:tt) => {
         $crate::conformance! { @expand $what
-            quantize dequantize transcode cast transpose init_normal
+            quantize dequantize transcode cast transpose add init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
         }
@@ -354,7 +375,7 @@ macro_rules! conformance {
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
-            add sum_shards sum_squares adamw
+            sum_shards sum_squares adamw
         }
     };
     (@expand (table) $($op:ident)*) => {

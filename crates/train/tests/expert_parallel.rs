@@ -158,8 +158,9 @@ fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
             .chunks(top_k)
             .map(|e| (0..2).filter(|rank| e.iter().any(|e| e / 2 == *rank)).count())
             .sum();
-        // First comes the routing itself, last the gate weights' gradients: one number a slot.
-        (comm.legs()[1..5].to_vec(), pairs)
+        // First comes the routing itself, and before the last one the gate weights' gradients: one number a slot.
+        let legs = comm.legs();
+        ([&legs[1..4], &legs[5..6]].concat(), pairs)
     };
     let ranks: Vec<(Vec<Leg>, usize)> = std::thread::scope(|scope| {
         let one_rank = &one_rank;

@@ -29,6 +29,9 @@ namespace nib {
 struct DecodeArg {
     u32 is_f32;  // else E8M0 bytes
     u32 is_e5m2;
+    // Blocks down the columns: scales from one line to the next, and from one block of a line to the next.
+    u32 line_stride;
+    u32 block_stride;
     // Square tiles: lines that share a scale (1 for blocks of rows), lines of one matrix, and how many scales it has down them.
     u32 tile_lines;
     u32 matrix_lines;
@@ -181,7 +184,7 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     for (int i = 0; i < kScales; ++i) {
         const int index = i * 256 + threadIdx.x, col = first_col + index / kBlocks, block = at.strip * kBlocks + index % kBlocks;
         const bool exists = index < kTile * kBlocks && col < cols && block < blocks;
-        fetched[i] = exists ? arg.scale(scales, u64(col) * blocks + block) : 0.0f;
+        fetched[i] = exists ? arg.scale(scales, u64(col) * arg.line_stride + u64(block) * arg.block_stride) : 0.0f;
     }
     const int line = threadIdx.x / 8, chunk_16 = threadIdx.x % 8;
     uint4 sixteen[4];

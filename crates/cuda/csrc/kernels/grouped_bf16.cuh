@@ -16,11 +16,11 @@ namespace nib {
 constexpr int kDepth = 64;                        // of k in a stage: 128 bytes of a row, or 64 rows
 constexpr int kBoxBytes = kDepth * kStageBytes;   // 64 rows of 128 bytes
 
-template <int kStages, int kOutBuffers>
+template <int kStages, int kOutBuffers, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    u16 out[kMathWarps][kOutBuffers][kOutRows * kOutCols];  // BF16 on its way to D
+    Out out[kMathWarps][kOutBuffers][kStagedBytes / sizeof(Out)];  // on its way to D
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -149,19 +149,15 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         }
         if (blocks != 0) release(done);
         const auto store = [&](float(&sums)[64], int row) {
-            const Rows rows = {tile.row_d + row, tile.col_d, tile.kept - row, tile.stored - row};
-            if constexpr (sizeof(Out) == sizeof(float)) {
+            const Rows rows = {tile.row_a + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
+            // Groups of rows may end anywhere.
+            if (kTransposed || rows.stored >= kOutRows || rows.stored <= 0) {
 #pragma unroll
-                for (int part = 0; part < 4; ++part)
-                    store_part<kAccumulate>(d, n, sums, rows, part);
-            } else if (rows.stored >= kOutRows || rows.stored <= 0) {
-#pragma unroll
-                for (int part = 0; part < 4; ++part)
-                    store_part<kOutBuffers>(shared.out[warp], buffer, map_d, sums, rows, part);
+                for (int part = 0; part < kParts<Out>; ++part)
+                    store_part<kAccumulate, false>(shared.out[warp], buffer, map_d, sums, rows, part);
             } else {
-                // Groups may end anywhere.
 #pragma unroll
-                for (int part = 0; part < 4; ++part) store_few(d, n, sums, rows, part);
+                for (int part = 0; part < kParts<Out>; ++part) store_few(d, n, sums, rows, part);
             }
         };
         store(total[0], warp_row);
@@ -174,7 +170,7 @@ template <Ragged kRagged, class Out, bool kAccumulate, int kStages, int kCluster
 __global__ void __launch_bounds__(384, 1)
     grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<kStages, kOutBuffers>;
+    using Shared = SharedLayout<kStages, kOutBuffers, Out>;
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -184,7 +180,7 @@ __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         ptx::tensor_map_prefetch(map_a);
         ptx::tensor_map_prefetch(map_b);
-        if constexpr (sizeof(Out) == 2) ptx::tensor_map_prefetch(map_d);
+        ptx::tensor_map_prefetch(map_d);
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(shared.full[stage], 1);
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);

@@ -25,26 +25,23 @@
 namespace nib {
 
 constexpr int kBlockK = 128;  // one promotion a stage, and one block of scales
-__host__ __device__ constexpr int scale_warps(bool vector_b) { return vector_b ? 3 : 2; }
+/// Columns of B in neighbouring rows that share a scale: a whole tile's, a strip's (MXFP4 lifted, columns made of row blocks), or none.
+constexpr int kTileCols = kBlockN, kStripCols = 32;
+constexpr int kStrips = kBlockN / kStripCols;
+__host__ __device__ constexpr int scale_warps(int shared_b) { return shared_b == 1 ? 3 : 2; }
 
-/// B's scales of a stage lie in the order of the accumulators: first the columns of a warp's every fourth lane from 0 on, 8j and 8j + 1,
-/// then those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in different banks.
+/// With a scale a column, B's scales of a stage lie in the order of the accumulators: first the columns of a warp's every fourth lane from
+/// 0 on, 8j and 8j + 1, then those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in
+/// different banks.
 constexpr int kScalesB = 32 + 4;
 
-/// Where columns come in blocks of 32 with one scale, as lifted MXFP4 and transposed row blocks do, these are all that is needed.
-struct alignas(16) ColumnBlocks {
-    float4 scales;  // of columns 0, 32, 64, 96
-    int uniform;    // whether they are those of all others too
-};
-
-template <int kStages, int kOutBuffers, bool kVectorB>
+template <int kStages, int kOutBuffers, int kSharedB, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
-    u16 out[kMathWarps][kOutBuffers][kOutRows * kOutCols];  // BF16 on its way to D
-    alignas(16) float scale_a[kStages][kBlockM];            // times B's scale, where that is one for the whole tile
-    alignas(16) float scale_b[kStages][kVectorB ? 4 * kScalesB : 4];
-    ColumnBlocks blocks_b[kStages];  // with kVectorB
+    Out out[kMathWarps][kOutBuffers][kStagedBytes / sizeof(Out)];  // on its way to D
+    alignas(16) float scale_a[kStages][kBlockM];                   // times B's scale, where that is one for the whole tile
+    alignas(16) float scale_b[kStages][kSharedB == 1 ? 4 * kScalesB : kStrips];
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -139,16 +136,16 @@ struct FourRows {
 };
 
 /// Fetches the scales, four stages at a time; `thread` counts within the scale warps: the first 64 threads have four rows of A each, the
-/// next 32 four columns of B.
-template <Ragged kRagged, int kStages, int kCluster, bool kVectorB, class Shared>
+/// next 32, with a scale a column, four columns of B; or else a few of the first have B's.
+template <Ragged kRagged, int kStages, int kCluster, int kSharedB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
     constexpr int kAhead = FourRows::kAhead;
-    const bool of_a = thread < kBlockM / 4;
+    const bool of_a = kSharedB != 1 || thread < kBlockM / 4;
     const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
     const int rows = of_a ? groups.m : kRagged == Ragged::kRows ? groups.n * groups.count : groups.n;
-    // Of 128 x 128 blocks, a group's matrix has its own rows.
-    const int blocks_n = ceil_div(groups.n, kBlockN);
+    // A group's matrix has its own rows of shared scales.
+    const int rows_b = ceil_div(groups.n, kSharedB);
     Schedule<kRagged, kBlockM, kCluster> schedule(groups);
     Ring<kStages> ring;
     Tile tile;
@@ -164,37 +161,37 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
             deliver();
         }
         const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
-        const int tile_row_b = group * blocks_n + min(tile.col_d / kBlockN, blocks_n - 1);
+        const auto row_b = [&](int strip) { return group * rows_b + min(tile.col_d / kSharedB + strip, rows_b - 1); };
         FourRows mine(of_a ? scales_a : scales_b, first);
         for (int from = 0; from < blocks; from += kAhead) {
             mine.load((of_a ? tile.row_a : tile.row_b) + slot, rows, first + from, from, last);
-            u32 whole[kAhead];
+            u32 of_b[kSharedB == kTileCols ? kAhead : 1];
+            if constexpr (kSharedB == kTileCols) {
 #pragma unroll
-            for (int ahead = 0; ahead < kAhead; ++ahead)
-                whole[ahead] = kVectorB ? 0 : scales_b.load(tile_row_b, min(first + from + ahead, last));
+                for (int ahead = 0; ahead < kAhead; ++ahead) of_b[ahead] = scales_b.load(row_b(0), min(first + from + ahead, last));
+            } else if constexpr (kSharedB == kStripCols) {
+                of_b[0] = 0;
+                if (thread < kAhead * kStrips)
+                    of_b[0] = scales_b.load(row_b(thread % kStrips), min(first + from + thread / kStrips, last));
+            }
 #pragma unroll
             for (int ahead = 0; ahead < kAhead; ++ahead) {
                 if (from + ahead >= blocks) break;
                 float4 four = mine.scales(ahead);
-                if constexpr (!kVectorB) {
-                    const float b = scales_b.decode(whole[ahead]);
+                if constexpr (kSharedB == kTileCols) {
+                    const float b = scales_b.decode(of_b[ahead]);
                     four = {four.x * b, four.y * b, four.z * b, four.w * b};
                 }
                 ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
                 if (of_a) {
                     *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + slot) = four;
-                } else if constexpr (kVectorB) {
+                } else {
                     float* const to = shared.scale_b[ring.stage] + slot % 8 / 2 * kScalesB + slot / 8 * 2;
                     *reinterpret_cast<float2*>(to) = {four.x, four.y};
                     *reinterpret_cast<float2*>(to + kScalesB) = {four.z, four.w};
-                    // All of this warp have columns of B, eight lanes those of a block.
-                    const u32 block_bits = __shfl_sync(0xFFFFFFFF, __float_as_uint(four.x), thread % 32 & 24);
-                    const bool same = __float_as_uint(four.x) == block_bits && __float_as_uint(four.y) == block_bits &&
-                                      __float_as_uint(four.z) == block_bits && __float_as_uint(four.w) == block_bits;
-                    const int uniform = __all_sync(0xFFFFFFFF, same);
-                    ColumnBlocks& blocks_b = shared.blocks_b[ring.stage];
-                    if (thread % 8 == 0) reinterpret_cast<float*>(&blocks_b.scales)[thread % 32 / 8] = four.x;
-                    if (thread % 32 == 0) blocks_b.uniform = uniform;
+                }
+                if constexpr (kSharedB == kStripCols) {
+                    if (thread / kStrips == ahead) shared.scale_b[ring.stage][thread % kStrips] = scales_b.decode(of_b[0]);
                 }
                 deliver();
             }
@@ -223,40 +220,43 @@ __device__ __forceinline__ void finish(float (&partial)[64]) {
     ptx::wgmma_pin(partial);
 }
 
-/// What multiplies a lane's partial sums of one wave: of its two rows, and, with 1x128 scales, of its 32 columns, half of which are
-/// fetched while the product is computed: the tensor cores leave shared memory little time for others. A multiplication an
-/// element is a quarter of the kernel's time, so that columns which share scales go without.
-template <bool kVectorB>
+/// What multiplies a lane's partial sums of one wave: of its two rows, and of its 32 columns, unless the rows' have those in them. A
+/// scale a column costs a multiplication an element more, and loads of which half are made while the product is computed: the
+/// tensor cores leave shared memory little time for others.
+template <int kSharedB>
 struct Promotion {
     float rows[2];
     const float4* columns;
-    float4 next[kVectorB ? 4 : 1];
-    bool uniform = false;  // next[0] has the scales of the four blocks of columns
+    float4 next[kSharedB == 1 ? 4 : 1];
 
     template <class Shared>
-    __device__ __forceinline__ void fetch(const Shared& shared, u32 stage) {
-        if constexpr (kVectorB) {
+    __device__ __forceinline__ Promotion(const Shared& shared, u32 stage, int row)
+        : rows{shared.scale_a[stage][row], shared.scale_a[stage][row + 8]} {
+        if constexpr (kSharedB == kStripCols) next[0] = *reinterpret_cast<const float4*>(shared.scale_b[stage]);
+        if constexpr (kSharedB == 1)
             columns = reinterpret_cast<const float4*>(shared.scale_b[stage] + ptx::lane_idx() % 4 * kScalesB);
-            if (uniform) {
-                next[0] = shared.blocks_b[stage].scales;
-            } else {
+    }
+
+    /// Under a product.
+    __device__ __forceinline__ void fetch() {
+        if constexpr (kSharedB == 1) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) next[i] = columns[i];
-            }
+            for (int i = 0; i < 4; ++i) next[i] = columns[i];
         }
     }
 
     /// total = fma(scales, partial, total).
     __device__ __forceinline__ void add(float (&total)[64], float (&partial)[64]) {
-        if constexpr (!kVectorB) {
+        if constexpr (kSharedB == kTileCols) {
 #pragma unroll
             for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(rows[i / 2 % 2], partial[i], total[i]);
-        } else if (uniform) {
-            const float blocks[4] = {next[0].x, next[0].y, next[0].z, next[0].w};
+        } else if constexpr (kSharedB == kStripCols) {
+            const float strips[kStrips] = {next[0].x, next[0].y, next[0].z, next[0].w};
 #pragma unroll
-            for (int i = 0; i < 64; ++i) {
-                const float scale = rows[i / 2 % 2] * blocks[i / 16];
-                total[i] = __fmaf_rn(scale, partial[i], total[i]);
+            for (int strip = 0; strip < kStrips; ++strip) {
+                const float scale[2] = {rows[0] * strips[strip], rows[1] * strips[strip]};
+#pragma unroll
+                for (int i = 16 * strip; i < 16 * strip + 16; ++i) total[i] = __fmaf_rn(scale[i / 2 % 2], partial[i], total[i]);
             }
         } else {
 #pragma unroll
@@ -275,18 +275,19 @@ struct Promotion {
 };
 
 /// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
-template <int kStages, int kCluster, int kOutBuffers, bool kVectorB, bool kAccumulate, class Out, class Shared>
-__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
+template <int kStages, int kCluster, int kOutBuffers, int kSharedB, bool kAccumulate, bool kTransposed, class Out, class Shared>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
     const u32 lane = ptx::lane_idx();
     const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
     const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
     const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // F32 takes more registers on its way out than a product under way leaves.
-    constexpr bool kStoreUnder = sizeof(Out) == 2;
-    // By stage; there are two ways through one with a scale a column.
-    constexpr bool kUnrolled = !kVectorB;
+    // By stage; scales of columns leave too few registers for it.
+    constexpr bool kUnrolled = kSharedB != 1;
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
+    // Parts of a tile: as many as there are buffers are stored under its last product, some more under the first of the next, when
+    // the first wave's totals are wanted, and the rest under the second.
+    constexpr int kLast = kOutBuffers, kFirst = kParts<Out> + 2, kAll = 2 * kParts<Out>;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
     const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
     Ring<kStages> ring;
@@ -297,16 +298,13 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     for (int wave = 0; wave < 2; ++wave)
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[wave][i] = 0.0f;
-    // Parts `from` to `to` of the eight of a tile: four of each wave.
     const auto store = [&](const Tile& tile, int from, int to) {
 #pragma unroll
         for (int part = from; part < to; ++part) {
-            const int row = warp_row + part / 4 * kNextWave;
-            const Rows rows = {tile.row_d + row, tile.col_d, tile.kept - row, tile.stored - row};
-            if constexpr (sizeof(Out) == sizeof(float))
-                store_part<kAccumulate>(d, n, total[part / 4], rows, part % 4);
-            else
-                store_part<kOutBuffers>(shared.out[warp], buffer, map_d, total[part / 4], rows, part % 4);
+            const int row = warp_row + part / kParts<Out> * kNextWave;
+            const Rows rows = {tile.row_a + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
+            store_part<kAccumulate, kTransposed>(shared.out[warp], buffer, map_d, total[part / kParts<Out>], rows,
+                                                 part % kParts<Out>);
         }
     };
     const auto release = [&](u32 stage) {
@@ -326,36 +324,29 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (stage + 1 == kStages) ring.parity ^= 1;
         ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
     };
-    // The tile before: its last five parts are stored under the first products of the next. Here there is none.
+    // The tile before: what is left of it is stored under the first products of the next. Here there is none.
     Tile before = {};
     // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
-    const auto take_as = [&](const Tile& tile, u32 stage, bool first, bool last, bool uniform) {
-        const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
-        const float* const rows = shared.scale_a[stage] + lane_row;
-        Promotion<kVectorB> upper = {{rows[0], rows[8]}}, lower = {{rows[kNextWave], rows[kNextWave + 8]}};
-        upper.uniform = lower.uniform = uniform;
-        float partial[64];
-        multiply(partial, a, b);
-        upper.fetch(shared, stage);
-        if (kStoreUnder && first) store(before, 3, 6);
-        finish(partial);
-        upper.add(total[0], partial);
-        multiply(partial, a + kNextWave * kBlockK / 16, b);
-        lower.fetch(shared, stage);
-        if (kStoreUnder && first) store(before, 6, 8);
-        if (kStoreUnder && last) store(tile, 0, 3);
-        finish(partial);
-        if constexpr (!kVectorB) release(stage);
-        advance(stage);
-        lower.add(total[1], partial);
-        if constexpr (kVectorB) release(stage);
-    };
     const auto take = [&](const Tile& tile, u32 stage, bool first, bool last) {
         if (!first) await(stage);
-        if (kVectorB && same_in_all(shared.blocks_b[stage].uniform) != 0)
-            take_as(tile, stage, first, last, true);
-        else
-            take_as(tile, stage, first, last, false);
+        const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
+        float partial[64];
+        Promotion<kSharedB> upper(shared, stage, lane_row);
+        multiply(partial, a, b);
+        upper.fetch();
+        if (first) store(before, kLast, kFirst);
+        finish(partial);
+        upper.add(total[0], partial);
+        Promotion<kSharedB> lower(shared, stage, lane_row + kNextWave);
+        multiply(partial, a + kNextWave * kBlockK / 16, b);
+        lower.fetch();
+        if (first) store(before, kFirst, kAll);
+        if (last) store(tile, 0, kLast);
+        finish(partial);
+        if constexpr (kSharedB != 1) release(stage);
+        advance(stage);
+        lower.add(total[1], partial);
+        if constexpr (kSharedB == 1) release(stage);
     };
     for (;;) {
         await(ring.stage);
@@ -372,39 +363,38 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             } else {
                 for (int block = 0; block < blocks; ++block) take(tile, ring.stage, block == 0, block == blocks - 1);
             }
-            if constexpr (!kStoreUnder) store(tile, 0, 8);
         } else {
             // At most one wave, or none.
-            if constexpr (kStoreUnder) store(before, 3, 8);
+            store(before, kLast, kAll);
             const bool some = tile.kept > first_row && blocks > 0;
             for (int block = 0; block < max(blocks, 1); ++block) {
                 const u32 stage = ring.stage;
                 if (block != 0) await(stage);
                 if (some) {
-                    Promotion<kVectorB> promotion = {{shared.scale_a[stage][lane_row], shared.scale_a[stage][lane_row + 8]}};
+                    Promotion<kSharedB> promotion(shared, stage, lane_row);
                     float partial[64];
                     multiply(partial, first_a + stage * kStageA, first_b + stage * kStageB);
-                    promotion.fetch(shared, stage);
+                    promotion.fetch();
                     finish(partial);
                     promotion.add(total[0], partial);
                 }
                 release(stage);
                 advance(stage);
             }
-            store(tile, 0, kStoreUnder ? 3 : 8);
+            store(tile, 0, kLast);
         }
         before = tile;
     }
-    if constexpr (kStoreUnder) store(before, 3, 8);
+    store(before, kLast, kAll);
     ptx::tma_store_wait_all();
 }
 
-template <Ragged kRagged, bool kVectorB, class Out, bool kAccumulate, int kStages, int kCluster, int kOutBuffers>
+template <Ragged kRagged, int kSharedB, class Out, bool kAccumulate, bool kTransposed, int kStages, int kCluster, int kOutBuffers>
 __global__ void __launch_bounds__(384, 1)
     grouped_fp8_block(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                       const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
                       const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<kStages, kOutBuffers, kVectorB>;
+    using Shared = SharedLayout<kStages, kOutBuffers, kSharedB, Out>;
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -414,9 +404,9 @@ __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         ptx::tensor_map_prefetch(map_a);
         ptx::tensor_map_prefetch(map_b);
-        if constexpr (sizeof(Out) == 2) ptx::tensor_map_prefetch(map_d);
+        ptx::tensor_map_prefetch(map_d);
         for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kVectorB));
+            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kSharedB));
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
         ptx::barrier_init_fence();
@@ -430,11 +420,11 @@ __global__ void __launch_bounds__(384, 1)
         ptx::registers_shrink_to<56>();
         if (warp == 0)
             produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
-        else if (warp <= scale_warps(kVectorB))
-            fetch_scales<kRagged, kStages, kCluster, kVectorB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
+        else if (warp <= scale_warps(kSharedB))
+            fetch_scales<kRagged, kStages, kCluster, kSharedB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
     } else {
         ptx::registers_grow_to<224>();
-        consume<kStages, kCluster, kOutBuffers, kVectorB, kAccumulate>(shared, map_d, d, groups.n, warp - 4);
+        consume<kStages, kCluster, kOutBuffers, kSharedB, kAccumulate, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows)
             clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
     }

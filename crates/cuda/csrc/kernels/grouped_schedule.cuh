@@ -29,12 +29,12 @@ struct Scales {
 
 /// A tile of the output, for all who work on it. Rows and columns count elements.
 struct alignas(16) Tile {
-    int row_a;    // first row of A
-    int row_b;    // first row of B
-    int k;      // where the contraction begins
-    int len_k;  // and its length; 0: nothing to add up; -1: there are no more tiles
-    int row_d;  // first row and column of D
-    int col_d;
+    int row_a;   // first row of A, and of D's matrix
+    int row_b;   // first row of B
+    int k;       // where the contraction begins
+    int len_k;   // and its length; 0: nothing to add up; -1: there are no more tiles
+    int matrix;  // of D
+    int col_d;   // its first column
     int kept;    // rows that are computed
     int stored;  // rows that are written; those past `kept` as zeros
 };
@@ -44,7 +44,7 @@ __device__ __forceinline__ int same_in_all(int value) { return __shfl_sync(0xFFF
 
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
     return {same_in_all(tile.row_a), same_in_all(tile.row_b), same_in_all(tile.k),    same_in_all(tile.len_k),
-            same_in_all(tile.row_d), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
+            same_in_all(tile.matrix), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
 }
 
 /// Where the groups lie, and the product's sizes. `start` null: one group of all rows.
@@ -119,14 +119,15 @@ class Schedule {
         tile.col_d = (within / band_rows * kCluster + rank_) * kBlockN;
         tile.stored = min(padded - row, kBlockM);
         if constexpr (kRagged == Ragged::kRows) {
-            tile.row_a = tile.row_d = first + row;
+            tile.row_a = first + row;
+            tile.matrix = 0;
             tile.row_b = group * groups_.n + tile.col_d;
             tile.k = 0;
             tile.kept = min(max(len - row, 0), kBlockM);
             tile.len_k = tile.kept > 0 ? groups_.k : 0;
         } else {
             tile.row_a = row;
-            tile.row_d = group * groups_.m + row;
+            tile.matrix = group;
             tile.row_b = tile.col_d;
             tile.k = first;
             tile.len_k = len;

@@ -15,8 +15,7 @@ constexpr int kBlockN = 128;
 constexpr int kStageBytes = 128;  // of a row in a stage: one swizzled row
 constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
-constexpr int kOutCols = 32;  // columns a warp stages and stores at once: 64 bytes, the store map's swizzle
-constexpr int kOutRows = 16;
+constexpr int kOutRows = 16;  // a warp stores at once
 
 /// Position in the ring of stages; `parity` flips each time round.
 template <int kStages>
@@ -76,88 +75,109 @@ __device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& 
         ptx::tma_load_multicast(to, map, full, x, y, (1 << kCluster) - 1);
 }
 
-/// A warp's 16 rows of a wave, on their way to D.
+/// A warp's 16 rows of a wave, on their way to D: their place in a matrix of D, or, with kTransposed, in its transpose.
 struct Rows {
-    int row;           // in D
-    int col;           // in D
+    int row, col, matrix;
     int kept, stored;  // of the 16
 };
 
-/// Rounds 32 columns of a wave to BF16 and stores them through the next of `kOutBuffers` buffers; clears the totals. All 16 rows
-/// are stored or none.
-template <int kOutBuffers>
-__device__ __forceinline__ void store_part(u16 (&out)[kOutBuffers][kOutRows * kOutCols], u32& buffer,
-                                           const TensorMap& map_d, float* total, const Rows& to, int part) {
+/// A part: columns whose 16 rows fill a staging buffer of 64-byte rows, the store map's swizzle: address bits 4-5 are XORed with
+/// bits 7-8. A lane has kPartTotals of it.
+constexpr int kStagedBytes = 1024;
+template <class Out>
+constexpr int kPartCols = kStagedBytes / kOutRows / int(sizeof(Out));
+template <class Out>
+constexpr int kParts = kBlockN / kPartCols<Out>;  // of a wave
+template <class Out>
+constexpr int kPartTotals = kPartCols<Out> / 2;
+
+/// Rounds a part to BF16.
+template <bool kTransposed>
+__device__ __forceinline__ void stage(u16* staged, const float* total, const Rows& to) {
+    static_assert(!kTransposed);
     const u32 lane = ptx::lane_idx();
     const u32 keep[2] = {int(lane / 4) < to.kept ? ~0u : 0u, int(lane / 4 + 8) < to.kept ? ~0u : 0u};
-    // Rows that are not stored go past the end of D, where the copy engine leaves them out.
-    const int row = to.stored > 0 ? to.row : 0x7FFFFF00;
     // stmatrix: lane 8t+i names row i of tile t; tiles go down (rows 0, 8), then right (8 columns).
     const u32 tile_row = lane % 16;
     const u32 tile_right = lane / 16;
-    if (lane == 0) ptx::tma_store_wait_read<kOutBuffers - 1>();
-    __syncwarp();
-    u16* const staged = out[buffer];
-    const u32 base = shared_address(staged) + tile_row * (kOutCols * 2);
+    const u32 base = shared_address(staged) + tile_row * 64;
 #pragma unroll
-    for (int pair = 0; pair < kOutCols / 16; ++pair) {
-        const float* t = total + part * (kOutCols / 2) + pair * 8;
-        // The 64-byte swizzle: address bits 4-5 are XORed with bits 7-8, which are bits 1-2 of the row.
+    for (int pair = 0; pair < 2; ++pair) {
+        const float* t = total + pair * 8;
         const u32 chunk = (pair * 2 + tile_right) ^ ((tile_row >> 1) & 3);
         ptx::store_matrix_x4(base + chunk * 16, ptx::pack_bf16(t[0], t[1]) & keep[0], ptx::pack_bf16(t[2], t[3]) & keep[1],
                              ptx::pack_bf16(t[4], t[5]) & keep[0], ptx::pack_bf16(t[6], t[7]) & keep[1]);
     }
+}
+
+/// A part as F32.
+template <bool kTransposed>
+__device__ __forceinline__ void stage(float* staged, const float* total, const Rows& to) {
+    const u32 lane = ptx::lane_idx(), row = lane / 4, right = lane % 4;
+    char* const bytes = reinterpret_cast<char*>(staged);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
+        const bool keep = int(row + i % 2 * 8) < to.kept;
+        const float2 pair = keep ? float2{total[2 * i], total[2 * i + 1]} : float2{0.0f, 0.0f};
+        if constexpr (kTransposed) {
+            const u32 at = (right * 128 + (row / 4 ^ right) * 16 + row % 4 * 4) ^ (i % 2 * 32);
+            *reinterpret_cast<float*>(bytes + at + i / 2 * 512) = pair.x;
+            *reinterpret_cast<float*>(bytes + at + i / 2 * 512 + 64) = pair.y;
+        } else {
+            const u32 at = (row * 64 + (right / 2 ^ (row / 2 & 3)) * 16 + right % 2 * 8) ^ (i / 2 * 32);
+            *reinterpret_cast<float2*>(bytes + at + i % 2 * 512) = pair;
+        }
+    }
+}
+
+/// Stores a part of a wave through the next of `kOutBuffers` buffers, or adds it to D; clears its totals. All 16 rows are stored
+/// or none, but for those past the matrix's end.
+template <bool kAccumulate, bool kTransposed, class Out, int kOutBuffers>
+__device__ __forceinline__ void store_part(Out (&out)[kOutBuffers][kStagedBytes / sizeof(Out)], u32& buffer,
+                                           const TensorMap& map_d, float* totals, const Rows& to, int part) {
+    const bool leader = ptx::lane_idx() == 0;
+    if (leader) ptx::tma_store_wait_read<kOutBuffers - 1>();
+    __syncwarp();
+    Out* const staged = out[buffer];
+    float* const total = totals + part * kPartTotals<Out>;
+    stage<kTransposed>(staged, total, to);
     ptx::fence_shared_to_async();
     __syncwarp();
-    if (lane == 0) {
-        ptx::tma_store(map_d, staged, to.col + part * kOutCols, row);
+    if (leader) {
+        // Rows that are not stored go past the end of D, where the copy engine leaves them out.
+        const int row = to.stored > 0 ? to.row : 0x7FFFFF00, col = to.col + part * kPartCols<Out>;
+        const int x = kTransposed ? row : col, y = kTransposed ? col : row;
+        if constexpr (kAccumulate)
+            ptx::tma_add(map_d, staged, x, y, to.matrix);
+        else
+            ptx::tma_store(map_d, staged, x, y, to.matrix);
         ptx::tma_store_commit();
     }
     buffer = buffer + 1 == kOutBuffers ? 0 : buffer + 1;
 #pragma unroll
-    for (int i = 0; i < kOutCols / 2; ++i) total[part * (kOutCols / 2) + i] = 0.0f;
+    for (int i = 0; i < kPartTotals<Out>; ++i) total[i] = 0.0f;
 }
 
 /// The same for a piece of which some rows only are stored, straight from the registers.
-__device__ __forceinline__ void store_few(u16* d, int n, float* total, const Rows& to, int part) {
+template <class Out>
+__device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int part) {
     const int lane = int(ptx::lane_idx());
-    const int col = to.col + part * kOutCols + lane % 4 * 2;
+    const int col = to.col + part * kPartCols<Out> + lane % 4 * 2;
+    float* const total = totals + part * kPartTotals<Out>;
 #pragma unroll
-    for (int i = 0; i < kOutCols / 4; ++i) {
+    for (int i = 0; i < kPartTotals<Out> / 2; ++i) {
         const int row = lane / 4 + i % 2 * 8;
-        float* const t = total + part * (kOutCols / 2) + i * 2;
+        const bool keep = row < to.kept;
+        const float x = keep ? total[2 * i] : 0.0f, y = keep ? total[2 * i + 1] : 0.0f;
         if (row < to.stored && col + i / 2 * 8 < n) {
-            const u32 pair = row < to.kept ? ptx::pack_bf16(t[0], t[1]) : 0;
-            *reinterpret_cast<u32*>(d + (long long)(to.row + row) * n + col + i / 2 * 8) = pair;
+            Out* const at = d + (long long)(to.row + row) * n + col + i / 2 * 8;
+            if constexpr (sizeof(Out) == 2)
+                *reinterpret_cast<u32*>(at) = ptx::pack_bf16(x, y);
+            else
+                *reinterpret_cast<float2*>(at) = float2{x, y};
         }
-        t[0] = t[1] = 0.0f;
-    }
-}
-
-/// Writes 32 columns of a wave as F32 straight from the registers, four lanes a sector, or adds them to what is there. Clears the
-/// totals.
-template <bool kAccumulate>
-__device__ __forceinline__ void store_part(float* d, int n, float* total, const Rows& to, int part) {
-    const int lane = int(ptx::lane_idx_anew());
-    const int col = to.col + part * kOutCols + lane % 4 * 2;
-    float* const sums = total + part * (kOutCols / 2);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = lane / 4 + half * 8;
-        const int left = row < to.stored ? n - col : 0;
-        float* const at = d + (long long)(to.row + row) * n + col;
-#pragma unroll
-        for (int j = 0; j < kOutCols / 8; ++j) {
-            float* const pair = sums + 4 * j + 2 * half;
-            const float x = row < to.kept ? pair[0] : 0.0f, y = row < to.kept ? pair[1] : 0.0f;
-            if (8 * j < left) {
-                if constexpr (kAccumulate)
-                    ptx::add_f32x2(at + 8 * j, x, y);
-                else
-                    *reinterpret_cast<float2*>(at + 8 * j) = float2{x, y};
-            }
-            pair[0] = pair[1] = 0.0f;
-        }
+        total[2 * i] = total[2 * i + 1] = 0.0f;
     }
 }
 

@@ -29,10 +29,17 @@ __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& 
         : "memory");
 }
 
-/// One tile from shared memory; ordinary stores to it must have been fenced with `fence_shared_to_async`.
-__device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile, int x, int y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(shared_address(tile)), "r"(x), "r"(y)
+/// One tile from shared memory to a matrix of a stack; ordinary stores to it must have been fenced with `fence_shared_to_async`.
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile, int x, int y, int matrix) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
+                 : "memory");
+}
+
+/// Adds it to what is there, nearest-even: one addition an element, done in the L2.
+__device__ __forceinline__ void tma_add(const TensorMap& map, const void* tile, int x, int y, int matrix) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
                  : "memory");
 }
 

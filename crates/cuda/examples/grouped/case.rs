@@ -2,8 +2,7 @@
 
 use half::bf16;
 use nibble_cuda::ops::grouped_product::{
-    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
-    Target,
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -60,8 +59,8 @@ pub struct Case {
     pub accumulate: bool,
     /// Scales of A and B MN-major: [blocks][rows padded to 16 bytes].
     pub mn_major: bool,
-    /// 32 neighbouring rows of B share their scales, as lifted columns do.
-    pub shared_scales: bool,
+    /// D holds the transposed product.
+    pub transposed: bool,
     /// Rows of each group.
     pub lens: Vec<usize>,
     /// Rows after the last group's padding.
@@ -104,6 +103,7 @@ impl Case {
             kind: self.kind,
             out: self.out,
             accumulate: self.accumulate,
+            transposed: self.transposed,
             groups: self.lens.len(),
             m,
             n: self.n,
@@ -121,13 +121,13 @@ impl Case {
             Kind::Bf16 => "bf16".to_owned(),
             Kind::Fp8(scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
-                let shared = if self.shared_scales { " by 32" } else { "" };
-                format!("{}/{} {layout} {scales_b:?}{shared}", scale(self.e8m0.0), scale(self.e8m0.1))
+                format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
         let total: usize = self.lens.iter().sum();
+        let turned = if self.transposed { " turned" } else { "" };
         let how = if self.accumulate { " +=" } else { "" };
-        format!("{kind} G {} rows {total} {operands}{how} {:?}", self.lens.len(), self.out)
+        format!("{kind} G {} rows {total} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
     }
 }
 
@@ -235,13 +235,6 @@ impl Operands {
             before: if case.accumulate { random.draw(&scales(true), desc.d()) } else { Vec::new() },
             case,
         };
-        if operands.case.shared_scales {
-            let blocks = desc.blocks_k();
-            for row in 0..rows_b {
-                let first = row / 32 * 32 * blocks;
-                operands.scales_b.copy_within(first..first + blocks, row * blocks);
-            }
-        }
         operands.fill_pads(desc);
         operands
     }
@@ -309,28 +302,32 @@ impl Operands {
         })
     }
 
-    /// One element of D in F64, before rounding.
-    pub fn exact(&self, row: usize, col: usize, decode: &[f64; 256]) -> f64 {
+    /// One element of D in F64, before rounding; by its place in all of D.
+    pub fn exact(&self, at: usize, decode: &[f64; 256]) -> f64 {
         let desc = self.case.desc();
         let starts = self.case.starts();
         let blocks = desc.blocks_k();
-        let (row_a, row_b, scale_row_b, from, to) = match self.case.ragged {
+        let [_, rows_d, cols_d] = desc.shape_d();
+        let (row, col) = (at / cols_d, at % cols_d);
+        let (row_a, row_b, from, to) = match self.case.ragged {
             Ragged::Rows => {
                 let group = starts[1..].iter().position(|&end| row < end);
                 let Some(group) = group.filter(|&g| row < starts[g] + self.case.lens[g]) else { return 0.0 };
-                let row_b = group * desc.n + col;
-                let scale_row = match desc.kind {
-                    Kind::Fp8(ScalesB::Tile) => group * desc.n.div_ceil(128) + col / 128,
-                    _ => row_b,
-                };
-                (row, row_b, scale_row, 0, desc.k)
+                (row, group * desc.n + col, 0, desc.k)
             }
             Ragged::Contraction => {
-                let group = row / desc.m;
-                (row % desc.m, col, col, starts[group], starts[group] + self.case.lens[group])
+                let (group, row) = (row / rows_d, row % rows_d);
+                let (row_a, row_b) = if self.case.transposed { (col, row) } else { (row, col) };
+                (row_a, row_b, starts[group], starts[group] + self.case.lens[group])
             }
         };
-        let mut total = if self.case.accumulate { f64::from(self.before[row * desc.n + col]) } else { 0.0 };
+        let scale_row_b = match desc.kind {
+            Kind::Fp8(scales) => {
+                row_b / desc.n * desc.n.div_ceil(scales.rows()) + row_b % desc.n / scales.rows()
+            }
+            Kind::Bf16 => row_b,
+        };
+        let mut total = if self.case.accumulate { f64::from(self.before[at]) } else { 0.0 };
         for block in from / 128..to.div_ceil(128) {
             let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
                 .map(|k| self.a.value(row_a * desc.k + k, decode) * self.b.value(row_b * desc.k + k, decode))

@@ -18,7 +18,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
         e8m0: (true, true),
         accumulate: false,
         mn_major: false,
-        shared_scales: false,
+        transposed: false,
         lens: lens.to_vec(),
         slack: 0,
         m: 0,
@@ -66,14 +66,21 @@ pub fn small() -> Vec<Case> {
             }
         }
         for accumulate in [false, true] {
-            let (e8m0, mn_major) = ((i % 2 == 0, i % 3 == 0), i % 2 == 0);
-            cases.push(Case { accumulate, e8m0, mn_major, slack: 128, ..wgrad(lens, k + 3, n) });
-            cases.push(bf16_of(Case { accumulate, slack: 5, ..wgrad(lens, k, n) }));
+            let e8m0 = (i % 2 == 0, i % 3 == 0);
+            let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
+            cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
+            for scales in [ScalesB::Vector, ScalesB::Strip, ScalesB::Tile] {
+                cases.push(Case { kind: Kind::Fp8(scales), ..case.clone() });
+            }
+            for scales in [ScalesB::Strip, ScalesB::Tile] {
+                let kind = Kind::Fp8(scales);
+                cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
+            }
         }
-    }
-    for shared in [rows(&[200, 0, 300], 392, 400), wgrad(&[300, 0, 129], 272, 264)] {
-        let kind = Kind::Fp8(ScalesB::Vector);
-        cases.push(Case { kind, shared_scales: true, ..shared });
+        let out = Out::Bf16;
+        cases.push(Case { out, ..wgrad(lens, k + 3, n) });
+        cases.push(Case { out, kind: Kind::Fp8(ScalesB::Tile), ..wgrad(lens, k + 3, n) });
+        cases.push(bf16_of(Case { out, slack: 5, ..wgrad(lens, k, n) }));
     }
     // More groups than lanes of a warp.
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();
@@ -130,11 +137,12 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<(usize, f32,
     let text = |error: nibble_cuda::Error| format!("{}: {error}", case.name());
     let operands = Operands::new(case.clone(), data, 42);
     let mut on_device = operands.upload(device).map_err(text)?;
-    on_device.run(Config::choose(&case.desc())).map_err(text)?;
+    on_device.run(Config::choose(&case.desc(), device.info())).map_err(text)?;
     let d = on_device.download().map_err(text)?;
     let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4m3.decode(code as u8)));
-    let pick = |at: usize| (at, d[at], operands.exact(at / case.n, at % case.n, &decode));
-    Ok(sampled(d.len(), case.n).into_iter().map(pick).collect())
+    let pick = |at: usize| (at, d[at], operands.exact(at, &decode));
+    let [_, _, cols] = case.desc().shape_d();
+    Ok(sampled(d.len(), cols).into_iter().map(pick).collect())
 }
 
 /// Integers: every compared output must have the bits of the exact result, rounded once.
@@ -146,7 +154,8 @@ fn integers_are_exact(device: &Device, case: &Case) -> Result<usize, String> {
             Out::F32 => exact as f32,
         };
         if got != expected {
-            let (row, col) = (at / case.n, at % case.n);
+            let [_, _, cols] = case.desc().shape_d();
+            let (row, col) = (at / cols, at % cols);
             return Err(format!("{}: output ({row}, {col}) is {got}, expected {expected}", case.name()));
         }
     }
@@ -169,7 +178,7 @@ pub fn nan_stays_in_its_row(device: &Device, kind: Kind) -> Result<(), String> {
     operands.spoil_scale(row, 2);
     let run = || -> nibble_cuda::Result<Vec<f32>> {
         let mut on_device = operands.upload(device)?;
-        on_device.run(Config::choose(&case.desc()))?;
+        on_device.run(Config::choose(&case.desc(), device.info()))?;
         on_device.download()
     };
     let (first, second) = (run().map_err(|e| e.to_string())?, run().map_err(|e| e.to_string())?);

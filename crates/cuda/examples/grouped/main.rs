@@ -10,7 +10,7 @@ use case::{Case, Data, OnDevice, Operands, Random};
 use check::{bf16_of, rows, wgrad};
 use half::bf16;
 use nibble_cuda::cublaslt::GemmBf16;
-use nibble_cuda::ops::grouped_product::{Config, Kind, Ragged, ScalesB};
+use nibble_cuda::ops::grouped_product::{Config, Kind, Out, Ragged, ScalesB};
 use nibble_cuda::timing::Stopwatch;
 use nibble_cuda::{Device, Result};
 use std::process::ExitCode;
@@ -57,8 +57,12 @@ const ODD: [usize; 8] = [2201, 5870, 4097, 3333, 4800, 2700, 6001, 3766];
 fn timed() -> Vec<Case> {
     let f32_scales = |case: Case| Case { e8m0: (false, false), ..case };
     let mn_major = |case: Case| Case { mn_major: true, ..case };
-    // Columns made from MXFP4 or from E4M3 rows.
-    let lifted = |case: Case| Case { mn_major: true, shared_scales: true, ..case };
+    // Columns made from E4M3 rows, and from MXFP4.
+    let tiles = |case: Case| Case { kind: Kind::Fp8(ScalesB::Tile), ..mn_major(case) };
+    let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strip), ..mn_major(case) };
+    let transposed = |case: Case| Case { transposed: true, ..case };
+    let adding = |case: Case| Case { accumulate: true, ..case };
+    let large = wgrad(&[4096; 8], 4096, 7168);
     vec![
         rows(&UNEVEN, 4096, 7168),
         mn_major(rows(&UNEVEN, 4096, 7168)),
@@ -73,14 +77,22 @@ fn timed() -> Vec<Case> {
         rows(&[4096], 4096, 7168),
         rows(&[32768], 4096, 7168),
         rows(&[32768], 7168, 2048),
-        lifted(wgrad(&[4096; 8], 4096, 7168)),
-        lifted(wgrad(&[4096; 8], 7168, 2048)),
-        Case { accumulate: true, ..lifted(wgrad(&[4096; 8], 4096, 7168)) },
-        lifted(wgrad(&[1024; 32], 4096, 7168)),
-        lifted(wgrad(&UNEVEN, 768, 2048)),
-        mn_major(wgrad(&[4096; 8], 4096, 7168)),
-        wgrad(&[4096; 8], 4096, 7168),
-        f32_scales(mn_major(wgrad(&[4096; 8], 4096, 7168))),
+        tiles(large.clone()),
+        strips(large.clone()),
+        transposed(tiles(wgrad(&[4096; 8], 7168, 4096))),
+        transposed(strips(wgrad(&[4096; 8], 7168, 4096))),
+        adding(tiles(large.clone())),
+        adding(strips(large.clone())),
+        mn_major(large.clone()),
+        large.clone(),
+        f32_scales(mn_major(large.clone())),
+        Case { out: Out::Bf16, ..tiles(large.clone()) },
+        strips(wgrad(&[4096; 8], 7168, 2048)),
+        strips(wgrad(&[1024; 32], 4096, 7168)),
+        adding(strips(wgrad(&[1024; 32], 4096, 7168))),
+        strips(wgrad(&[512; 64], 4096, 7168)),
+        adding(strips(wgrad(&[512; 64], 4096, 7168))),
+        strips(wgrad(&UNEVEN, 768, 2048)),
         bf16_of(rows(&[32768], 4096, 7168)),
         bf16_of(rows(&UNEVEN, 4096, 7168)),
         bf16_of(rows(&UNEVEN, 7168, 2048)),
@@ -123,7 +135,7 @@ fn times(device: &Device, filter: &str, bands: &[usize]) -> Result<()> {
     let stopwatch = Stopwatch::new(device)?;
     for case in timed().into_iter().filter(|case| case.name().contains(filter)) {
         let mut product: OnDevice = Operands::new(case.clone(), Data::Normal, 1).upload(device)?;
-        let chosen = Config::choose(&case.desc());
+        let chosen = Config::choose(&case.desc(), device.info());
         let configs = match bands {
             [] => vec![chosen],
             _ => bands.iter().map(|&band| Config { band, ..chosen }).collect(),

@@ -3,6 +3,7 @@
 use super::Instance;
 use super::held::Held;
 use super::permute::type_name;
+use super::planes::column_stride;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
@@ -53,8 +54,11 @@ impl Desc {
         if !x.format.is_block() {
             return Err(Error::unsupported(OP, x.format, "it has no block scales to decode by"));
         }
-        if x.scale_layout != ScaleLayout::RowMajor {
-            return Err(Error::unsupported(OP, x.format, "only row-major scales are read here"));
+        let read = x.scale_layout == ScaleLayout::RowMajor
+            || (x.axis == BlockAxis::Col && x.scale_layout == ScaleLayout::MnMajor);
+        if !read {
+            let why = format!("its scales are {}; row-major here, or of columns mn-major", x.scale_layout);
+            return Err(Error::unsupported(OP, x.format, why));
         }
         if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
             return Err(Error::shape(OP, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
@@ -102,10 +106,16 @@ impl Desc {
     }
 
     /// The scales' order, for the kernel.
-    fn decode_arg(&self, scales: &Scales<Cuda>) -> DecodeArg {
+    fn decode_arg(&self, x: &BlockScaled<Cuda>) -> DecodeArg {
         let (block, matrix_lines) = (self.format.spec().block, self.rows / self.stack);
+        let (line_stride, block_stride) = match x.scale_layout {
+            ScaleLayout::MnMajor => (1, column_stride(x.rule, x.cols)),
+            _ => (x.shape_of_scales().1, 1),
+        };
         DecodeArg {
-            is_f32: matches!(scales, Scales::F32(_)).into(),
+            is_f32: matches!(x.scales, Scales::F32(_)).into(),
+            line_stride: line_stride as u32,
+            block_stride: block_stride as u32,
             is_e5m2: (self.format == Format::E5m2).into(),
             tile_lines: if self.axis == BlockAxis::Tile { block as u32 } else { 1 },
             matrix_lines: matrix_lines as u32,
@@ -173,7 +183,7 @@ fn launch<S: Plain, T: Plain>(
 ) -> Result<()> {
     let kernel = device.kernel(&config.kind.spec())?;
     let launch = Launch { ctas: config.ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let (arg, codes) = (desc.decode_arg(&x.scales), x.codes.get());
+    let (arg, codes) = (desc.decode_arg(x), x.codes.get());
     let [rows, cols] = [config.rows as i32, config.cols as i32];
     let by_segments = Divider::by(config.segments.max(1));
     let shape: &[&dyn KernelArg] = if config.kind.down {

@@ -1,7 +1,9 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
+use super::elementwise::cast_values;
 use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::product_parts::Parts;
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use half::bf16;
@@ -32,7 +34,8 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// What the tensor cores' kernels would be asked, if they take the operands.
+    /// What the tensor cores' kernels would be asked, if they take the operands. With `transposed`, A and B change places, so
+    /// that it is B whose rows share scales: that is the faster way.
     pub fn on_tensor_cores(
         &self,
         a: &Operand<Cuda>,
@@ -40,12 +43,9 @@ impl Product<'_> {
         out: DType,
         accumulate: bool,
     ) -> Option<Desc> {
-        let kind = match (a.format(), b.format(), b) {
-            (Format::E4m3, Format::E4m3, Operand::Block(b)) if b.axis == BlockAxis::Tile => {
-                Kind::Fp8(ScalesB::Tile)
-            }
-            (Format::E4m3, Format::E4m3, _) => Kind::Fp8(ScalesB::Vector),
-            (Format::Bf16, Format::Bf16, _) => Kind::Bf16,
+        let kind = match (a.format(), b.format()) {
+            (Format::E4m3, Format::E4m3) => Kind::Fp8(scales_b(b)),
+            (Format::Bf16, Format::Bf16) => Kind::Bf16,
             _ => return None,
         };
         let desc = Desc {
@@ -53,12 +53,15 @@ impl Product<'_> {
             kind,
             out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
             accumulate,
+            transposed: false,
             groups: self.groups.map_or(1, |groups| groups.num_groups),
             m: self.m,
             n: self.n,
             k: self.k,
         };
-        desc.check().is_ok().then_some(desc)
+        let turned = Desc { kind: Kind::Fp8(scales_b(a)), transposed: true, m: self.n, n: self.m, ..desc };
+        let faster = kind == Kind::Fp8(ScalesB::Vector) && turned.kind != kind && turned.check().is_ok();
+        if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
     }
 
     /// Runs on the tensor cores if they take the operands, or else on the ordinary cores, which leave rows of no group
@@ -71,9 +74,14 @@ impl Product<'_> {
             Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
         };
         if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
-            let (a, b) = (self.operand(a)?, self.operand(b)?);
+            let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
+            let (a, b) = (self.operand(a, ScalesB::Vector)?, self.operand(b, scales_b(b))?);
             return GroupedProduct { desc, groups, a, b, d }.run();
         }
+        if let Some(parts) = Parts::choose(self, a, b, &d) {
+            return parts.run(self, d);
+        }
+        let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
             Operand::Block(q) => Some(q.format.spec().block),
@@ -95,9 +103,16 @@ impl Product<'_> {
         .run()
     }
 
-    fn operand<'a>(&self, x: &'a Operand<Cuda>) -> Result<grouped_product::Operand<'a>> {
+    /// Read with one scale for as many rows as `shared` says.
+    fn operand<'a>(&self, x: &'a Operand<Cuda>, shared: ScalesB) -> Result<grouped_product::Operand<'a>> {
         match x {
-            Operand::Block(q) => Ok(grouped_product::Operand::Fp8(q.codes.get(), scales(self.op, q)?)),
+            Operand::Block(q) => {
+                let mut scales = scales(self.op, q)?;
+                if q.axis != BlockAxis::Tile {
+                    scales.row_stride *= shared.rows();
+                }
+                Ok(grouped_product::Operand::Fp8(q.codes.get(), scales))
+            }
             Operand::Plain(Tensor { data: Data::Bf16(values), .. }) => {
                 Ok(grouped_product::Operand::Bf16(values.get()))
             }
@@ -139,21 +154,37 @@ impl Product<'_> {
     }
 }
 
+/// A BF16 operand in F32, where the other one is.
+fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+    match (x, other.format()) {
+        (Operand::Plain(Tensor { data: Data::Bf16(values), rows, cols }), Format::F32) => {
+            let values = cast_values(values.get().device(), values.get(), DType::F32)?;
+            Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
+        }
+        _ => Ok(x.clone()),
+    }
+}
+
+/// How many rows of an operand are known to share their scales.
+fn scales_b(x: &Operand<Cuda>) -> ScalesB {
+    match x {
+        Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
+        Operand::Block(BlockScaled {
+            axis: BlockAxis::Col,
+            scales: nibble_core::Scales::E8m0(scales),
+            ..
+        }) => ScalesB::of_rows(scales.repeats()),
+        _ => ScalesB::Vector,
+    }
+}
+
 /// Where the scales of a quantized operand lie.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> {
     let (values, bytes) = match &q.scales {
         nibble_core::Scales::F32(values) => (ScaleValues::F32(values.get()), size_of::<f32>()),
         nibble_core::Scales::E8m0(values) => (ScaleValues::E8m0(values.get()), 1),
     };
-    let block = q.format.spec().block;
-    let (rows, blocks) = match q.axis {
-        BlockAxis::Row => (q.rows, q.cols.div_ceil(block)),
-        BlockAxis::Col => (q.cols, q.rows.div_ceil(block)),
-        BlockAxis::Tile => {
-            let stack = q.stack.max(1);
-            (stack * (q.rows / stack).div_ceil(block), q.cols.div_ceil(block))
-        }
-    };
+    let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),
         ScaleLayout::MnMajor => {

@@ -1,32 +1,21 @@
 //! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
 //! (`csrc/kernels/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/grouped_bf16.cuh`). One group is the dense product.
 
+pub use super::grouped_config::Config;
+use super::grouped_config::{BLOCK_M, BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::device::{Buffer, Device};
-use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{KernelArg, Launch};
+use crate::launch::KernelArg;
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use half::bf16;
 use nibble_core::{Error, Result};
 
 const OP: &str = "grouped_product";
-/// Rows and columns of a tile.
-const BLOCK_M: usize = 256;
-const BLOCK_N: usize = 128;
 /// Contraction that a scale is for.
 const BLOCK_K: usize = 128;
-/// Bytes of a row in a stage.
-const ROW_BYTES: usize = 128;
 /// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
 const BOX: usize = 64;
-/// Rows and columns a warp stores at once.
-const OUT_ROWS: usize = 16;
-const OUT_COLS: usize = 32;
-const MATH_WARPS: usize = 8;
-/// The device's `Tile`, one a stage.
-const TILE_BYTES: usize = 32;
-const THREADS: u32 = 384;
 /// The kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
 
@@ -39,13 +28,35 @@ pub enum Kind {
     Bf16,
 }
 
-/// How B is scaled.
+/// How B is scaled, every 128 of the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalesB {
-    /// 128 × 128.
+    /// 128 rows share a scale: weights, and columns made of E4M3 rows. The fastest.
     Tile,
-    /// 1 × 128 along the contraction.
+    /// 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
+    Strip,
+    /// Each row has its own.
     Vector,
+}
+
+impl ScalesB {
+    /// Rows of B that share a scale.
+    pub const fn rows(self) -> usize {
+        match self {
+            Self::Tile => 128,
+            Self::Strip => 32,
+            Self::Vector => 1,
+        }
+    }
+
+    /// What rows that share scales so many at a time have.
+    pub const fn of_rows(rows: usize) -> Self {
+        match rows {
+            128 => Self::Tile,
+            32 => Self::Strip,
+            _ => Self::Vector,
+        }
+    }
 }
 
 /// The type of D.
@@ -68,6 +79,9 @@ pub struct Desc {
     pub out: Out,
     /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]).
     pub accumulate: bool,
+    /// D holds transposed matrices, `[n][m]`: A and B change places where it is A whose rows share scales
+    /// ([`Ragged::Contraction`], FP8, F32).
+    pub transposed: bool,
     /// Groups.
     pub groups: usize,
     /// Rows of A and D, all groups together; with [`Ragged::Contraction`], of one matrix of D.
@@ -91,13 +105,16 @@ impl Desc {
 
     /// Length of D.
     pub const fn d(&self) -> usize {
-        self.rows_d().saturating_mul(self.n)
+        let [matrices, rows, cols] = self.shape_d();
+        matrices.saturating_mul(rows).saturating_mul(cols)
     }
 
-    const fn rows_d(&self) -> usize {
-        match self.ragged {
-            Ragged::Rows => self.m,
-            Ragged::Contraction => self.groups.saturating_mul(self.m),
+    /// Matrices of D, and the rows and columns of each.
+    pub const fn shape_d(&self) -> [usize; 3] {
+        match (self.ragged, self.transposed) {
+            (Ragged::Rows, _) => [1, self.m, self.n],
+            (Ragged::Contraction, false) => [self.groups, self.m, self.n],
+            (Ragged::Contraction, true) => [self.groups, self.n, self.m],
         }
     }
 
@@ -116,11 +133,11 @@ impl Desc {
     /// Rows of A's and B's matrices of scales.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
-            Kind::Fp8(ScalesB::Tile) => {
+            Kind::Fp8(scales) => {
                 let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
-                matrices.saturating_mul(self.n.div_ceil(BLOCK_N))
+                matrices.saturating_mul(self.n.div_ceil(scales.rows()))
             }
-            _ => self.rows_b(),
+            Kind::Bf16 => self.rows_b(),
         };
         (self.m, rows_b)
     }
@@ -128,10 +145,11 @@ impl Desc {
     /// What the kernels can take.
     pub fn check(&self) -> Result<()> {
         // Rows are copied in units of 16 bytes.
-        let columns_d = if self.out == Out::Bf16 { 8 } else { 4 };
+        let of_d = if self.out == Out::Bf16 { 8 } else { 4 };
         let (m, n, k) = match (self.ragged, self.kind) {
-            (_, Kind::Fp8(_)) => (1, columns_d, 16),
-            (Ragged::Rows, Kind::Bf16) => (1, columns_d, 8),
+            (_, Kind::Fp8(_)) if self.transposed => (of_d, 1, 16),
+            (_, Kind::Fp8(_)) => (1, of_d, 16),
+            (Ragged::Rows, Kind::Bf16) => (1, of_d, 8),
             (Ragged::Contraction, Kind::Bf16) => (8, 8, 1),
         };
         for (argument, value, multiple) in
@@ -146,128 +164,28 @@ impl Desc {
             Kind::Fp8(_) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
             Kind::Bf16 => 0,
         };
+        let [matrices, rows_d, _] = self.shape_d();
         for (argument, value) in
-            [("rows of b", self.rows_b()), ("rows of d", self.rows_d()), ("scales", scales)]
+            [("rows of b", self.rows_b()), ("rows of d", matrices.saturating_mul(rows_d)), ("scales", scales)]
         {
             if value > MAX_EXTENT {
                 return Err(Error::shape(OP, argument, value, format!("up to {MAX_EXTENT}")));
             }
         }
         let by_rows = self.ragged == Ragged::Rows;
-        if !by_rows && (self.kind == Kind::Fp8(ScalesB::Tile) || self.out == Out::Bf16) {
-            let got = format!("{:?}, {:?}", self.kind, self.out);
-            return Err(Error::shape(
-                OP,
-                "kind, out",
-                got,
-                "1 x 128 scales and F32 with Ragged::Contraction",
-            ));
+        let adds = self.accumulate && (by_rows || self.out == Out::Bf16);
+        let turns = self.transposed && (by_rows || self.kind == Kind::Bf16 || self.out == Out::Bf16);
+        for (argument, wrong) in [("accumulate", adds), ("transposed", turns)] {
+            if wrong {
+                let got = format!("true with {:?}, {:?}, {:?}", self.ragged, self.kind, self.out);
+                return Err(Error::shape(OP, argument, got, "an F32 gradient"));
+            }
         }
-        if self.accumulate && by_rows {
-            return Err(Error::shape(OP, "accumulate", true, "false with Ragged::Rows"));
+        if by_rows && self.kind == Kind::Fp8(ScalesB::Strip) {
+            return Err(Error::shape(OP, "kind", "Strip with Ragged::Rows", "Tile or Vector"));
         }
         Ok(())
     }
-}
-
-/// An instance of a kernel template, and the raster it walks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Config {
-    /// Stages of the ring.
-    pub stages: usize,
-    /// Ctas of a cluster, side by side, which share rows of A: 1 or 2.
-    pub cluster: usize,
-    /// Staging buffers a warp has for its stores.
-    pub out_buffers: usize,
-    /// Tile rows in a band of the raster (an argument of the launch).
-    pub band: usize,
-}
-
-impl Config {
-    /// The instance for a product. Tiles are walked the same way whatever the groups hold, so sizes decide alone.
-    pub const fn choose(desc: &Desc) -> Self {
-        let out_buffers = match desc.out {
-            Out::Bf16 => 3,
-            Out::F32 => 1,
-        };
-        Self { stages: 4, cluster: 2, out_buffers, band: 8 }
-    }
-
-    /// What the kernels have instances and a raster for.
-    pub fn check(&self) -> Result<()> {
-        let good = matches!(self.cluster, 1 | 2)
-            && (1..=MAX_EXTENT).contains(&self.band)
-            && (1..=8).contains(&self.stages)
-            && (1..=8).contains(&self.out_buffers);
-        if good {
-            return Ok(());
-        }
-        let expected = "clusters of 1 or 2, a band, 1 to 8 stages and output buffers";
-        Err(Error::shape(OP, "config", format!("{self:?}"), expected))
-    }
-
-    /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
-    pub const fn shared_bytes(&self, desc: &Desc) -> usize {
-        let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
-        let scales = match desc.kind {
-            Kind::Fp8(ScalesB::Tile) => BLOCK_M + 4 + 8,
-            // B's in four parts, each padded by 4; and those of its blocks of 32 columns, with a flag, padded to 8.
-            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16 + 8,
-            Kind::Bf16 => 0,
-        };
-        let barriers = 2 * size_of::<u64>();
-        let out = MATH_WARPS * self.out_buffers * OUT_ROWS * OUT_COLS * size_of::<bf16>();
-        1024 + out + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
-    }
-
-    /// The instance.
-    pub fn spec(&self, desc: &Desc) -> KernelSpec {
-        let int = |value: usize| TemplateArg::Int(value as i64);
-        let mut args = vec![
-            ("kRagged", TemplateArg::Type(desc.ragged.name())),
-            ("Out", TemplateArg::Type(if desc.out == Out::Bf16 { "nib::u16" } else { "float" })),
-            ("kAccumulate", TemplateArg::Bool(desc.accumulate)),
-            ("kStages", int(self.stages)),
-            ("kCluster", int(self.cluster)),
-            ("kOutBuffers", int(self.out_buffers)),
-        ];
-        let (source, name) = match desc.kind {
-            Kind::Fp8(scales_b) => {
-                args.push(("kVectorB", TemplateArg::Bool(scales_b == ScalesB::Vector)));
-                ("kernels/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
-            }
-            Kind::Bf16 => ("kernels/grouped_bf16.cuh", "nib::grouped_bf16"),
-        };
-        KernelSpec { source, name, args }
-    }
-
-    /// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
-    const fn launch(&self, desc: &Desc, clusters: usize) -> Launch {
-        let clusters = if clusters == 0 { 1 } else { clusters };
-        Launch {
-            ctas: (clusters * self.cluster) as u32,
-            threads: THREADS,
-            cluster: self.cluster as u32,
-            shared_bytes: self.shared_bytes(desc),
-        }
-    }
-}
-
-/// The instances built for it.
-pub(super) fn instances() -> Vec<super::Instance> {
-    let mut cases = Vec::new();
-    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector), Kind::Bf16] {
-        cases.extend([(Ragged::Rows, kind, Out::Bf16, false), (Ragged::Rows, kind, Out::F32, false)]);
-        if kind != Kind::Fp8(ScalesB::Tile) {
-            cases.extend([false, true].map(|accumulate| (Ragged::Contraction, kind, Out::F32, accumulate)));
-        }
-    }
-    let instance = |(ragged, kind, out, accumulate)| {
-        let desc = Desc { ragged, kind, out, accumulate, groups: 1, m: BLOCK_M, n: BLOCK_N, k: BLOCK_K };
-        let config = Config::choose(&desc);
-        super::Instance { spec: config.spec(&desc), shared_bytes: config.shared_bytes(&desc) }
-    };
-    cases.into_iter().map(instance).collect()
 }
 
 /// One operand.
@@ -311,7 +229,7 @@ impl Operand<'_> {
         same_device(OP, argument, self.device(), on)
     }
 
-    /// Tiles of `tile_rows` rows.
+    /// Tiles of `tile_rows` rows, as a stage has them.
     fn map(&self, desc: &Desc, rows: usize, tile_rows: usize) -> Result<TensorMap> {
         let (element, address, bytes) = match self {
             Self::Fp8(codes, _) => (Element::U8, codes.address(), size_of::<u8>()),
@@ -390,7 +308,7 @@ impl GroupedProduct<'_> {
 
     /// Runs with the instance that [`Config::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = Config::choose(&self.desc);
+        let config = super::trial::config(&self.desc, self.a.device().info());
         self.run_with(config)
     }
 
@@ -401,11 +319,11 @@ impl GroupedProduct<'_> {
         let desc = &self.desc;
         let map_a = self.a.map(desc, desc.m, BLOCK_M / config.cluster)?;
         let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N)?;
-        let (map_d, d): (TensorMap, &dyn KernelArg) = match &self.d {
-            Target::Bf16(values) => (store_map(values, desc)?, *values),
-            // F32 does not go through a map.
-            Target::F32 { values, .. } => (map_a, *values),
+        let (element, address, d): (_, _, &dyn KernelArg) = match &self.d {
+            Target::Bf16(values) => (Element::Bf16, values.address(), *values),
+            Target::F32 { values, .. } => (Element::F32, values.address(), *values),
         };
+        let map_d = store_map(desc, element, address)?;
         let kernel = device.kernel(&config.spec(desc))?;
         let whole_chip = config.launch(desc, device.info().num_sms as usize / config.cluster);
         let launch = config.launch(desc, kernel.max_clusters(whole_chip)? as usize);
@@ -424,18 +342,21 @@ impl GroupedProduct<'_> {
     }
 }
 
-fn store_map(values: &Buffer<bf16>, desc: &Desc) -> Result<TensorMap> {
+/// Pieces of D as a warp stores them.
+fn store_map(desc: &Desc, element: Element, address: u64) -> Result<TensorMap> {
+    let [matrices, rows, cols] = desc.shape_d();
+    // Of a transposed product, 64 bytes of a row are 16 rows of the product, and there are as many columns of it.
     Tiles {
-        element: Element::Bf16,
-        address: values.address(),
-        rows: desc.m,
-        cols: desc.n,
-        row_stride_bytes: desc.n * size_of::<bf16>(),
+        element,
+        address,
+        rows,
+        cols,
+        row_stride_bytes: cols * element.bytes(),
         tile_rows: OUT_ROWS,
-        tile_cols: OUT_COLS,
+        tile_cols: OUT_ROW_BYTES / element.bytes(),
         swizzle: Swizzle::Bytes64,
     }
-    .encode()
+    .encode_stack(matrices)
 }
 
 #[cfg(test)]
@@ -447,6 +368,7 @@ mod tests {
         kind: Kind::Fp8(ScalesB::Tile),
         out: Out::Bf16,
         accumulate: false,
+        transposed: false,
         groups: 3,
         m: 384,
         n: 264,
@@ -468,7 +390,10 @@ mod tests {
             (Desc { groups: 1 << 24, ..GOOD }, "rows of b"),
             (Desc { m: 1 << 30, ..GOOD }, "scales"),
             (Desc { accumulate: true, ..GOOD }, "accumulate"),
-            (Desc { ragged: Ragged::Contraction, ..GOOD }, "kind, out"),
+            (Desc { transposed: true, ..GOOD }, "transposed"),
+            (Desc { kind: Kind::Fp8(ScalesB::Strip), ..GOOD }, "kind"),
+            (Desc { accumulate: true, out: Out::Bf16, ..wgrad }, "accumulate"),
+            (Desc { transposed: true, ..wgrad }, "transposed"),
             (Desc { m: 12, ..wgrad }, "m"),
         ] {
             let error = desc.check().expect_err(argument).to_string();
@@ -482,12 +407,10 @@ mod tests {
         assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
         let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Vector), ..GOOD };
         assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
-    }
-
-    #[test]
-    fn every_instance_fits_a_hopper() {
-        for instance in instances() {
-            assert!(instance.shared_bytes <= 232_448, "{}: {} bytes", instance.spec, instance.shared_bytes);
-        }
+        let strips = Desc { kind: Kind::Fp8(ScalesB::Strip), transposed: true, ..wgrad };
+        assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
+        assert!(
+            [ScalesB::Tile, ScalesB::Strip, ScalesB::Vector].iter().all(|&b| ScalesB::of_rows(b.rows()) == b)
+        );
     }
 }

@@ -67,7 +67,8 @@ impl<'d> Held<'d> {
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
         let code_bytes = BlockScaled::<Cuda>::code_bytes(x.format, x.axis, x.rows, x.cols);
         self.part(argument, "bytes of codes", &x.codes, code_bytes)?;
-        let num_scales = BlockScaled::<Cuda>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
+        let (lines, blocks) = x.shape_of_scales();
+        let num_scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
         match &x.scales {
             Scales::E8m0(scales) => self.part(argument, "scales", scales, num_scales).map(drop),
             Scales::F32(scales) => self.part(argument, "scales", scales, num_scales).map(drop),

@@ -5,6 +5,7 @@ pub(crate) mod copy_rows;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
+mod grouped_config;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
@@ -14,12 +15,14 @@ pub(crate) mod permute;
 pub(crate) mod plan_permute;
 mod planes;
 mod product;
+mod product_parts;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod route;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
+pub mod trial;
 pub(crate) mod wire;
 
 use crate::Cuda;
@@ -45,7 +48,8 @@ pub struct Instance {
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        grouped_product::instances(),
+        grouped_config::instances(),
+        product_parts::instances(),
         product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),

@@ -5,6 +5,7 @@ use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::TemplateArg;
 use crate::launch::KernelArg;
+use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Data, Result, Scales, Tensor};
 
@@ -19,14 +20,40 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     })
 }
 
-/// A tensor whose planes a kernel is about to write in full; scales are of the rule's kind.
+/// A tensor whose planes a kernel is about to write in full; scales are of the rule's kind, row-major.
 pub(super) fn unwritten(
+    device: &Device,
+    stored: (Format, ScaleRule),
+    axis: BlockAxis,
+    sizes: (usize, usize, usize),
+) -> Result<BlockScaled<Cuda>> {
+    unwritten_as(device, stored, axis, sizes, ScaleLayout::RowMajor)
+}
+
+/// Columns that a kernel is about to write in full, with scales as kernels write them and products read them best: those of a strip
+/// together, `[capacity / block][column_stride]`.
+pub(super) fn unwritten_columns(
+    device: &Device,
+    stored: (Format, ScaleRule),
+    (capacity, cols): (usize, usize),
+) -> Result<BlockScaled<Cuda>> {
+    unwritten_as(device, stored, BlockAxis::Col, (capacity, cols, 1), ScaleLayout::MnMajor)
+}
+
+/// Scales of columns from one strip to the next: the number of columns, padded to 16 bytes.
+pub(super) fn column_stride(rule: ScaleRule, cols: usize) -> usize {
+    mn_major_stride(cols, rule.kind().bytes())
+}
+
+fn unwritten_as(
     device: &Device,
     (format, rule): (Format, ScaleRule),
     axis: BlockAxis,
     (rows, cols, stack): (usize, usize, usize),
+    scale_layout: ScaleLayout,
 ) -> Result<BlockScaled<Cuda>> {
-    let num_scales = BlockScaled::<Cuda>::num_scales(format, axis, rows, cols, stack);
+    let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
+    let num_scales = scale_layout.len(lines, blocks, rule.kind().bytes());
     Ok(BlockScaled {
         format,
         axis,
@@ -39,7 +66,7 @@ pub(super) fn unwritten(
             ScaleKind::E8m0 => Scales::E8m0(Buf::new(device.alloc(num_scales)?)),
             ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
         },
-        scale_layout: ScaleLayout::RowMajor,
+        scale_layout,
     })
 }
 

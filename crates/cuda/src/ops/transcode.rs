@@ -243,7 +243,10 @@ fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Res
         return Err(Error::shape(OP, "groups.capacity", x.rows, "a multiple of e4m3's block of 128"));
     }
     let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
-    let out = unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?;
+    let mut out = unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?;
+    if let (BlockAxis::Col, Scales::E8m0(scales)) = (op.axis, &mut out.scales) {
+        scales.repeat(x.format.spec().block)?;
+    }
     let counts = super::counts(cuda)?;
     if x.rows != 0 && x.cols != 0 {
         launch(cuda, &op, row_id, spread_from, &out, counts.0.get())?;

@@ -1,0 +1,206 @@
+//! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D: a function of the product's sizes
+//! and of the GPU alone.
+
+use super::grouped_product::{Desc, Kind, Out, ScalesB};
+use super::product::Ragged;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::Launch;
+use crate::probe::GpuInfo;
+use nibble_core::{Error, Result};
+use std::fmt;
+
+/// Rows and columns of a tile.
+pub(super) const BLOCK_M: usize = 256;
+pub(super) const BLOCK_N: usize = 128;
+/// Bytes of a row in a stage.
+pub(super) const ROW_BYTES: usize = 128;
+/// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.
+pub(super) const OUT_ROWS: usize = 16;
+pub(super) const OUT_ROW_BYTES: usize = 64;
+const MATH_WARPS: usize = 8;
+/// The device's `Tile`, one a stage.
+const TILE_BYTES: usize = 32;
+const THREADS: u32 = 384;
+/// Bands that are worth a trial.
+const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
+
+/// An instance of a kernel template, and the raster it walks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    /// Stages of the ring.
+    pub stages: usize,
+    /// Ctas of a cluster, side by side, which share rows of A: 1 or 2.
+    pub cluster: usize,
+    /// Staging buffers a warp has for its stores.
+    pub out_buffers: usize,
+    /// Tile rows in a band of the raster (an argument of the launch).
+    pub band: usize,
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stages, cluster, out_buffers, band } = self;
+        write!(
+            f,
+            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} out buffers, band {band}"
+        )
+    }
+}
+
+impl Config {
+    /// The instance for a product on a GPU. Only the device knows what the groups hold, so sizes decide alone.
+    pub fn choose(_desc: &Desc, _gpu: &GpuInfo) -> Self {
+        Self { stages: 4, cluster: 2, out_buffers: 3, band: 8 }
+    }
+
+    /// What may be tried beside the choice, which is the first: [`GroupedProduct::run_with`] takes any of them.
+    ///
+    /// [`GroupedProduct::run_with`]: super::grouped_product::GroupedProduct::run_with
+    pub fn candidates(desc: &Desc, gpu: &GpuInfo) -> Vec<Self> {
+        let chosen = Self::choose(desc, gpu);
+        let others =
+            [2, 1].into_iter().flat_map(|cluster| BANDS.map(|band| Self { cluster, band, ..chosen }));
+        let fits = |config: &Self| *config != chosen && config.shared_bytes(desc) <= gpu.shared_bytes_per_cta;
+        std::iter::once(chosen).chain(others.filter(fits)).collect()
+    }
+
+    /// What the kernels have instances and a raster for.
+    pub fn check(&self) -> Result<()> {
+        let good = matches!(self.cluster, 1 | 2)
+            && (1..=1 << 20).contains(&self.band)
+            && (1..=8).contains(&self.stages)
+            && (1..=3).contains(&self.out_buffers);
+        if good {
+            return Ok(());
+        }
+        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 3 output buffers";
+        Err(Error::shape("grouped_product", "config", self.to_string(), expected))
+    }
+
+    /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
+    pub const fn shared_bytes(&self, desc: &Desc) -> usize {
+        let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
+        let scales = match desc.kind {
+            Kind::Fp8(ScalesB::Tile | ScalesB::Strip) => BLOCK_M + 4,
+            // B's in four parts, each padded by 4.
+            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16,
+            Kind::Bf16 => 0,
+        };
+        let barriers = 2 * size_of::<u64>();
+        let out = MATH_WARPS * self.out_buffers * OUT_ROWS * OUT_ROW_BYTES;
+        1024 + out + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
+    }
+
+    /// The instance.
+    pub fn spec(&self, desc: &Desc) -> KernelSpec {
+        let int = |value: usize| TemplateArg::Int(value as i64);
+        let mut args = vec![
+            ("kRagged", TemplateArg::Type(desc.ragged.name())),
+            ("Out", TemplateArg::Type(if desc.out == Out::Bf16 { "nib::u16" } else { "float" })),
+            ("kAccumulate", TemplateArg::Bool(desc.accumulate)),
+            ("kStages", int(self.stages)),
+            ("kCluster", int(self.cluster)),
+            ("kOutBuffers", int(self.out_buffers)),
+        ];
+        let (source, name) = match desc.kind {
+            Kind::Fp8(scales_b) => {
+                args.push(("kSharedB", int(scales_b.rows())));
+                args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
+                ("kernels/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
+            }
+            Kind::Bf16 => ("kernels/grouped_bf16.cuh", "nib::grouped_bf16"),
+        };
+        KernelSpec { source, name, args }
+    }
+
+    /// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
+    pub(super) const fn launch(&self, desc: &Desc, clusters: usize) -> Launch {
+        let clusters = if clusters == 0 { 1 } else { clusters };
+        Launch {
+            ctas: (clusters * self.cluster) as u32,
+            threads: THREADS,
+            cluster: self.cluster as u32,
+            shared_bytes: self.shared_bytes(desc),
+        }
+    }
+}
+
+/// An H200, where none is asked.
+fn hopper() -> GpuInfo {
+    GpuInfo {
+        ordinal: 0,
+        name: "NVIDIA H200".into(),
+        compute_capability: (9, 0),
+        num_sms: 132,
+        memory_bytes: 141 << 30,
+        l2_bytes: 50 << 20,
+        shared_bytes_per_cta: 232_448,
+    }
+}
+
+/// The instances built for it.
+pub(super) fn instances() -> Vec<super::Instance> {
+    let fp8 = Kind::Fp8;
+    let mut cases = Vec::new();
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Vector), Kind::Bf16] {
+        cases.extend([Out::Bf16, Out::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
+    }
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strip), fp8(ScalesB::Vector), Kind::Bf16] {
+        cases.push((Ragged::Contraction, kind, Out::Bf16, false, false));
+        for accumulate in [false, true] {
+            cases.push((Ragged::Contraction, kind, Out::F32, accumulate, false));
+            // Where each row of B has its own scale, those of A have, too.
+            if matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strip)) {
+                cases.push((Ragged::Contraction, kind, Out::F32, accumulate, true));
+            }
+        }
+    }
+    let gpu = hopper();
+    let instance = |(ragged, kind, out, accumulate, transposed)| {
+        let (m, n, k) = (BLOCK_M, BLOCK_N, 128);
+        let desc = Desc { ragged, kind, out, accumulate, transposed, groups: 1, m, n, k };
+        let config = Config::choose(&desc, &gpu);
+        super::Instance { spec: config.spec(&desc), shared_bytes: config.shared_bytes(&desc) }
+    };
+    cases.into_iter().map(instance).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DESC: Desc = Desc {
+        ragged: Ragged::Rows,
+        kind: Kind::Fp8(ScalesB::Tile),
+        out: Out::Bf16,
+        accumulate: false,
+        transposed: false,
+        groups: 8,
+        m: 32768,
+        n: 4096,
+        k: 7168,
+    };
+
+    #[test]
+    fn every_instance_fits_a_hopper() {
+        for instance in instances() {
+            let most = hopper().shared_bytes_per_cta;
+            assert!(instance.shared_bytes <= most, "{}: {} bytes", instance.spec, instance.shared_bytes);
+        }
+    }
+
+    #[test]
+    fn the_choice_is_printed_and_stands_before_what_may_be_tried() {
+        let (gpu, chosen) = (hopper(), Config::choose(&DESC, &hopper()));
+        assert_eq!(chosen.to_string(), "256x128, cluster 2, 4 stages, 3 out buffers, band 8");
+        let candidates = Config::candidates(&DESC, &gpu);
+        assert_eq!(candidates[0], chosen);
+        assert!(candidates.len() > 4);
+        for (i, config) in candidates.iter().enumerate() {
+            config.check().unwrap();
+            assert!(config.shared_bytes(&DESC) <= gpu.shared_bytes_per_cta);
+            assert!(!candidates[..i].contains(config), "{config} twice");
+        }
+        assert!(Config { cluster: 4, ..chosen }.check().is_err());
+    }
+}
