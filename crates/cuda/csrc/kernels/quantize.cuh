@@ -1,11 +1,11 @@
 // BF16 or F32 -> blocks with scales along the rows; and what the other quantizing kernels have in common with that.
 //
-// quantize_rows<In, E, kF32Scales, Round, kHadamard>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
+// quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
 //   row_id[rows] (null: every row counts): negative marks padding, which reads as zero and is not counted; else the number of the row
 //   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity.
 //   128 threads; a warp takes a segment of 256 · row_chunks columns at a time; the grid is that of row_tasks.cuh, best with 16 chunks a
 //   warp; no dynamic shared memory. Where every row counts and cols is a multiple of the block, the launch may pass all of x, if that is
-//   less than 2^30 numbers, as one row. kHadamard: after a transform along the rows, of which cols is whole blocks.
+//   less than 2^30 numbers, as one row.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
 //   BF16 -> MXFP4 98 % (74 %), E4M3 93 % (86 %); rounded stochastically 66 % (50 %) and 64 % (55 %); after a transform of length 64
@@ -17,7 +17,6 @@
 #include "formats/e8m0.cuh"
 #include "formats/rounding.cuh"
 #include "kernels/row_tasks.cuh"
-#include "math/hadamard.cuh"
 #include "math/reduce.cuh"
 
 namespace nib {
@@ -26,20 +25,8 @@ constexpr int kRowThreads = 128;
 constexpr int kChunkCols = 256;
 
 /// Eights of columns that a lane takes at a time: as many as registers hold.
-template <class In, class Round, bool kHadamard>
-constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws && !kHadamard ? 8 : 4;
-
-template <bool kFirst, class A, class B>
-struct Choice {
-    using Type = A;
-};
-template <class A, class B>
-struct Choice<false, A, B> {
-    using Type = B;
-};
-/// A if kFirst, else B.
-template <bool kFirst, class A, class B>
-using OneOf = typename Choice<kFirst, A, B>::Type;
+template <class In, class Round>
+constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws ? 8 : 4;
 
 /// The codes of eight columns, none from the `left`-th on.
 template <class E, bool kAligned>
@@ -106,13 +93,12 @@ struct RowLayout {
     }
 };
 
-template <class In, class E, bool kF32Scales, class Round, bool kHadamard>
-__global__ void __launch_bounds__(kRowThreads, kHadamard || row_chunks<In, Round, kHadamard> == 8 ? 6 : 8)
+template <class In, class E, bool kF32Scales, class Round>
+__global__ void __launch_bounds__(kRowThreads, row_chunks<In, Round> == 8 ? 6 : 8)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
                   const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, u32 rounds, PowerRule rule,
-                  const RoundingArg rounding, const HadamardArg hadamard) {
-    constexpr int kChunks = row_chunks<In, Round, kHadamard>;
-    using Number = OneOf<kHadamard, F32, In>;
+                  const RoundingArg rounding) {
+    constexpr int kChunks = row_chunks<In, Round>;
     using Stored = ScaleOf<kF32Scales>;
     using Layout = RowLayout<E, kChunks>;
     using Tasks = RowTasks<kRowThreads / 32>;
@@ -126,9 +112,9 @@ __global__ void __launch_bounds__(kRowThreads, kHadamard || row_chunks<In, Round
     const Tasks tasks(row_id, rows, by_segments, segments, rounds);
     Tally tally;
 #pragma unroll 1
-    for (u32 left_to_do = tasks.present; left_to_do != 0; left_to_do &= left_to_do - 1) {
-        const auto at = tasks.place(Tasks::next(left_to_do));
-        const int id = __shfl_sync(kAllLanes, tasks.row_id, Tasks::next(left_to_do));
+    for (u32 to_do = tasks.present; to_do != 0; to_do &= to_do - 1) {
+        const auto at = tasks.place(Tasks::next(to_do));
+        const int id = __shfl_sync(kAllLanes, tasks.row_id, Tasks::next(to_do));
         const int col = at.segment * Layout::kSegmentCols + lane * 8 * kTogether, left = cols - col;
         const u64 first = u64(at.row) * cols + col;
         u8* const to = codes + first * E::kCodeBits / 8;
@@ -145,43 +131,36 @@ __global__ void __launch_bounds__(kRowThreads, kHadamard || row_chunks<In, Round
             Layout::store_scales(scales_to, at.segment, blocks, stored);
             continue;
         }
-        typename In::Eight plain[kChunks];
+        typename In::Eight in[kChunks];
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
-            plain[i] = In::template load<true>(x + (first + Layout::col_of(i)) * In::kBytes, left - Layout::col_of(i));
-        typename Number::Eight in[kChunks];
-        if constexpr (kHadamard) {
+            in[i] = In::template load<true>(x + (first + Layout::col_of(i)) * In::kBytes, left - Layout::col_of(i));
+        // Drawn while the numbers are on their way.
+        typename Round::Bits bits[kChunks];
+        if constexpr (Round::kDraws) {
+            const u64 element = u64(u32(id)) * cols + col;
 #pragma unroll
-            for (int h = 0; h < kHeld; ++h) {
-                F32::Eight wide[kTogether];
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const int chunk = h * kTogether + i;
-                    flip(plain[chunk], hadamard.sign_bits_of_eight(col + Layout::col_of(chunk)));
-                    wide[i] = widen<In>(plain[chunk]);
-                }
-                hadamard_row(wide, hadamard);
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) in[h * kTogether + i] = wide[i];
+            for (int i = 0; i < kChunks; ++i) {
+                bits[i] = round.draws(element + i / kTogether * Layout::kStride).bits(i % kTogether);
+                bits[i].draw_by_now();
             }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kChunks; ++i) in[i] = plain[i];
         }
         u32 amax[kHeld];
-        Number::template block_maxima<kTogether, kLanes>(in, amax);
-        const u64 element = u64(u32(id)) * cols + col;
+        In::template block_maxima<kTogether, kLanes>(in, amax);
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
             const auto scale = scale_of<E, kF32Scales>(amax[h], rule);
             stored[h] = scale.stored;
             typename E::Eight out[kTogether];
             bool any = false;
+            float factor;
+            auto& of_block = *reinterpret_cast<typename In::Eight(*)[kTogether]>(in + h * kTogether);
+            if constexpr (Round::kDraws) factor = Round::template prepare<E>(of_block, __uint_as_float(amax[h]), scale.inverse);
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
                 const int chunk = h * kTogether + i;
-                const auto bits = round.template bits<true>(element, Layout::col_of(chunk) / 8);
-                out[i] = round.template encode<E, kRuleFloor, Number>(in[chunk], scale.inverse, bits);
+                if constexpr (Round::kDraws) out[i] = round.template encode_prepared<E, In>(in[chunk], factor, bits[chunk]);
+                else out[i] = round.template encode<E, kRuleFloor, In>(in[chunk], scale.inverse, bits[chunk]);
                 if (scale.is_nan()) out[i] = E::zeros();
                 any |= E::any(out[i]);
             }
