@@ -5,15 +5,15 @@ use super::Instance;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
-use crate::jit::KernelSpec;
+use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use bytemuck::Pod;
 use nibble_core::{BlockScaled, Data, Error, Plain, Result, Scales, Tensor};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
-/// Units that a lane has at most, where 64 lanes can share a row so.
-const LANE_UNITS: usize = 5;
+/// Rows of fewer units than these are short: more of them must be under way at once.
+const SHORT_ROW_UNITS: usize = 200;
 
 /// Where the rows of a plane lie in a buffer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -200,7 +200,7 @@ impl CopyRows<'_> {
         };
         let [rows, rows_in, num_slots] =
             [self.rows, self.rows_in, row.map_or(0, Buffer::len)].map(|n| n as u32);
-        let kernel = device.kernel(&spec())?;
+        let kernel = device.kernel(&config.spec())?;
         // SAFETY: `check` held the planes to the rows and the lists to their lengths; the kernel reads rows below `rows_in` and
         // writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
         unsafe {
@@ -215,6 +215,8 @@ impl CopyRows<'_> {
 /// How a copy is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Config {
+    /// Units that a lane loads at once.
+    units: usize,
     /// Lanes that take a row: 2 to this power.
     lanes_log2: u32,
     ctas: usize,
@@ -223,18 +225,21 @@ struct Config {
 impl Config {
     /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
     fn choose(rows: usize, row_units: usize) -> Self {
-        let lanes_log2 = row_units.div_ceil(LANE_UNITS).next_power_of_two().ilog2().clamp(4, 6);
-        Self { lanes_log2, ctas: rows.div_ceil(THREADS >> lanes_log2) }
+        let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
+        let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(4, 6);
+        Self { units, lanes_log2, ctas: rows.div_ceil(THREADS >> lanes_log2) }
     }
-}
 
-fn spec() -> KernelSpec {
-    KernelSpec { source: "kernels/copy_rows.cuh", name: "nib::copy_rows", args: Vec::new() }
+    fn spec(&self) -> KernelSpec {
+        let args = vec![("kUnits", TemplateArg::Int(self.units as i64))];
+        KernelSpec { source: "kernels/copy_rows.cuh", name: "nib::copy_rows", args }
+    }
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
-    vec![Instance { spec: spec(), shared_bytes: 0 }]
+    let specs = [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units).spec());
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
 }
 
 /// Rows of a tensor in another order.
@@ -345,13 +350,15 @@ mod tests {
     #[test]
     fn lanes_follow_the_length_of_a_row() {
         // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
-        let chosen = [68, 170, 238, 129, 330, 462, 256, 640, 896].map(|row_units| {
+        let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
             let config = Config::choose(32768, row_units);
             assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);
-            1 << config.lanes_log2
+            assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+            (config.units, 1 << config.lanes_log2)
         });
-        assert_eq!(chosen, [16, 64, 64, 32, 64, 64, 64, 64, 64]);
-        assert_eq!(Config::choose(1, 0), Config { lanes_log2: 4, ctas: 1 });
+        let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
+        assert_eq!(chosen, expected);
+        assert_eq!(Config::choose(1, 0), Config { units: 6, lanes_log2: 4, ctas: 1 });
     }
 
     #[test]

@@ -229,28 +229,19 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
     }
 }
 
-/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
+/// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ScalePlane {
+pub(super) struct RowScales {
     pub lines: usize,
     /// Of a line.
     pub blocks: usize,
     /// From one block to the next, a multiple of 128 lines.
     pub stride: usize,
-    /// Blocks that the kernels write: those of whole squares.
+    /// Blocks that the kernel writes: those of whole squares.
     pub written: usize,
 }
 
-impl ScalePlane {
-    fn new(lines: usize, contraction: usize, block: usize) -> Self {
-        Self {
-            lines,
-            blocks: contraction.div_ceil(block),
-            stride: lines.next_multiple_of(TILE),
-            written: contraction.next_multiple_of(TILE) / block,
-        }
-    }
-
+impl RowScales {
     /// Ctas of `transpose_scales`.
     pub fn ctas(&self) -> usize {
         self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
@@ -364,17 +355,26 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
-    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
-    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
+    /// The scales of the rows, whose padding to whole squares is written as well.
+    pub fn row_scales(&self) -> RowScales {
         let block = self.codec.format().spec().block;
-        let rows = ScalePlane::new(self.rows, self.cols, block);
-        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
-        (ScalePlane::new(self.cols, self.capacity, block), rows)
+        RowScales {
+            lines: self.rows,
+            blocks: self.cols.div_ceil(block),
+            stride: self.capacity.next_multiple_of(TILE),
+            written: self.cols.next_multiple_of(TILE) / block,
+        }
     }
 
     /// Whether one kernel does all of it, the transform included.
     pub fn is_fused(&self) -> bool {
         self.hadamard.is_none() || self.variant().is_some()
+    }
+
+    /// Whether the scales of columns come to lie a strip together.
+    pub fn lays_strips_together(&self) -> bool {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        matches!(last.planes, Planes::Cols | Planes::Both) && last.variant().is_some()
     }
 
     /// What is left to do once the transform has been made.
