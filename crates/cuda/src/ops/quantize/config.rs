@@ -554,6 +554,20 @@ mod tests {
     }
 
     #[test]
+    fn warps_take_as_many_columns_whatever_their_registers_hold() {
+        let of = |rounding, input| {
+            let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+            let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
+            let config = Desc { codec, input, ragged: true, ..asked }.config(132);
+            (config.path, config.launch.ctas)
+        };
+        let rows = |segments, rounds, ctas| (Path::Rows { segments, rounds }, ctas);
+        assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
+        assert_eq!(of(Rounding::NearestEven, DType::F32), rows(7, 4, 32768 * 7 / 16));
+        assert_eq!(of(Rounding::Stochastic, DType::Bf16), rows(7, 4, 32768 * 7 / 16));
+    }
+
+    #[test]
     fn sizes_beyond_32_bits_are_named() {
         let wide = desc(Format::E4m3, Planes::Rows, 1, 1 << 31);
         assert!(wide.check().unwrap_err().to_string().contains("`columns of x`"));
