@@ -5,7 +5,8 @@
 // plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token and
 //   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
 //   found = {rows needed, slots occupied}. Where those do not fit the capacity and num_slots: groups without rows, and all is padding.
-//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further ctas help with the padding. Dynamic shared memory: plan_count 4 * columns bytes; plan_place
+//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further ctas help with the padding.
+//   Dynamic shared memory: plan_count 4 * columns bytes; plan_place
 //   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
 // Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3: a chain of latencies, and
