@@ -26,6 +26,10 @@ struct alignas(1024) UnitLines {
     uint4 chunks[kLines][kUnitChunks];
 
     __device__ __forceinline__ uint4& at(int line, int i) { return chunks[line][i ^ (line % kUnitChunks)]; }
+
+    /// What `at` finds under an address less the chunk's bits: these are turned over, which costs less than an index.
+    __device__ __forceinline__ u32 line(int line) const { return shared_address(&chunks[line][line % kUnitChunks]); }
+    __device__ __forceinline__ static uint4 chunk(u32 line, int i) { return *static_cast<const uint4*>(at_shared_address(line ^ i * 16)); }
 };
 
 template <class E>
@@ -88,55 +92,59 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
 #pragma unroll 1
     while (next.task < tasks) {
         const Unit unit = next;
-        float v[kUnit];
-        if (unit.any) {
-            ptx::barrier_wait(loaded, phase);
-            phase ^= 1;
-#pragma unroll
-            for (int i = 0; i < kUnitChunks; ++i) {
-                const uint4 line = input.at(lane, i);
-                Bf16::Eight plain = {{line.x, line.y, line.z, line.w}};
-                flip(plain, shared.signs.at(unit.of_row, i));
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
-            }
-            __syncwarp();
-        }
-        u32 number = 0;
-        if (lane == 0) number = atomicAdd(&shared.taken, 1u);
-        next = fetch(__shfl_sync(kAllLanes, number, 0));
-        Codes out;
-        if (unit.any) {
-            const auto draws = round.draws(u64(u32(unit.id)) * cols + unit.of_row * kUnit);
-            const auto bits_of = [&](int i) { return draws.bits(i); };
-            out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
-        }
-        if (unit.id < 0) {
-            // A sign has made -0 of padding.
-            for (u32& word : out.words) word = 0;
-            for (u8& scale : out.scales) scale = 0;
-        } else {
-            tally.non_zero += out.non_zero;
-            tally.non_finite += out.non_finite;
-        }
+        const auto take_next = [&] {
+            u32 number = 0;
+            if (lane == 0) number = atomicAdd(&shared.taken, 1u);
+            next = fetch(__shfl_sync(kAllLanes, number, 0));
+        };
         // The codes of a warp lie together.
-        if (lane == 0) ptx::tma_store_wait_read<0>();
-        __syncwarp();
+        const auto store = [&](const Codes& out) {
+            if (lane == 0) ptx::tma_store_wait_read<0>();
+            __syncwarp();
 #pragma unroll
-        for (int i = 0; i < Codes::kWords; i += 4)
-            codes_of_warp[lane][i / 4] = {out.words[i], out.words[i + 1], out.words[i + 2], out.words[i + 3]};
-        ptx::fence_shared_to_async();
+            for (int i = 0; i < Codes::kWords; i += 4)
+                codes_of_warp[lane][i / 4] = {out.words[i], out.words[i + 1], out.words[i + 2], out.words[i + 3]};
+            ptx::fence_shared_to_async();
+            __syncwarp();
+            const u32 first = unit.task * 32, mine = first + lane;
+            constexpr u32 kUnitBytes = kUnit * E::kCodeBits / 8;
+            if (lane == 0) {
+                ptx::bulk_store(codes + u64(first) * kUnitBytes, codes_of_warp, min(all_units - first, 32u) * kUnitBytes);
+                ptx::tma_store_commit();
+            }
+            if (mine < all_units) {
+                if constexpr (Codes::kBlocks == 2) reinterpret_cast<u16*>(scales)[mine] = u16(out.scales[0] | out.scales[1] << 8);
+                else if (lane % 2 == 0) scales[mine / 2] = out.scales[0];
+            }
+        };
+        if (!unit.any) {
+            take_next();
+            store(Codes::zeros());
+            continue;
+        }
+        ptx::barrier_wait(loaded, phase);
+        phase ^= 1;
+        float v[kUnit];
+        const u32 line = input.line(lane), signs = shared.signs.line(unit.of_row);
+#pragma unroll
+        for (int i = 0; i < kUnitChunks; ++i) {
+            const uint4 eight = input.chunk(line, i);
+            Bf16::Eight plain = {{eight.x, eight.y, eight.z, eight.w}};
+            flip(plain, shared.signs.chunk(signs, i));
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
+        }
         __syncwarp();
-        const u32 first = unit.task * 32, mine = first + lane;
-        constexpr u32 kUnitBytes = kUnit * E::kCodeBits / 8;
-        if (lane == 0) {
-            ptx::bulk_store(codes + u64(first) * kUnitBytes, codes_of_warp, min(all_units - first, 32u) * kUnitBytes);
-            ptx::tma_store_commit();
-        }
-        if (mine < all_units) {
-            if constexpr (Codes::kBlocks == 2) reinterpret_cast<u16*>(scales)[mine] = u16(out.scales[0] | out.scales[1] << 8);
-            else if (lane % 2 == 0) scales[mine / 2] = out.scales[0];
-        }
+        take_next();
+        Codes out;
+        const auto draws = round.draws(u64(u32(unit.id)) * cols + unit.of_row * kUnit);
+        const auto bits_of = [&](int i) { return draws.bits(i); };
+        out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
+        // A sign has made -0 of padding.
+        if (unit.id < 0) out = Codes::zeros();
+        tally.non_zero += out.non_zero;
+        tally.non_finite += out.non_finite;
+        store(out);
     }
     if (lane == 0) ptx::tma_store_wait_all();
     tally.flush(counts, shared.total, Codes::kLanes);

@@ -20,6 +20,8 @@ const LIFT_CHUNK_COLS: usize = 512;
 const LIFT_CHUNKS: [usize; 2] = [4, 8];
 /// Columns that a warp of `requantize_rows` takes at a time.
 const REQUANTIZE_COLS: usize = 2048;
+/// Most ctas of it a multiprocessor: more rows a warp cost less than more warps.
+const REQUANTIZE_CTAS_PER_SM: u32 = 16;
 /// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
 const LIFT_PANELS: usize = 2;
 const SHIFT_PANELS: usize = 1;
@@ -271,6 +273,13 @@ fn launch(
         }
     };
     let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
+    let ctas = match conversion {
+        Conversion::RequantizeRows { .. } => ctas.min(
+            std::env::var("NIB_R").ok().and_then(|v| v.parse().ok()).unwrap_or(REQUANTIZE_CTAS_PER_SM)
+                * cuda.device().info().num_sms as u32,
+        ),
+        _ => ctas,
+    };
     let by_segments = Divider::by(segments);
     let ([codes, scales], out_codes, out_scales) =
         (plane_args(x), out.codes.get(), out.e8m0_scales(OP)?.get());
