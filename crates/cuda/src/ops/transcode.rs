@@ -274,10 +274,7 @@ fn launch(
     };
     let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
     let ctas = match conversion {
-        Conversion::RequantizeRows { .. } => ctas.min(
-            std::env::var("NIB_R").ok().and_then(|v| v.parse().ok()).unwrap_or(REQUANTIZE_CTAS_PER_SM)
-                * cuda.device().info().num_sms as u32,
-        ),
+        Conversion::RequantizeRows { .. } => ctas.min(REQUANTIZE_CTAS_PER_SM * cuda.device().info().num_sms),
         _ => ctas,
     };
     let by_segments = Divider::by(segments);
