@@ -41,6 +41,12 @@ __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool p
                  : "memory");
 }
 
+/// The same, and the L2 reads the 256 bytes around them, which other ctas will ask for.
+__device__ __forceinline__ void copy_16_async_ahead(void* to, const void* from, bool present) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
+                 : "memory");
+}
+
 /// 4 bytes; zeros if not `present`, and then `from` is not read. 4-byte aligned.
 __device__ __forceinline__ void copy_4_async(void* to, const void* from, bool present) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0)
@@ -62,6 +68,15 @@ __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;
 /// Adds to two neighbouring F32, 8-byte aligned, nearest-even (subnormals flushed): one addition each, done in the L2.
 __device__ __forceinline__ void add_f32x2(float* to, float x, float y) {
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
+/// 16 bytes that the L2 drops last: results stay while what is read passes through, and leave when they are many.
+__device__ __forceinline__ void store_16_to_stay(void* to, uint4 v) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+                 "l"(policy)
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
