@@ -4,17 +4,17 @@
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
-//   [cols][capacity / 128], or if `block_scales` is not null there, [capacity / 128][cols / 32]; capacity % 128 == 0,
-//   cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each kPanels · 128 columns of each `depth` strips
-//   of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Planes start on 16 bytes.
+//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each
+//   kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared
+//   memory. Planes start on 16 bytes; scale_stride, at least cols, is a multiple of 2.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
-//   32768 x 7168 76 %, in 32 uneven groups 73 %; 24576 x 5120 72 %; 32768 x 2048 71 %; 4096 x 7168 62 %. Without any scales the same
-//   loads and stores reach 87 %, with those of the source 83 %.
+// Measured on an H200 (share of (read + written) / 4237 GB/s): 32768 x 7168 85 %; 24576 x 5120 85 %; 32768 x 2048 83 %; 24576 x 2048
+//   78 %; 4096 x 7168 68 %. A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %.
 #pragma once
 #include "kernels/turn.cuh"
 
 namespace nib {
+
 constexpr u32 kEachByte = 0x01010101;
 
 /// Four codes of a row, the first of the word or (kHigh) the last, by what its magnitudes become.
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
         if (present) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
-                ptx::store_16_to_stay(line, {by_col[c][0], by_col[c][1], by_col[c][2], by_col[c][3]});
+                ptx::store_16(line, {by_col[c][0], by_col[c][1], by_col[c][2], by_col[c][3]});
                 line += capacity;
             }
         }

@@ -70,15 +70,6 @@ __device__ __forceinline__ void add_f32x2(float* to, float x, float y) {
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
 
-/// 16 bytes that the L2 drops last: results stay while what is read passes through, and leave when they are many.
-__device__ __forceinline__ void store_16_to_stay(void* to, uint4 v) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-                 "l"(policy)
-                 : "memory");
-}
-
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
 __device__ __forceinline__ void store_4(void* to, u32 v) { *static_cast<u32*>(to) = v; }
