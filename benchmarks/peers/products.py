@@ -46,7 +46,7 @@ GROUPED = [
 ]
 # Name, experts, rows (tokens where routed), hidden, intermediate, top-k (0: experts only, on rows already sorted).
 LAYERS = [
-    ("8 experts", 8, 32768, 7168, 2048, 0),
+    ("DeepSeek-V3, 8 experts", 8, 32768, 7168, 2048, 0),
     ("128 experts, sorted rows", 128, 262144, 4096, 1024, 0),
     ("128 experts, top-8", 128, 32768, 4096, 1024, 8),
     ("Qwen3-30B, top-8", 128, 32768, 2048, 768, 8),

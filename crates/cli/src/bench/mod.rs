@@ -34,7 +34,7 @@ use std::path::PathBuf;
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json\n  \
-    nibble bench experts --quick --only \"8 experts\""
+    nibble bench experts --quick --only V3 --only Qwen3"
 )]
 pub struct Args {
     /// What to measure.

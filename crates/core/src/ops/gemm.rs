@@ -33,8 +33,8 @@ pub struct Gemm<'a, B: Backend> {
 /// leaves 1.3e-4 on random data, 3.4e-4 where a single block holds a few large values among small ones.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(6e-4);
 
-/// The same for BF16 operands, of whose products the tensor cores keep more; and for F32 ones that they take in three BF16
-/// parts, which are exact: with a BF16 operand beside them, or for a BF16 result.
+/// The same for BF16 operands, of whose products the tensor cores keep more; and for F32 ones that they take in BF16 parts: all
+/// three, which are exact, with a BF16 operand beside them; two for a BF16 result.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 impl<B: Backend> Gemm<'_, B> {

@@ -18,10 +18,10 @@ const UNIT: usize = 4;
 const PARTS: usize = 3;
 /// Each part once.
 const EACH: [u32; PARTS] = [0, 1, 2];
-/// Of two F32 factors, the pairs of parts whose products reach the 24 bits of the result: part `LEFT[i]` of one with part
-/// `RIGHT[i]` of the other.
-const LEFT: [u32; 6] = [0, 0, 1, 0, 1, 2];
-const RIGHT: [u32; 6] = [0, 1, 0, 2, 1, 0];
+/// Of two F32 factors, the pairs of parts that a BF16 result can tell: part `LEFT[i]` of one with part `RIGHT[i]` of the other.
+/// What is left out is below 2⁻¹⁵ of a product, where the result keeps 2⁻⁹.
+const LEFT: [u32; 3] = [0, 0, 1];
+const RIGHT: [u32; 3] = [0, 1, 0];
 
 /// A product that [`Parts::choose`] took.
 #[derive(Debug)]

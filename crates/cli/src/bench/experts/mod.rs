@@ -17,11 +17,21 @@ use nibble_cuda::timing::Sustained;
 use serde_json::{Value, json};
 
 /// The recipes, the one that the others are compared with first.
-pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"];
+pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
+/// The one whose parts are looked at.
+const MXFP4: &str = "mxfp4-hopper";
 
-/// DeepSeek-V3's experts on one rank of an expert-parallel run, and two whole layers on one GPU.
-pub const SHAPES: [Shape; 3] = [
-    Shape { name: "8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: 7168, inner: 2048 },
+/// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
+pub const SHAPES: [Shape; 4] = [
+    Shape { name: "DeepSeek-V3, 8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: 7168, inner: 2048 },
+    Shape {
+        name: "128 experts, sorted rows",
+        experts: 128,
+        top_k: 0,
+        tokens: 262_144,
+        hidden: 4096,
+        inner: 1024,
+    },
     Shape { name: "128 experts, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 4096, inner: 1024 },
     Shape { name: "Qwen3-30B, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 2048, inner: 768 },
 ];
@@ -77,7 +87,7 @@ pub fn run(quick: bool, only: &[String]) -> Result<Value> {
         }
         all.extend(rows);
     }
-    let mut figures = json!({ "machine": header, "layers": report::figures(&all) });
+    let mut figures = json!({ "machine": header, "layers": report::figures(&all), "peers": report::peers() });
     if only.is_empty() {
         figures["parts"] = parts::run(&bench)?;
         figures["break_even"] = break_even::run(&bench)?;

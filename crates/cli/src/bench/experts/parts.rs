@@ -4,13 +4,26 @@
 use super::super::gpu::Bench;
 use super::super::kernels::cases::kernels;
 use super::super::kernels::operands::{Operands, Shape, uneven};
-use super::SHAPES;
+use super::layer::Layer;
+use super::{MXFP4, SHAPES};
 use crate::bench::kernels::report::shortened;
 use crate::console::say;
 use crate::error::Result;
-use nibble_core::Result as CoreResult;
+use nibble_core::{Recipe, Result as CoreResult};
 use nibble_cuda::Cuda;
 use serde_json::{Value, json};
+
+/// The MXFP4 recipe with rows that are permuted in BF16 and quantized then.
+const LATE: &str = r#"
+extends = "mxfp4-hopper"
+[expert]
+dispatch.fwd = { format = "bf16" }
+dispatch.bwd = { format = "bf16" }
+fprop.x = { format = "e4m3", axis = "row", scale = "rceil" }
+saved.x = { format = "mxfp4", axis = "row", scale = "rceil" }
+dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil" }
+wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil" }
+"#;
 
 /// Whether of the layer's input or of what is inside the experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,7 +64,29 @@ pub fn run(bench: &Bench) -> Result<Value> {
         }
     }
     say!("{:<44} {:>8} {saved:>8.1}", "saved altogether", "");
-    Ok(json!({ "parts": figures, "saved_us": saved }))
+    let mut made = json!({ "parts": figures, "saved_us": saved });
+    for shape in SHAPES.into_iter().filter(|shape| shape.top_k > 0) {
+        let [early, late] = [layer_ms(bench, shape, Recipe::builtin(MXFP4)), layer_ms(bench, shape, late())];
+        match (early, late) {
+            (Ok(early), Ok(late)) => {
+                say!("{}: {early:.3} ms; quantized after the permutation {late:.3} ms", shape.name);
+                made[shape.name] = json!({ "ms": early, "quantized_after_permutation_ms": late });
+            }
+            (Err(why), _) | (_, Err(why)) => say!("{}: not timed: {why}", shape.name),
+        }
+    }
+    Ok(made)
+}
+
+fn late() -> CoreResult<Recipe> {
+    Recipe::parse("mxfp4-hopper, BF16 dispatch", LATE)
+}
+
+/// Milliseconds of a burst of a whole layer.
+fn layer_ms(bench: &Bench, shape: super::Shape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
+    let recipe = recipe?;
+    let mut layer = Layer::new(&bench.cuda, &recipe, shape)?;
+    Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
 }
 
 /// Microseconds fused and apart, and what the separate kernels are.
@@ -71,6 +106,14 @@ fn times(bench: &Bench, name: &str, width: Width) -> CoreResult<(f64, f64, &'sta
 mod tests {
     use super::*;
     use nibble_cpu::Cpu;
+
+    #[test]
+    fn a_layer_whose_rows_are_quantized_after_the_permutation_runs() {
+        let (cpu, recipe) = (Cpu::new(1).unwrap(), late().unwrap());
+        let shape =
+            super::super::Shape { experts: 4, top_k: 2, tokens: 256, hidden: 128, inner: 128, ..SHAPES[2] };
+        Layer::new(&cpu, &recipe, shape).and_then(|mut layer| layer.step()).unwrap();
+    }
 
     #[test]
     fn every_part_is_a_kernel_with_a_sequence_to_compare_with() {

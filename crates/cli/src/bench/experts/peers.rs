@@ -24,15 +24,18 @@ const fn peer(
     Peer { name, shape, sustained_ms, burst_ms, kept_mib }
 }
 
-const EXPERTS: &str = "8 experts";
+const EXPERTS: &str = "DeepSeek-V3, 8 experts";
+const MANY: &str = "128 experts, sorted rows";
 const LAYER: &str = "128 experts, top-8";
 
 /// Everybody.
-pub const PEERS: [Peer; 7] = [
+pub const PEERS: [Peer; 9] = [
     peer("PyTorch 2.11 BF16, grouped_mm, torch.compile", EXPERTS, Some(14.0), 13.67, 384.0),
     peer("torchao 0.18 FP8, a scale a row", EXPERTS, Some(11.7), 11.66, 384.0),
     peer("torchao 0.18 FP8 blocks, DeepGEMM 2.6.1", EXPERTS, Some(12.5), 12.50, 384.0),
     peer("SonicMoE 0.1.2 BF16, top-1 over 8", EXPERTS, None, 14.90, 257.0),
+    peer("PyTorch 2.11 BF16, grouped_mm", MANY, None, 34.59, 1536.0),
+    peer("torchao 0.18 FP8, a scale a row", MANY, None, 37.13, 1536.0),
     peer("PyTorch 2.11 BF16, eager and compiled pieces", LAYER, None, 40.11, 5639.0),
     peer("PyTorch 2.11 BF16, torch.compile", LAYER, None, 40.53, 5639.0),
     peer("SonicMoE 0.1.2 BF16", LAYER, None, 34.80, 1037.0),

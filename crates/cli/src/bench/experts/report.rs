@@ -15,7 +15,8 @@ const NAME: usize = 46;
 pub fn table(shape: Shape, rows: &[Measured]) {
     let Shape { name, experts, tokens, hidden, inner, .. } = shape;
     say!("");
-    say!("{name}: {tokens} tokens, {experts} experts, H {hidden}, I {inner}; forward and backward");
+    let what = if shape.top_k > 0 { "tokens" } else { "sorted rows" };
+    say!("{name}: {tokens} {what} over {experts} experts, H {hidden}, I {inner}; forward and backward");
     say!("{}", heading());
     let base = rows.iter().find(|row| row.recipe == RECIPES[0]).and_then(|row| row.figures.as_ref().ok());
     for row in rows {
@@ -106,16 +107,24 @@ fn ops(rows: &[Measured]) -> Vec<String> {
 
 /// Says what the columns are.
 pub fn legend() {
-    say!(
-        "low, high: the fastest and the slowest of three windows; TF/s: 18 x rows x H x I / time; x bf16: bf16's time / the recipe's;"
-    );
-    say!(
-        "kept: what the ledger lists, the caller's rows among them; added: what the forward pass added to the allocator's live bytes,"
-    );
-    say!(
-        "its output aside. Weights' copies are made once a step and are not in these times. Other projects': measured by the same rules"
-    );
-    say!("on an NVIDIA H200 on 2026-11-21, not in this run.");
+    for line in [
+        "low, high: the fastest and the slowest of three windows; TF/s: 18 x rows x H x I / time; x bf16: bf16's time / the recipe's;",
+        "kept: what the ledger lists, the caller's rows among them; added: what the forward pass added to the allocator's live bytes,",
+        "its output aside. Weights' copies are made once a step and are not in these times. Other projects': measured by the same rules",
+        "on an NVIDIA H200 on 2026-11-21, not in this run.",
+    ] {
+        say!("{line}");
+    }
+}
+
+/// What the table says of other projects.
+pub fn peers() -> Value {
+    let peer = |p: &Peer| {
+        json!({
+            "who": p.name, "layer": p.shape, "sustained_ms": p.sustained_ms, "burst_ms": p.burst_ms, "added_mib": p.kept_mib,
+        })
+    };
+    PEERS.iter().map(peer).collect()
 }
 
 /// Everything, an object a layer and recipe.

@@ -91,17 +91,23 @@ pub fn run(args: &Args, quick: bool, only: &[String], plot: Option<&Path>) -> Re
     if let Some(path) = &args.tune {
         return tune::run(&bench, &chosen, quick, path);
     }
-    let mut all = Vec::new();
-    let top = measured(&bench, &ceilings(), quick);
-    let ceilings = Ceilings::of(&top);
+    let one = |&product: &Product| {
+        let times = timed(&bench, &product, quick).map_err(|error| error.to_string());
+        Measured { product, times }
+    };
+    let mut all: Vec<Measured> = ceilings().products.iter().map(one).collect();
+    let ceilings = Ceilings::of(&all);
     header["fp8_flop_per_s"] = json!(ceilings.fp8);
     header["bf16_flop_per_s"] = json!(ceilings.bf16);
-    report::table(&ceilings_title(quick), &top, &top, ceilings, bench.rates);
-    all.extend(top);
+    report::begin(&ceilings_title(quick));
+    all.iter().for_each(|row| report::row(row, &all, ceilings, bench.rates));
     for section in &chosen {
-        let rows = measured(&bench, section, quick);
-        all.extend(rows.iter().cloned());
-        report::table(section.title, &rows, &all, ceilings, bench.rates);
+        report::begin(section.title);
+        for product in &section.products {
+            let row = one(product);
+            all.push(row.clone());
+            report::row(&row, &all, ceilings, bench.rates);
+        }
     }
     report::legend();
     if let Some(path) = plot {
@@ -126,14 +132,6 @@ fn chosen(only: &[String]) -> Result<Vec<Section>> {
     }
     sections.retain(|section| !section.products.is_empty());
     Ok(sections)
-}
-
-fn measured(bench: &Bench, section: &Section, quick: bool) -> Vec<Measured> {
-    let one = |&product: &Product| {
-        let times = timed(bench, &product, quick).map_err(|error| error.to_string());
-        Measured { product, times }
-    };
-    section.products.iter().map(one).collect()
 }
 
 fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {

@@ -12,16 +12,18 @@ use serde_json::{Value, json};
 /// Widths of a product's columns.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints one section's table, which fits 140 columns; `all` are those measured so far.
-pub fn table(title: &str, rows: &[Measured], all: &[Measured], ceilings: Ceilings, rates: Rates) {
+/// Prints a section's heading; its lines, one a product, fit 140 columns.
+pub fn begin(title: &str) {
     say!("");
     say!("{title}");
     say!("{}", heading());
-    for row in rows {
-        match &row.times {
-            Ok(times) => say!("{}", line(row, times, all, ceilings, rates)),
-            Err(why) => say!("{} not timed: {}", padded(&row.product.columns()), shortened(why)),
-        }
+}
+
+/// Prints a product's line; `all` are those measured so far.
+pub fn row(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) {
+    match &row.times {
+        Ok(times) => say!("{}", line(row, times, all, ceilings, rates)),
+        Err(why) => say!("{} not timed: {}", padded(&row.product.columns()), shortened(why)),
     }
 }
 
@@ -111,17 +113,17 @@ fn published(row: &Measured, times: &Times, best: Option<Reached>) -> (String, S
 
 /// Says what the columns are and whose rates stand beside ours.
 pub fn legend() {
-    say!("");
-    say!(
-        "dense: share of the fastest dense product's rate; floor: of the larger of operations / that rate and the memory's floor;"
-    );
-    say!(
-        "low, high: the slowest and the fastest of three windows; tiled: the floor with rows rounded up to whole tiles;"
-    );
-    say!(
-        "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on"
-    );
-    say!("2026-11-21, not in this run (b: a burst, beside our burst):");
+    for line in [
+        "",
+        "FP8: E8M0 scales, 1 x 128, of W 128 x 128; in a weight gradient, columns made from E4M3 rows (dy) and from MXFP4 (x).",
+        "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own.",
+        "low, high: the slowest and the fastest of three windows. dense: share of the fastest dense product's rate; floor: of the",
+        "larger of operations / that rate and the memory's floor; tiled: of a floor with rows rounded up to whole tiles.",
+        "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on",
+        "2026-11-21, not in this run (b: a burst, beside our burst), and ours over it:",
+    ] {
+        say!("{line}");
+    }
     for who in peers::everybody() {
         say!("  {:<14} {}", who.name, who.source);
     }
@@ -201,7 +203,10 @@ mod tests {
             }
         }
         let at = |line: &str| line.find("1200").or(line.find("TF/s"));
-        let forward = lines(false).into_iter().find(|l| l.starts_with("fprop    4096x7168 ")).unwrap();
+        let forward = lines(false)
+            .into_iter()
+            .find(|l| l.starts_with("fprop    4096x7168   32768 8 uneven       FP8 "))
+            .unwrap();
         assert_eq!(at(&forward), at(&heading()), "\n{}\n{forward}", heading());
     }
 
@@ -228,6 +233,6 @@ mod tests {
         assert_eq!(figures[all.len() - 1]["not_timed"], "no memory");
         assert!(figures[0].get("sustained_ms").is_none());
         assert!((figures[0]["share_of_dense"].as_f64().unwrap() - 1.25).abs() < 1e-6);
-        assert_eq!(figures[0]["peers"][0]["who"], "DeepGEMM");
+        assert_eq!(figures[0]["peers"][0]["who"], "torch BF16");
     }
 }
