@@ -62,11 +62,11 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
 
 /// Four neighbouring rows' scales, for four stages: as few and as wide loads as their layout allows.
 struct FourRows {
-    enum Layout { kBytesByRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
+    enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
     static constexpr int kAhead = 4;
 
-    /// From `row` on, which is a multiple of 4; there are `rows` rows.
-    __device__ __forceinline__ FourRows(const Scales& scales, int first_block) : scales_(scales) {
+    /// There are `rows` rows.
+    __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
         const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
         // A row's eight bytes, or its four F32, begin on a multiple of their size.
         const u32 odd = scales.row_stride | u32(first_block);
@@ -76,27 +76,38 @@ struct FourRows {
             layout_ = kF32ByRow;
         else if (by_row && odd % 8 == 0 && !scales.is_f32)
             layout_ = kBytesByRow;
+        else if (by_row && !scales.is_f32 && u32(rows) * scales.row_stride % 4 == 0)
+            layout_ = kBytesByOddRow;
         else
             layout_ = kScattered;
     }
 
-    /// Blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts from the tile's first.
-    __device__ __forceinline__ void load(int row, int rows, int block, int from, int last) {
+    /// From `row` on, which is a multiple of 4: blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts
+    /// from the tile's first.
+    __device__ __forceinline__ void load(int row, int block, int from, int last) {
         const u8* const bytes = static_cast<const u8*>(scales_.values);
         const u32* const words = static_cast<const u32*>(scales_.values);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 r = min(row + i, rows - 1);
+            const u32 r = min(row + i, rows_ - 1);
             // Where blocks lie one after the other, rows are padded to 16 bytes.
             const u32 padded = min(u32(row), scales_.block_stride - 4);
             const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
-            if (layout_ == kBytesByRow) {
-                if (from % 8 == 0) {
-                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + r * scales_.row_stride + block));
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
+                const u32 first = r * scales_.row_stride + block;
+                if (from % 8 != 0) {
+                    raw_[i][0] = later_[i];
+                } else if (layout_ == kBytesByRow) {
+                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + first));
                     raw_[i][0] = eight.x;
                     later_[i] = eight.y;
                 } else {
-                    raw_[i][0] = later_[i];
+                    // Eight bytes that begin anywhere in a word, and end before the plane does.
+                    u32 three[3];
+#pragma unroll
+                    for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
+                    raw_[i][0] = __funnelshift_r(three[0], three[1], first % 4 * 8);
+                    later_[i] = __funnelshift_r(three[1], three[2], first % 4 * 8);
                 }
             } else if (layout_ == kBytesByBlock) {
                 raw_[i][0] = __ldg(reinterpret_cast<const u32*>(bytes + at));
@@ -122,7 +133,7 @@ struct FourRows {
             return {__uint_as_float(raw_[ahead][0]), __uint_as_float(raw_[ahead][1]), __uint_as_float(raw_[ahead][2]),
                     __uint_as_float(raw_[ahead][3])};
         const auto of = [&](int i) {
-            if (layout_ == kBytesByRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
             return scales_.decode(raw_[i][ahead]);
         };
         return {of(0), of(1), of(2), of(3)};
@@ -130,6 +141,7 @@ struct FourRows {
 
   private:
     const Scales& scales_;
+    int rows_;
     Layout layout_;
     u32 raw_[4][kAhead];
     u32 later_[4];
@@ -162,9 +174,9 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
         }
         const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
         const auto row_b = [&](int strip) { return group * rows_b + min(tile.col_d / kSharedB + strip, rows_b - 1); };
-        FourRows mine(of_a ? scales_a : scales_b, first);
+        FourRows mine(of_a ? scales_a : scales_b, rows, first);
         for (int from = 0; from < blocks; from += kAhead) {
-            mine.load((of_a ? tile.row_a : tile.row_b) + slot, rows, first + from, from, last);
+            mine.load((of_a ? tile.row_a : tile.row_b) + slot, first + from, from, last);
             u32 of_b[kSharedB == kTileCols ? kAhead : 1];
             if constexpr (kSharedB == kTileCols) {
 #pragma unroll
@@ -282,7 +294,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
     const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // By stage; scales of columns leave too few registers for it.
+    // Scales of columns leave too few registers for it.
     constexpr bool kUnrolled = kSharedB != 1;
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     // Parts of a tile: as many as there are buffers are stored under its last product, some more under the first of the next, when
@@ -354,14 +366,17 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (tile.len_k < 0) break;
         const int blocks = ceil_div(tile.len_k, kBlockK);
         if (tile.kept > first_row + kNextWave && blocks > 0) {
-            if (kUnrolled && ring.stage == 0 && blocks % kStages == 0) {
-                // Addresses are constants: 2 to 3 % faster.
-                for (int block = 0; block < blocks; block += kStages)
+            for (int block = 0; block < blocks;) {
+                if (kUnrolled && ring.stage == 0 && blocks - block >= kStages) {
+                    // Addresses are constants: 2 to 3 % faster.
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage)
                         take(tile, stage, stage == 0 && block == 0, stage == kStages - 1 && block == blocks - kStages);
-            } else {
-                for (int block = 0; block < blocks; ++block) take(tile, ring.stage, block == 0, block == blocks - 1);
+                    block += kStages;
+                } else {
+                    take(tile, ring.stage, block == 0, block == blocks - 1);
+                    ++block;
+                }
             }
         } else {
             // At most one wave, or none.

@@ -124,10 +124,12 @@ impl Case {
                 format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
-        let total: usize = self.lens.iter().sum();
+        let (total, most) = (self.lens.iter().sum::<usize>(), self.lens.iter().max().unwrap_or(&0));
+        let even = most * self.lens.len() == total;
+        let most = if even { String::new() } else { format!(" max {most}") };
         let turned = if self.transposed { " turned" } else { "" };
         let how = if self.accumulate { " +=" } else { "" };
-        format!("{kind} G {} rows {total} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
+        format!("{kind} G {} rows {total}{most} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
     }
 }
 

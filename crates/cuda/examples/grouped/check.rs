@@ -78,8 +78,9 @@ pub fn small() -> Vec<Case> {
             }
         }
         let out = Out::Bf16;
-        cases.push(Case { out, ..wgrad(lens, k + 3, n) });
-        cases.push(Case { out, kind: Kind::Fp8(ScalesB::Tile), ..wgrad(lens, k + 3, n) });
+        let case = Case { out, slack: 128, ..wgrad(lens, k + 3, n) };
+        cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), ..case.clone() });
+        cases.push(case);
         cases.push(bf16_of(Case { out, slack: 5, ..wgrad(lens, k, n) }));
     }
     // More groups than lanes of a warp.
