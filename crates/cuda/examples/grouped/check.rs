@@ -31,7 +31,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
     Case {
         ragged: Ragged::Contraction,
-        kind: Kind::Fp8(ScalesB::Vector),
+        kind: Kind::Fp8(ScalesB::Floats),
         out: Out::F32,
         m,
         ..rows(lens, n, 0)
@@ -57,7 +57,7 @@ pub fn small() -> Vec<Case> {
     let sizes = [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector), Kind::Bf16] {
+        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats), Kind::Bf16] {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -69,10 +69,10 @@ pub fn small() -> Vec<Case> {
             let e8m0 = (i % 2 == 0, i % 3 == 0);
             let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
-            for scales in [ScalesB::Vector, ScalesB::Strip, ScalesB::Tile] {
+            for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
                 cases.push(Case { kind: Kind::Fp8(scales), ..case.clone() });
             }
-            for scales in [ScalesB::Strip, ScalesB::Tile] {
+            for scales in [ScalesB::Strips, ScalesB::Tile] {
                 let kind = Kind::Fp8(scales);
                 cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
             }

@@ -66,7 +66,7 @@ fn timed() -> Vec<Case> {
     let mn_major = |case: Case| Case { mn_major: true, ..case };
     // Columns made from E4M3 rows, and from MXFP4.
     let tiles = |case: Case| Case { kind: Kind::Fp8(ScalesB::Tile), ..mn_major(case) };
-    let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strip), ..mn_major(case) };
+    let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strips), ..mn_major(case) };
     let transposed = |case: Case| Case { transposed: true, ..case };
     let adding = |case: Case| Case { accumulate: true, ..case };
     let large = wgrad(&[4096; 8], 4096, 7168);
@@ -79,7 +79,7 @@ fn timed() -> Vec<Case> {
         f32_scales(rows(&UNEVEN, 7168, 2048)),
         rows(&UNEVEN, 7168, 4096),
         rows(&UNEVEN, 2048, 7168),
-        Case { kind: Kind::Fp8(ScalesB::Vector), ..rows(&UNEVEN, 4096, 7168) },
+        Case { kind: Kind::Fp8(ScalesB::Floats), ..rows(&UNEVEN, 4096, 7168) },
         rows(&ODD, 4096, 7168),
         rows(&[4096], 4096, 7168),
         rows(&[32768], 4096, 7168),
@@ -126,7 +126,7 @@ fn checks(device: &Device, cases: &[Case]) -> Result<(), String> {
             checked.heavy
         );
     }
-    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector)] {
+    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats)] {
         check::nan_stays_in_its_row(device, kind)?;
     }
     println!("a NaN scale stays in its row; the same bits twice");
