@@ -107,17 +107,17 @@ pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
         normal: relative_error(device, case, Data::Normal)?,
         heavy: relative_error(device, case, Data::HeavyTails)?,
     };
-    let bound = match (case.out, case.kind) {
-        (Out::Bf16, _) => 2.5e-3,
-        (Out::F32, Kind::Fp8(_)) => 3e-4,
-        (Out::F32, Kind::Bf16) => 3e-5,
+    // The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with block scales, of the same data and at
+    // any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
+    let (normal_bound, heavy_bound) = match (case.out, case.kind) {
+        (Out::Bf16, _) => (2.5e-3, 2.5e-3),
+        (Out::F32, Kind::Fp8(_)) => (2e-4, 4e-4),
+        (Out::F32, Kind::Bf16) => (3e-5, 3e-5),
     };
-    // The tensor cores keep some 13 bits below the largest product of a sum: a few large ones among many small cost more
-    // where the contraction is one block.
-    if checked.normal > bound || checked.heavy > 4.0 * bound {
+    if checked.normal > normal_bound || checked.heavy > heavy_bound {
         let Checked { normal, heavy, .. } = checked;
         return Err(format!(
-            "{}: relative errors {normal:.2e} and {heavy:.2e}, above {bound:e}",
+            "{}: relative errors {normal:.2e} and {heavy:.2e}, above {normal_bound:e} or {heavy_bound:e}",
             case.name()
         ));
     }
