@@ -61,13 +61,26 @@ struct HadamardArg {
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
+    /// Those of eight rows from `row` on, down the columns, as they lie in the words of two rows.
+    template <int kLen>
+    __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
+                                                             const int* __restrict__ start, int num_groups) const {
+        if (!block_counts(row, kLen, rows, row_id)) return {0, 0, 0, 0};
+        return sign_bits_of_eight(position_in_group(start, num_groups, row));
+    }
+
     /// Those of eight rows from `row` on, down the columns. None in a transform block without a row that counts, as row_id and `rows` say:
     /// its zeros stay +0. A group's rows come first, so the first one tells.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
-        const int first = row & ~int(len - 1);
-        const bool counts = first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
-        return counts ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
+        return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
+    }
+
+private:
+    /// Whether the transform block of a row has one that counts.
+    __device__ __forceinline__ static bool block_counts(int row, int len, int rows, const int* __restrict__ row_id) {
+        const int first = row & ~(len - 1);
+        return first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
     }
 };
 
@@ -93,6 +106,19 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
             x[i] = __fadd_rn(a, b);
             x[i + stride] = __fsub_rn(a, b);
         }
+    }
+}
+
+/// The last step for numbers that came from BF16: the factor by which they are still to be multiplied, a power of two. Then nothing is lost
+/// if that is done later, along with another power of two: they are multiples of 2^-133.
+template <int kLen, int kCount>
+__device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
+    if constexpr (kLen == 16 || kLen == 64) {
+        return factor;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], factor);
+        return 1;
     }
 }
 

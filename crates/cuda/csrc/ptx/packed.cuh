@@ -44,6 +44,13 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+/// The same of F16 pairs.
+__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 /// The larger of |a| and |b|; NaN if either is.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     float larger;
@@ -72,10 +79,24 @@ __device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+/// a's low half · (b's lowest byte) + its high half · (b's next byte) + c, one instruction; all unsigned.
+__device__ __forceinline__ u32 halves_mul_add(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 /// x, with the magnitude of `limit`, a positive number, if it exceeds that.
 __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     float clamped;
     asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
+    return clamped;
+}
+
+/// The same for both of a BF16 pair.
+__device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
+    u32 clamped;
+    asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
     return clamped;
 }
 

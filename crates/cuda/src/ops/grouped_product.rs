@@ -308,7 +308,7 @@ impl GroupedProduct<'_> {
 
     /// Runs with the instance that [`Config::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = Config::choose(&self.desc, self.a.device().info());
+        let config = super::trial::config(&self.desc, self.a.device().info());
         self.run_with(config)
     }
 

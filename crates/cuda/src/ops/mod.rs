@@ -22,6 +22,7 @@ pub(crate) mod route;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
+pub mod trial;
 pub(crate) mod wire;
 
 use crate::Cuda;

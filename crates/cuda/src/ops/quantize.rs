@@ -5,14 +5,15 @@ mod config;
 pub(super) use config::instances;
 
 use super::held::Held;
-use super::planes::{plain_arg, planes_or_nulls, unwritten};
+use super::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, transpose_spec};
+use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Operand, Result};
+use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -68,6 +69,9 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     let cols = match op.planes {
         Planes::Rows => None,
         Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        Planes::Cols if op.hadamard.is_some() && desc.is_fused() => {
+            Some(unwritten_columns(device, stored, (desc.capacity, cols))?)
+        }
         _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
     let counts = super::counts(cuda)?;
@@ -148,6 +152,22 @@ fn transform_first(
     Ok(out)
 }
 
+/// x as `quantize_hadamard_rows` reads it: units of columns one below the other, a warp's at a time.
+fn unit_map(x: &Tensor<Cuda>, desc: &Desc) -> Result<TensorMap> {
+    let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
+    Tiles {
+        element: tensor_map::Element::Bf16,
+        address: x.get().address(),
+        rows: desc.units(),
+        cols: UNIT_COLS,
+        row_stride_bytes: UNIT_COLS * size_of::<u16>(),
+        tile_rows: 32,
+        tile_cols: UNIT_COLS,
+        swizzle: Swizzle::Bytes128,
+    }
+    .encode()
+}
+
 /// The scales of the column kernels, block by block.
 struct ByBlock {
     rows: Buffer<u8>,
@@ -214,7 +234,14 @@ fn launch(
             let segments = cols.div_ceil(SEGMENT_COLS) as u32;
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
             let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
-            launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
+            launch(&[&planes[..3], &sizes, &[&rule, &rounding]])
+        }
+        Path::HadamardRows => {
+            let map = unit_map(op.x, desc)?;
+            let units = (desc.cols / UNIT_COLS) as u32;
+            let by_units = Divider::by(units);
+            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_units, &units];
+            launch(&[&[&map, row_codes, row_scales], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
@@ -222,14 +249,14 @@ fn launch(
             launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
             by_block.transpose(device, desc, row_scales, col_scales)
         }
-        Path::HadamardCols { band } => {
-            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+        Path::HadamardCols => {
+            let by_height = Divider::by(desc.lines_height() as u32);
+            let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
             launch(&[
-                &[x, col_codes, &by_block.cols],
+                &[x, col_codes, col_scales],
                 &sizes,
-                &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
-            ])?;
-            by_block.transpose(device, desc, row_scales, col_scales)
+                &[&scale_stride, &by_height, &rule, &rounding, &hadamard, &start, &num_groups],
+            ])
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {
