@@ -54,7 +54,13 @@ fn run(whats: &[&str], recipes: &[&str]) -> Result<()> {
             let cx = Cx {
                 training: true,
                 seed: 3,
-                ..Cx::inference(&cuda, &SoloComm, &recipe, Shards::new(&cuda, SHARDS, TOKENS / SHARDS, 0)?, 0.0)
+                ..Cx::inference(
+                    &cuda,
+                    &SoloComm,
+                    &recipe,
+                    Shards::new(&cuda, SHARDS, TOKENS / SHARDS, 0)?,
+                    0.0,
+                )
             };
             println!("\n{what}, {name}");
             match *what {

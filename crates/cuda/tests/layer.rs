@@ -133,6 +133,31 @@ fn outputs_and_gradients_are_the_cpus() {
     }
 }
 
+/// The first micro-batch writes the gradients, the next one adds to them: twice the same is twice as much.
+#[test]
+fn gradients_add_up_over_micro_batches() {
+    let Some(cuda) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scene = Scene::new(&cx).unwrap();
+        let mut gradients = || -> Result<Vec<Vec<f32>>> {
+            let (_, saved) = scene.moe.forward(&cx, &scene.x)?;
+            scene.moe.backward(&cx, saved, &scene.x, &scene.dy)?;
+            scene
+                .moe
+                .params()
+                .into_iter()
+                .flat_map(|param| &param.grad)
+                .map(|x| x.to_f32_vec(&cuda))
+                .collect()
+        };
+        let (once, twice) = (gradients().unwrap(), gradients().unwrap());
+        let doubled: Vec<Vec<f32>> = once.iter().map(|x| x.iter().map(|x| 2.0 * x).collect()).collect();
+        assert!(bits(&twice) == bits(&doubled), "{name}");
+    }
+}
+
 /// A recording refuses whatever waits for the host or copies from it: both passes have none.
 #[test]
 fn both_passes_are_one_graph() {
