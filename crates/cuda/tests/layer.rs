@@ -20,7 +20,7 @@ const RECIPES: [(&str, f64); 4] =
     [("bf16", 1e-3), ("fp8-block", 1e-2), ("fp8-flow", 1e-2), ("mxfp4-hopper", 1.5e-2)];
 
 const SHAPE: MoeShape =
-    MoeShape { d_model: 256, ffn: 128, experts: 6, top_k: 2, normalize: true, aux_coef: 1e-2, z_coef: 1e-3 };
+    MoeShape { d_model: 256, ffn: 128, experts: 8, top_k: 2, normalize: true, aux_coef: 1e-2, z_coef: 1e-3 };
 const SHARDS: usize = 2;
 const TOKENS: usize = 512;
 /// No token chooses it.
