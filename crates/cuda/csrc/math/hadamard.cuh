@@ -1,11 +1,13 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
 // strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
 //
-// Along the rows (hadamard_row): a lane holds eight neighbouring columns, or sixteen, or thirty-two, and neighbouring lanes a transform
-// block. The signs depend on the column alone: a warp that stays at its columns draws them once.
+// The kernels that quantize hold 64 numbers a lane (kernels/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
+// position along the transform alone: who stays at his columns draws them once.
+//
+// Along the rows (hadamard_row): a lane holds eight neighbouring columns, and neighbouring lanes a transform block.
 //
 //   flip(x, arg.sign_bits_of_eight(col));   // not in a row of padding: its zeros stay +0
-//   F32::Eight wide[1] = {widen<In>(x)};    // from here on in place of In::Eight
+//   F32::Eight wide = widen<In>(x);         // from here on in place of In::Eight
 //   hadamard_row(wide, arg);
 //
 // Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
@@ -132,22 +134,18 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// The transform block of neighbouring lanes, or those that kEights hold, without its signs. All lanes of the warp come here.
-template <int kEights>
-__device__ __forceinline__ void hadamard_row(F32::Eight (&wide)[kEights], const HadamardArg& arg) {
-    constexpr int kCount = 8 * kEights;
-    float x[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = wide[i / 8].number[i % 8];
+/// The transform block of neighbouring lanes, without its signs. All lanes of the warp come here.
+__device__ __forceinline__ void hadamard_row(F32::Eight& wide, const HadamardArg& arg) {
+    float(&x)[8] = wide.number;
     butterflies(x, arg.len);
-    for (u32 lanes = 1; lanes < arg.len / kCount; lanes *= 2) {
+    for (u32 lanes = 1; lanes < arg.len / 8; lanes *= 2) {
         // The upper lane's result is its partner's number less its own.
         const float own = threadIdx.x & lanes ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
+        for (int i = 0; i < 8; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) wide[i / 8].number[i % 8] = __fmul_rn(x[i], arg.factor);
+    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], arg.factor);
 }
 
 /// The columns of `from` [128][128], to `tile`; signs[16] as in the file's header. 256 threads, two a column; all come here.

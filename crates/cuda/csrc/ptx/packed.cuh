@@ -65,6 +65,13 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
+/// The same of both of BF16 pairs, with a sign that means nothing.
+__device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 /// The smaller of both unsigned 16-bit halves.
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     u32 smaller;

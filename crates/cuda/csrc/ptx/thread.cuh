@@ -35,6 +35,10 @@ __device__ __forceinline__ void cluster_sync() {
         "barrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
+/// Waits until the kernels before this one are done, and what they wrote is seen: every thread of a kernel that is launched early
+/// (`Kernel::launch_early`), before it reads or writes what they do.
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 /// A barrier of `kThreads` threads of the cta, by number; 0 is that of `__syncthreads`.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier() {

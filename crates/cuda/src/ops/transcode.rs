@@ -6,7 +6,7 @@ use super::planes::{plane_args, rule_arg, unwritten};
 use crate::Cuda;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
+use crate::launch::{Divider, KernelArg, Launch};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result, Scales};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
@@ -18,6 +18,9 @@ const TILE: usize = 128;
 /// Columns of a chunk of `lift_rows`, and how many of them a warp takes at a time: the more the better for long rows.
 const LIFT_CHUNK_COLS: usize = 512;
 const LIFT_CHUNKS: [usize; 2] = [4, 8];
+/// Threads of `lift_rows`, and the segments a warp takes where there may be padding, which is passed over, and where there is none.
+const LIFT_THREADS: u32 = 128;
+const LIFT_ROUNDS: [u32; 2] = [2, 1];
 /// Columns that a warp of `requantize_rows` takes at a time.
 const REQUANTIZE_COLS: usize = 2048;
 /// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
@@ -165,6 +168,9 @@ struct RowPlan {
     rows: i32,
     cols: i32,
     segments: u32,
+    /// Segments of a warp of `lift_rows`.
+    rounds: u32,
+    threads: u32,
     ctas: u32,
 }
 
@@ -181,8 +187,17 @@ impl RowPlan {
             rows: below_2_31("x.rows", rows)?,
             cols: below_2_31("x.cols", cols)?,
             segments: segments as u32,
+            rounds: 1,
+            threads: THREADS,
             ctas: (tasks as u32).div_ceil(THREADS / 32),
         })
+    }
+
+    /// Of `lift_rows`.
+    fn of_lift(self, is_ragged: bool) -> Self {
+        let rounds = LIFT_ROUNDS[usize::from(!is_ragged)];
+        let tasks = self.rows as u32 * self.segments;
+        Self { rounds, threads: LIFT_THREADS, ctas: tasks.div_ceil(LIFT_THREADS / 32 * rounds), ..self }
     }
 }
 
@@ -270,21 +285,22 @@ fn launch(
             return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
         }
     };
-    let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
+    let plan = RowPlan::new(rows, cols, segment_cols)?;
+    let is_lift = matches!(conversion, Conversion::LiftRows { .. });
+    let plan = if is_lift { plan.of_lift(row_id.is_some()) } else { plan };
+    let RowPlan { rows, cols, segments, rounds, threads, ctas } = plan;
     let by_segments = Divider::by(segments);
     let ([codes, scales], out_codes, out_scales) =
         (plane_args(x), out.codes.get(), out.e8m0_scales(OP)?.get());
     let kernel = cuda.device().kernel(&conversion.spec())?;
-    let shape = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let shape = Launch { ctas, threads, cluster: 1, shared_bytes: 0 };
+    let mut args: Vec<&dyn KernelArg> =
+        vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
+    args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
     // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
-    unsafe {
-        kernel.launch(
-            shape,
-            &[codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments],
-        )
-    }
+    unsafe { kernel.launch(shape, &args) }
 }
 
 fn launch_cols(
@@ -429,6 +445,11 @@ mod tests {
         assert_eq!(plan.ctas, 32768 * 7168 / 2048 / 8);
         let plan = RowPlan::new(3, 160, 2048).unwrap();
         assert_eq!((plan.segments, plan.ctas), (1, 1));
+        let plan = RowPlan::new(1000, 7168, 4096).unwrap();
+        assert_eq!(
+            [plan.of_lift(false), plan.of_lift(true)].map(|p| (p.rounds, p.ctas)),
+            [(1, 500), (2, 250)]
+        );
         let error = RowPlan::new(1 << 30, 7168, 2048).expect_err("too many").to_string();
         assert!(error.contains("segments"), "{error}");
     }

@@ -11,16 +11,16 @@ use nibble_core::{DType, Error, Result};
 
 /// Rows and columns of a cta's square; the block of FP8.
 const TILE: usize = 128;
-/// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
-pub(super) const SEGMENT_COLS: usize = 1024;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.
 const TRANSPOSED: (usize, usize) = (32, 128);
-const ROW_THREADS: u32 = 256;
+const ROW_THREADS: u32 = 128;
+/// Columns of a chunk of `quantize_rows`, and the chunks a warp takes in all.
+const CHUNK_COLS: usize = 256;
+const WARP_CHUNKS: usize = 16;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
-const ROW_CTAS_PER_SM: usize = 32;
 /// Columns a lane of `quantize_hadamard_rows` takes at a time, and the ctas a multiprocessor holds.
 pub(super) const UNIT_COLS: usize = 64;
 const UNIT_THREADS: u32 = 128;
@@ -50,8 +50,8 @@ pub(super) struct Desc {
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Path {
-    /// Blocks along the rows.
-    Rows,
+    /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
+    Rows { segments: usize, rounds: usize },
     /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
     Cols { band: usize },
     /// Blocks along the rows after a transform.
@@ -144,6 +144,12 @@ impl Variant {
         KernelSpec { source, name, args }
     }
 
+    /// `row_chunks` of the kernel: the chunks a warp takes at a time.
+    fn row_chunks(&self) -> usize {
+        let is_light = self.input == DType::Bf16 && !self.rounding.is_random();
+        if is_light { 8 } else { 4 }
+    }
+
     fn cols_spec(&self, rows: bool) -> KernelSpec {
         if let Some(len) = self.hadamard {
             return self.hadamard_spec("kernels/quantize_hadamard.cuh", "nib::quantize_hadamard_cols", len);
@@ -223,28 +229,19 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
     }
 }
 
-/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
+/// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ScalePlane {
+pub(super) struct RowScales {
     pub lines: usize,
     /// Of a line.
     pub blocks: usize,
     /// From one block to the next, a multiple of 128 lines.
     pub stride: usize,
-    /// Blocks that the kernels write: those of whole squares.
+    /// Blocks that the kernel writes: those of whole squares.
     pub written: usize,
 }
 
-impl ScalePlane {
-    fn new(lines: usize, contraction: usize, block: usize) -> Self {
-        Self {
-            lines,
-            blocks: contraction.div_ceil(block),
-            stride: lines.next_multiple_of(TILE),
-            written: contraction.next_multiple_of(TILE) / block,
-        }
-    }
-
+impl RowScales {
     /// Ctas of `transpose_scales`.
     pub fn ctas(&self) -> usize {
         self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
@@ -358,17 +355,26 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
-    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
-    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
+    /// The scales of the rows, whose padding to whole squares is written as well.
+    pub fn row_scales(&self) -> RowScales {
         let block = self.codec.format().spec().block;
-        let rows = ScalePlane::new(self.rows, self.cols, block);
-        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
-        (ScalePlane::new(self.cols, self.capacity, block), rows)
+        RowScales {
+            lines: self.rows,
+            blocks: self.cols.div_ceil(block),
+            stride: self.capacity.next_multiple_of(TILE),
+            written: self.cols.next_multiple_of(TILE) / block,
+        }
     }
 
     /// Whether one kernel does all of it, the transform included.
     pub fn is_fused(&self) -> bool {
         self.hadamard.is_none() || self.variant().is_some()
+    }
+
+    /// Whether the scales of columns come to lie a strip together.
+    pub fn lays_strips_together(&self) -> bool {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        matches!(last.planes, Planes::Cols | Planes::Both) && last.variant().is_some()
     }
 
     /// What is left to do once the transform has been made.
@@ -411,10 +417,10 @@ impl Desc {
             }
             (Some(variant), Planes::Rows) => {
                 let (rows, cols) = self.row_shape();
-                let warps = ROW_THREADS as usize / 32;
-                let ctas =
-                    (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
-                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
+                let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
+                let rounds = WARP_CHUNKS / variant.row_chunks();
+                let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
+                config(Path::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
@@ -545,6 +551,20 @@ mod tests {
         assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
         assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
         assert_eq!(of(Desc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+    }
+
+    #[test]
+    fn warps_take_as_many_columns_whatever_their_registers_hold() {
+        let of = |rounding, input| {
+            let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+            let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
+            let config = Desc { codec, input, ragged: true, ..asked }.config(132);
+            (config.path, config.launch.ctas)
+        };
+        let rows = |segments, rounds, ctas| (Path::Rows { segments, rounds }, ctas);
+        assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
+        assert_eq!(of(Rounding::NearestEven, DType::F32), rows(7, 4, 32768 * 7 / 16));
+        assert_eq!(of(Rounding::Stochastic, DType::Bf16), rows(7, 4, 32768 * 7 / 16));
     }
 
     #[test]
