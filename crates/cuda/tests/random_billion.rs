@@ -115,6 +115,8 @@ enum Plane<B: Backend> {
     F32(B::Buf<f32>),
     Bf16(B::Buf<bf16>),
     U64(B::Buf<u64>),
+    /// The scales of blocks, in whatever order they lie.
+    Scales(BlockScaled<B>),
 }
 
 fn plain<B: Backend>(x: Tensor<B>) -> Plane<B> {
@@ -125,11 +127,7 @@ fn plain<B: Backend>(x: Tensor<B>) -> Plane<B> {
 }
 
 fn blocks<B: Backend>(x: BlockScaled<B>) -> Vec<Plane<B>> {
-    let scales = match x.scales {
-        Scales::E8m0(scales) => Plane::U8(scales),
-        Scales::F32(scales) => Plane::F32(scales),
-    };
-    vec![Plane::U8(x.codes), scales]
+    vec![Plane::U8(x.codes.clone()), Plane::Scales(x)]
 }
 
 fn emitted<B: Backend>(x: Emitted<B>) -> Vec<Plane<B>> {
@@ -267,6 +265,13 @@ fn compare<T: Plain + Bits>(what: &str, got: &[T], want: &[T]) {
     }
 }
 
+/// Scales line by line, as the CPU has them.
+fn in_order<B: Backend, T: Plain + Default>(b: &B, x: &BlockScaled<B>, scales: &B::Buf<T>) -> Vec<T> {
+    let (lines, blocks) = x.shape_of_scales();
+    let scales = b.download(scales).expect("results of the backend under test");
+    x.scale_layout.restore(&scales, lines, blocks).expect("as many scales as there are blocks")
+}
+
 fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu>) {
     fn fetch<B: Backend, T: Plain + Bits>(b: &B, what: &str, got: &B::Buf<T>, want: &[T]) {
         compare(what, &b.download(got).expect("results of the backend under test"), want);
@@ -276,6 +281,11 @@ fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu
         (Plane::F32(got), Plane::F32(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::Bf16(got), Plane::Bf16(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::U64(got), Plane::U64(want)) => fetch(b, what, got, want.as_slice()),
+        (Plane::Scales(got), Plane::Scales(want)) => match (&got.scales, &want.scales) {
+            (Scales::E8m0(g), Scales::E8m0(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
+            (Scales::F32(g), Scales::F32(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
+            _ => panic!("{what}: {got:?}, expected {want:?}"),
+        },
         (got, want) => panic!("{what}: {got:?}, expected {want:?}"),
     }
 }
