@@ -73,11 +73,14 @@ pub struct Layer<'a, B: LayerKernels> {
 impl<'a, B: LayerKernels> Layer<'a, B> {
     /// Random weights, with the copies that a step makes of them.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape) -> Result<Self> {
-        let shards = Shards::new(b, 1, shape.tokens, 0)?;
+        // As many shards as a run has by default.
+        let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let parts = if shape.top_k > 0 {
-            let mut moe = Box::new(Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)?);
+            let moe = Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)?;
+            // Several rows a token: for the recipe that is about memory they are made again.
+            let mut moe = Box::new(Moe { remake_x: recipe.name == super::MXFP4, ..moe });
             moe.prepare(&cx)?;
             Parts::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {
