@@ -24,10 +24,23 @@ impl Cuda {
     /// # Errors
     /// What `work` returns; [`nibble_core::Error::Device`] from the events.
     pub fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)> {
-        let marks = || self.marks().lock().unwrap_or_else(PoisonError::into_inner);
-        *marks() = Some(Vec::new());
+        // Restored also where `work` panics.
+        struct Outer<'a>(&'a Marks, Option<Vec<(&'static str, Event, Event)>>);
+        impl Outer<'_> {
+            fn swap(&mut self) {
+                std::mem::swap(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), &mut self.1);
+            }
+        }
+        impl Drop for Outer<'_> {
+            fn drop(&mut self) {
+                self.swap();
+            }
+        }
+        let mut outer = Outer(self.marks(), Some(Vec::new()));
+        outer.swap();
         let result = work();
-        let taken = marks().take().unwrap_or_default();
+        let taken = self.marks().lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default();
+        drop(outer);
         let times = taken.iter().map(|(op, begin, end)| Ok(OpTime { op, ms: end.elapsed_ms(begin)? }));
         Ok((result?, times.collect::<Result<_>>()?))
     }

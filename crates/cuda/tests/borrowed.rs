@@ -56,6 +56,10 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     let route = Route { logits: &logits, top_k: 2, normalize: true, shards: 1 };
     refused(route.run(cuda), "route", "`logits`");
 
+    let weight = Operand::Plain(Tensor::zeros(cuda, DType::F32, 8, 128).unwrap());
+    let product = Gemm { a: &rows, b: &weight, out: DType::F32 };
+    refused(product.run(cuda), "gemm", "`values of the operands`");
+
     let whole = Tensor::zeros(cuda, DType::Bf16, ROWS, 128).unwrap();
     let groups = Groups::uniform(cuda, 1, ROWS, 128, 0).unwrap();
     let short = Groups { row_id: cuda.zeros(ROWS - 1).unwrap(), ..groups };

@@ -20,7 +20,7 @@ const RECIPES: [(&str, f64); 4] =
     [("bf16", 1e-3), ("fp8-block", 1e-2), ("fp8-flow", 1e-2), ("mxfp4-hopper", 1.5e-2)];
 
 const SHAPE: MoeShape =
-    MoeShape { d_model: 256, ffn: 128, experts: 6, top_k: 2, normalize: true, aux_coef: 1e-2, z_coef: 1e-3 };
+    MoeShape { d_model: 256, ffn: 128, experts: 8, top_k: 2, normalize: true, aux_coef: 1e-2, z_coef: 1e-3 };
 const SHARDS: usize = 2;
 const TOKENS: usize = 512;
 /// No token chooses it.
@@ -130,6 +130,31 @@ fn outputs_and_gradients_are_the_cpus() {
         scenes.1.moe.remake_x = true;
         let remade = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
         assert!(bits(&remade) == bits(&got), "{name}: the same bits from an input that is made again");
+    }
+}
+
+/// The first micro-batch writes the gradients, the next one adds to them: twice the same is twice as much.
+#[test]
+fn gradients_add_up_over_micro_batches() {
+    let Some(cuda) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scene = Scene::new(&cx).unwrap();
+        let mut gradients = || -> Result<Vec<Vec<f32>>> {
+            let (_, saved) = scene.moe.forward(&cx, &scene.x)?;
+            scene.moe.backward(&cx, saved, &scene.x, &scene.dy)?;
+            scene
+                .moe
+                .params()
+                .into_iter()
+                .flat_map(|param| &param.grad)
+                .map(|x| x.to_f32_vec(&cuda))
+                .collect()
+        };
+        let (once, twice) = (gradients().unwrap(), gradients().unwrap());
+        let doubled: Vec<Vec<f32>> = once.iter().map(|x| x.iter().map(|x| 2.0 * x).collect()).collect();
+        assert!(bits(&twice) == bits(&doubled), "{name}");
     }
 }
 

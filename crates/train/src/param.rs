@@ -160,7 +160,10 @@ impl<B: LayerKernels> Param<B> {
             None => Tensor::new(Data::F32(cx.b.alloc(rows * self.master.cols)?), rows, self.master.cols)?,
         };
         let done = GroupedWgrad { dy, x, groups, grad: &mut grad, accumulate }.run(cx.b);
-        self.grad = Some(grad);
+        // What a failed product did not write is no gradient.
+        if done.is_ok() || accumulate {
+            self.grad = Some(grad);
+        }
         done
     }
 

@@ -34,7 +34,7 @@ pub struct Gemm<'a, B: Backend> {
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(6e-4);
 
 /// The same for BF16 operands, of whose products the tensor cores keep more; and for F32 ones that they take in BF16 parts: all
-/// three, which are exact, with a BF16 operand beside them; two for a BF16 result.
+/// three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 impl<B: Backend> Gemm<'_, B> {

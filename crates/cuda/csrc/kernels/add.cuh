@@ -25,6 +25,12 @@ __global__ void __launch_bounds__(kAddThreads)
     constexpr int kCount = 16 / T::kBytes;
     const u64 units = len / kCount;
     const u64 first = u64(blockIdx.x) * (kAddThreads * kAddUnits) + threadIdx.x;
+    const u64 left = units * kCount + threadIdx.x;
+    if (blockIdx.x == gridDim.x - 1 && left < len) {
+        using One = Few<T, 1>;
+        const u64 at = left * T::kBytes;
+        add_few<T, 1>(One::load(a + at), One::load(b + at)).store(out + at);
+    }
     if (first + (kAddUnits - 1) * kAddThreads < units) {
         X x[kAddUnits], y[kAddUnits];
 #pragma unroll
@@ -38,12 +44,6 @@ __global__ void __launch_bounds__(kAddThreads)
     }
     for (u64 unit = first; unit < units && unit < first + kAddUnits * kAddThreads; unit += kAddThreads)
         add_few<T, kCount>(X::load(a + unit * 16), X::load(b + unit * 16)).store(out + unit * 16);
-    const u64 left = units * kCount + threadIdx.x;
-    if (blockIdx.x == gridDim.x - 1 && left < len) {
-        using One = Few<T, 1>;
-        const u64 at = left * T::kBytes;
-        add_few<T, 1>(One::load(a + at), One::load(b + at)).store(out + at);
-    }
 }
 
 }  // namespace nib

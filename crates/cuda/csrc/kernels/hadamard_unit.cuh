@@ -43,7 +43,9 @@ struct UnitCodes {
     static constexpr int kEights = kUnit / kBlocks / 8, kWords = kUnit * E::kCodeBits / 32;
     u32 words[kWords];
     u8 scales[kBlocks];
-    u32 non_zero = 0, non_finite = 0;  // blocks; of a shared one both lanes say so
+    u32 non_zero, non_finite;  // blocks; of a shared one both lanes say so
+
+    __device__ __forceinline__ static UnitCodes zeros() { return {{}, {}, 0, 0}; }
 
     /// Of the transform of x, whose signs are turned. bits_of(i): the random bits of the i-th eight.
     template <int kLen, class Bits>
@@ -56,6 +58,7 @@ struct UnitCodes {
             for (int i = 0; i < kUnit; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], 1));
         }
         factor = scale_exactly<kLen>(x, factor);
+        non_zero = non_finite = 0;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
             auto& of = reinterpret_cast<F32::Eight(*)[kEights]>(x)[b];

@@ -1,4 +1,6 @@
-// F32 numbers as sums of three BF16 numbers, exactly: 8 bits of the significand each. Products of F32 on the tensor cores.
+// F32 numbers as sums of three BF16 numbers, each what is left rounded to nearest even: exactly, from 2^-110 on (below, the last
+// parts are subnormal or lost). Products of F32 on the tensor cores. An infinity in one factor makes the result NaN, as it meets the
+// other's zero parts.
 //
 // split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. A NaN or infinity is its first part.
 // sum_parts: out[row][col] = in[row][2 · cols + col] + in[row][cols + col] + in[row][col], in this order, or out plus that.
@@ -12,14 +14,17 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Four numbers' part: the upper 16 bits of what is left of them, which are taken away.
+/// Four numbers' part: what is left of them in BF16, which is taken away. The largest numbers, which would round to infinity, are
+/// truncated.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 bits = __float_as_uint(left[i]);
         const bool is_finite = (bits & 0x7F800000) != 0x7F800000, is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-        part[i] = is_nan ? 0x7FC00000 : bits & 0xFFFF0000;
+        const u32 rounded = bits + 0x7FFF + (bits >> 16 & 1);
+        const bool keeps = is_finite && (rounded & 0x7F800000) != 0x7F800000;
+        part[i] = is_nan ? 0x7FC00000 : (keeps ? rounded : bits) & 0xFFFF0000;
         left[i] = is_finite ? left[i] - __uint_as_float(part[i]) : 0.0f;
     }
     return {__byte_perm(part[0], part[1], 0x7632), __byte_perm(part[2], part[3], 0x7632)};

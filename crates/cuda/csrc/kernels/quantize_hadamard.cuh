@@ -1,11 +1,11 @@
 // BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
 //
 // quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
-//   quantize_cols.cuh, without its row planes, and E8M0, but col_scales [capacity / E::kBlock][scale_stride], at least cols. A cta takes what is there called one at a time, of which `by_height` divides by
-//   the number of those below each other. The transform, of length kLen, starts at the start of each of num_groups
-//   groups (start null: at row 0); groups start at multiples of kLen, and capacity is one. What is missing of a group's last transform block
-//   reads as +0, and becomes numbers like others. 256 threads; any grid, best two ctas a multiprocessor; sizeof(HadamardShared<E, Round>)
-//   dynamic shared memory.
+//   quantize_cols.cuh, without its row planes; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The transform,
+//   of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen, and capacity is
+//   one. What is missing of a group's last transform block reads as +0, and becomes numbers like others. A cta takes a square of 128 x 128, or
+//   two, one below the other, where two codes share a byte, and then another; by_height divides by how many of these lie below each other.
+//   256 threads; any grid, best two ctas a multiprocessor; sizeof(HadamardShared<E, Round>) dynamic shared memory.
 //
 // A thread has half a column of a square, a unit, which `ldmatrix` brings there transposed. Random bits are drawn by eights of a row, and change
 // hands in the same way.

@@ -6,7 +6,7 @@
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not F32's. 256 threads; a warp
 //   takes a segment of 2048 columns at a time; segments = ceil(cols / that), and `by_segments` divides by it. Any grid, best
-//   ceil(rows · segments / 8). Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
+//   ceil(rows · segments / 8) but at most 16 ctas a multiprocessor. Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
 //   2^30 numbers, as one row. Planes start on 16 bytes.
 //
 // A lane has a block of the target as a whole.

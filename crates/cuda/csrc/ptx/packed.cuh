@@ -149,6 +149,58 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     return wide;
 }
 
+/// Of four E4M3 the lower two or (kHigh) the upper two to F16, exactly; one instruction.
+template <bool kHigh>
+__device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
+    u32 wide;
+    if constexpr (kHigh) {
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, high;\n"
+            "}"
+            : "=r"(wide)
+            : "r"(four));
+    } else {
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+            "}"
+            : "=r"(wide)
+            : "r"(four));
+    }
+    return wide;
+}
+
+/// Four F16 to E4M3, nearest-even, saturating; NaN gives 0x7F. Two instructions.
+__device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
+    u32 four;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(four)
+        : "r"(lower), "r"(upper));
+    return four;
+}
+
+/// sum + |a - b| of F16 pairs, each rounded to nearest even, subnormals kept.
+__device__ __forceinline__ u32 add_distance_f16x2(u32 sum, u32 a, u32 b) {
+    u32 out;
+    asm("{\n"
+        ".reg .b32 d;\n"
+        "sub.rn.f16x2 d, %2, %3;\n"
+        "abs.f16x2 d, d;\n"
+        "add.rn.f16x2 %0, %1, d;\n"
+        "}"
+        : "=r"(out)
+        : "r"(sum), "r"(a), "r"(b));
+    return out;
+}
+
 /// Two F16 to F32, exactly; the lower half first.
 __device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
     float2 two;

@@ -60,7 +60,8 @@ impl Product<'_> {
             k: self.k,
         };
         let turned = Desc { kind: Kind::Fp8(scales_b(a)), transposed: true, m: self.n, n: self.m, ..desc };
-        let faster = kind == Kind::Fp8(ScalesB::Vector) && turned.kind != kind && turned.check().is_ok();
+        let shared = |kind| matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
     }
 
@@ -75,7 +76,7 @@ impl Product<'_> {
         };
         if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
             let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
-            let (a, b) = (self.operand(a, ScalesB::Vector)?, self.operand(b, scales_b(b))?);
+            let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
             return GroupedProduct { desc, groups, a, b, d }.run();
         }
         if let Some(parts) = Parts::choose(self, a, b, &d) {
@@ -165,16 +166,14 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
     }
 }
 
-/// How many rows of an operand are known to share their scales.
+/// What is known of an operand's scales.
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(BlockScaled {
-            axis: BlockAxis::Col,
-            scales: nibble_core::Scales::E8m0(scales),
-            ..
-        }) => ScalesB::of_rows(scales.repeats()),
-        _ => ScalesB::Vector,
+        Operand::Block(BlockScaled { axis, scales: nibble_core::Scales::E8m0(scales), .. }) => {
+            ScalesB::repeating(if *axis == BlockAxis::Col { scales.repeats() } else { 1 })
+        }
+        _ => ScalesB::Floats,
     }
 }
 

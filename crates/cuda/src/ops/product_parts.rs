@@ -19,7 +19,7 @@ const PARTS: usize = 3;
 /// Each part once.
 const EACH: [u32; PARTS] = [0, 1, 2];
 /// Of two F32 factors, the pairs of parts that a BF16 result can tell: part `LEFT[i]` of one with part `RIGHT[i]` of the other.
-/// What is left out is below 2⁻¹⁵ of a product, where the result keeps 2⁻⁹.
+/// What is left out is at most 3 · 2⁻¹⁸ of a product, of either sign, where the result keeps 2⁻⁹.
 const LEFT: [u32; 3] = [0, 0, 1];
 const RIGHT: [u32; 3] = [0, 1, 0];
 
@@ -67,6 +67,15 @@ impl<'a> Parts<'a> {
         (whole && parts.desc(product).check().is_ok()).then_some(parts)
     }
 
+    /// Of A and of B.
+    fn lengths(&self) -> (usize, usize) {
+        match self {
+            Self::Right { a, b } => (a.len(), b.len()),
+            Self::Both { a, b } => (a.len(), b.len()),
+            Self::Left { a, b } => (a.len(), b.len()),
+        }
+    }
+
     /// The BF16 product.
     fn desc(&self, product: &Product<'_>) -> Desc {
         let desc = Desc {
@@ -90,6 +99,11 @@ impl<'a> Parts<'a> {
     /// Splits, multiplies, sums. `d` has the product's size.
     pub fn run(self, product: &Product<'_>, d: Target<'_>) -> Result<()> {
         let desc = self.desc(product);
+        let (lengths, (m, n, k)) = (self.lengths(), (product.m, product.n, product.k));
+        if lengths != (m * k, n * k) {
+            let expected = format!("{} and {}", m * k, n * k);
+            return Err(Error::shape(product.op, "values of the operands", format!("{lengths:?}"), expected));
+        }
         let groups =
             product.groups.map(|groups| GroupBuffers { start: groups.start.get(), len: groups.len.get() });
         let multiply = |a: &Buffer<bf16>, b: &Buffer<bf16>, d: Target<'_>| {

@@ -127,6 +127,14 @@ impl<B: Products> Case<B> for Product {
 
 /// Conformance of [`Gemm`].
 pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
+    // A router of few experts: its logits, and the gradient of its input.
+    for (a, b) in plain_pairs() {
+        for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
+            for out in PLAIN {
+                pair.check(&Product { a, b, m, n, k, out, input: Input::Normal });
+            }
+        }
+    }
     let mut shapes =
         vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 65, 128), (300, 40, 512), (300, 40, 512)];
     shapes.extend(MoeShape::ALL[..3].iter().map(|s| s.scaled(16, 8)).map(|s| (20, s.f, s.d)));
@@ -268,6 +276,10 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
             for input in [Input::Normal, Input::Integers] {
                 pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, accumulate: j % 2 == 0, input });
             }
+        }
+        if matches!(x, Stored::Plain(_)) {
+            let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
+            pair.check(&Wgrad { dy, x, spread, rows: 320, n: 8, k: 256, accumulate, input });
         }
         for (j, &input) in inputs(pair.strict).iter().enumerate() {
             let (spread, accumulate) = (Spread::Zipf, j % 2 == 0);

@@ -47,7 +47,8 @@ pub struct Moe<B: LayerKernels> {
     /// This rank's experts.
     pub experts: Experts<B>,
     /// Make the experts' input again in the backward pass, from the layer's, instead of keeping it: it has a row for each
-    /// expert of a token. On one rank alone, where nobody needs to be asked for it.
+    /// expert of a token. On one rank alone, where nobody needs to be asked for it, and unless its rounding is stochastic.
+    /// What fprop multiplies is then converted, and counted, once a token and not once a row.
     pub remake_x: bool,
 }
 
@@ -146,9 +147,11 @@ impl<B: LayerKernels> Moe<B> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let exchange = self.exchange(cx);
         if saved.experts.x.is_none() {
-            let to = section.at(Site::DispatchFwd);
+            let (to, counted) = (section.at(Site::DispatchFwd), cx.counts.borrow().len());
             let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
             saved.experts.x = Some(self.experts.kept_input(cx, &section, &x_rd, &saved.plan)?);
+            // The forward pass has counted these conversions.
+            cx.counts.borrow_mut().truncate(counted);
         }
         let to = section.at(Site::DispatchBwd);
         let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;

@@ -74,7 +74,8 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
     /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
     /// backward pass.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
-        let shards = Shards::new(b, 1, shape.tokens, 0)?;
+        // As many shards as a run has by default.
+        let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let parts = if shape.top_k > 0 {

@@ -21,10 +21,11 @@ const CHUNK_COLS: usize = 256;
 const WARP_CHUNKS: usize = 16;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
-/// Columns a lane of `quantize_hadamard_rows` takes at a time, and the ctas a multiprocessor holds.
+/// Columns a lane of `quantize_hadamard_rows` takes at a time, and how many of those a row may have.
 pub(super) const UNIT_COLS: usize = 64;
-const UNIT_THREADS: u32 = 128;
-const UNIT_CTAS_PER_SM: usize = 4;
+const MOST_UNITS: usize = 768;
+const UNIT_THREADS: u32 = 512;
+/// Ctas of `quantize_hadamard_cols` that a multiprocessor holds.
 const HADAMARD_CTAS_PER_SM: usize = 2;
 /// A matrix of less than this many numbers may be taken as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
@@ -173,11 +174,11 @@ impl Variant {
         if self.hadamard.is_none() {
             return 0;
         }
-        const ALIGN: usize = 1024;
-        let lines = 32 * UNIT_COLS * size_of::<u16>();
-        let codes = 32 * UNIT_COLS * self.format.spec().code_bits as usize / 8;
-        let warp = (2 * lines + codes + size_of::<u64>()).next_multiple_of(ALIGN);
-        (UNIT_THREADS as usize / 32 * warp + 3 * size_of::<u32>()).next_multiple_of(ALIGN)
+        let warps = UNIT_THREADS as usize / 32;
+        let lines = (32 * warps + MOST_UNITS) * UNIT_COLS * size_of::<u16>();
+        let codes = 32 * warps * UNIT_COLS * self.format.spec().code_bits as usize / 8;
+        let rest = warps * size_of::<u64>() + 4 * size_of::<u32>();
+        (lines + codes + rest).next_multiple_of(1024)
     }
 
     /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
@@ -345,7 +346,8 @@ impl Desc {
             Variant { input: self.input, format, kind: self.kind(), rounding, hadamard: self.hadamard };
         let whole_lines = match self.planes {
             Planes::Rows if self.hadamard.is_some() => {
-                self.cols.is_multiple_of(TILE) && self.units() < 1 << 31
+                let units = self.cols / UNIT_COLS;
+                self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
             }
             Planes::Rows => true,
             Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
@@ -401,12 +403,7 @@ impl Desc {
         };
         match (self.variant(), self.planes) {
             (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
-                let threads = UNIT_THREADS as usize;
-                let ctas = self.units().div_ceil(threads).min(UNIT_CTAS_PER_SM * num_sms);
-                // After so many ctas a lane is at the same columns again.
-                let period = (self.cols / UNIT_COLS)
-                    .div_ceil(threads.min(1 << (self.cols / UNIT_COLS).trailing_zeros()));
-                let ctas = if ctas > period { ctas - ctas % period } else { ctas };
+                let ctas = self.units().div_ceil(32).min(num_sms);
                 config(
                     Path::HadamardRows,
                     variant.rows_spec(),
