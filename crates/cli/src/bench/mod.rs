@@ -25,7 +25,7 @@ use std::path::PathBuf;
     gemm: the GPU's products, back to back until the chip is at its power limit, and single calls; the floor is the larger of\n\
     operations / rate of the fastest dense product and of the memory's floor. About three minutes, --quick a third of one.\n\
     experts: the expert layer, forward and backward, under each recipe: its time and where it goes, what it keeps, what each\n\
-    fused conversion saves, and from which sizes on it is faster than BF16.\n\n\
+    fused conversion saves, and from which sizes on it is faster than BF16. About two minutes.\n\n\
     Examples:\n  \
     nibble bench\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \

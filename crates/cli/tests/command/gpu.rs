@@ -49,6 +49,8 @@ fn a_shape_or_kernel_that_makes_no_sense_is_refused_before_the_gpu_is_looked_for
         error.contains("`frobnicate`") && error.contains("fprop 4096x7168 32768 8 uneven FP8"),
         "{error}"
     );
+    let error = place.nibble(&["bench", "gemm", "--tune", "t.json", "--plot", "p.svg"]).failed(2);
+    assert!(error.contains("--tune") && error.contains("--plot"), "{error}");
     let error = place.nibble(&["bench", "kernels", "--shapes", "10x10"]).failed(2);
     assert!(error.contains("multiple of MXFP4's block of 32"), "{error}");
 }

@@ -61,7 +61,7 @@ fn times(bench: &Bench, recipe: &str, hidden: usize, inner: usize) -> CoreResult
     let recipe = Recipe::builtin(recipe)?;
     let at = |rows| {
         let shape = Shape { experts: EXPERTS, tokens: EXPERTS * rows, hidden, inner, ..SHAPES[0] };
-        let mut layer = Layer::new(&bench.cuda, &recipe, shape)?;
+        let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
         Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
     };
     ROWS_EACH.into_iter().map(at).collect()

@@ -71,16 +71,15 @@ pub struct Layer<'a, B: LayerKernels> {
 }
 
 impl<'a, B: LayerKernels> Layer<'a, B> {
-    /// Random weights, with the copies that a step makes of them.
-    pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape) -> Result<Self> {
+    /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
+    /// backward pass.
+    pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
         // As many shards as a run has by default.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let parts = if shape.top_k > 0 {
-            let moe = Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)?;
-            // Several rows a token: for the recipe that is about memory they are made again.
-            let mut moe = Box::new(Moe { remake_x: recipe.name == super::MXFP4, ..moe });
+            let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)? });
             moe.prepare(&cx)?;
             Parts::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {
@@ -181,6 +180,7 @@ fn arrived<B: LayerKernels>(
 
 #[cfg(test)]
 mod tests {
+    use super::super::RECIPES;
     use super::*;
     use nibble_cpu::Cpu;
 
@@ -191,12 +191,21 @@ mod tests {
         let whole = Shape { name: "layer", experts: 4, top_k: 2, ..experts };
         assert_eq!((experts.rows(), whole.rows()), (256, 512));
         assert_eq!(experts.flop(), 18.0 * 256.0 * 128.0 * 128.0);
-        for recipe in super::super::RECIPES {
+        for recipe in RECIPES {
             let recipe = Recipe::builtin(recipe).unwrap();
             for shape in [experts, whole] {
-                let mut layer = Layer::new(&cpu, &recipe, shape).unwrap();
+                let mut layer = Layer::new(&cpu, &recipe, shape, false).unwrap();
                 layer.step().and_then(|()| layer.step()).unwrap();
                 let Kept { listed, live } = layer.kept().unwrap();
+                let mut again = Layer::new(&cpu, &recipe, shape, true).unwrap();
+                again.step().unwrap();
+                let less = again.kept().unwrap().live;
+                assert!(
+                    (less < live) == (shape.top_k > 0),
+                    "{}, {}: {less} of {live}",
+                    recipe.name,
+                    shape.name
+                );
                 assert!(listed > 0 && live > 0, "{}: {listed}, {live}", recipe.name);
                 // The rows of an unquantized recipe are the caller's.
                 assert!(live <= listed, "{}, {}: {live} of {listed}", recipe.name, shape.name);

@@ -12,14 +12,16 @@ use crate::console::say;
 use crate::error::Result;
 use layer::{Kept, Layer, Shape};
 use nibble_core::{Recipe, Result as CoreResult};
-use nibble_cuda::OpTime;
 use nibble_cuda::timing::Sustained;
+use nibble_cuda::{Cuda, OpTime};
 use serde_json::{Value, json};
 
 /// The recipes, the one that the others are compared with first.
 pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
 /// The one whose parts are looked at.
 const MXFP4: &str = "mxfp4-hopper";
+/// The same, with a whole layer's rows made again in the backward pass rather than kept.
+const REMADE: &str = "mxfp4-remade";
 
 /// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
 pub const SHAPES: [Shape; 4] = [
@@ -54,6 +56,8 @@ pub struct Figures {
     pub burst_ms: f64,
     /// None where bursts alone were asked for.
     pub sustained: Option<Sustained>,
+    /// The same from a recorded graph.
+    pub graph: Option<Sustained>,
     pub kept: Kept,
     /// Of all calls of an operation together.
     pub ops: Vec<(&'static str, f64)>,
@@ -67,8 +71,7 @@ impl Figures {
 }
 
 pub fn run(quick: bool, only: &[String]) -> Result<Value> {
-    let pairs = SHAPES.iter().flat_map(|&shape| RECIPES.map(|recipe| (shape, recipe))).collect();
-    let pairs = wanted(pairs, only, |(shape, recipe)| format!("{} {recipe}", shape.name))?;
+    let pairs = wanted(pairs(), only, |(shape, recipe)| format!("{} {recipe}", shape.name))?;
     let bench = Bench::open("`nibble bench step` measures the CPU's training steps")?;
     let header = bench.header();
     let mut all: Vec<Measured> = Vec::new();
@@ -97,9 +100,19 @@ pub fn run(quick: bool, only: &[String]) -> Result<Value> {
     Ok(figures)
 }
 
+/// Every shape under every recipe.
+fn pairs() -> Vec<(Shape, &'static str)> {
+    let of = |shape: Shape| {
+        let remade = (shape.top_k > 0).then_some(REMADE);
+        RECIPES.into_iter().chain(remade).map(move |recipe| (shape, recipe))
+    };
+    SHAPES.into_iter().flat_map(of).collect()
+}
+
 fn measured(bench: &Bench, shape: Shape, recipe: &str, quick: bool) -> CoreResult<Figures> {
-    let recipe = Recipe::builtin(recipe)?;
-    let mut layer = Layer::new(&bench.cuda, &recipe, shape)?;
+    let remake_x = recipe == REMADE;
+    let recipe = Recipe::builtin(if remake_x { MXFP4 } else { recipe })?;
+    let mut layer = Layer::new(&bench.cuda, &recipe, shape, remake_x)?;
     let kept = layer.kept()?;
     if !quick {
         std::thread::sleep(COOL_DOWN);
@@ -112,7 +125,21 @@ fn measured(bench: &Bench, shape: Shape, recipe: &str, quick: bool) -> CoreResul
         layer.step()?;
         runs.push(bench.cuda.profiled(|| layer.step())?.1);
     }
-    Ok(Figures { burst_ms, sustained, kept, ops: by_op(&runs) })
+    // A pass that cannot be recorded is still timed.
+    let graph = match quick {
+        true => None,
+        false => as_graph(bench, &mut layer)
+            .inspect_err(|why| say!("{}, {}: no graph: {why}", shape.name, recipe.name))
+            .ok(),
+    };
+    Ok(Figures { burst_ms, sustained, graph, kept, ops: by_op(&runs) })
+}
+
+/// Both passes recorded once and issued as a whole: what the host's part costs.
+fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained> {
+    let graph = bench.cuda.device().capture(|| layer.step())?;
+    // SAFETY: the layer's buffers outlive the last launch, for which the stopwatch waits; the rest is the graph's own.
+    bench.stopwatch.sustained(|| unsafe { graph.launch() })
 }
 
 /// The median of each call's times, summed by operation, in the order of their first calls.

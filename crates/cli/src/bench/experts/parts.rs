@@ -85,7 +85,7 @@ fn late() -> CoreResult<Recipe> {
 /// Milliseconds of a burst of a whole layer.
 fn layer_ms(bench: &Bench, shape: super::Shape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
     let recipe = recipe?;
-    let mut layer = Layer::new(&bench.cuda, &recipe, shape)?;
+    let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
     Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
 }
 
@@ -112,7 +112,7 @@ mod tests {
         let (cpu, recipe) = (Cpu::new(1).unwrap(), late().unwrap());
         let shape =
             super::super::Shape { experts: 4, top_k: 2, tokens: 256, hidden: 128, inner: 128, ..SHAPES[2] };
-        Layer::new(&cpu, &recipe, shape).and_then(|mut layer| layer.step()).unwrap();
+        Layer::new(&cpu, &recipe, shape, false).and_then(|mut layer| layer.step()).unwrap();
     }
 
     #[test]

@@ -156,10 +156,11 @@ pub struct Section {
     pub products: Vec<Product>,
 }
 
-const ROWS: usize = 32768;
+/// Of all groups together, unless a product's name says otherwise.
+pub const ROWS: usize = 32768;
 /// DeepSeek-V3's gate and up projections, and its down projection.
-const UP: (usize, usize) = (4096, 7168);
-const DOWN: (usize, usize) = (7168, 2048);
+pub const UP: (usize, usize) = (4096, 7168);
+pub const DOWN: (usize, usize) = (7168, 2048);
 
 /// Gate and up projections of a model's experts, and their down projection.
 fn layers(shape: MoeShape) -> [(usize, usize); 2] {

@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 pub struct Args {
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
     /// against the chosen instance alone. Ten seconds a product, one with --quick.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }
 

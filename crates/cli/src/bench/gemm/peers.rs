@@ -3,7 +3,7 @@
 //!
 //! `benchmarks/peers/products.py` times PyTorch's again wherever it is installed.
 
-use super::cases::{Load, Operands, Pass, Product};
+use super::cases::{DOWN, Load, Operands, Pass, Product, ROWS as M, UP};
 
 /// Whose kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,10 +42,6 @@ struct Row {
     burst: f64,
 }
 
-const UP: (usize, usize) = (4096, 7168);
-const DOWN: (usize, usize) = (7168, 2048);
-const M: usize = 32768;
-
 /// FP8 rows of a product at one place: whose, sustained, burst.
 const fn fp8(
     who: Who,
@@ -68,7 +64,7 @@ const fn bf16(
 
 use Pass::{Dgrad, Fprop, Wgrad, WgradAdding};
 
-const ROWS: &[Row] = &[
+const MEASURED: &[Row] = &[
     // Dense.
     fp8(TENSORWISE, Fprop, (1, 8192), (8192, 8192), [1265.0, 1360.0]),
     fp8(ROWWISE, Fprop, (1, 8192), (8192, 8192), [0.0, 1528.0]),
@@ -149,7 +145,7 @@ pub fn of(product: &Product) -> impl Iterator<Item = Reached> {
             && (row.rows, row.size) == (rows, (n, k))
     };
     let measured = |rate: f64| (rate > 0.0).then_some(rate);
-    ROWS.iter().filter(here).map(move |row| Reached {
+    MEASURED.iter().filter(here).map(move |row| Reached {
         who: row.who,
         sustained: measured(row.sustained),
         burst: measured(row.burst),
@@ -176,7 +172,7 @@ mod tests {
     fn every_row_stands_beside_a_product_that_is_timed() {
         let all: Vec<Product> = sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect();
         let beside: Vec<Reached> = all.iter().flat_map(of).collect();
-        for row in ROWS {
+        for row in MEASURED {
             let found = |r: &&Reached| {
                 r.who == row.who
                     && r.sustained.unwrap_or(0.0) == row.sustained

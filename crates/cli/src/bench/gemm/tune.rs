@@ -100,7 +100,7 @@ fn value(config: &Config) -> Value {
     json!({ "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "band": band })
 }
 
-/// The instances that a file has for this GPU; none where there is no file, or it is another GPU's.
+/// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
 fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, Config>> {
     if !path.exists() {
         return Ok(BTreeMap::new());
@@ -111,8 +111,10 @@ fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, Config>> {
 
 fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
     let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    if file["gpu"].as_str() != Some(gpu) {
-        return Ok(BTreeMap::new());
+    match file["gpu"].as_str() {
+        Some(of) if of == gpu => {}
+        Some(of) => return Err(format!("its trials are of an {of}, and this is an {gpu}")),
+        None => return Err("this is no file of trials: it names no GPU".into()),
     }
     let products = file["products"].as_object().ok_or("no `products`")?;
     let config = |(name, of): (&String, &Value)| {
@@ -162,7 +164,8 @@ mod tests {
     fn what_is_written_is_read_back_on_the_same_gpu() {
         let text = json!({ "gpu": "H200", "products": { "fprop": value(&band(16)) } }).to_string();
         assert_eq!(parse(&text, "H200").unwrap(), BTreeMap::from([("fprop".to_owned(), band(16))]));
-        assert!(parse(&text, "H100").unwrap().is_empty(), "another GPU's");
+        assert!(parse(&text, "H100").unwrap_err().contains("H200"), "another GPU's");
+        assert!(parse("{}", "H100").unwrap_err().contains("no GPU"), "another kind of file");
         let error = parse(&text.replace("\"band\":16", "\"bend\":16"), "H200").unwrap_err();
         assert!(error.contains("`fprop`") && error.contains("`band`"), "{error}");
         assert!(parse(&text.replace("\"cluster\":2", "\"cluster\":3"), "H200").is_err());
