@@ -44,8 +44,9 @@ struct SwigluTask {
 #pragma unroll
         for (int i = 0; i < kSwigluChunks; ++i) {
             const int left = counted ? f - col - i * kChunkCols : 0;
-            in[2 * i] = Bf16::load<true>(from + i * kChunkCols * Bf16::kBytes, left);
-            in[2 * i + 1] = Bf16::load<true>(up + i * kChunkCols * Bf16::kBytes, left);
+            // Through the first-level cache: around it rows of 2048 columns take a tenth longer.
+            in[2 * i] = Bf16::load_together(from + i * kChunkCols * Bf16::kBytes, left > 0);
+            in[2 * i + 1] = Bf16::load_together(up + i * kChunkCols * Bf16::kBytes, left > 0);
         }
         // Padding is +0, so its weight must not be negative.
         weight = counted && weights != nullptr ? __ldg(weights + row) : 1.0f;

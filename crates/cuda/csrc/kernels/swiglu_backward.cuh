@@ -2,11 +2,11 @@
 // rows and down its columns, a made again and in E4M3 down its columns, and the gate weight's gradient.
 //
 // swiglu_backward<H, kRule>: h [rows][2f] as H holds it, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
-//   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f], zeros from
-//   `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
+//   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f],
+//   zeros from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
 //   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
 //   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
-//   memory: SHARED_SAVED and SHARED_PLAIN. kernels/add_parts.cuh adds the parts.
+//   memory: 231424 and 232448. kernels/add_parts.cuh adds the parts.
 //
 // The launch makes maps of boxes of 32 rows: SavedH, MXFP4 codes [rows][f], of 64 bytes in the swizzle of as many (scales
 // [rows][2f / 32]); PlainH, BF16 [rows][2f], of 128 numbers, not swizzled; da, of 128, likewise. And of what is written down
@@ -86,9 +86,9 @@ struct SavedH {
 
     /// Eight columns of a row.
     struct Row {
-        u32 gate;             // codes
-        u32 gate_line;        // address of the line of their scale
-        u32 up[4];  // BF16
+        u32 gate;       // codes
+        u32 gate_line;  // address of the line of their scale
+        u32 up[4];      // BF16
 
         __device__ __forceinline__ void load(const Stage& stage, const Table& table, int in_tile, int col) {
             const int swizzled = col / 2 ^ in_tile / 2 % 4 * 16;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             w[r] = stage.weight[me.row + r];
         }
         const int4 id = *reinterpret_cast<const int4*>(shared.row_id[n % kIdTiles] + me.row);
-        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // what was there before is there
+        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // there is what was there before
             const int ids[kThreadRows] = {id.x, id.y, id.z, id.w};
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r) {

@@ -2,8 +2,8 @@
 //
 // swiglu_rows_cols<kRule>: h BF16 [rows][2f], as a map of boxes of 32 rows of 128 columns, not swizzled; weight [rows] (null: 1); codes
 // [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], as a map of tiles as TurnedTile lies, scales
-// [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id as in kernels/quantize.cuh; padding
-// gives zeros; planes start on 16 bytes.
+// [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id as
+// in kernels/quantize.cuh; padding gives zeros; planes start on 16 bytes.
 //   512 threads, any grid, best two ctas a multiprocessor; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared
 //   memory: 115712. The next tile arrives while one is encoded.
 //
@@ -35,9 +35,9 @@ struct alignas(128) RowsColsShared {
     alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     ColumnInverses inverses;
     int row_id[kTile];   // of the tile after the one that is under way
-    ptx::Barrier there;  // the copy engine delivered the tile
+    ptx::Barrier there;           // the copy engine delivered the tile
     ptx::Barrier inverses_there;  // of warps
-    u32 col_nan;         // one of the columns' blocks has become NaN
+    u32 col_nan;                  // one of the columns' blocks has become NaN
     u32 total[3];
 };
 
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             gate[r] = Bf16::load_shared(shared.h[0][me.row + r] + me.col * Bf16::kBytes);
             up[r] = Bf16::load_shared(shared.h[1][me.row + r] + me.col * Bf16::kBytes);
         }
-        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // what was there before is there
+        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // there is what was there before
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r)
                 if (!(counted >> r & 1)) gate[r] = up[r] = Bf16::zeros();
