@@ -35,6 +35,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn name(&self) -> String;
     /// A buffer of zeros.
     fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
+    /// A buffer of unspecified values, for what an operation overwrites entirely.
+    fn alloc<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
     /// A buffer with these values.
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Self::Buf<T>>;
     /// The values of a buffer, waiting for everything that writes it.
@@ -59,6 +61,8 @@ pub trait Convert: Backend {
     fn cast(&self, op: Cast<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Transpose`].
     fn transpose(&self, op: Transpose<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`Add`].
+    fn add(&self, op: Add<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Route`].
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>>;
     /// See [`RouteBackward`].
@@ -113,8 +117,6 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
-    /// See [`Add`].
-    fn add(&self, op: Add<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`SumShards`].
     fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`SumSquares`].
@@ -122,6 +124,10 @@ pub trait Model: Backend {
     /// See [`AdamW`].
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()>;
 }
+
+/// What linear and mixture-of-experts layers need.
+pub trait LayerKernels: Convert + Products {}
+impl<B: Convert + Products> LayerKernels for B {}
 
 /// Everything training needs. No default methods anywhere: a missing kernel does not compile.
 pub trait Kernels: Convert + Products + Model {}

@@ -38,7 +38,8 @@ pub struct BlockScaled<B: Backend> {
     pub codes: B::Buf<u8>,
     /// The scales.
     pub scales: Scales<B>,
-    /// The order of the scales.
+    /// The order of the scales: those of rows and tiles are row-major, so that they travel with their rows; those of columns lie as the
+    /// backend's products read them best.
     pub scale_layout: ScaleLayout,
 }
 

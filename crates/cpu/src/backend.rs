@@ -272,6 +272,10 @@ impl Backend for Cpu {
         Ok(Buf::new(words, len, &self.inner.memory))
     }
 
+    fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
+        Ok(self.scratch(len))
+    }
+
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
         let mut buf =
             Buf::new(self.inner.memory.take(words_for::<T>(values.len())), values.len(), &self.inner.memory);

@@ -20,6 +20,9 @@ impl Convert for Cpu {
     fn transpose(&self, op: Transpose<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("transpose", || ops::transpose::transpose(self, op))
     }
+    fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("add", || ops::elementwise::add(self, op))
+    }
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         self.timed("route", || ops::route::route(self, op))
     }
@@ -94,9 +97,6 @@ impl Model for Cpu {
     }
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
-    }
-    fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
-        self.timed("add", || ops::elementwise::add(self, op))
     }
     fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("sum_shards", || ops::elementwise::sum_shards(self, op))

@@ -1,6 +1,7 @@
 //! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
 
 use crate::device::{Buffer, Device};
+use crate::profile::Marks;
 use nibble_core::{Backend, MemoryStats, Plain, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone)]
 pub struct Cuda {
     device: Device,
+    marks: Arc<Marks>,
 }
 
 impl Cuda {
@@ -23,12 +25,17 @@ impl Cuda {
 
     /// On an opened device.
     pub fn on(device: Device) -> Self {
-        Self { device }
+        Self { device, marks: Arc::default() }
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What is being timed.
+    pub(crate) fn marks(&self) -> &Marks {
+        &self.marks
     }
 }
 
@@ -110,6 +117,10 @@ impl Backend for Cuda {
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
         self.device.filled(len, 0).map(Buf::new)
+    }
+
+    fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
+        self.device.alloc(len).map(Buf::new)
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {

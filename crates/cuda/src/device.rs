@@ -530,6 +530,9 @@ pub struct Event {
     device: Device,
 }
 
+// SAFETY: a driver's handle, used with the context current.
+unsafe impl Send for Event {}
+
 impl Event {
     /// Milliseconds from `earlier` to this point, waiting until the device has passed it.
     pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32> {

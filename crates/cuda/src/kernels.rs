@@ -7,66 +7,69 @@ use nibble_core::{Convert, Operand, PermuteMap, Products, Result, Tensor};
 
 impl Convert for Cuda {
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
-        ops::quantize::quantize(self, op)
+        self.timed("quantize", || ops::quantize::quantize(self, op))
     }
     fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>> {
-        ops::dequantize::dequantize(self, op)
+        self.timed("dequantize", || ops::dequantize::dequantize(self, op))
     }
     fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
-        ops::transcode::transcode(self, op)
+        self.timed("transcode", || ops::transcode::transcode(self, op))
     }
     fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {
-        ops::elementwise::cast(self, op)
+        self.timed("cast", || ops::elementwise::cast(self, op))
     }
     fn transpose(&self, op: Transpose<'_, Self>) -> Result<Tensor<Self>> {
-        ops::elementwise::transpose(self, op)
+        self.timed("transpose", || ops::elementwise::transpose(self, op))
+    }
+    fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("add", || ops::elementwise::add(self, op))
     }
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
-        ops::route::route(self, op)
+        self.timed("route", || ops::route::route(self, op))
     }
     fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<Tensor<Self>> {
-        ops::route::route_backward(self, op)
+        self.timed("route_backward", || ops::route::route_backward(self, op))
     }
     fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
-        ops::plan_permute::plan_permute(self, op)
+        self.timed("plan_permute", || ops::plan_permute::plan_permute(self, op))
     }
     fn permute(&self, op: Permute<'_, Self>) -> Result<Operand<Self>> {
-        ops::permute::permute(self, op)
+        self.timed("permute", || ops::permute::permute(self, op))
     }
     fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Tensor<Self>> {
-        ops::permute::unpermute(self, op)
+        self.timed("unpermute", || ops::permute::unpermute(self, op))
     }
     fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Buf<f32>> {
-        ops::permute::gather_scalars(self, op)
+        self.timed("gather_scalars", || ops::permute::gather_scalars(self, op))
     }
     fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<Tensor<Self>> {
-        ops::permute::combine_slots(self, op)
+        self.timed("combine_slots", || ops::permute::combine_slots(self, op))
     }
     fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Buf<u8>> {
-        ops::wire::pack_rows(self, op)
+        self.timed("pack_rows", || ops::wire::pack_rows(self, op))
     }
     fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
-        ops::wire::unpack_rows(self, op)
+        self.timed("unpack_rows", || ops::wire::unpack_rows(self, op))
     }
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
-        ops::swiglu::swiglu(self, op)
+        self.timed("swiglu", || ops::swiglu::swiglu(self, op))
     }
     fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
-        ops::swiglu_backward::swiglu_backward(self, op)
+        self.timed("swiglu_backward", || ops::swiglu_backward::swiglu_backward(self, op))
     }
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
-        ops::init_normal::init_normal(self, op)
+        self.timed("init_normal", || ops::init_normal::init_normal(self, op))
     }
 }
 
 impl Products for Cuda {
     fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
-        ops::gemm::gemm(self, op)
+        self.timed("gemm", || ops::gemm::gemm(self, op))
     }
     fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
-        ops::grouped_gemm::grouped_gemm(self, op)
+        self.timed("grouped_gemm", || ops::grouped_gemm::grouped_gemm(self, op))
     }
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
-        ops::grouped_wgrad::grouped_wgrad(self, op)
+        self.timed("grouped_wgrad", || ops::grouped_wgrad::grouped_wgrad(self, op))
     }
 }

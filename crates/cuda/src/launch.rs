@@ -203,6 +203,15 @@ impl Launch {
     }
 }
 
+/// When a kernel starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Start {
+    /// When those before it are done.
+    InOrder,
+    /// When the ctas of the one before it leave it room.
+    Early,
+}
+
 /// A loaded kernel.
 pub struct Kernel {
     pub(crate) spec: KernelSpec,
@@ -217,6 +226,24 @@ impl Kernel {
     /// The kernel must stay within the buffers it is given, which live until the stream has passed it (dropping them later is
     /// enough), and no other stream may be writing them.
     pub unsafe fn launch(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.issue(launch, Start::InOrder, args) }
+    }
+
+    /// The same, but the kernel may start while the one issued just before it still runs, so that its launch costs no time: a
+    /// programmatic dependent.
+    ///
+    /// # Safety
+    /// As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or writes what a kernel
+    /// before it does.
+    pub unsafe fn launch_early(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.issue(launch, Start::Early, args) }
+    }
+
+    /// # Safety
+    /// As for `launch` or `launch_early`, by `start`.
+    unsafe fn issue(&self, launch: Launch, start: Start, args: &[&dyn KernelArg]) -> Result<()> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         let sizes: Vec<_> = args.iter().map(|arg| arg.bytes()).collect();
         if sizes != self.module.param_bytes {
@@ -227,7 +254,7 @@ impl Kernel {
         let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| arg.pointer().cast_mut()).collect();
         // SAFETY: as many pointers as the kernel has parameters, each to a value of its size; the driver copies them during
         // the call. What the kernel does is the caller's promise.
-        let code = self.configured(launch, |config| unsafe {
+        let code = self.configured(launch, start, |config| unsafe {
             sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })?;
         self.checked("cuLaunchKernelEx", launch, code)
@@ -244,7 +271,7 @@ impl Kernel {
         }
         let mut clusters = 0;
         // SAFETY: writes one int; launches nothing.
-        let code = self.configured(launch, |config| unsafe {
+        let code = self.configured(launch, Start::InOrder, |config| unsafe {
             sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, config)
         })?;
         self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
@@ -266,6 +293,7 @@ impl Kernel {
     fn configured(
         &self,
         launch: Launch,
+        start: Start,
         call: impl FnOnce(&sys::CUlaunchConfig) -> sys::CUresult,
     ) -> Result<sys::CUresult> {
         let stream = self.device.stream()?;
@@ -279,11 +307,14 @@ impl Kernel {
                 shared,
             )
         })?;
+        use sys::CUlaunchAttributeID as Id;
         // SAFETY: an attribute is plain data, for which zeros are valid.
-        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-        attribute.value.clusterDim =
+        let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+        attributes[0].id = Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attributes[0].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
+        attributes[1].id = Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[1].value.programmaticStreamSerializationAllowed = 1;
         let config = sys::CUlaunchConfig {
             gridDimX: launch.ctas,
             gridDimY: 1,
@@ -293,8 +324,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: shared as u32,
             hStream: stream,
-            attrs: &mut attribute,
-            numAttrs: 1,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: if start == Start::Early { 2 } else { 1 },
         };
         Ok(call(&config))
     }

@@ -17,7 +17,7 @@
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
 //! | [`ops`] | one file an operation: description → configuration → launch |
 //! | [`cublaslt`] | dense BF16 products by NVIDIA's library |
-//! | [`timing`] | burst and sustained times |
+//! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
 
 pub mod backend;
 mod cubin_cache;
@@ -31,6 +31,7 @@ mod kernels;
 pub mod launch;
 pub mod ops;
 pub mod probe;
+mod profile;
 pub mod source;
 mod staging;
 pub mod tensor_map;
@@ -42,3 +43,4 @@ pub use graph::Graph;
 pub use jit::{Jit, KernelSpec};
 pub use nibble_core::{Error, Result};
 pub use probe::probe;
+pub use profile::OpTime;

@@ -49,12 +49,16 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     refused(Transpose { x: &x, stack: 1 }.run(cuda), "transpose", "`x`");
     refused(PackRows { rows: &rows, index: &index }.run(cuda), "pack_rows", "`rows`");
     refused(PackRows { rows: &blocks, index: &index }.run(cuda), "pack_rows", "scales");
-    refused(CombineSlots { rows: &x, top_k: 2 }.run(cuda), "combine_slots", "`rows`");
+    refused(CombineSlots::new(&x, 2).run(cuda), "combine_slots", "`rows`");
     let swiglu = Swiglu { h: &x, weight: None, groups: None, a: emit, save_h: None };
     refused(swiglu.run(cuda), "swiglu", "`h`");
     let logits = longer(cuda, DType::F32, 8);
     let route = Route { logits: &logits, top_k: 2, normalize: true, shards: 1 };
     refused(route.run(cuda), "route", "`logits`");
+
+    let weight = Operand::Plain(Tensor::zeros(cuda, DType::F32, 8, 128).unwrap());
+    let product = Gemm { a: &rows, b: &weight, out: DType::F32 };
+    refused(product.run(cuda), "gemm", "`values of the operands`");
 
     let whole = Tensor::zeros(cuda, DType::Bf16, ROWS, 128).unwrap();
     let groups = Groups::uniform(cuda, 1, ROWS, 128, 0).unwrap();

@@ -20,10 +20,13 @@ fn planes<B: Backend>(b: &B, made: &Emitted<B>) -> Vec<Vec<u8>> {
     for plane in [&made.rows, &made.cols].into_iter().flatten() {
         let Operand::Block(plane) = plane else { panic!("quantize writes blocks") };
         all.push(b.download(&plane.codes).unwrap());
+        // In whatever order they lie.
+        let (layout, (lines, blocks)) = (plane.scale_layout, plane.shape_of_scales());
         all.push(match &plane.scales {
-            Scales::E8m0(scales) => b.download(scales).unwrap(),
+            Scales::E8m0(scales) => layout.restore(&b.download(scales).unwrap(), lines, blocks).unwrap(),
             Scales::F32(scales) => {
-                b.download(scales).unwrap().iter().flat_map(|scale| scale.to_le_bytes()).collect()
+                let scales = layout.restore(&b.download(scales).unwrap(), lines, blocks).unwrap();
+                scales.iter().flat_map(|scale| scale.to_le_bytes()).collect()
             }
         });
     }

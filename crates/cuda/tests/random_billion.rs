@@ -8,7 +8,9 @@ mod gpu;
 
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, Quantize, Swiglu, SwigluBackward, Transcode};
+use nibble_core::ops::{
+    Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Swiglu, SwigluBackward, Transcode,
+};
 use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Scales, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Cuda, env};
@@ -28,6 +30,8 @@ const MAX_ROWS: usize = 65536;
 enum Conversion {
     /// BF16 to MXFP4 rows.
     ToMxfp4(Rounding),
+    /// BF16 to rows after a random Hadamard transform of this length.
+    Transformed(Format, Rounding, usize),
     /// BF16 to E4M3.
     ToE4m3(ScaleRule, Planes),
     /// A block format to BF16.
@@ -49,6 +53,8 @@ impl Conversion {
         use Conversion::*;
         let rules = [ScaleRule::Amax, ScaleRule::Rceil];
         let mut all = vec![ToMxfp4(Rounding::NearestEven), ToMxfp4(Rounding::Stochastic)];
+        all.extend([64, 128].map(|len| Transformed(Format::Mxfp4, Rounding::NearestEven, len)));
+        all.extend([Format::Mxfp4, Format::E4m3].map(|to| Transformed(to, Rounding::Stochastic, 64)));
         for rule in rules {
             all.extend([Planes::Rows, Planes::Cols, Planes::Both].map(|planes| ToE4m3(rule, planes)));
         }
@@ -68,10 +74,10 @@ impl Conversion {
             Ok(planes)
         };
         match self {
-            Self::ToMxfp4(rounding) => {
-                let codec = codec(Format::Mxfp4, ScaleRule::Rceil, rounding);
-                let random = rounding.is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3));
-                Quantize { random, ..Quantize::new(x, codec, Planes::Rows) }.run(b).map(emitted)
+            Self::ToMxfp4(rounding) => rounded(x, Format::Mxfp4, rounding, None).run(b).map(emitted),
+            Self::Transformed(to, rounding, len) => {
+                let hadamard = Hadamard { len, ..Hadamard::new(7, 0x5EED) };
+                rounded(x, to, rounding, Some(hadamard)).run(b).map(emitted)
             }
             Self::ToE4m3(rule, planes) => {
                 Quantize::new(x, codec(Format::E4m3, rule, Rounding::NearestEven), planes).run(b).map(emitted)
@@ -104,6 +110,17 @@ fn codec(format: Format, rule: ScaleRule, rounding: Rounding) -> Codec {
     Codec::new(format, rule, rounding).expect("a codec there is")
 }
 
+/// Rows under scales that are powers of two.
+fn rounded<B: Backend>(
+    x: &Tensor<B>,
+    to: Format,
+    rounding: Rounding,
+    hadamard: Option<Hadamard>,
+) -> Quantize<'_, B> {
+    let random = rounding.is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3));
+    Quantize { random, hadamard, ..Quantize::new(x, codec(to, ScaleRule::Rceil, rounding), Planes::Rows) }
+}
+
 fn emit(rule: ScaleRule, planes: Planes) -> Emit {
     Emit::Block { codec: codec(Format::E4m3, rule, Rounding::NearestEven), planes }
 }
@@ -115,6 +132,8 @@ enum Plane<B: Backend> {
     F32(B::Buf<f32>),
     Bf16(B::Buf<bf16>),
     U64(B::Buf<u64>),
+    /// The scales of blocks, in whatever order they lie.
+    Scales(BlockScaled<B>),
 }
 
 fn plain<B: Backend>(x: Tensor<B>) -> Plane<B> {
@@ -125,11 +144,7 @@ fn plain<B: Backend>(x: Tensor<B>) -> Plane<B> {
 }
 
 fn blocks<B: Backend>(x: BlockScaled<B>) -> Vec<Plane<B>> {
-    let scales = match x.scales {
-        Scales::E8m0(scales) => Plane::U8(scales),
-        Scales::F32(scales) => Plane::F32(scales),
-    };
-    vec![Plane::U8(x.codes), scales]
+    vec![Plane::U8(x.codes.clone()), Plane::Scales(x)]
 }
 
 fn emitted<B: Backend>(x: Emitted<B>) -> Vec<Plane<B>> {
@@ -267,6 +282,13 @@ fn compare<T: Plain + Bits>(what: &str, got: &[T], want: &[T]) {
     }
 }
 
+/// Scales line by line, as the CPU has them.
+fn in_order<B: Backend, T: Plain + Default>(b: &B, x: &BlockScaled<B>, scales: &B::Buf<T>) -> Vec<T> {
+    let (lines, blocks) = x.shape_of_scales();
+    let scales = b.download(scales).expect("results of the backend under test");
+    x.scale_layout.restore(&scales, lines, blocks).expect("as many scales as there are blocks")
+}
+
 fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu>) {
     fn fetch<B: Backend, T: Plain + Bits>(b: &B, what: &str, got: &B::Buf<T>, want: &[T]) {
         compare(what, &b.download(got).expect("results of the backend under test"), want);
@@ -276,6 +298,11 @@ fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu
         (Plane::F32(got), Plane::F32(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::Bf16(got), Plane::Bf16(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::U64(got), Plane::U64(want)) => fetch(b, what, got, want.as_slice()),
+        (Plane::Scales(got), Plane::Scales(want)) => match (&got.scales, &want.scales) {
+            (Scales::E8m0(g), Scales::E8m0(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
+            (Scales::F32(g), Scales::F32(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
+            _ => panic!("{what}: {got:?}, expected {want:?}"),
+        },
         (got, want) => panic!("{what}: {got:?}, expected {want:?}"),
     }
 }

@@ -364,7 +364,7 @@ macro_rules! conformance {
     ($group:ident) => { $crate::conformance!(@$group (table)) };
     (@Convert $what:tt) => {
         $crate::conformance! { @expand $what
-            quantize dequantize transcode cast transpose init_normal
+            quantize dequantize transcode cast transpose add init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
         }
@@ -375,7 +375,7 @@ macro_rules! conformance {
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
-            add sum_shards sum_squares adamw
+            sum_shards sum_squares adamw
         }
     };
     (@expand (table) $($op:ident)*) => {

@@ -4,7 +4,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, ScaleRule, Stream, fnv1a32};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
-use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Operand, Recipe, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, DType, Error, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -54,7 +54,7 @@ pub struct SiteCounts {
 
 /// The tokens this rank holds of a micro-batch, in shards.
 #[derive(Debug, Clone)]
-pub struct Shards<B: Kernels> {
+pub struct Shards<B: LayerKernels> {
     /// Shards on this rank.
     pub local: usize,
     /// Index of the first token in the step, over all ranks and micro-batches.
@@ -63,7 +63,7 @@ pub struct Shards<B: Kernels> {
     pub groups: Groups<B>,
 }
 
-impl<B: Kernels> Shards<B> {
+impl<B: LayerKernels> Shards<B> {
     /// `local` shards of `rows_each` tokens on this rank; every rank has as many. `run` says which run of so many tokens
     /// of the step this is: micro-batch · ranks + rank.
     ///
@@ -84,7 +84,7 @@ impl<B: Kernels> Shards<B> {
 
 /// The context of one forward and backward pass.
 #[derive(Debug)]
-pub struct Cx<'a, B: Kernels> {
+pub struct Cx<'a, B: LayerKernels> {
     /// Where it runs.
     pub b: &'a B,
     /// The other ranks.
@@ -109,7 +109,7 @@ pub struct Cx<'a, B: Kernels> {
     pub counts: RefCell<Vec<(String, Counts<B>)>>,
 }
 
-impl<'a, B: Kernels> Cx<'a, B> {
+impl<'a, B: LayerKernels> Cx<'a, B> {
     /// A context for a forward pass alone, at this point of training's precision schedule.
     pub fn inference(
         b: &'a B,

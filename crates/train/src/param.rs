@@ -4,7 +4,7 @@ use crate::cx::Cx;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Groups, Kernels, LayerKernels, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum Placement {
 
 /// A trainable tensor.
 #[derive(Debug, Clone)]
-pub struct Param<B: Kernels> {
+pub struct Param<B: LayerKernels> {
     /// Canonical name; for stacked experts, of the stack.
     pub name: String,
     /// F32 `[rows, cols]`: this rank's part.
@@ -39,14 +39,14 @@ pub struct Param<B: Kernels> {
 
 /// The copies of a weight that the products take, made once a step.
 #[derive(Debug, Clone)]
-struct Shadow<B: Kernels> {
+struct Shadow<B: LayerKernels> {
     /// `[n, k]` for fprop.
     w: Operand<B>,
     /// `[k, n]` for dgrad.
     wt: Option<Operand<B>>,
 }
 
-impl<B: Kernels> Param<B> {
+impl<B: LayerKernels> Param<B> {
     /// A parameter with these values.
     pub fn new(b: &B, name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Result<Self> {
         let (rows, cols) = master.shape();
@@ -144,7 +144,8 @@ impl<B: Kernels> Param<B> {
         )
     }
 
-    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, experts for a stack.
+    /// Adds dW = dYᵀ·X of each group to the gradient, which the first one writes: groups are shards for a replicated
+    /// weight, experts for a stack.
     pub fn accumulate_wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -156,10 +157,13 @@ impl<B: Kernels> Param<B> {
         let accumulate = self.grad.is_some();
         let mut grad = match self.grad.take() {
             Some(grad) => grad,
-            None => Tensor::zeros(cx.b, DType::F32, rows, self.master.cols)?,
+            None => Tensor::new(Data::F32(cx.b.alloc(rows * self.master.cols)?), rows, self.master.cols)?,
         };
         let done = GroupedWgrad { dy, x, groups, grad: &mut grad, accumulate }.run(cx.b);
-        self.grad = Some(grad);
+        // What a failed product did not write is no gradient.
+        if done.is_ok() || accumulate {
+            self.grad = Some(grad);
+        }
         done
     }
 
@@ -174,7 +178,9 @@ impl<B: Kernels> Param<B> {
         };
         Ok(self.grad.insert(grad))
     }
+}
 
+impl<B: Kernels> Param<B> {
     /// Sums the gradient over this rank's shards and over the ranks by one tree, in place.
     pub fn reduce_grad(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         let (rows, cols) = self.master.shape();

@@ -26,6 +26,7 @@ use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear};
+use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::param::{Param, Placement};
 use rig::cx;
@@ -390,10 +391,11 @@ fn experts() {
         let section = cx.section(Kind::Expert, "moe.experts");
         let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
         let (_, saved) = moe.experts.forward(&cx, &section, x_rd, &plan).unwrap();
-        for (site, kept) in [(Site::SavedX, &saved.x), (Site::SavedH, &saved.h)] {
+        let kept_x = saved.x.clone().unwrap();
+        for (site, kept) in [(Site::SavedX, &kept_x), (Site::SavedH, &saved.h)] {
             assert_eq!(kept.format(), section.at(site).format, "{name}: {}", site.key());
         }
-        let kept = (&saved.x, &saved.h);
+        let kept = (&kept_x, &saved.h);
         let want = experts_backward(&cx, name, &section, &moe.experts, kept, &dy_rd, &plan);
         let (dx, dgate) = moe.experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
 
@@ -448,8 +450,24 @@ fn whole_mixture_of_experts() {
         let section = cx.section(Kind::Expert, "moe.experts");
         let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
         let mut experts = moe.experts.clone();
+        let mut forgetful = Moe { remake_x: true, ..moe.clone() };
         let (_, saved) = moe.forward(&cx, &x).unwrap();
         let dx = moe.backward(&cx, saved, &x, &dy).unwrap();
+
+        // What is made again is what was kept.
+        let (_, saved) = forgetful.forward(&cx, &x).unwrap();
+        let mut ledger = Ledger::default();
+        saved.ledger(&mut ledger);
+        assert_eq!(ledger.bytes_of("moe.experts", "x"), 0, "{name}: x is not kept");
+        assert_eq!(
+            values(&cpu, &forgetful.backward(&cx, saved, &x, &dy).unwrap()),
+            values(&cpu, &dx),
+            "{name}"
+        );
+        for (again, kept) in forgetful.params().into_iter().zip(moe.params()) {
+            let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+            assert_eq!(grad(again), grad(kept), "{name}: {}", kept.name);
+        }
 
         // The experts on the rows that arrived: checked above, and the same bits inside the whole layer.
         let (_, saved) = experts.forward(&cx, &section, x_rd, &plan).unwrap();

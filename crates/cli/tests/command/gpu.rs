@@ -26,7 +26,13 @@ fn without_a_gpu_the_gpu_commands_say_what_was_found_and_what_to_do() {
         return println!("skipped: there is a GPU here");
     }
     let place = Place::new();
-    for (command, instead) in [(vec!["verify"], "--cpu"), (vec!["bench", "kernels"], "bench ops")] {
+    let commands = [
+        (vec!["verify"], "--cpu"),
+        (vec!["bench", "kernels"], "bench ops"),
+        (vec!["bench", "gemm"], "bench step"),
+        (vec!["bench", "experts"], "bench step"),
+    ];
+    for (command, instead) in commands {
         let error = place.nibble(&command).failed(2);
         assert!(error.contains("Hopper GPU") && error.contains("CUDA driver"), "{error}");
         assert!(error.contains(instead), "{error}");
@@ -38,6 +44,13 @@ fn a_shape_or_kernel_that_makes_no_sense_is_refused_before_the_gpu_is_looked_for
     let place = Place::new();
     let error = place.nibble(&["bench", "kernels", "--only", "frobnicate"]).failed(2);
     assert!(error.contains("`frobnicate`") && error.contains("MXFP4 → E4M3 rows (lift)"), "{error}");
+    let error = place.nibble(&["bench", "gemm", "--only", "frobnicate"]).failed(2);
+    assert!(
+        error.contains("`frobnicate`") && error.contains("fprop 4096x7168 32768 8 uneven FP8"),
+        "{error}"
+    );
+    let error = place.nibble(&["bench", "gemm", "--tune", "t.json", "--plot", "p.svg"]).failed(2);
+    assert!(error.contains("--tune") && error.contains("--plot"), "{error}");
     let error = place.nibble(&["bench", "kernels", "--shapes", "10x10"]).failed(2);
     assert!(error.contains("multiple of MXFP4's block of 32"), "{error}");
 }

@@ -71,7 +71,7 @@ impl<B: Backend> Add<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Model,
+        B: Convert,
     {
         self.check()?;
         b.add(self)

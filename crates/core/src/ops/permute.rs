@@ -160,30 +160,49 @@ impl<B: Backend> GatherScalars<'_, B> {
     }
 }
 
-/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: `[t·k, d] → [t, d]`.
+/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: to `[t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
-    /// One row a (token, slot).
+    /// The rows: one a (token, slot), unless `index` says where they lie.
     pub rows: &'a Tensor<B>,
+    /// For each (token, slot) its row; zeros where there is no such row. The same as [`Unpermute`] or [`PackRows`] first, without
+    /// writing the rows in between.
+    pub index: Option<&'a B::Buf<i32>>,
+    /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](super::Add).
+    pub plus: Option<&'a Tensor<B>>,
     /// Slots a token.
     pub top_k: usize,
 }
 
-impl<B: Backend> CombineSlots<'_, B> {
+impl<'a, B: Backend> CombineSlots<'a, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
+    /// All rows in order, and nothing more.
+    pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
+        Self { rows, index: None, plus: None, top_k }
+    }
+
     /// Checks rows.
     pub fn check(&self) -> Result<()> {
-        if self.top_k == 0 || !self.rows.rows.is_multiple_of(self.top_k) {
-            return Err(Error::shape(
-                "combine_slots",
-                "rows",
-                self.rows.rows,
-                format!("a multiple of top_k = {}", self.top_k),
-            ));
+        let (argument, slots) = match self.index {
+            Some(index) => ("index.len()", B::len(index)),
+            None => ("rows", self.rows.rows),
+        };
+        if self.top_k == 0 || !slots.is_multiple_of(self.top_k) {
+            let expected = format!("a multiple of top_k = {}", self.top_k);
+            return Err(Error::shape("combine_slots", argument, slots, expected));
+        }
+        if let Some(plus) = self.plus {
+            expect_eq("combine_slots", "shape of plus", plus.shape(), (self.tokens(), self.rows.cols))?;
+            expect_eq("combine_slots", "type of plus", plus.dtype(), self.rows.dtype())?;
         }
         Ok(())
+    }
+
+    /// Tokens to write. For checked arguments.
+    pub fn tokens(&self) -> usize {
+        self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
 
     /// Checks and runs.

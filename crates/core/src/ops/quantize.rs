@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,26 +127,15 @@ pub struct Quantize<'a, B: Backend> {
     pub random: Option<Stream>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard>,
-    /// The order in which to write the scales.
-    pub scale_layout: ScaleLayout,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Dense rows, nearest rounding, row-major scales.
+    /// Dense rows, nearest rounding.
     pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
-        Self {
-            x,
-            codec,
-            planes,
-            groups: None,
-            stack: 1,
-            random: None,
-            hadamard: None,
-            scale_layout: ScaleLayout::RowMajor,
-        }
+        Self { x, codec, planes, groups: None, stack: 1, random: None, hadamard: None }
     }
 
     /// Checks shapes and the combination.
@@ -155,9 +144,6 @@ impl<'a, B: Backend> Quantize<'a, B> {
         let format = self.codec.format();
         if !format.is_block() {
             return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
-        }
-        if self.scale_layout != ScaleLayout::RowMajor {
-            return Err(Error::unsupported(OP, format, "only row-major scales are written here"));
         }
         check_stack(OP, self.x.rows, self.stack, self.planes)?;
         if matches!(self.planes, Planes::Rows | Planes::Both) {
@@ -312,7 +298,8 @@ fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> R
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
-    let scales = BlockScaled::<B>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
+    let (lines, blocks) = x.shape_of_scales();
+    let scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
     let got = match &x.scales {
         crate::Scales::E8m0(s) => B::len(s),
         crate::Scales::F32(s) => B::len(s),

@@ -1,17 +1,20 @@
 //! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
 
+use super::elementwise::cast;
 use crate::gemm::{self, Engine, GemmError, Group, Output, ScaleValues, Shape};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "gemm";
     let dims = op.check()?;
     let shape = Shape { m: dims.m, n: dims.n, k: dims.k };
-    let (a, b) = (view(OP, op.a, 0)?, view(OP, op.b, 0)?);
+    let (a, b) = (widened(cpu, op.a, op.b)?, widened(cpu, op.b, op.a)?);
+    let (a, b) = (view(OP, &a, 0)?, view(OP, &b, 0)?);
     product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(shape, &a, &b, out))
 }
 
@@ -19,8 +22,9 @@ pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor
     const OP: &str = "grouped_gemm";
     let dims = op.check()?;
     let groups = host_groups(op.groups);
-    let a = view(OP, op.x, 0)?;
-    let b = (0..groups.len()).map(|g| view(OP, op.w, g * dims.n)).collect::<Result<Vec<_>>>()?;
+    let (x, w) = (widened(cpu, op.x, op.w)?, widened(cpu, op.w, op.x)?);
+    let a = view(OP, &x, 0)?;
+    let b = (0..groups.len()).map(|g| view(OP, &w, g * dims.n)).collect::<Result<Vec<_>>>()?;
     // Rows of no group are zero.
     product(cpu, OP, op.out, (dims.m, dims.n), true, |engine, out| {
         engine.grouped(&groups, dims.n, dims.k, &a, &b, out)
@@ -31,7 +35,8 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     const OP: &str = "grouped_wgrad";
     let dims = op.check()?;
     let groups = host_groups(op.groups);
-    let (dy, x) = (down_rows(OP, op.dy)?, down_rows(OP, op.x)?);
+    let (dy, x) = (widened(cpu, op.dy, op.x)?, widened(cpu, op.x, op.dy)?);
+    let (dy, x) = (down_rows(OP, &dy)?, down_rows(OP, &x)?);
     let Data::F32(grad) = &mut op.grad.data else {
         return Err(Error::shape(OP, "grad", "bf16", "f32"));
     };
@@ -88,6 +93,16 @@ fn refused(op: &'static str, e: GemmError) -> Error {
 fn host_groups(groups: &Groups<Cpu>) -> Vec<Group> {
     let (start, len) = (groups.start.as_slice(), groups.len.as_slice());
     start.iter().zip(len).map(|(s, n)| Group { start: *s as usize, len: *n as usize }).collect()
+}
+
+/// A BF16 operand in F32, where the other one is.
+fn widened<'a>(cpu: &Cpu, x: &'a Operand<Cpu>, other: &Operand<Cpu>) -> Result<Cow<'a, Operand<Cpu>>> {
+    match x {
+        Operand::Plain(x) if (x.dtype(), other.format()) == (DType::Bf16, Format::F32) => {
+            Ok(Cow::Owned(Operand::Plain(cast(cpu, Cast { x, dtype: DType::F32 })?)))
+        }
+        _ => Ok(Cow::Borrowed(x)),
+    }
 }
 
 fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {

@@ -1,12 +1,12 @@
 //! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
 //! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
 
-use super::elementwise::for_rows;
+use super::elementwise::{add, for_rows, round_bf16, round_f32};
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
+use nibble_core::ops::{Add, CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{
     Backend, BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
     round_up,
@@ -209,49 +209,52 @@ pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Bu
 /// Columns summed while they lie in registers and the nearest cache.
 const COMBINE_CHUNK: usize = 256;
 
-/// One token: the first slot's row, plus the second's, plus the third's …, rounded once.
+/// Adds a row to the sums of a token's slots; the first one is the sum.
 #[inline(always)]
-fn combine_body<T: Real>(rows: &[T], out: &mut [T]) {
-    let cols = out.len();
-    for (chunk, out) in out.chunks_mut(COMBINE_CHUNK).enumerate() {
-        let at = chunk * COMBINE_CHUNK;
-        let mut sums = [0.0f32; COMBINE_CHUNK];
-        let sums = &mut sums[..out.len()];
-        for (slot, row) in rows.chunks_exact(cols).enumerate() {
-            for (sum, x) in sums.iter_mut().zip(&row[at..]) {
-                *sum = if slot == 0 { x.widen() } else { *sum + x.widen() };
-            }
-        }
-        for (out, sum) in out.iter_mut().zip(sums) {
-            *out = T::round(*sum);
-        }
+fn add_row_body<T: Real>(row: &[T], first: bool, sums: &mut [f32]) {
+    for (sum, x) in sums.iter_mut().zip(row) {
+        *sum = if first { x.widen() } else { *sum + x.widen() };
     }
 }
-per_isa!(fn combine_f32 = combine_body::<f32>; (rows: &[f32], out: &mut [f32]));
-per_isa!(fn combine_bf16 = combine_body::<bf16>; (rows: &[bf16], out: &mut [bf16]));
+per_isa!(fn add_row_f32 = add_row_body::<f32>; (row: &[f32], first: bool, sums: &mut [f32]));
+per_isa!(fn add_row_bf16 = add_row_body::<bf16>; (row: &[bf16], first: bool, sums: &mut [f32]));
 
 /// Σ over slots, in slot order.
 pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    let (tokens, cols) = (op.rows.rows / op.top_k.max(1), op.rows.cols);
+    op.check()?;
     let data = match &op.rows.data {
-        Data::F32(rows) => combine(cpu, rows.as_slice(), tokens, op.top_k, cols, combine_f32),
-        Data::Bf16(rows) => combine(cpu, rows.as_slice(), tokens, op.top_k, cols, combine_bf16),
+        Data::F32(rows) => combine(cpu, &op, rows.as_slice(), add_row_f32, round_f32),
+        Data::Bf16(rows) => combine(cpu, &op, rows.as_slice(), add_row_bf16, round_bf16),
     };
-    Tensor::new(data, tokens, cols)
+    let sums = Tensor::new(data, op.tokens(), op.rows.cols)?;
+    op.plus.map_or(Ok(sums.clone()), |b| add(cpu, Add { a: &sums, b }))
 }
 
 fn combine<T: Real>(
     cpu: &Cpu,
+    op: &CombineSlots<'_, Cpu>,
     rows: &[T],
-    tokens: usize,
-    top_k: usize,
-    cols: usize,
-    body: fn(Isa, &[T], &mut [T]),
+    add_row: fn(Isa, &[T], bool, &mut [f32]),
+    round: fn(Isa, &[f32], &mut [T]),
 ) -> Data<Cpu> {
-    let mut out = cpu.scratch::<T>(tokens * cols);
+    let (cols, index) = (op.rows.cols, op.index.map(|index| index.as_slice()));
+    let row_of = |slot: usize| {
+        let row = index.map_or(Some(slot), |index| usize::try_from(index[slot]).ok())?;
+        rows.get(row * cols..(row + 1) * cols)
+    };
+    let mut out = cpu.scratch::<T>(op.tokens() * cols);
     for_rows(cpu, out.as_mut_slice(), cols, |first, out| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(cols)) {
-            body(cpu.isa(), &rows[token * top_k * cols..][..top_k * cols], out);
+            for (chunk, out) in out.chunks_mut(COMBINE_CHUNK).enumerate() {
+                let at = chunk * COMBINE_CHUNK;
+                let (zeros, mut sums) = ([T::round(0.0); COMBINE_CHUNK], [0.0f32; COMBINE_CHUNK]);
+                let sums = &mut sums[..out.len()];
+                for slot in 0..op.top_k {
+                    let row = row_of(token * op.top_k + slot).map_or(&zeros[..], |row| &row[at..]);
+                    add_row(cpu.isa(), &row[..out.len()], slot == 0, sums);
+                }
+                round(cpu.isa(), sums, out);
+            }
         }
     });
     T::data(out)

@@ -3,7 +3,6 @@
 //   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
 //                         (NaN above infinity above all finite numbers)
 //   number                one of them, from memory
-//   load_together         eight, where the same thread loads the next eight as well
 //   block_maxima          the largest |x| along the row, over neighbouring eights and lanes; as the bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
@@ -53,12 +52,6 @@ struct Bf16 {
                 if (i < left) x.word[i / 2] |= u32(static_cast<const u16*>(from)[i]) << (i % 2 * 16);
         }
         return x;
-    }
-
-    __device__ __forceinline__ static Eight load_together(const void* from, bool present) {
-        if (!present) return zeros();
-        const uint4 v = __ldg(static_cast<const uint4*>(from));
-        return {{v.x, v.y, v.z, v.w}};
     }
 
     /// From 16-byte aligned shared memory.
@@ -198,13 +191,6 @@ struct F32 {
                 if (i < left) x.number[i] = from[i];
         }
         return x;
-    }
-
-    __device__ __forceinline__ static Eight load_together(const void* at, bool present) {
-        if (!present) return zeros();
-        const float4* const from = static_cast<const float4*>(at);
-        const float4 a = __ldg(from), b = __ldg(from + 1);
-        return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
     }
 
     __device__ __forceinline__ static Eight load_shared(const u8* from) {

@@ -73,18 +73,36 @@ struct E2m1 {
         return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
     }
 
-    /// The same for F32, which is rounded before it becomes F16.
+    /// Codes of x · inverse for F32, nearest-even; numbers above 6 saturate, of which kExceeds says that there may be such.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
-        u32 half[4];
+        float v[8];
+        u32 top[4];  // bytes of elements i and i + 4
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int first = i % 2 * 4 + i / 2;
-            const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
-            const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
-            half[i] = ptx::f16x2_from_f32(rounded(__fmul_rn(x.number[first], scale_a)), rounded(__fmul_rn(x.number[first + 2], scale_b)));
+        for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(fabsf(x.number[i]), inverse_of(inverse, i));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top[i] = __byte_perm(__float_as_uint(x.number[i]), __float_as_uint(x.number[i + 4]), 0x0073);
+        const u32 signs = choose(0x80808080, __byte_perm(top[1], top[3], 0x5140), __byte_perm(top[0], top[2], 0x5140) >> 4);
+        return choose(kMagnitudes, magnitudes<kExceeds>(v), signs);
+    }
+
+    /// Codes of magnitudes, in the way of `encode_within`, to halves of its three bounds: the last place of 1.5 · 2^22 is worth a half.
+    template <bool kExceeds>
+    __device__ __forceinline__ static Eight magnitudes(const float (&v)[8]) {
+        constexpr float kFar = 0x1.8p22f;
+        constexpr u32 kFarBits = 0x4AC00000;
+        u32 code[8];  // above kFarBits
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 halves = __float_as_uint(__fadd_rn(v[i], kFar));
+            const u32 ones = __float_as_uint(__fmaf_rn(v[i], 0.5f, kFar + 1)), twos = __float_as_uint(__fmaf_rn(v[i], 0.25f, kFar + 2));
+            code[i] = min(min(halves, ones), twos);
+            if constexpr (kExceeds) code[i] = min(code[i], kFarBits + 7);
         }
-        return pack_halves<kExceeds>(half);
+        // Elements 0, 2, 4, 6 and 1, 3, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
+        const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
+        return odd * 16 + even - kFarBits * 0x11111111u;
     }
 
     /// Eight codes out of words that have the sign in bit 31 and the code from bit 22 up; the bits below mean nothing.
@@ -120,16 +138,6 @@ struct E2m1 {
     }
 
 private:
-    /// The nearest of the element's values, scaled by 2^-14: added to 1.5 · 2^22 times its power of two, which is at least
-    /// the smallest normal one, a number keeps a bit of its mantissa.
-    __device__ __forceinline__ static float rounded(float y) {
-        constexpr u32 kSmallest = (127 - 14) << 23;
-        const u32 bits = __float_as_uint(y), power = bits & 0x7F800000;
-        const float far = __uint_as_float((power > kSmallest ? power : kSmallest) + (22 << 23 | 0x400000));
-        // What rounds to zero keeps its sign.
-        return __uint_as_float(choose(0x80000000, bits, __float_as_uint(__fsub_rn(__fadd_rn(y, far), far))));
-    }
-
     /// The bits of `a` under the mask, the others of `b`.
     __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };

@@ -50,6 +50,23 @@ __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));
 }
 
+/// Brings the numbers of a block to x · factor, a power of two, saturated, where `wanted`, which is rare. What vanishes in that keeps its sign.
+template <class E, int kCount>
+__device__ __forceinline__ void clamp_block(F32::Eight (&x)[kCount], float factor, bool wanted) {
+    if (!wanted) return;
+#pragma unroll
+    for (int i = 0; i < kCount * 8; ++i)
+        x[i / 8].number[i % 8] = ptx::clamp_magnitude(__fmul_rn(x[i / 8].number[i % 8], factor), E::kMax);
+}
+template <class E, int kCount>
+__device__ __forceinline__ void clamp_block(Bf16::Eight (&x)[kCount], float factor, bool wanted) {
+    if (!wanted) return;
+    const u32 factors = __byte_perm(__float_as_uint(factor), 0, 0x3232), limits = __byte_perm(__float_as_uint(E::kMax), 0, 0x3232);
+#pragma unroll
+    for (int i = 0; i < kCount * 4; ++i)
+        x[i / 4].word[i % 4] = ptx::clamp_magnitude_bf16x2(ptx::fma_bf16x2(x[i / 4].word[i % 4], factors, 0x80008000), limits);
+}
+
 struct NearestEven {
     static constexpr bool kDraws = false;
     struct Bits {};
@@ -64,6 +81,22 @@ struct NearestEven {
     template <class E, int kRule, class In, class Inverse>
     __device__ __forceinline__ typename E::Eight encode(const typename In::Eight& x, const Inverse& inverse, Bits) const {
         return E::template encode<rule_exceeds(kRule)>(x, inverse);
+    }
+
+    /// `encode` in two steps, see Stochastic.
+    struct Draws {
+        __device__ __forceinline__ Bits bits(u32) const { return {}; }
+    };
+    __device__ __forceinline__ Draws draws(u64) const { return {}; }
+    template <class E, class Eight, int kCount>
+    __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
+        const bool saturates = __fmul_rn(largest, factor) > E::kMax;
+        clamp_block<E>(x, factor, saturates);
+        return saturates ? 1.0f : factor;
+    }
+    template <class E, class In>
+    __device__ __forceinline__ typename E::Eight encode_prepared(const typename In::Eight& x, float factor, Bits) const {
+        return E::template encode<false>(x, factor);
     }
 
     /// Whether a number of this magnitude gets a non-zero code.
@@ -127,6 +160,29 @@ struct Stochastic {
             const u32 high = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1)));
             of[i] = ptx::mul_add(even, 1u << kBelow, low);
             of[i + 1] = high + (odd >> (16 - kBelow));
+        }
+        return E::pack(of);
+    }
+
+    /// `encode` in two steps, for numbers that a power of two scales. The first one is for a whole block, of which `largest` is the largest
+    /// magnitude; it gives what the second one multiplies by, and may change the numbers. The second one takes random bits of `draws(e)`,
+    /// which are complements, see Stream.
+    __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(e); }
+    template <class E, class Eight, int kCount>
+    __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
+        // Below 2^-23 times kToCode there is nothing.
+        const bool apart = __fmul_rn(largest, factor) > E::kMax || factor < 0x1p-23f;
+        clamp_block<E>(x, factor, apart);
+        return apart ? E::kToCode : __fmul_rn(factor, E::kToCode);
+    }
+    template <class E, class In>
+    __device__ __forceinline__ typename E::Eight encode_prepared(const typename In::Eight& x, float factor, const Bits& bits) const {
+        constexpr u32 kOne = 1u << (7 - E::kMantissaBits);  // of the sixteen bits that decide
+        u32 of[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 code = __float_as_uint(__fmul_rz(In::value(x, i), factor));
+            of[i] = ptx::halves_mul_add(bits.word[i / 2], i % 2 ? kOne << 8 : kOne, code);
         }
         return E::pack(of);
     }

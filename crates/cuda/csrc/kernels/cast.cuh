@@ -27,6 +27,9 @@ __global__ void __launch_bounds__(kCastThreads) cast(const u8* __restrict__ in, 
     using Y = Few<To, kCastCount>;
     const u64 units = len / kCastCount;
     const u64 first = u64(blockIdx.x) * (kCastThreads * kCastUnits) + threadIdx.x;
+    const u64 left = units * kCastCount + threadIdx.x;
+    if (blockIdx.x == gridDim.x - 1 && left < len)
+        cast_few<From, To>(Few<From, 1>::load(in + left * From::kBytes)).store(out + left * To::kBytes);
     X x[kCastUnits];
     if (first + (kCastUnits - 1) * kCastThreads < units) {
 #pragma unroll
@@ -38,9 +41,6 @@ __global__ void __launch_bounds__(kCastThreads) cast(const u8* __restrict__ in, 
     }
     for (u64 unit = first; unit < units && unit < first + kCastUnits * kCastThreads; unit += kCastThreads)
         cast_few<From, To>(X::load(in + unit * X::kBytes)).store(out + unit * Y::kBytes);
-    const u64 left = units * kCastCount + threadIdx.x;
-    if (blockIdx.x == gridDim.x - 1 && left < len)
-        cast_few<From, To>(Few<From, 1>::load(in + left * From::kBytes)).store(out + left * To::kBytes);
 }
 
 }  // namespace nib

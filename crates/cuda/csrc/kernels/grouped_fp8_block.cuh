@@ -6,9 +6,9 @@
 //   over columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
 //
 // A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales.
-// B  codes [rows][k];                            128x128 scales, or 1x128 (kVectorB).
+// B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
 //    A scale is an F32 or an E8M0 byte, anywhere: its row, and its block of the contraction, each times a stride.
-// D  BF16 (n % 8 == 0), or F32 (n % 4 == 0), with kAccumulate added to what is there.
+// D  BF16, or F32, with kAccumulate added to what is there; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
 //
 // Arithmetic: 128 of K are multiplied by the tensor cores, then total = fma(scale_a * scale_b, partial, total) in F32 on the
 // ordinary cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: same bits every run.
@@ -25,23 +25,30 @@
 namespace nib {
 
 constexpr int kBlockK = 128;  // one promotion a stage, and one block of scales
-/// Columns of B in neighbouring rows that share a scale: a whole tile's, a strip's (MXFP4 lifted, columns made of row blocks), or none.
-constexpr int kTileCols = kBlockN, kStripCols = 32;
-constexpr int kStrips = kBlockN / kStripCols;
-__host__ __device__ constexpr int scale_warps(int shared_b) { return shared_b == 1 ? 3 : 2; }
 
-/// With a scale a column, B's scales of a stage lie in the order of the accumulators: first the columns of a warp's every fourth lane from
-/// 0 on, 8j and 8j + 1, then those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in
-/// different banks.
-constexpr int kScalesB = 32 + 4;
+/// Whose are the scales of B: a whole tile's 128 columns of D (rows of B) share one, as weights do; strips of 32, as columns made of
+/// MXFP4 rows do; or each has its own, a power of two or any F32.
+enum class ScalesOfB { kTile, kStrips, kPowers, kFloats };
+constexpr int kStrips = 4;
+__host__ __device__ constexpr bool by_column(ScalesOfB of) { return of == ScalesOfB::kPowers || of == ScalesOfB::kFloats; }
+__host__ __device__ constexpr int columns_a_scale(ScalesOfB of) {
+    return by_column(of) ? 1 : of == ScalesOfB::kTile ? kBlockN : kBlockN / kStrips;
+}
+__host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(of) ? 3 : 2; }
 
-template <int kStages, int kOutBuffers, int kSharedB, class Out>
+/// Scales of columns lie in the order of the accumulators: first those of a warp's every fourth lane from 0 on, columns 8j and 8j + 1, then
+/// those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in different banks. Powers
+/// of two as BF16: what a lane reads of shared memory, the tensor cores wait for.
+__host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
+__host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
+
+template <int kStages, int kOutBuffers, ScalesOfB kScalesB, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
     Out out[kMathWarps][kOutBuffers][kStagedBytes / sizeof(Out)];  // on its way to D
     alignas(16) float scale_a[kStages][kBlockM];                   // times B's scale, where that is one for the whole tile
-    alignas(16) float scale_b[kStages][kSharedB == 1 ? 4 * kScalesB : kStrips];
+    alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -62,11 +69,11 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
 
 /// Four neighbouring rows' scales, for four stages: as few and as wide loads as their layout allows.
 struct FourRows {
-    enum Layout { kBytesByRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
+    enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
     static constexpr int kAhead = 4;
 
-    /// From `row` on, which is a multiple of 4; there are `rows` rows.
-    __device__ __forceinline__ FourRows(const Scales& scales, int first_block) : scales_(scales) {
+    /// There are `rows` rows.
+    __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
         const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
         // A row's eight bytes, or its four F32, begin on a multiple of their size.
         const u32 odd = scales.row_stride | u32(first_block);
@@ -76,27 +83,38 @@ struct FourRows {
             layout_ = kF32ByRow;
         else if (by_row && odd % 8 == 0 && !scales.is_f32)
             layout_ = kBytesByRow;
+        else if (by_row && !scales.is_f32 && u32(rows) * scales.row_stride % 4 == 0)
+            layout_ = kBytesByOddRow;
         else
             layout_ = kScattered;
     }
 
-    /// Blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts from the tile's first.
-    __device__ __forceinline__ void load(int row, int rows, int block, int from, int last) {
+    /// From `row` on, which is a multiple of 4: blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts
+    /// from the tile's first.
+    __device__ __forceinline__ void load(int row, int block, int from, int last) {
         const u8* const bytes = static_cast<const u8*>(scales_.values);
         const u32* const words = static_cast<const u32*>(scales_.values);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 r = min(row + i, rows - 1);
+            const u32 r = min(row + i, rows_ - 1);
             // Where blocks lie one after the other, rows are padded to 16 bytes.
             const u32 padded = min(u32(row), scales_.block_stride - 4);
             const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
-            if (layout_ == kBytesByRow) {
-                if (from % 8 == 0) {
-                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + r * scales_.row_stride + block));
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
+                const u32 first = r * scales_.row_stride + block;
+                if (from % 8 != 0) {
+                    raw_[i][0] = later_[i];
+                } else if (layout_ == kBytesByRow) {
+                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + first));
                     raw_[i][0] = eight.x;
                     later_[i] = eight.y;
                 } else {
-                    raw_[i][0] = later_[i];
+                    // Eight bytes that begin anywhere in a word, and end before the plane does.
+                    u32 three[3];
+#pragma unroll
+                    for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
+                    raw_[i][0] = __funnelshift_r(three[0], three[1], first % 4 * 8);
+                    later_[i] = __funnelshift_r(three[1], three[2], first % 4 * 8);
                 }
             } else if (layout_ == kBytesByBlock) {
                 raw_[i][0] = __ldg(reinterpret_cast<const u32*>(bytes + at));
@@ -122,7 +140,7 @@ struct FourRows {
             return {__uint_as_float(raw_[ahead][0]), __uint_as_float(raw_[ahead][1]), __uint_as_float(raw_[ahead][2]),
                     __uint_as_float(raw_[ahead][3])};
         const auto of = [&](int i) {
-            if (layout_ == kBytesByRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
             return scales_.decode(raw_[i][ahead]);
         };
         return {of(0), of(1), of(2), of(3)};
@@ -130,18 +148,35 @@ struct FourRows {
 
   private:
     const Scales& scales_;
+    int rows_;
     Layout layout_;
     u32 raw_[4][kAhead];
     u32 later_[4];
 };
 
+/// Four columns' scales, from `column` on, to where lanes want them.
+template <ScalesOfB kScalesB>
+__device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 four) {
+    constexpr int kLane = lane_words(kScalesB);
+    u32* const to = scale_b + column % 8 / 2 * (kLane + 4) + column / 8 * (kLane / 16);
+    const u32 of[4] = {__float_as_uint(four.x), __float_as_uint(four.y), __float_as_uint(four.z), __float_as_uint(four.w)};
+    if constexpr (kScalesB == ScalesOfB::kPowers) {
+        to[0] = __byte_perm(of[0], of[1], 0x7632);
+        to[kLane + 4] = __byte_perm(of[2], of[3], 0x7632);
+    } else {
+        *reinterpret_cast<uint2*>(to) = {of[0], of[1]};
+        *reinterpret_cast<uint2*>(to + kLane + 4) = {of[2], of[3]};
+    }
+}
+
 /// Fetches the scales, four stages at a time; `thread` counts within the scale warps: the first 64 threads have four rows of A each, the
 /// next 32, with a scale a column, four columns of B; or else a few of the first have B's.
-template <Ragged kRagged, int kStages, int kCluster, int kSharedB, class Shared>
+template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
     constexpr int kAhead = FourRows::kAhead;
-    const bool of_a = kSharedB != 1 || thread < kBlockM / 4;
+    constexpr int kSharedB = columns_a_scale(kScalesB);
+    const bool of_a = !by_column(kScalesB) || thread < kBlockM / 4;
     const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
     const int rows = of_a ? groups.m : kRagged == Ragged::kRows ? groups.n * groups.count : groups.n;
     // A group's matrix has its own rows of shared scales.
@@ -162,14 +197,14 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
         }
         const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
         const auto row_b = [&](int strip) { return group * rows_b + min(tile.col_d / kSharedB + strip, rows_b - 1); };
-        FourRows mine(of_a ? scales_a : scales_b, first);
+        FourRows mine(of_a ? scales_a : scales_b, rows, first);
         for (int from = 0; from < blocks; from += kAhead) {
-            mine.load((of_a ? tile.row_a : tile.row_b) + slot, rows, first + from, from, last);
-            u32 of_b[kSharedB == kTileCols ? kAhead : 1];
-            if constexpr (kSharedB == kTileCols) {
+            mine.load((of_a ? tile.row_a : tile.row_b) + slot, first + from, from, last);
+            u32 of_b[kScalesB == ScalesOfB::kTile ? kAhead : 1];
+            if constexpr (kScalesB == ScalesOfB::kTile) {
 #pragma unroll
                 for (int ahead = 0; ahead < kAhead; ++ahead) of_b[ahead] = scales_b.load(row_b(0), min(first + from + ahead, last));
-            } else if constexpr (kSharedB == kStripCols) {
+            } else if constexpr (kScalesB == ScalesOfB::kStrips) {
                 of_b[0] = 0;
                 if (thread < kAhead * kStrips)
                     of_b[0] = scales_b.load(row_b(thread % kStrips), min(first + from + thread / kStrips, last));
@@ -178,20 +213,17 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
             for (int ahead = 0; ahead < kAhead; ++ahead) {
                 if (from + ahead >= blocks) break;
                 float4 four = mine.scales(ahead);
-                if constexpr (kSharedB == kTileCols) {
+                if constexpr (kScalesB == ScalesOfB::kTile) {
                     const float b = scales_b.decode(of_b[ahead]);
                     four = {four.x * b, four.y * b, four.z * b, four.w * b};
                 }
                 ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
-                if (of_a) {
+                if (of_a)
                     *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + slot) = four;
-                } else {
-                    float* const to = shared.scale_b[ring.stage] + slot % 8 / 2 * kScalesB + slot / 8 * 2;
-                    *reinterpret_cast<float2*>(to) = {four.x, four.y};
-                    *reinterpret_cast<float2*>(to + kScalesB) = {four.z, four.w};
-                }
-                if constexpr (kSharedB == kStripCols) {
-                    if (thread / kStrips == ahead) shared.scale_b[ring.stage][thread % kStrips] = scales_b.decode(of_b[0]);
+                else
+                    put_columns<kScalesB>(shared.scale_b[ring.stage], slot, four);
+                if constexpr (kScalesB == ScalesOfB::kStrips) {
+                    if (thread / kStrips == ahead) shared.scale_b[ring.stage][thread % kStrips] = __float_as_uint(scales_b.decode(of_b[0]));
                 }
                 deliver();
             }
@@ -223,51 +255,57 @@ __device__ __forceinline__ void finish(float (&partial)[64]) {
 /// What multiplies a lane's partial sums of one wave: of its two rows, and of its 32 columns, unless the rows' have those in them. A
 /// scale a column costs a multiplication an element more, and loads of which half are made while the product is computed: the
 /// tensor cores leave shared memory little time for others.
-template <int kSharedB>
+template <ScalesOfB kScalesB>
 struct Promotion {
+    static constexpr int kVectors = lane_words(kScalesB) / 4, kFetched = kVectors / 2;
     float rows[2];
-    const float4* columns;
-    float4 next[kSharedB == 1 ? 4 : 1];
+    float4 strips;
+    const uint4* columns;
+    uint4 next[kFetched];
 
     template <class Shared>
     __device__ __forceinline__ Promotion(const Shared& shared, u32 stage, int row)
         : rows{shared.scale_a[stage][row], shared.scale_a[stage][row + 8]} {
-        if constexpr (kSharedB == kStripCols) next[0] = *reinterpret_cast<const float4*>(shared.scale_b[stage]);
-        if constexpr (kSharedB == 1)
-            columns = reinterpret_cast<const float4*>(shared.scale_b[stage] + ptx::lane_idx() % 4 * kScalesB);
+        const uint4* const of_b = reinterpret_cast<const uint4*>(shared.scale_b[stage]);
+        if constexpr (kScalesB == ScalesOfB::kStrips) strips = *reinterpret_cast<const float4*>(of_b);
+        if constexpr (by_column(kScalesB)) columns = of_b + ptx::lane_idx() % 4 * (kVectors + 1);
     }
 
     /// Under a product.
     __device__ __forceinline__ void fetch() {
-        if constexpr (kSharedB == 1) {
+        if constexpr (by_column(kScalesB)) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) next[i] = columns[i];
+            for (int i = 0; i < kFetched; ++i) next[i] = columns[i];
         }
     }
 
     /// total = fma(scales, partial, total).
     __device__ __forceinline__ void add(float (&total)[64], float (&partial)[64]) {
-        if constexpr (kSharedB == kTileCols) {
+        if constexpr (kScalesB == ScalesOfB::kTile) {
 #pragma unroll
             for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(rows[i / 2 % 2], partial[i], total[i]);
-        } else if constexpr (kSharedB == kStripCols) {
-            const float strips[kStrips] = {next[0].x, next[0].y, next[0].z, next[0].w};
+        } else if constexpr (kScalesB == ScalesOfB::kStrips) {
+            const float strip[kStrips] = {strips.x, strips.y, strips.z, strips.w};
 #pragma unroll
-            for (int strip = 0; strip < kStrips; ++strip) {
-                const float scale[2] = {rows[0] * strips[strip], rows[1] * strips[strip]};
-#pragma unroll
-                for (int i = 16 * strip; i < 16 * strip + 16; ++i) total[i] = __fmaf_rn(scale[i / 2 % 2], partial[i], total[i]);
+            for (int i = 0; i < 64; ++i) {
+                const float scale = rows[i / 2 % 2] * strip[i / 16];
+                total[i] = __fmaf_rn(scale, partial[i], total[i]);
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float4 four = next[i % 4];
-                if (i < 4) next[i] = columns[i + 4];
-                const float scale[4] = {four.x, four.y, four.z, four.w};
+            for (int i = 0; i < kVectors; ++i) {
+                const uint4 four = next[i % kFetched];
+                if (i + kFetched < kVectors) next[i % kFetched] = columns[i + kFetched];
+                const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    const int at = 8 * i + c;
-                    total[at] = __fmaf_rn(rows[c / 2 % 2], partial[at] * scale[c / 4 * 2 + c % 2], total[at]);
+                for (int c = 0; c < 32 / kVectors; ++c) {
+                    const u32 pair = words[c / 2 % 4];
+                    const float scale = __uint_as_float(kScalesB == ScalesOfB::kFloats ? words[c % 4]
+                                                        : c % 2 == 0                   ? pair << 16
+                                                                                       : pair & 0xFFFF0000);
+                    const int column = 32 / kVectors * i + c, at = column / 2 * 4 + column % 2;
+                    total[at] = __fmaf_rn(rows[0], partial[at] * scale, total[at]);
+                    total[at + 2] = __fmaf_rn(rows[1], partial[at + 2] * scale, total[at + 2]);
                 }
             }
         }
@@ -275,15 +313,15 @@ struct Promotion {
 };
 
 /// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
-template <int kStages, int kCluster, int kOutBuffers, int kSharedB, bool kAccumulate, bool kTransposed, class Out, class Shared>
+template <int kStages, int kCluster, int kOutBuffers, ScalesOfB kScalesB, bool kAccumulate, bool kTransposed, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
     const u32 lane = ptx::lane_idx();
     const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
     const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
     const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // By stage; scales of columns leave too few registers for it.
-    constexpr bool kUnrolled = kSharedB != 1;
+    // F32 scales of columns leave too few registers for it.
+    constexpr bool kUnrolled = kScalesB != ScalesOfB::kFloats;
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     // Parts of a tile: as many as there are buffers are stored under its last product, some more under the first of the next, when
     // the first wave's totals are wanted, and the rest under the second.
@@ -331,22 +369,22 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (!first) await(stage);
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
         float partial[64];
-        Promotion<kSharedB> upper(shared, stage, lane_row);
+        Promotion<kScalesB> upper(shared, stage, lane_row);
         multiply(partial, a, b);
         upper.fetch();
         if (first) store(before, kLast, kFirst);
         finish(partial);
         upper.add(total[0], partial);
-        Promotion<kSharedB> lower(shared, stage, lane_row + kNextWave);
+        Promotion<kScalesB> lower(shared, stage, lane_row + kNextWave);
         multiply(partial, a + kNextWave * kBlockK / 16, b);
         lower.fetch();
         if (first) store(before, kFirst, kAll);
         if (last) store(tile, 0, kLast);
         finish(partial);
-        if constexpr (kSharedB != 1) release(stage);
+        if constexpr (!by_column(kScalesB)) release(stage);
         advance(stage);
         lower.add(total[1], partial);
-        if constexpr (kSharedB == 1) release(stage);
+        if constexpr (by_column(kScalesB)) release(stage);
     };
     for (;;) {
         await(ring.stage);
@@ -354,14 +392,17 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (tile.len_k < 0) break;
         const int blocks = ceil_div(tile.len_k, kBlockK);
         if (tile.kept > first_row + kNextWave && blocks > 0) {
-            if (kUnrolled && ring.stage == 0 && blocks % kStages == 0) {
-                // Addresses are constants: 2 to 3 % faster.
-                for (int block = 0; block < blocks; block += kStages)
+            for (int block = 0; block < blocks;) {
+                if (kUnrolled && ring.stage == 0 && blocks - block >= kStages) {
+                    // Addresses are constants: 2 to 3 % faster.
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage)
                         take(tile, stage, stage == 0 && block == 0, stage == kStages - 1 && block == blocks - kStages);
-            } else {
-                for (int block = 0; block < blocks; ++block) take(tile, ring.stage, block == 0, block == blocks - 1);
+                    block += kStages;
+                } else {
+                    take(tile, ring.stage, block == 0, block == blocks - 1);
+                    ++block;
+                }
             }
         } else {
             // At most one wave, or none.
@@ -371,7 +412,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                 const u32 stage = ring.stage;
                 if (block != 0) await(stage);
                 if (some) {
-                    Promotion<kSharedB> promotion(shared, stage, lane_row);
+                    Promotion<kScalesB> promotion(shared, stage, lane_row);
                     float partial[64];
                     multiply(partial, first_a + stage * kStageA, first_b + stage * kStageB);
                     promotion.fetch();
@@ -389,12 +430,12 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     ptx::tma_store_wait_all();
 }
 
-template <Ragged kRagged, int kSharedB, class Out, bool kAccumulate, bool kTransposed, int kStages, int kCluster, int kOutBuffers>
+template <Ragged kRagged, ScalesOfB kScalesB, class Out, bool kAccumulate, bool kTransposed, int kStages, int kCluster, int kOutBuffers>
 __global__ void __launch_bounds__(384, 1)
     grouped_fp8_block(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                       const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
                       const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<kStages, kOutBuffers, kSharedB, Out>;
+    using Shared = SharedLayout<kStages, kOutBuffers, kScalesB, Out>;
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -406,7 +447,7 @@ __global__ void __launch_bounds__(384, 1)
         ptx::tensor_map_prefetch(map_b);
         ptx::tensor_map_prefetch(map_d);
         for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kSharedB));
+            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kScalesB));
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
         ptx::barrier_init_fence();
@@ -420,11 +461,11 @@ __global__ void __launch_bounds__(384, 1)
         ptx::registers_shrink_to<56>();
         if (warp == 0)
             produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
-        else if (warp <= scale_warps(kSharedB))
-            fetch_scales<kRagged, kStages, kCluster, kSharedB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
+        else if (warp <= scale_warps(kScalesB))
+            fetch_scales<kRagged, kStages, kCluster, kScalesB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
     } else {
         ptx::registers_grow_to<224>();
-        consume<kStages, kCluster, kOutBuffers, kSharedB, kAccumulate, kTransposed, Out>(shared, map_d, warp - 4);
+        consume<kStages, kCluster, kOutBuffers, kScalesB, kAccumulate, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows)
             clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
     }

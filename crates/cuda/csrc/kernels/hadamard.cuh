@@ -27,12 +27,12 @@ __global__ void __launch_bounds__(256)
     // cols is a multiple of 16, so eight columns exist or none.
     auto plain = In::template load<true>(x + first * In::kBytes, present ? 8 : 0);
     if (present) flip(plain, hadamard.sign_bits_of_eight(col));
-    F32::Eight wide[1] = {widen<In>(plain)};
+    F32::Eight wide = widen<In>(plain);
     hadamard_row(wide, hadamard);
     if (col >= cols) return;
     float4* const to = reinterpret_cast<float4*>(out + first);
-    to[0] = {wide[0].number[0], wide[0].number[1], wide[0].number[2], wide[0].number[3]};
-    to[1] = {wide[0].number[4], wide[0].number[5], wide[0].number[6], wide[0].number[7]};
+    to[0] = {wide.number[0], wide.number[1], wide.number[2], wide.number[3]};
+    to[1] = {wide.number[4], wide.number[5], wide.number[6], wide.number[7]};
 }
 
 struct HadamardShared {

@@ -4,157 +4,141 @@
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
-//   [cols][capacity / 128], or if `block_scales` is not null there, [capacity / 128][cols / 32]; capacity % 128 == 0,
-//   cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each kPanels · 128 columns of each `depth` strips
-//   of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Planes start on 16 bytes.
+//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each
+//   kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared
+//   memory. Planes start on 16 bytes; scale_stride, at least cols, is a multiple of 2.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
-//   32768 x 7168 76 %, in 32 uneven groups 73 %; 24576 x 5120 72 %; 32768 x 2048 71 %; 4096 x 7168 62 %. Without any scales the same
-//   loads and stores reach 87 %, with those of the source 83 %.
+// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 86 %; 24576 x 5120 85 %; 32768 x 2048 82 %; 24576 x 2048
+//   77 %; 4096 x 7168 68 %. A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %. ncu: the L2 88 % busy.
 #pragma once
 #include "kernels/turn.cuh"
 
 namespace nib {
 
-/// Eight rows of eight 4-bit codes to eight columns.
-__device__ __forceinline__ void turn_nibbles(const u32* row, u32 (&col)[8]) {
-    u32 even[4], odd[4];
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        const u32 a = row[2 * p], b = row[2 * p + 1];
-        even[p] = (a & 0x0F0F0F0F) | (b << 4 & 0xF0F0F0F0);
-        odd[p] = (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0);
-    }
-    u32 of_even[4], of_odd[4];
-    turn_4x4(even, of_even);
-    turn_4x4(odd, of_odd);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        col[2 * i] = of_even[i];
-        col[2 * i + 1] = of_odd[i];
-    }
-}
+constexpr u32 kEachByte = 0x01010101;
 
-/// Codes of four rows of a column, each by its own rise above the lowest scale that gives normal numbers.
+/// Four codes of a row, the first of the word or (kHigh) the last, by what its magnitudes become.
 template <bool kHigh>
-__device__ __forceinline__ u32 lift_by(u32 codes, const uint2& lowest, const uint2& not_zero, u32 rise) {
-    const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
-    const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & 0x80808080;
-    return (__byte_perm(lowest.x, lowest.y, selector) + (rise & __byte_perm(not_zero.x, not_zero.y, selector))) | sign;
+__device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
+    const u32 selector = kHigh ? (codes & 0x77777777) >> 16 : codes & 0x77777777;
+    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
+    return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & 0x80808080);
 }
 
 template <bool kWhole, int kPanels>
 __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     lift_cols(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
-              u8* __restrict__ block_scales, u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity,
-              int depth) {
+              u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, int depth) {
     using Fetch = Fetcher<true, kTile / 2, 4, kPanels>;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<typename Fetch::Shared*>(raw);
-    const int down = capacity / kTile, sources = cols / E2m1::kBlock;
-    const Strips strips(down, depth);
+    const int sources = cols / E2m1::kBlock;
+    const Strips strips(capacity / kTile, depth);
     const int first_col = strips.panel * (kPanels * kTile);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, in_col = warp * 32 + lane % 4 * 8;
     const int scale_row = threadIdx.x / kPanels, scale_panel = threadIdx.x % kPanels;
     const int first_source = (first_col + scale_panel * kTile) / E2m1::kBlock;
-    auto load_scale = [&](int strip) -> u32 {
-        const int row = strip * kTile + scale_row;
-        if (row >= rows || first_source >= sources) return 0;
-        return load_scales<kWhole>(scales + u64(row) * sources + first_source, sources - first_source);
-    };
-    Fetch fetcher{shared, codes, row_id, rows, cols, first_col};
-    // From memory, so that these stay in registers: a PRMT takes one constant at most.
-    const uint4 lift = ptx::load_16(&kLiftTable.entry[kLiftNormal]);
-    const uint2 lowest = {lift.x, lift.y}, not_zero = {(lift.z | 0x7F7F7F7F) << 8, lift.z | 0x7F7F7F7F};
-
-    fetcher.publish(0, fetcher.counts(strips.at(0)));
-    u32 four = load_scale(strips.at(0));
-    bool ahead = strips.has(1) && fetcher.counts(strips.at(1));
+    const Fetch fetcher{shared, strips, codes, row_id, rows, cols, first_col};
+    fetcher.publish();
+    u32 four[kMostDepth];
+#pragma unroll
+    for (int i = 0; i < kMostDepth; ++i) {
+        const int row = strips.at(i) * kTile + scale_row;
+        four[i] = 0;
+        if (strips.has(i) && row < rows && first_source < sources)
+            four[i] = load_scales<kWhole>(scales + u64(row) * sources + first_source, sources - first_source);
+    }
     __syncthreads();
-    fetcher.fetch(strips.at(0), 0);
-    Tally tally;
-    const int col = first_col + in_col;
-    for (int i = 0; strips.has(i); ++i) {
-        const int slot = i % 2;
+    fetcher.fetch();
+#pragma unroll
+    for (int i = 0; i < kMostDepth; ++i) {
         // A scale of 0 is never the largest.
-        if (!fetcher.is_valid(slot, scale_row)) four = 0;
+        if (!fetcher.is_valid(i, scale_row)) four[i] = 0;
 #pragma unroll
-        for (int b = 0; b < 4; ++b) shared.scale[slot][scale_panel * 4 + b][scale_row] = u8(four >> (8 * b));
-        fetcher.publish(slot ^ 1, ahead);
-        ptx::copies_wait();
-        __syncthreads();
-        if (strips.has(i + 1)) fetcher.fetch(strips.at(i + 1), slot ^ 1);
-        four = strips.has(i + 1) ? load_scale(strips.at(i + 1)) : 0;
-        ahead = strips.has(i + 2) && fetcher.counts(strips.at(i + 2));
+        for (int b = 0; b < 4; ++b) shared.scale[i][scale_panel * 4 + b][scale_row] = u8(four[i] >> (8 * b));
+    }
+    fetcher.wait();
 
-        // Each lane looks after the scales of four rows.
-        const u8* const scale = shared.scale[slot][warp];
-        const u32 of_rows = *reinterpret_cast<const u32*>(scale + lane * 4);
-        u32 largest = 0;
+    const TurnLane me;
+    const int warp = threadIdx.x / 32, col = first_col + me.col();
+    const bool present = strips.has(me.strip) && col < cols;
+    const u8* const scale = shared.scale[me.strip][warp];
+    const uint2 bytes = me.scales(scale);
+    const int target = lift_target(me.largest_above_nan(bytes));
+    me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
+    u32 rises[2] = {0, 0}, rise[4];  // of each row, a byte: above the lowest scale that gives normal numbers
+    bool rare = false;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) largest = max(largest, above_nan(of_rows >> (8 * r) & 0xFF));
-        const int target = lift_target(__reduce_max_sync(kAllLanes, largest));
-        if (lane == 0) shared.targets[i][warp] = u8(target);
-        u32 rises = 0;
-        bool rare = false;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const u32 above = lift_index(of_rows >> (8 * r) & 0xFF, target) - kLiftNormal;
-            const bool normal = above < kLiftNan - kLiftNormal;
-            rare |= !normal;
-            rises |= (normal ? above * 8 : 0) << (8 * r);
-        }
-        u32 rise[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) rise[k] = __shfl_sync(kAllLanes, rises, group * 4 + k);
+    for (int r = 0; r < 8; ++r) {
+        const u32 above = lift_index((r < 4 ? bytes.x : bytes.y) >> (r % 4 * 8) & 0xFF, target) - kLiftNormal;
+        const bool normal = above < kLiftNan - kLiftNormal;
+        rare |= !normal;
+        rises[r / 4] |= (normal ? above * 8 : 0) << (r % 4 * 8);
+    }
+    me.exchange(rises, rise);
 
-        const u8* const in = shared.codes[slot] + group * Fetch::Shared::kGroupBytes + in_col / 2;
-        u32 by_row[kGroupRows], by_col[2][8], seen[2] = {0, 0};
-#pragma unroll
-        for (int j = 0; j < kGroupRows; ++j) by_row[j] = *reinterpret_cast<const u32*>(in + j * Fetch::Shared::kRowBytes);
-        turn_nibbles(by_row, by_col[0]);
-        turn_nibbles(by_row + 8, by_col[1]);
-        u8* const to = out + u64(col) * capacity + strips.at(i) * kTile + group * kGroupRows;
-        u8* line = to;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const u32 a = by_col[0][c], b = by_col[1][c];
-            seen[0] |= a;
-            seen[1] |= b;
-            if (col < cols)
-                ptx::store_16(line, {lift_by<false>(a, lowest, not_zero, rise[0]), lift_by<true>(a, lowest, not_zero, rise[1]),
-                                     lift_by<false>(b, lowest, not_zero, rise[2]), lift_by<true>(b, lowest, not_zero, rise[3])});
-            line += capacity;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            // Four lanes hold a block.
-            seen[half] |= __shfl_xor_sync(kAllLanes, seen[half], 1);
-            seen[half] |= __shfl_xor_sync(kAllLanes, seen[half], 2);
-            if (lane % 4 == 0) tally.non_zero += __popc(((seen[half] & 0x77777777) + 0x77777777) & 0x88888888);
-        }
-        if (__any_sync(kAllLanes, rare)) {
-            // Rows with a NaN, or that move far: again, through the table. Zeros are right already.
-            u32 inexact = 0;
+    Tally tally;
+    const u8* const in = shared.codes + me.group * Fetch::Shared::kGroupBytes + me.col() / 2;
+    u8* const to = out + u64(col) * capacity + strips.first * kTile + me.group * kGroupRows;
+    u32 seen[4] = {0, 0, 0, 0};
 #pragma unroll 1
-            for (int j = 0; j < kGroupRows; ++j) {
-                const u32 source = scale[group * kGroupRows + j], entry = lift_index(source, target);
-                const u32 word = *reinterpret_cast<const u32*>(in + j * Fetch::Shared::kRowBytes);
-                if (lifts_to_normal(entry) || ((word & 0x77777777) == 0 && source != kScaleNan)) continue;
-                const Lift& by = kLiftTable.entry[entry];
+    for (int half = 0; half < 2; ++half) {
+        u32 by_col[8][4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 first[4], last[4], turned[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const u8* const place = in + (4 * k + r) * Fetch::Shared::kRowBytes + half * (TurnLane::kSecond / 2);
+                const u32 word = *reinterpret_cast<const u32*>(place);
+                const u32 up = rise[k] >> (8 * r) & 0xFF, low = up * (kEachByte & ~0xFFu) + kLiftLow, high = up * kEachByte + kLiftHigh;
+                first[r] = lift_word<false>(word, low, high);
+                last[r] = lift_word<true>(word, low, high);
+            }
+            turn_4x4(first, turned);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) by_col[c][k] = turned[c], seen[k] |= turned[c];
+            turn_4x4(last, turned);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) by_col[4 + c][k] = turned[c], seen[k] |= turned[c];
+        }
+        u8* line = to + u64(half * TurnLane::kSecond) * capacity;
+        if (present) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                ptx::store_16(line, {by_col[c][0], by_col[c][1], by_col[c][2], by_col[c][3]});
+                line += capacity;
+            }
+        }
+    }
+    u32 any = 0;  // a bit for each row
+#pragma unroll
+    for (int k = 0; k < 4; ++k) any |= (((seen[k] & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) >> (7 - k);
+    // Two lanes hold a block.
+    any |= __shfl_xor_sync(kAllLanes, any, 1);
+    if (!me.odd && present) tally.non_zero += __popc(any);
+    if (__any_sync(kAllLanes, rare)) {
+        // Rows with a NaN, or that move far: again, through the table. Zeros are right already.
+        u32 inexact = 0;
+#pragma unroll 1
+        for (int j = 0; j < kGroupRows; ++j) {
+            const u32 source = scale[me.row() + j], entry = lift_index(source, target);
+            if (lifts_to_normal(entry)) continue;
+            const Lift& by = kLiftTable.entry[entry];
+            tally.non_finite += source == kScaleNan && !me.odd && present;
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                const u32 word = *reinterpret_cast<const u32*>(in + j * Fetch::Shared::kRowBytes + half * (TurnLane::kSecond / 2));
+                if ((word & 0x77777777) == 0 && source != kScaleNan) continue;
                 const uint2 v = {lift_four<false>(word, by.magnitudes, by.signs), lift_four<true>(word, by.magnitudes, by.signs)};
 #pragma unroll
                 for (int c = 0; c < 8; ++c)
-                    if (col < cols) to[u64(c) * capacity + j] = u8((c < 4 ? v.x : v.y) >> (c % 4 * 8));
+                    if (present) to[u64(half * TurnLane::kSecond + c) * capacity + j] = u8((c < 4 ? v.x : v.y) >> (c % 4 * 8));
                 if (any_changed(word, by.changed)) inexact |= 1u << j;
-                tally.non_finite += source == kScaleNan && lane % 4 == 0 && col < cols;
             }
-            inexact |= __shfl_xor_sync(kAllLanes, inexact, 1);
-            inexact |= __shfl_xor_sync(kAllLanes, inexact, 2);
-            if (lane % 4 == 0) tally.inexact += __popc(inexact);
         }
+        inexact |= __shfl_xor_sync(kAllLanes, inexact, 1);
+        if (!me.odd) tally.inexact += __popc(inexact);
     }
-    store_scales(shared.targets, strips, block_scales, out_scales, E2m1::kBlock, cols, down);
     tally.flush(counts, shared.total);
 }
 

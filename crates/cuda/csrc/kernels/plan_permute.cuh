@@ -5,11 +5,12 @@
 // plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token and
 //   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
 //   found = {rows needed, slots occupied}. Where those do not fit the capacity and num_slots: groups without rows, and all is padding.
-//   kThreads = kPlanThreads threads; grid chunks, but plan_place at least 1. Dynamic shared memory: plan_count 4 * columns bytes; plan_place
+//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further ctas help with the padding.
+//   Dynamic shared memory: plan_count 4 * columns bytes; plan_place
 //   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
-// Measured on an H200, 262144 slots: both launches 16 us for 128 groups, 18 us for 256, of which 1.3 us is the floor: a chain of latencies,
-// one cta a multiprocessor.
+// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3: a chain of latencies, and
+// code that is fetched for the first time (3 us less when it has just run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -192,6 +193,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = threadIdx.x; i <= last - token; i += kThreads) ids[i] = __ldg(token_id + token + i);
     };
     load(0);
+    ptx::grid_wait();
     sum_counts(counts, sizes, partial, next, len);
 #pragma unroll 1
     for (int g = threadIdx.x; g < columns; g += kThreads)
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
     fill_padding(rows, start, len, end, sizes);
 #pragma unroll 1
     for (int i = occupied + blockIdx.x * kThreads + threadIdx.x; i < sizes.num_slots; i += gridDim.x * kThreads) slot_row[i] = -1;
-    if (!fits) return;
+    if (!fits || blockIdx.x >= sizes.chunks) return;
 
     int earlier = totals[2];
 #pragma unroll 1

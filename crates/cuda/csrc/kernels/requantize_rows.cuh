@@ -6,11 +6,10 @@
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not F32's. 256 threads; a warp
 //   takes a segment of 2048 columns at a time; segments = ceil(cols / that), and `by_segments` divides by it. Any grid, best
-//   ceil(rows · segments / 8). Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
+//   ceil(rows · segments / 8) but at most 16 ctas a multiprocessor. Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
 //   2^30 numbers, as one row. Planes start on 16 bytes.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate):
-//   32768 x 7168 under E8M0 scales 50 %, under F32 scales 27 %: the integer units are the limit.
+// A lane has a block of the target as a whole.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -22,82 +21,141 @@
 namespace nib {
 
 constexpr int kRequantizeThreads = 256;
-constexpr int kRequantizeChunks = 4;
-constexpr int kRequantizeChunkCols = 512;
-constexpr u32 kE4m3Nan = 0x7F;
+constexpr int kRequantizeChunks = 2;
+constexpr int kRequantizeChunkCols = 1024;
 
 __device__ __forceinline__ float scale_value(u8 byte) { return e8m0_decode(byte); }
 __device__ __forceinline__ float scale_value(float scale) { return scale; }
 
-/// The largest magnitude of these codes.
-__device__ __forceinline__ u32 largest_code(const u32 (&words)[4]) {
-    u32 two = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        two = ptx::max_u16x2(two, ptx::max_u16x2(words[i] & 0x007F007F, words[i] >> 8 & 0x007F007F));
-    return max(two & 0xFFFF, two >> 16);
-}
+/// The magnitudes of 32 E4M3 codes, as pairs of F16.
+struct Magnitudes32 {
+    u32 pair[16];
 
-/// Eight E4M3 codes as E2M1 codes of values `octaves` powers of two larger, nearest-even (kExceeds: there may be values above 6, which
-/// saturate); `changed` if one of them then is another number. As in E2m1::encode, F16 scaled by 2^-14 has E2M1 in it; there are from -8
-/// to 11 octaves, and the largest value is below 16. What F16's ten bits do not hold becomes 0 in any case.
-template <bool kExceeds>
-__device__ __forceinline__ u32 encode_shifted(const u32 (&words)[4], int first, int octaves, bool& changed) {
-    const u32 one = octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves;
-    const u32 factor = one | one << 16;
-    u32 half[4], lost = 0;
+    __device__ __forceinline__ explicit Magnitudes32(const u32 (&words)[8]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 pairs = __byte_perm(words[first + i] & 0x7F7F7F7F, 0, 0x3120);  // elements 0, 2, 1, 3
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const u16 pair = odd ? ptx::high_u16(pairs) : ptx::low_u16(pairs);
-            u32 value = ptx::mul_f16x2(ptx::f16x2_from_e4m3x2(pair), factor);
-            if constexpr (kExceeds) {
-                const u32 six = ptx::min_u16x2(value, 0x0E000E00);
-                lost |= value ^ six;
-                value = six;
-            }
-            lost |= value & 0x01FF01FF;
-            // Half a step less one, and one more where the code below is odd; the code is then in bits 9 to 11.
-            half[2 * odd + i] = value + 0x00FF00FF + (value >> 9 & 0x00010001);
-        }
-    }
-    const u32 even = __byte_perm(half[0], half[1], 0x7531), odd = __byte_perm(half[2], half[3], 0x7531);
-    const u32 even_signs = __byte_perm(words[first], words[first + 1], 0x6420);
-    const u32 odd_signs = __byte_perm(words[first], words[first + 1], 0x7531);
-    const u32 codes = (even >> 1 & 0x07070707) | (odd << 3 & 0x70707070) | (even_signs >> 4 & 0x08080808) | (odd_signs & 0x80808080);
-    if (lost == 0 && octaves < -1) {
-#pragma unroll 1  // what vanished within F16; rare, for where it does, most blocks lose something else
         for (int i = 0; i < 8; ++i) {
-            const u32 was = words[first + i / 4] >> (i % 4 * 8) & 0x7F;
-            if (was != 0 && (codes >> (4 * i) & 7) == 0) lost = 1;
+            const u32 four = words[i] & 0x7F7F7F7F;
+            pair[2 * i] = ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
+            pair[2 * i + 1] = ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
         }
     }
-    changed |= lost != 0;
-    return codes;
+
+    /// The largest one; a NaN if there is one.
+    __device__ __forceinline__ float largest() const {
+        u32 two = pair[0];
+#pragma unroll
+        for (int i = 1; i < 15; i += 2) two = ptx::max_u16x2(ptx::max_u16x2(two, pair[i]), pair[i + 1]);
+        two = ptx::max_u16x2(two, pair[15]);
+        return ptx::f32x2_from_f16x2(max(two & 0xFFFF, two >> 16)).x;
+    }
+};
+
+/// The sign bits of eight codes of eight bits, as those of eight of four.
+__device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
+    const u32 even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
+    return magnitudes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-/// Eight values f32(code · scale) as E2M1 codes under a scale; `changed` if one of them then is another number.
-template <class To>
-__device__ __forceinline__ u32 encode_scaled(const u32 (&words)[4], int first, float scale, const To& to, bool& changed) {
-    F32::Eight x;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x.number[i] = __fmul_rn(E4m3::decode(words[first + i / 4] >> (i % 4 * 8)), scale);
-    const u32 codes = E2m1::encode<true>(x, to.inverse);
-    const float target = e8m0_decode(to.stored);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) changed |= __fmul_rn(E2m1::decode(codes >> (4 * i)), target) != x.number[i];
-    return codes;
-}
+/// To values `octaves` powers of two larger, from -8 to 11, of which the largest is below 8.
+struct ByOctaves {
+    u32 factor;       // a pair of 2^octaves
+    u32 fine_factor;  // of 2^(octaves - 14): then E2M1's smallest normal number is F16's
 
-/// How many of the four blocks of 128 columns have a lane, of eight each, whose bit is set.
-__device__ __forceinline__ u32 blocks_with(u32 lanes) { return __popc((((lanes & 0x7F7F7F7F) + 0x7F7F7F7F) | lanes) & 0x80808080); }
+    __device__ __forceinline__ explicit ByOctaves(int octaves) {
+        factor = u32(octaves + 15) * 0x04000400;
+        fine_factor = (octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves) * 0x00010001;
+    }
+
+    /// Eight codes without signs, nearest-even; kExceeds: of values that may be above 6, which saturate. As E2m1::encode_within: 1536 is a number
+    /// whose last place is worth 1.
+    template <bool kExceeds>
+    __device__ __forceinline__ u32 encode(const u32* pair) const {
+        constexpr u32 kFar = 0x66006600;
+        const u32 twice = factor + 0x04000400, half = factor - 0x04000400;
+        u32 code[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 halves = ptx::fma_f16x2(pair[i], twice, kFar), ones = ptx::fma_f16x2(pair[i], factor, kFar + 0x00020002);
+            const u32 twos = ptx::fma_f16x2(pair[i], half, kFar + 0x00040004);
+            code[i] = ptx::min_u16x2(ptx::min_u16x2(halves, ones), twos);
+            if constexpr (kExceeds) code[i] = ptx::min_u16x2(code[i], kFar + 0x00070007);
+        }
+        const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
+        return __byte_perm(a, b, 0x7632) * 16 + __byte_perm(a, b, 0x5410) - (kFar + 0x66666660);
+    }
+
+    /// Whether one of the first values, up to 6, is no number of E2M1; false may also mean that this does not tell.
+    __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
+        u32 lost = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) lost |= ptx::mul_f16x2(pair[i], fine_factor) & 0x01FF01FF;
+        return lost != 0;
+    }
+    /// Whether one of them all is none.
+    __device__ __forceinline__ bool loses(uint4, uint4, const Magnitudes32& magnitudes) const {
+        u32 lost = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const u32 value = ptx::mul_f16x2(magnitudes.pair[i], fine_factor);
+            // Or it vanished within F16.
+            lost |= (value & 0x01FF01FF) | (ptx::min_u16x2(magnitudes.pair[i], 0x00010001) ^ ptx::min_u16x2(value, 0x00010001));
+        }
+        return lost != 0;
+    }
+};
+
+/// To values f32(magnitude · scale) under a scale of the target.
+struct ByScales {
+    float scale, inverse;
+
+    template <bool kExceeds>
+    __device__ __forceinline__ u32 encode(const u32* pair) const {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(value(pair, i), inverse);
+        return E2m1::magnitudes<kExceeds>(v);
+    }
+
+    __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
+        u32 lost = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) lost |= __float_as_uint(__fmul_rn(value(pair, i), inverse)) & kBelow;
+        return lost != 0;
+    }
+    /// Apart from the rest, for its registers.
+    __device__ __noinline__ static bool loses(uint4 a, uint4 b, float scale, float inverse) {
+        const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        const Magnitudes32 magnitudes(words);
+        bool lost = false;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float x = ByScales{scale, inverse}.value(magnitudes.pair, i), v = __fmul_rn(x, inverse);
+            lost |= (__float_as_uint(v) & kBelow) != 0 || (v < 1 && v != 0.5f && x != 0);
+        }
+        return lost;
+    }
+    __device__ __forceinline__ bool loses(uint4 a, uint4 b, const Magnitudes32&) const { return loses(a, b, scale, inverse); }
+
+private:
+    static constexpr u32 kBelow = 0x3FFFFF;  // E2M1 has one bit of a mantissa, down to 1/2
+
+    __device__ __forceinline__ float value(const u32* pair, int i) const {
+        const float2 two = ptx::f32x2_from_f16x2(pair[i / 2]);
+        return __fmul_rn(i % 2 ? two.y : two.x, scale);
+    }
+};
+
+__device__ __forceinline__ ByOctaves conversion(u8 scale, const BlockScale<u8>& to) {
+    // In a block of zeros or with a NaN the octaves do not matter.
+    return ByOctaves(max(min(int(scale) - int(to.stored), 11), -8));
+}
+__device__ __forceinline__ ByScales conversion(float scale, const BlockScale<u8>& to) { return {scale, to.inverse}; }
 
 template <class Scale, int kRule>
-__global__ void __launch_bounds__(kRequantizeThreads)
+__global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3)
     requantize_rows(const u8* __restrict__ codes, const Scale* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
                     u64* counts, const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments) {
+    constexpr bool kExceeds = rule_exceeds(kRule);
     __shared__ u32 total[3];
     const int lane = threadIdx.x % 32;
     const int sources = ceil_div(cols, E4m3::kBlock), targets = cols / E2m1::kBlock;
@@ -106,52 +164,71 @@ __global__ void __launch_bounds__(kRequantizeThreads)
     for (u32 task = blockIdx.x * (kRequantizeThreads / 32) + threadIdx.x / 32; task < tasks;
          task += gridDim.x * (kRequantizeThreads / 32)) {
         const u32 row = by_segments.divide(task), segment = task - row * segments;
-        const int first_col = segment * (kRequantizeChunks * kRequantizeChunkCols) + lane * 16;
+        const int first_col = segment * (kRequantizeChunks * kRequantizeChunkCols) + lane * E2m1::kBlock;
         const bool counted = row_id == nullptr || __ldg(row_id + row) >= 0;
-        uint4 in[kRequantizeChunks];
+        const u8* const from = codes + u64(row) * cols;
+        uint4 in[kRequantizeChunks][2];
         Scale source[kRequantizeChunks];
 #pragma unroll
         for (int i = 0; i < kRequantizeChunks; ++i) {
             const int col = first_col + i * kRequantizeChunkCols;
-            in[i] = {0, 0, 0, 0};
+            in[i][0] = in[i][1] = {0, 0, 0, 0};
             source[i] = 0;
             if (counted && col < cols) {
-                in[i] = ptx::load_16(codes + u64(row) * cols + col);
+                in[i][0] = __ldg(reinterpret_cast<const uint4*>(from + col));
+                in[i][1] = __ldg(reinterpret_cast<const uint4*>(from + col) + 1);
                 source[i] = __ldg(scales + u64(row) * sources + col / E4m3::kBlock);
             }
         }
+        if (!counted) {
+#pragma unroll
+            for (int i = 0; i < kRequantizeChunks; ++i) {
+                const int col = first_col + i * kRequantizeChunkCols;
+                if (col >= cols) break;
+                ptx::store_16(out + (u64(row) * cols + col) / 2, {0, 0, 0, 0});
+                out_scales[u64(row) * targets + col / E2m1::kBlock] = 0;
+            }
+            continue;
+        }
+        u32 seen = 0;  // bits i, i + 8, i + 16: chunk i has a non-zero code, a value that changes, a NaN
 #pragma unroll
         for (int i = 0; i < kRequantizeChunks; ++i) {
             const int col = first_col + i * kRequantizeChunkCols;
-            const u32 words[4] = {in[i].x, in[i].y, in[i].z, in[i].w};
-            const u32 own = largest_code(words);
-            // Two lanes hold a block of the target.
-            const u32 largest = max(own, __shfl_xor_sync(kAllLanes, own, 1));
-            const u32 amax = __float_as_uint(__fmul_rn(E4m3::decode(largest), scale_value(source[i]))) & 0x7FFFFFFF;
-            const auto to = block_scale<E2m1, kRule>(largest == kE4m3Nan ? kNanBits : amax);
-            bool changed = false;
-            uint2 encoded;
-            if constexpr (sizeof(Scale) == 1) {
-                // In a block of zeros or with a NaN the octaves do not matter.
-                const int octaves = max(min(int(source[i]) - int(to.stored), 11), -8);
-                encoded.x = encode_shifted<rule_exceeds(kRule)>(words, 0, octaves, changed);
-                encoded.y = encode_shifted<rule_exceeds(kRule)>(words, 2, octaves, changed);
+            const u32 words[8] = {in[i][0].x, in[i][0].y, in[i][0].z, in[i][0].w, in[i][1].x, in[i][1].y, in[i][1].z, in[i][1].w};
+            const Magnitudes32 magnitudes(words);
+            const float largest = magnitudes.largest(), amax = __fmul_rn(largest, scale_value(source[i]));
+            const auto to = block_scale<E2m1, kRule>(__float_as_uint(amax) & 0x7FFFFFFF);
+            const auto by = conversion(source[i], to);
+            u32 encoded[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                encoded[j] = with_signs(by.template encode<kExceeds>(magnitudes.pair + 4 * j), words[2 * j], words[2 * j + 1]);
+            // Mostly a few numbers tell already.
+            bool changed = by.few_lose(magnitudes.pair) || (kExceeds && __fmul_rn(amax, to.inverse) > E2m1::kMax);
+            if (!changed) changed = by.loses(in[i][0], in[i][1], magnitudes);
+            if (to.is_nan()) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) encoded[j] = 0;
+                seen |= 0x010000 << i;
             } else {
-                encoded.x = encode_scaled(words, 0, source[i], to, changed);
-                encoded.y = encode_scaled(words, 2, source[i], to, changed);
+                seen |= u32(changed) << (8 + i);
             }
-            if (to.is_nan()) encoded = {0, 0};
+            seen |= u32(largest != 0) << i;
             if (col < cols) {
-                ptx::store_8(out + (u64(row) * cols + col) / 2, encoded);
-                if (lane % 2 == 0) out_scales[u64(row) * targets + col / E2m1::kBlock] = to.stored;
+                ptx::store_16(out + (u64(row) * cols + col) / 2, {encoded[0], encoded[1], encoded[2], encoded[3]});
+                out_scales[u64(row) * targets + col / E2m1::kBlock] = to.stored;
             }
-            tally.non_zero += blocks_with(__ballot_sync(kAllLanes, own != 0));
-            tally.inexact += blocks_with(__ballot_sync(kAllLanes, changed && !to.is_nan()));
-            tally.non_finite += blocks_with(__ballot_sync(kAllLanes, to.is_nan()));
+        }
+        // Four lanes have a block of the source.
+        seen |= __shfl_xor_sync(kAllLanes, seen, 1);
+        seen |= __shfl_xor_sync(kAllLanes, seen, 2);
+        if (lane % 4 == 0) {
+            tally.non_zero += __popc(seen & 0xFF);
+            tally.inexact += __popc(seen & 0xFF00);
+            tally.non_finite += __popc(seen & 0xFF0000);
         }
     }
-    // Ballots counted each block in all 32 lanes.
-    tally.flush(counts, total, 32);
+    tally.flush(counts, total);
 }
 
 }  // namespace nib

@@ -9,7 +9,7 @@
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
 //   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k numbers.
 // route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
-//   1024 threads; clusters of ceil(experts / 64) ctas, one a shard.
+//   1024 threads; clusters of ceil(experts / 64) ctas, one a shard; may be launched early.
 // route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
 //   each slot of the load) and of the z-loss (z).
 //   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
@@ -415,6 +415,7 @@ __global__ void __launch_bounds__(kThreads)
     const int j = block * kColumns + column;
     if (lane == 0) slots[column] = 0;
     __syncthreads();
+    ptx::grid_wait();
     double sum = 0.0;
     int chosen = 0;
     if (j < experts) {

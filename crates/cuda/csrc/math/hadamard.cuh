@@ -1,11 +1,13 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
 // strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
 //
-// Along the rows (hadamard_row): a lane holds eight neighbouring columns, or sixteen, or thirty-two, and neighbouring lanes a transform
-// block. The signs depend on the column alone: a warp that stays at its columns draws them once.
+// The kernels that quantize hold 64 numbers a lane (kernels/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
+// position along the transform alone: who stays at his columns draws them once.
+//
+// Along the rows (hadamard_row): a lane holds eight neighbouring columns, and neighbouring lanes a transform block.
 //
 //   flip(x, arg.sign_bits_of_eight(col));   // not in a row of padding: its zeros stay +0
-//   F32::Eight wide[1] = {widen<In>(x)};    // from here on in place of In::Eight
+//   F32::Eight wide = widen<In>(x);         // from here on in place of In::Eight
 //   hadamard_row(wide, arg);
 //
 // Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
@@ -61,13 +63,26 @@ struct HadamardArg {
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
+    /// Those of eight rows from `row` on, down the columns, as they lie in the words of two rows.
+    template <int kLen>
+    __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
+                                                             const int* __restrict__ start, int num_groups) const {
+        if (!block_counts(row, kLen, rows, row_id)) return {0, 0, 0, 0};
+        return sign_bits_of_eight(position_in_group(start, num_groups, row));
+    }
+
     /// Those of eight rows from `row` on, down the columns. None in a transform block without a row that counts, as row_id and `rows` say:
     /// its zeros stay +0. A group's rows come first, so the first one tells.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
-        const int first = row & ~int(len - 1);
-        const bool counts = first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
-        return counts ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
+        return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
+    }
+
+private:
+    /// Whether the transform block of a row has one that counts.
+    __device__ __forceinline__ static bool block_counts(int row, int len, int rows, const int* __restrict__ row_id) {
+        const int first = row & ~(len - 1);
+        return first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
     }
 };
 
@@ -96,6 +111,19 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
+/// The last step for numbers that came from BF16: the factor by which they are still to be multiplied, a power of two. Then nothing is lost
+/// if that is done later, along with another power of two: they are multiples of 2^-133.
+template <int kLen, int kCount>
+__device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
+    if constexpr (kLen == 16 || kLen == 64) {
+        return factor;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], factor);
+        return 1;
+    }
+}
+
 __device__ __forceinline__ void flip(Bf16::Eight& x, const uint4& signs) {
     x = {{x.word[0] ^ signs.x, x.word[1] ^ signs.y, x.word[2] ^ signs.z, x.word[3] ^ signs.w}};
 }
@@ -106,22 +134,18 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// The transform block of neighbouring lanes, or those that kEights hold, without its signs. All lanes of the warp come here.
-template <int kEights>
-__device__ __forceinline__ void hadamard_row(F32::Eight (&wide)[kEights], const HadamardArg& arg) {
-    constexpr int kCount = 8 * kEights;
-    float x[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = wide[i / 8].number[i % 8];
+/// The transform block of neighbouring lanes, without its signs. All lanes of the warp come here.
+__device__ __forceinline__ void hadamard_row(F32::Eight& wide, const HadamardArg& arg) {
+    float(&x)[8] = wide.number;
     butterflies(x, arg.len);
-    for (u32 lanes = 1; lanes < arg.len / kCount; lanes *= 2) {
+    for (u32 lanes = 1; lanes < arg.len / 8; lanes *= 2) {
         // The upper lane's result is its partner's number less its own.
         const float own = threadIdx.x & lanes ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
+        for (int i = 0; i < 8; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) wide[i / 8].number[i % 8] = __fmul_rn(x[i], arg.factor);
+    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], arg.factor);
 }
 
 /// The columns of `from` [128][128], to `tile`; signs[16] as in the file's header. 256 threads, two a column; all come here.

@@ -2,6 +2,7 @@
 // the launch nor on who computes what. A thread that holds eight neighbouring columns calls it once: their sixteen bits
 // each are one block, if the first element's index is a multiple of eight.
 #pragma once
+#include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
@@ -10,30 +11,67 @@ namespace nib {
 struct RandomBits {
     u32 word[4];
 
+    /// Draws them before what follows, which may wait for memory.
+    __device__ __forceinline__ void draw_by_now() {
+#pragma unroll
+        for (u32& two : word) ptx::compute_by_now(two);
+    }
+
     __device__ __forceinline__ u32 of(int i) const { return i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xFFFF; }
 };
 
 /// Random bits for one (seed, purpose, site, step), addressed by element; the launch passes it by value (`StreamArg` in
 /// src/launch.rs). The keys of the rounds come from the host: they are operands out of constant memory, and cost nothing.
 struct Stream {
+    static constexpr u32 kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;
     u32 key[10][2];  // of the first round: the seed, low word first
     u32 purpose;     // shifted left by 16
     u32 site;
     u32 step;
 
-    /// The q-th block of 128 bits, q modulo 2^48.
-    __device__ __forceinline__ uint4 block(u64 q) const {
-        u32 c0 = u32(q), c1 = (u32(q >> 32) & 0xFFFF) | purpose, c2 = site, c3 = step;
+    /// What blocks have in common whose numbers differ in the low word alone: half of the second round.
+    struct High {
+        u32 c2, c3;
+    };
+    __device__ __forceinline__ High high(u32 q_high) const {
+        const u32 c0 = u32(u64(site) * kFactor1 >> 32) ^ ((q_high & 0xFFFF) | purpose) ^ key[0][0];
+        const u64 p0 = u64(c0) * kFactor0;
+        return {u32(p0 >> 32) ^ key[1][1], u32(p0)};
+    }
+
+    /// The block of 128 bits whose number has this low word; its complement, if so wanted, costs less than made afterwards.
+    template <bool kComplement = false>
+    __device__ __forceinline__ uint4 block(u32 q_low, const High& high) const {
+        const u64 first = u64(q_low) * kFactor0, second = u64(u32(first >> 32) ^ step ^ key[0][1]) * kFactor1;
+        u32 c0 = u32(second >> 32) ^ (site * kFactor1 ^ key[1][0]), c1 = u32(second), c2 = u32(first) ^ high.c2, c3 = high.c3;
 #pragma unroll
-        for (int round = 0; round < 10; ++round) {
-            const u64 p0 = u64(c0) * 0xD2511F53u, p1 = u64(c2) * 0xCD9E8D57u;
-            c0 = u32(p1 >> 32) ^ c1 ^ key[round][0];
-            c1 = u32(p1);
-            c2 = u32(p0 >> 32) ^ c3 ^ key[round][1];
-            c3 = u32(p0);
+        for (int round = 2; round < 10; ++round) {
+            const bool complement = kComplement && round == 9;
+            const u64 p0 = u64(c0) * kFactor0, p1 = u64(c2) * kFactor1;
+            c0 = u32(p1 >> 32) ^ c1 ^ (complement ? ~key[round][0] : key[round][0]);
+            c1 = complement ? ~u32(p1) : u32(p1);
+            c2 = u32(p0 >> 32) ^ c3 ^ (complement ? ~key[round][1] : key[round][1]);
+            c3 = complement ? ~u32(p0) : u32(p0);
         }
         return {c0, c1, c2, c3};
     }
+
+    /// The q-th block, q modulo 2^48.
+    __device__ __forceinline__ uint4 block(u64 q) const { return block(u32(q), high(q >> 32)); }
+
+    /// The complements of the bits of elements from `e` on, which is a multiple of as many as are asked for, a power of two.
+    struct Complements {
+        const Stream& stream;
+        u32 q_low;
+        High high;
+
+        /// Of eight elements, after 8 · eights others.
+        __device__ __forceinline__ RandomBits bits(u32 eights) const {
+            const uint4 bits = stream.block<true>(q_low + eights, high);
+            return {{bits.x, bits.y, bits.z, bits.w}};
+        }
+    };
+    __device__ __forceinline__ Complements complements(u64 e) const { return {*this, u32(e / 8), high(u32(e / 8 >> 32))}; }
 
     /// The bits of eight elements from e + 8 · eights on. kAligned: e is a multiple of 8.
     template <bool kAligned>

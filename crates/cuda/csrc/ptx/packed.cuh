@@ -44,6 +44,13 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+/// The same of F16 pairs.
+__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 /// The larger of |a| and |b|; NaN if either is.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     float larger;
@@ -55,6 +62,13 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
         "}"
         : "=f"(larger)
         : "f"(a), "f"(b));
+    return larger;
+}
+
+/// The same of both of BF16 pairs, with a sign that means nothing.
+__device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
@@ -79,10 +93,24 @@ __device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+/// a's low half · (b's lowest byte) + its high half · (b's next byte) + c, one instruction; all unsigned.
+__device__ __forceinline__ u32 halves_mul_add(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 /// x, with the magnitude of `limit`, a positive number, if it exceeds that.
 __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     float clamped;
     asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
+    return clamped;
+}
+
+/// The same for both of a BF16 pair.
+__device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
+    u32 clamped;
+    asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
     return clamped;
 }
 
@@ -126,6 +154,58 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     u32 wide;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
     return wide;
+}
+
+/// Of four E4M3 the lower two or (kHigh) the upper two to F16, exactly; one instruction.
+template <bool kHigh>
+__device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
+    u32 wide;
+    if constexpr (kHigh) {
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, high;\n"
+            "}"
+            : "=r"(wide)
+            : "r"(four));
+    } else {
+        asm("{\n"
+            ".reg .b16 low, high;\n"
+            "mov.b32 {low, high}, %1;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+            "}"
+            : "=r"(wide)
+            : "r"(four));
+    }
+    return wide;
+}
+
+/// Four F16 to E4M3, nearest-even, saturating; NaN gives 0x7F. Two instructions.
+__device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
+    u32 four;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(four)
+        : "r"(lower), "r"(upper));
+    return four;
+}
+
+/// sum + |a - b| of F16 pairs, each rounded to nearest even, subnormals kept.
+__device__ __forceinline__ u32 add_distance_f16x2(u32 sum, u32 a, u32 b) {
+    u32 out;
+    asm("{\n"
+        ".reg .b32 d;\n"
+        "sub.rn.f16x2 d, %2, %3;\n"
+        "abs.f16x2 d, d;\n"
+        "add.rn.f16x2 %0, %1, d;\n"
+        "}"
+        : "=r"(out)
+        : "r"(sum), "r"(a), "r"(b));
+    return out;
 }
 
 /// Two F16 to F32, exactly; the lower half first.

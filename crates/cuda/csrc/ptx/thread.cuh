@@ -17,6 +17,9 @@ __device__ __forceinline__ u32 lane_idx_anew() {
     return lane;
 }
 
+/// Has `x` computed by now, not where it is needed.
+__device__ __forceinline__ void compute_by_now(u32& x) { asm volatile("" : "+r"(x)); }
+
 /// Rank of this cta in its cluster; 0 when launched without one.
 __device__ __forceinline__ u32 cluster_cta_rank() {
     u32 rank;
@@ -31,6 +34,10 @@ __device__ __forceinline__ void cluster_sync() {
         "barrier.cluster.arrive.release;\n"
         "barrier.cluster.wait.acquire;\n" ::: "memory");
 }
+
+/// Waits until the kernels before this one are done, and what they wrote is seen: every thread of a kernel that is launched early
+/// (`Kernel::launch_early`), before it reads or writes what they do.
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /// A barrier of `kThreads` threads of the cta, by number; 0 is that of `__syncthreads`.
 template <int kBarrier, int kThreads>
@@ -62,6 +69,15 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 __device__ __forceinline__ void store_matrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+/// Four 8x8 tiles of 16-bit elements to a warp's registers, transposed: lane 8t+i names row i of tile t, and gets of each tile rows
+/// 2·(lane % 4) and the next of column lane / 4.
+__device__ __forceinline__ void load_matrix_x4_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
                  : "memory");
 }
 

@@ -2,11 +2,15 @@
 
 use half::bf16;
 use nibble_cuda::ops::grouped_product::{
-    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, Target,
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
+    Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
 use nibble_formats::{Element, ScaleLayout, layout::mn_major_stride};
+
+/// Values of D that are drawn where it is added to.
+const MOST_BEFORE: usize = 1 << 26;
 
 /// SplitMix64: test data only.
 pub struct Random(pub u64);
@@ -98,9 +102,10 @@ impl Case {
             Ragged::Rows => (self.capacity(), self.k),
             Ragged::Contraction => (self.m, self.capacity()),
         };
+        let powers = self.kind == Kind::Fp8(ScalesB::Floats) && self.e8m0.1;
         Desc {
             ragged: self.ragged,
-            kind: self.kind,
+            kind: if powers { Kind::Fp8(ScalesB::Powers) } else { self.kind },
             out: self.out,
             accumulate: self.accumulate,
             transposed: self.transposed,
@@ -117,17 +122,19 @@ impl Case {
             Ragged::Contraction => format!("wgrad {} x {}", self.m, self.n),
         };
         let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
-        let operands = match self.kind {
+        let operands = match self.desc().kind {
             Kind::Bf16 => "bf16".to_owned(),
             Kind::Fp8(scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
                 format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
-        let total: usize = self.lens.iter().sum();
+        let (total, most) = (self.lens.iter().sum::<usize>(), self.lens.iter().max().unwrap_or(&0));
+        let even = most * self.lens.len() == total;
+        let most = if even { String::new() } else { format!(" max {most}") };
         let turned = if self.transposed { " turned" } else { "" };
         let how = if self.accumulate { " +=" } else { "" };
-        format!("{kind} G {} rows {total} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
+        format!("{kind} G {} rows {total}{most} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
     }
 }
 
@@ -205,7 +212,7 @@ pub struct Operands {
     /// Row-major; as F32, and as bytes where the case says so.
     scales_a: Vec<f32>,
     scales_b: Vec<f32>,
-    /// What D holds before.
+    /// What D holds before; zeros if empty.
     before: Vec<f32>,
 }
 
@@ -226,13 +233,14 @@ impl Operands {
             (0..1 << 16).map(value).collect()
         };
         let mut random = Random(seed);
+        let adds = case.accumulate && desc.d() < MOST_BEFORE;
         let (rows_a, rows_b) = desc.scale_rows();
         let mut operands = Self {
             a: Plane::draw(desc.kind, data, &mut random, desc.a()),
             b: Plane::draw(desc.kind, data, &mut random, desc.b()),
             scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
             scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
-            before: if case.accumulate { random.draw(&scales(true), desc.d()) } else { Vec::new() },
+            before: if adds { random.draw(&scales(true), desc.d()) } else { Vec::new() },
             case,
         };
         operands.fill_pads(desc);
@@ -295,6 +303,7 @@ impl Operands {
             len: device.upload(&ints(&self.case.lens))?,
             bf16: device.filled(if self.case.out == Out::Bf16 { desc.d() } else { 1 }, 0xFF)?,
             f32: match (self.case.out, self.case.accumulate) {
+                (Out::F32, true) if self.before.is_empty() => device.filled(desc.d(), 0)?,
                 (Out::F32, true) => device.upload(&self.before)?,
                 (Out::F32, false) => device.filled(desc.d(), 0xFF)?,
                 (Out::Bf16, _) => device.filled(1, 0)?,
@@ -327,7 +336,8 @@ impl Operands {
             }
             Kind::Bf16 => row_b,
         };
-        let mut total = if self.case.accumulate { f64::from(self.before[at]) } else { 0.0 };
+        let mut total =
+            if self.case.accumulate { self.before.get(at).map_or(0.0, |&x| f64::from(x)) } else { 0.0 };
         for block in from / 128..to.div_ceil(128) {
             let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
                 .map(|k| self.a.value(row_a * desc.k + k, decode) * self.b.value(row_b * desc.k + k, decode))

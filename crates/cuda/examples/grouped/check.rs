@@ -31,7 +31,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
     Case {
         ragged: Ragged::Contraction,
-        kind: Kind::Fp8(ScalesB::Vector),
+        kind: Kind::Fp8(ScalesB::Floats),
         out: Out::F32,
         m,
         ..rows(lens, n, 0)
@@ -57,7 +57,7 @@ pub fn small() -> Vec<Case> {
     let sizes = [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector), Kind::Bf16] {
+        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats), Kind::Bf16] {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -69,17 +69,18 @@ pub fn small() -> Vec<Case> {
             let e8m0 = (i % 2 == 0, i % 3 == 0);
             let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
-            for scales in [ScalesB::Vector, ScalesB::Strip, ScalesB::Tile] {
+            for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
                 cases.push(Case { kind: Kind::Fp8(scales), ..case.clone() });
             }
-            for scales in [ScalesB::Strip, ScalesB::Tile] {
+            for scales in [ScalesB::Strips, ScalesB::Tile] {
                 let kind = Kind::Fp8(scales);
                 cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
             }
         }
         let out = Out::Bf16;
-        cases.push(Case { out, ..wgrad(lens, k + 3, n) });
-        cases.push(Case { out, kind: Kind::Fp8(ScalesB::Tile), ..wgrad(lens, k + 3, n) });
+        let case = Case { out, slack: 128, ..wgrad(lens, k + 3, n) };
+        cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), ..case.clone() });
+        cases.push(case);
         cases.push(bf16_of(Case { out, slack: 5, ..wgrad(lens, k, n) }));
     }
     // More groups than lanes of a warp.
@@ -106,17 +107,17 @@ pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
         normal: relative_error(device, case, Data::Normal)?,
         heavy: relative_error(device, case, Data::HeavyTails)?,
     };
-    let bound = match (case.out, case.kind) {
-        (Out::Bf16, _) => 2.5e-3,
-        (Out::F32, Kind::Fp8(_)) => 3e-4,
-        (Out::F32, Kind::Bf16) => 3e-5,
+    // The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with block scales, of the same data and at
+    // any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
+    let (normal_bound, heavy_bound) = match (case.out, case.kind) {
+        (Out::Bf16, _) => (2.5e-3, 2.5e-3),
+        (Out::F32, Kind::Fp8(_)) => (2e-4, 4e-4),
+        (Out::F32, Kind::Bf16) => (3e-5, 3e-5),
     };
-    // The tensor cores keep some 13 bits below the largest product of a sum: a few large ones among many small cost more
-    // where the contraction is one block.
-    if checked.normal > bound || checked.heavy > 4.0 * bound {
+    if checked.normal > normal_bound || checked.heavy > heavy_bound {
         let Checked { normal, heavy, .. } = checked;
         return Err(format!(
-            "{}: relative errors {normal:.2e} and {heavy:.2e}, above {bound:e}",
+            "{}: relative errors {normal:.2e} and {heavy:.2e}, above {normal_bound:e} or {heavy_bound:e}",
             case.name()
         ));
     }

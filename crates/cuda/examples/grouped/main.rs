@@ -1,16 +1,18 @@
-//! Grouped block-scaled FP8 products on a GPU: right, then timed.
+//! Grouped products on a GPU: right, then timed.
 //!
-//! `grouped [check | small | time [FILTER [BAND ...]]]`; without an argument, check and time. `small` checks the small shapes
-//! only, for compute-sanitizer; FILTER is a part of a case's name, BAND replaces the raster's band.
+//! `grouped [check [FILTER] | small [FILTER] | time [FILTER [BAND ...]] | loads [FILTER]]`; without an argument, check and time.
+//! `small` checks the small shapes only, for compute-sanitizer; `loads` times uneven groups against the same rows spread
+//! evenly. FILTER is a part of a case's name, BAND replaces the raster's band.
 
 mod case;
 mod check;
+mod floor;
 
 use case::{Case, Data, OnDevice, Operands, Random};
 use check::{bf16_of, rows, wgrad};
 use half::bf16;
 use nibble_cuda::cublaslt::GemmBf16;
-use nibble_cuda::ops::grouped_product::{Config, Kind, Out, Ragged, ScalesB};
+use nibble_cuda::ops::grouped_product::{Config, Kind, Out, ScalesB};
 use nibble_cuda::timing::Stopwatch;
 use nibble_cuda::{Device, Result};
 use std::process::ExitCode;
@@ -36,15 +38,20 @@ fn run(args: &[String]) -> Result<(), String> {
     let bands = args.iter().skip(2).map(|b| b.parse().map_err(|e| format!("BAND `{b}`: {e}")));
     let bands = bands.collect::<Result<Vec<usize>, _>>()?;
     let device = Device::open(0).map_err(|error| error.to_string())?;
-    let times = || times(&device, filter, &bands).map_err(|error| error.to_string());
+    let named = |cases: Vec<Case>| -> Vec<Case> {
+        cases.into_iter().filter(|case| case.name().contains(filter)).collect()
+    };
+    let text = |error: nibble_cuda::Error| error.to_string();
+    let small = || checks(&device, &named(check::small()));
+    let check = || small().and_then(|()| checks(&device, &named(timed())));
+    let times = || times(&device, named(timed()), &bands).map_err(text);
     match mode {
-        "small" => checks(&device, &check::small()),
-        "check" => checks(&device, &check::small()).and_then(|()| checks(&device, &timed())),
+        "small" => small(),
+        "check" => check(),
         "time" => times(),
-        "" => {
-            checks(&device, &check::small()).and_then(|()| checks(&device, &timed())).and_then(|()| times())
-        }
-        _ => Err(format!("unknown mode `{mode}`; one of: check, small, time")),
+        "loads" => loads(&device, filter).map_err(text),
+        "" => check().and_then(|()| times()),
+        _ => Err(format!("unknown mode `{mode}`; one of: check, small, time, loads")),
     }
 }
 
@@ -59,7 +66,7 @@ fn timed() -> Vec<Case> {
     let mn_major = |case: Case| Case { mn_major: true, ..case };
     // Columns made from E4M3 rows, and from MXFP4.
     let tiles = |case: Case| Case { kind: Kind::Fp8(ScalesB::Tile), ..mn_major(case) };
-    let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strip), ..mn_major(case) };
+    let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strips), ..mn_major(case) };
     let transposed = |case: Case| Case { transposed: true, ..case };
     let adding = |case: Case| Case { accumulate: true, ..case };
     let large = wgrad(&[4096; 8], 4096, 7168);
@@ -72,7 +79,7 @@ fn timed() -> Vec<Case> {
         f32_scales(rows(&UNEVEN, 7168, 2048)),
         rows(&UNEVEN, 7168, 4096),
         rows(&UNEVEN, 2048, 7168),
-        Case { kind: Kind::Fp8(ScalesB::Vector), ..rows(&UNEVEN, 4096, 7168) },
+        Case { kind: Kind::Fp8(ScalesB::Floats), ..rows(&UNEVEN, 4096, 7168) },
         rows(&ODD, 4096, 7168),
         rows(&[4096], 4096, 7168),
         rows(&[32768], 4096, 7168),
@@ -83,6 +90,11 @@ fn timed() -> Vec<Case> {
         transposed(strips(wgrad(&[4096; 8], 7168, 4096))),
         adding(tiles(large.clone())),
         adding(strips(large.clone())),
+        // As a layer has them: row-major scales, groups of any length.
+        Case { mn_major: false, ..strips(wgrad(&ODD, 4096, 7168)) },
+        Case { mn_major: false, ..transposed(tiles(wgrad(&ODD, 2048, 7168))) },
+        wgrad(&ODD, 4096, 7168),
+        f32_scales(wgrad(&ODD, 4096, 7168)),
         mn_major(large.clone()),
         large.clone(),
         f32_scales(mn_major(large.clone())),
@@ -114,26 +126,17 @@ fn checks(device: &Device, cases: &[Case]) -> Result<(), String> {
             checked.heavy
         );
     }
-    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Vector)] {
+    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats)] {
         check::nan_stays_in_its_row(device, kind)?;
     }
     println!("a NaN scale stays in its row; the same bits twice");
     Ok(())
 }
 
-/// Floating-point operations that count.
-fn flop(case: &Case) -> f64 {
-    let rows: usize = case.lens.iter().sum();
-    let (wide, deep) = match case.ragged {
-        Ragged::Rows => (case.n, case.k),
-        Ragged::Contraction => (case.m, case.n),
-    };
-    2.0 * rows as f64 * wide as f64 * deep as f64
-}
-
-fn times(device: &Device, filter: &str, bands: &[usize]) -> Result<()> {
+fn times(device: &Device, cases: Vec<Case>, bands: &[usize]) -> Result<()> {
     let stopwatch = Stopwatch::new(device)?;
-    for case in timed().into_iter().filter(|case| case.name().contains(filter)) {
+    let rates = stopwatch.rates()?;
+    for case in cases {
         let mut product: OnDevice = Operands::new(case.clone(), Data::Normal, 1).upload(device)?;
         let chosen = Config::choose(&case.desc(), device.info());
         let configs = match bands {
@@ -141,11 +144,40 @@ fn times(device: &Device, filter: &str, bands: &[usize]) -> Result<()> {
             _ => bands.iter().map(|&band| Config { band, ..chosen }).collect(),
         };
         for config in configs {
-            let name = format!("{:<58} band {:>2}", case.name(), config.band);
-            time(&stopwatch, &name, flop(&case), || product.run(config))?;
+            let name = format!("{:<66} band {:>2}", case.name(), config.band);
+            time(&stopwatch, &name, floor::flop(&case), || product.run(config))?;
         }
+        let memory_ms = floor::memory_us(&case, &rates) / 1e3;
+        println!("     memory alone: {memory_ms:.4} ms");
         if case.is_dense() && case.kind == Kind::Bf16 {
             time_library(device, &stopwatch, &case)?;
+        }
+    }
+    Ok(())
+}
+
+/// Uneven groups: the time against that of the tiles of 64 rows they need, at the rate of even groups of the same size and number,
+/// or of the memory.
+fn loads(device: &Device, filter: &str) -> Result<()> {
+    let stopwatch = Stopwatch::new(device)?;
+    let rates = stopwatch.rates()?;
+    for (even, uneven) in floor::loads() {
+        let mut rate = 0.0;
+        for case in std::iter::once(even).chain(uneven).filter(|case| case.name().contains(filter)) {
+            let mut product = Operands::new(case.clone(), Data::Normal, 1).upload(device)?;
+            let config = Config::choose(&case.desc(), device.info());
+            std::thread::sleep(COOL_DOWN);
+            let ms = f64::from(stopwatch.sustained(|| product.run(config))?.median_ms);
+            let tiles = floor::tile_flop(&case);
+            if rate == 0.0 {
+                rate = tiles / ms;
+            }
+            let (by_tiles, by_memory) = (tiles / rate, floor::memory_us(&case, &rates) / 1e3);
+            println!(
+                "load {:<70} {ms:.4} ms; tiles {by_tiles:.4}, memory {by_memory:.4}; {:.3} of the larger",
+                case.name(),
+                ms / by_tiles.max(by_memory)
+            );
         }
     }
     Ok(())
@@ -176,7 +208,6 @@ fn time_library(device: &Device, stopwatch: &Stopwatch, case: &Case) -> Result<(
     let b = device.upload(&random.draw(&table, n * k))?;
     let mut d = device.alloc(m * n)?;
     let gemm = GemmBf16::new(device, m, n, k)?;
-    time(stopwatch, &format!("{:<66}", format!("cuBLASLt {m} x {n} x {k} bf16")), flop(case), || {
-        gemm.run(&a, &b, &mut d)
-    })
+    let name = format!("{:<74}", format!("cuBLASLt {m} x {n} x {k} bf16"));
+    time(stopwatch, &name, floor::flop(case), || gemm.run(&a, &b, &mut d))
 }

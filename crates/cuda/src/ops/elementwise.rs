@@ -1,4 +1,4 @@
-//! `cast`, `transpose` on a GPU (`csrc/kernels/{cast,transpose}.cuh`).
+//! `cast`, `add`, `transpose` on a GPU (`csrc/kernels/{cast,add,transpose}.cuh`).
 
 use super::Instance;
 use super::held::Held;
@@ -9,12 +9,14 @@ use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use half::bf16;
-use nibble_core::ops::{Cast, Transpose};
+use nibble_core::ops::{Add, Cast, Transpose};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const THREADS: u32 = 256;
 /// Numbers a cta casts.
 const CAST_PER_CTA: usize = 4096;
+/// Units of 16 bytes a cta adds.
+const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes along a side of a transposed tile.
 const TILE_UNITS: usize = 16;
 /// Their size.
@@ -32,7 +34,7 @@ pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     Tensor::new(data, op.x.rows, op.x.cols)
 }
 
-fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
+pub(super) fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
     let out = device.alloc::<U>(x.len())?;
     if x.is_empty() {
         return Ok(Buf::new(out));
@@ -55,6 +57,43 @@ fn cast_spec(to: DType) -> KernelSpec {
         source: "kernels/cast.cuh",
         name: "nib::cast",
         args: vec![("From", TemplateArg::Type(type_name(from))), ("To", TemplateArg::Type(type_name(to)))],
+    }
+}
+
+/// See [`Add`].
+pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let held = Held::by("add", cuda);
+    held.tensor("a", op.a)?;
+    held.tensor("b", op.b)?;
+    let device = cuda.device();
+    let data = match (&op.a.data, &op.b.data) {
+        (Data::F32(a), Data::F32(b)) => Data::F32(add_values(device, a.get(), b.get(), DType::F32)?),
+        (Data::Bf16(a), Data::Bf16(b)) => Data::Bf16(add_values(device, a.get(), b.get(), DType::Bf16)?),
+        _ => return Err(Error::shape("add", "type of b", op.b.dtype(), op.a.dtype())),
+    };
+    Tensor::new(data, op.a.rows, op.a.cols)
+}
+
+fn add_values<T: Plain>(device: &Device, a: &Buffer<T>, b: &Buffer<T>, dtype: DType) -> Result<Buf<T>> {
+    let out = device.alloc::<T>(a.len())?;
+    if a.is_empty() {
+        return Ok(Buf::new(out));
+    }
+    let ctas = u32::try_from(a.len().div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
+        .map_err(|_| Error::shape("add", "a.len()", a.len(), "below 2^44"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&add_spec(dtype))?;
+    // SAFETY: all three buffers have `a.len()` values of the instance's type (`check`, `Held`), on this device.
+    unsafe { kernel.launch(launch, &[a, b, &out, &(a.len() as u64)]) }?;
+    Ok(Buf::new(out))
+}
+
+fn add_spec(dtype: DType) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/add.cuh",
+        name: "nib::add",
+        args: vec![("T", TemplateArg::Type(type_name(dtype)))],
     }
 }
 
@@ -139,7 +178,7 @@ pub(super) fn instances() -> Vec<Instance> {
     let turns = types
         .into_iter()
         .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
-    let specs = types.into_iter().map(cast_spec).chain(turns);
+    let specs = types.into_iter().map(cast_spec).chain(types.map(add_spec)).chain(turns);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 

@@ -1,7 +1,9 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
+use super::elementwise::cast_values;
 use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::product_parts::Parts;
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use half::bf16;
@@ -58,7 +60,8 @@ impl Product<'_> {
             k: self.k,
         };
         let turned = Desc { kind: Kind::Fp8(scales_b(a)), transposed: true, m: self.n, n: self.m, ..desc };
-        let faster = kind == Kind::Fp8(ScalesB::Vector) && turned.kind != kind && turned.check().is_ok();
+        let shared = |kind| matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
     }
 
@@ -73,9 +76,13 @@ impl Product<'_> {
         };
         if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
             let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
-            let (a, b) = (self.operand(a, ScalesB::Vector)?, self.operand(b, scales_b(b))?);
+            let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
             return GroupedProduct { desc, groups, a, b, d }.run();
         }
+        if let Some(parts) = Parts::choose(self, a, b, &d) {
+            return parts.run(self, d);
+        }
+        let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
             Operand::Block(q) => Some(q.format.spec().block),
@@ -148,16 +155,25 @@ impl Product<'_> {
     }
 }
 
-/// How many rows of an operand are known to share their scales.
+/// A BF16 operand in F32, where the other one is.
+fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+    match (x, other.format()) {
+        (Operand::Plain(Tensor { data: Data::Bf16(values), rows, cols }), Format::F32) => {
+            let values = cast_values(values.get().device(), values.get(), DType::F32)?;
+            Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
+        }
+        _ => Ok(x.clone()),
+    }
+}
+
+/// What is known of an operand's scales.
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(BlockScaled {
-            axis: BlockAxis::Col,
-            scales: nibble_core::Scales::E8m0(scales),
-            ..
-        }) => ScalesB::of_rows(scales.repeats()),
-        _ => ScalesB::Vector,
+        Operand::Block(BlockScaled { axis, scales: nibble_core::Scales::E8m0(scales), .. }) => {
+            ScalesB::repeating(if *axis == BlockAxis::Col { scales.repeats() } else { 1 })
+        }
+        _ => ScalesB::Floats,
     }
 }
 

@@ -81,9 +81,10 @@ impl Config {
     pub const fn shared_bytes(&self, desc: &Desc) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind {
-            Kind::Fp8(ScalesB::Tile | ScalesB::Strip) => BLOCK_M + 4,
-            // B's in four parts, each padded by 4.
-            Kind::Fp8(ScalesB::Vector) => BLOCK_M + BLOCK_N + 16,
+            Kind::Fp8(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
+            // B's in four parts, each padded by 4; powers of two as BF16.
+            Kind::Fp8(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
+            Kind::Fp8(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
             Kind::Bf16 => 0,
         };
         let barriers = 2 * size_of::<u64>();
@@ -104,7 +105,7 @@ impl Config {
         ];
         let (source, name) = match desc.kind {
             Kind::Fp8(scales_b) => {
-                args.push(("kSharedB", int(scales_b.rows())));
+                args.push(("kScalesB", TemplateArg::Type(scales_b.name())));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
                 ("kernels/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
             }
@@ -142,15 +143,16 @@ fn hopper() -> GpuInfo {
 pub(super) fn instances() -> Vec<super::Instance> {
     let fp8 = Kind::Fp8;
     let mut cases = Vec::new();
-    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Vector), Kind::Bf16] {
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats), Kind::Bf16] {
         cases.extend([Out::Bf16, Out::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
     }
-    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strip), fp8(ScalesB::Vector), Kind::Bf16] {
+    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), Kind::Bf16];
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strips)].into_iter().chain(own) {
         cases.push((Ragged::Contraction, kind, Out::Bf16, false, false));
         for accumulate in [false, true] {
             cases.push((Ragged::Contraction, kind, Out::F32, accumulate, false));
             // Where each row of B has its own scale, those of A have, too.
-            if matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strip)) {
+            if !own.contains(&kind) {
                 cases.push((Ragged::Contraction, kind, Out::F32, accumulate, true));
             }
         }

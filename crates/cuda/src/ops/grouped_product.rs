@@ -34,9 +34,11 @@ pub enum ScalesB {
     /// 128 rows share a scale: weights, and columns made of E4M3 rows. The fastest.
     Tile,
     /// 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
-    Strip,
-    /// Each row has its own.
-    Vector,
+    Strips,
+    /// Each row has its own, E8M0.
+    Powers,
+    /// Each row has its own. The slowest.
+    Floats,
 }
 
 impl ScalesB {
@@ -44,17 +46,27 @@ impl ScalesB {
     pub const fn rows(self) -> usize {
         match self {
             Self::Tile => 128,
-            Self::Strip => 32,
-            Self::Vector => 1,
+            Self::Strips => 32,
+            Self::Powers | Self::Floats => 1,
         }
     }
 
-    /// What rows that share scales so many at a time have.
-    pub const fn of_rows(rows: usize) -> Self {
+    /// What E8M0 scales are of which so many neighbours are known to be equal.
+    pub const fn repeating(rows: usize) -> Self {
         match rows {
             128 => Self::Tile,
-            32 => Self::Strip,
-            _ => Self::Vector,
+            32 => Self::Strips,
+            _ => Self::Powers,
+        }
+    }
+
+    /// The device's name for it.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Tile => "nib::ScalesOfB::kTile",
+            Self::Strips => "nib::ScalesOfB::kStrips",
+            Self::Powers => "nib::ScalesOfB::kPowers",
+            Self::Floats => "nib::ScalesOfB::kFloats",
         }
     }
 }
@@ -181,8 +193,8 @@ impl Desc {
                 return Err(Error::shape(OP, argument, got, "an F32 gradient"));
             }
         }
-        if by_rows && self.kind == Kind::Fp8(ScalesB::Strip) {
-            return Err(Error::shape(OP, "kind", "Strip with Ragged::Rows", "Tile or Vector"));
+        if by_rows && self.kind == Kind::Fp8(ScalesB::Strips) {
+            return Err(Error::shape(OP, "kind", "Strips with Ragged::Rows", "another"));
         }
         Ok(())
     }
@@ -287,6 +299,11 @@ impl GroupedProduct<'_> {
         let (rows_a, rows_b) = desc.scale_rows();
         self.a.check("a", desc, desc.a(), rows_a, device)?;
         self.b.check("b", desc, desc.b(), rows_b, device)?;
+        if let (Kind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values: ScaleValues::F32(_), .. })) =
+            (desc.kind, &self.b)
+        {
+            return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
+        }
         let mut lengths = vec![("d", self.d.len(), desc.d(), self.d.device())];
         match self.groups {
             Some(GroupBuffers { start, len }) => {
@@ -308,7 +325,7 @@ impl GroupedProduct<'_> {
 
     /// Runs with the instance that [`Config::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = Config::choose(&self.desc, self.a.device().info());
+        let config = super::trial::config(&self.desc, self.a.device().info());
         self.run_with(config)
     }
 
@@ -391,7 +408,7 @@ mod tests {
             (Desc { m: 1 << 30, ..GOOD }, "scales"),
             (Desc { accumulate: true, ..GOOD }, "accumulate"),
             (Desc { transposed: true, ..GOOD }, "transposed"),
-            (Desc { kind: Kind::Fp8(ScalesB::Strip), ..GOOD }, "kind"),
+            (Desc { kind: Kind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
             (Desc { accumulate: true, out: Out::Bf16, ..wgrad }, "accumulate"),
             (Desc { transposed: true, ..wgrad }, "transposed"),
             (Desc { m: 12, ..wgrad }, "m"),
@@ -405,12 +422,11 @@ mod tests {
     fn lengths_follow_the_layout() {
         assert_eq!((GOOD.blocks_k(), GOOD.scale_rows()), (4, (384, 3 * 3)));
         assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
-        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Vector), ..GOOD };
+        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Floats), ..GOOD };
         assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
-        let strips = Desc { kind: Kind::Fp8(ScalesB::Strip), transposed: true, ..wgrad };
+        let strips = Desc { kind: Kind::Fp8(ScalesB::Strips), transposed: true, ..wgrad };
         assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
-        assert!(
-            [ScalesB::Tile, ScalesB::Strip, ScalesB::Vector].iter().all(|&b| ScalesB::of_rows(b.rows()) == b)
-        );
+        let of_bytes = [ScalesB::Tile, ScalesB::Strips, ScalesB::Powers];
+        assert!(of_bytes.iter().all(|&b| ScalesB::repeating(b.rows()) == b));
     }
 }

@@ -15,12 +15,14 @@ pub(crate) mod permute;
 pub(crate) mod plan_permute;
 mod planes;
 mod product;
+mod product_parts;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod route;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
+pub mod trial;
 pub(crate) mod wire;
 
 use crate::Cuda;
@@ -47,6 +49,7 @@ pub struct Instance {
 pub fn instances() -> Vec<Instance> {
     [
         grouped_config::instances(),
+        product_parts::instances(),
         product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),

@@ -8,10 +8,9 @@ use super::copy_rows::{Order, Reorder};
 use super::held::Held;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
+use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
-use half::bf16;
+use crate::launch::{Divider, KernelArg, Launch};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 
@@ -122,11 +121,20 @@ impl Combine {
         }
     }
 
-    fn run<T: Plain>(&self, device: &Device, rows: &Buffer<T>, top_k: usize) -> Result<Buf<T>> {
+    fn run<T: Plain>(
+        &self,
+        op: &CombineSlots<'_, Cuda>,
+        rows: &Buffer<T>,
+        plus: Option<&Buffer<T>>,
+    ) -> Result<Buf<T>> {
+        let device = rows.device();
         let out = device.alloc::<T>(self.units * self.count)?;
         if self.units == 0 {
             return Ok(Buf::new(out));
         }
+        // The kernel reads row 0 for a slot that has none.
+        let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
+        let rows = nothing.as_ref().unwrap_or(rows);
         let launch = Launch {
             ctas: ctas("combine_slots", self.units)?,
             threads: THREADS,
@@ -134,13 +142,20 @@ impl Combine {
             shared_bytes: 0,
         };
         let (units, units_per_row) = (self.units as u32, self.units_per_row as u32);
-        // Rows are below 2^31 · 8, and there are as many as top_k at least.
-        let top_k =
-            i32::try_from(top_k).map_err(|_| Error::shape("combine_slots", "top_k", top_k, "below 2^31"))?;
+        let small = |argument, value: usize| {
+            i32::try_from(value).map_err(|_| Error::shape("combine_slots", argument, value, "below 2^31"))
+        };
+        let (top_k, num_rows) = (small("top_k", op.top_k)?, small("rows", op.rows.rows)? as u32);
         let kernel = device.kernel(&self.spec())?;
         let by_units_per_row = Divider::by(units_per_row);
-        // SAFETY: `Held` held `rows` to top_k times as many values as `out` has, and the kernel writes `units` times `count`.
-        unsafe { kernel.launch(launch, &[rows, &out, &units, &units_per_row, &by_units_per_row, &top_k]) }?;
+        let index = op.index.map(Buf::get);
+        // SAFETY: `Held` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
+        // kernel reads no other row and writes `units` times `count`.
+        unsafe {
+            let args: [&dyn KernelArg; 9] =
+                [rows, &index, &num_rows, &plus, &out, &units, &units_per_row, &by_units_per_row, &top_k];
+            kernel.launch(launch, &args)
+        }?;
         Ok(Buf::new(out))
     }
 }
@@ -156,12 +171,25 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
 /// See [`CombineSlots`].
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    Held::by("combine_slots", cuda).tensor("rows", op.rows)?;
-    let (tokens, cols) = (op.rows.rows / op.top_k, op.rows.cols);
+    let held = Held::by("combine_slots", cuda);
+    held.tensor("rows", op.rows)?;
+    op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (tokens, cols) = (op.tokens(), op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
-    let data = match &op.rows.data {
-        Data::F32(rows) => Data::F32(combine.run::<f32>(cuda.device(), rows.get(), op.top_k)?),
-        Data::Bf16(rows) => Data::Bf16(combine.run::<bf16>(cuda.device(), rows.get(), op.top_k)?),
+    let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {
+        (Data::F32(rows), None) => Data::F32(combine.run(&op, rows.get(), None)?),
+        (Data::F32(rows), Some(Data::F32(plus))) => {
+            Data::F32(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        (Data::Bf16(rows), None) => Data::Bf16(combine.run(&op, rows.get(), None)?),
+        (Data::Bf16(rows), Some(Data::Bf16(plus))) => {
+            Data::Bf16(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        // `check` held them to one type.
+        (_, Some(_)) => {
+            return Err(Error::shape("combine_slots", "type of plus", "another", op.rows.dtype()));
+        }
     };
     Tensor::new(data, tokens, cols)
 }

@@ -19,6 +19,8 @@ const MOST_PASSES: usize = 16;
 /// Each cta reads the counts of all chunks, so there should not be many more than multiprocessors.
 const CHUNKS: usize = 256;
 const MOST_GROUPS: usize = 4096;
+/// Ctas of `plan_place` at least, that padding does not wait for a few.
+const PLACE_CTAS: i32 = 64;
 
 /// `PlanSizes` of the kernel.
 #[repr(C)]
@@ -104,7 +106,7 @@ impl Sizes {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
         let sorted = 4 * PASS + THREADS / 32 * 2 * columns;
         let ids = 4 * (PASS + 4);
-        self.launch(self.chunks.max(1), 16 * columns + ids + sorted.max(8 * count_rows * columns))
+        self.launch(self.chunks.max(PLACE_CTAS), 16 * columns + ids + sorted.max(8 * count_rows * columns))
     }
 
     fn launch(&self, ctas: i32, shared_bytes: usize) -> Launch {
@@ -144,9 +146,10 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     }
     let (top_k, by_top_k) = (op.top_k as i32, Divider::by(op.top_k as u32));
     // SAFETY: as above; token_id has a value every top_k slots (`PlanPermute::check`). Rows are written only where all fit the
-    // capacity, for which row_id, source_row and row_slot are made, and all occupied slots num_slots, for which slot_row is.
+    // capacity, for which row_id, source_row and row_slot are made, and all occupied slots num_slots, for which slot_row is. Before
+    // the kernel waits it reads only `expert` and `token_id`, which plan_count came after; without slots it reads neither.
     unsafe {
-        device.kernel(&spec("nib::plan_place"))?.launch(
+        device.kernel(&spec("nib::plan_place"))?.launch_early(
             sizes.place(),
             &[
                 expert,

@@ -5,14 +5,15 @@ mod config;
 pub(super) use config::instances;
 
 use super::held::Held;
-use super::planes::{plain_arg, planes_or_nulls, unwritten};
+use super::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::device::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
-use config::{Desc, Path, SEGMENT_COLS, ScalePlane, TRANSFORM_COLS, transpose_spec};
+use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Operand, Result};
+use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -68,6 +69,7 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     let cols = match op.planes {
         Planes::Rows => None,
         Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        _ if desc.lays_strips_together() => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
         _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
     let counts = super::counts(cuda)?;
@@ -148,39 +150,49 @@ fn transform_first(
     Ok(out)
 }
 
-/// The scales of the column kernels, block by block.
+/// x as `quantize_hadamard_rows` reads it: units of columns one below the other, a warp's at a time.
+fn unit_map(x: &Tensor<Cuda>, desc: &Desc) -> Result<TensorMap> {
+    let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
+    Tiles {
+        element: tensor_map::Element::Bf16,
+        address: x.get().address(),
+        rows: desc.units(),
+        cols: UNIT_COLS,
+        row_stride_bytes: UNIT_COLS * size_of::<u16>(),
+        tile_rows: 32,
+        tile_cols: UNIT_COLS,
+        swizzle: Swizzle::Bytes128,
+    }
+    .encode()
+}
+
+/// The scales of rows as `quantize_cols` leaves them.
 struct ByBlock {
-    rows: Buffer<u8>,
-    cols: Buffer<u8>,
+    plane: RowScales,
+    scales: Buffer<u8>,
 }
 
 impl ByBlock {
-    fn new(device: &Device, desc: &Desc) -> Result<Self> {
-        let bytes = |plane: ScalePlane| plane.written * plane.stride * desc.kind().bytes();
-        let (cols, rows) = desc.scale_planes();
-        let row_bytes = if desc.planes == Planes::Both { bytes(rows) } else { 0 };
-        Ok(Self { rows: device.alloc(row_bytes)?, cols: device.alloc(bytes(cols))? })
+    /// Where rows are written as well.
+    fn new(device: &Device, desc: &Desc) -> Result<Option<Self>> {
+        let plane = desc.row_scales();
+        let new = |bytes| Ok(Self { plane, scales: device.alloc(bytes)? });
+        let both = desc.planes == Planes::Both;
+        both.then(|| new(plane.written * plane.stride * desc.kind().bytes())).transpose()
     }
 
     /// Brings them to their places.
-    fn transpose(
-        &self,
-        device: &Device,
-        desc: &Desc,
-        row_scales: &dyn KernelArg,
-        col_scales: &dyn KernelArg,
-    ) -> Result<()> {
-        let (cols, rows) = desc.scale_planes();
-        let rows_ctas = if desc.planes == Planes::Both { rows.ctas() } else { 0 };
-        let of = |plane: ScalePlane| [plane.lines, plane.blocks, plane.stride].map(|value| value as i32);
-        let ([col_lines, col_blocks, col_stride], [row_lines, row_blocks, row_stride]) = (of(cols), of(rows));
-        let launch =
-            Launch { ctas: (cols.ctas() + rows_ctas) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
-        let cols: [&dyn KernelArg; 5] = [&self.cols, col_scales, &col_lines, &col_blocks, &col_stride];
-        let rows: [&dyn KernelArg; 5] = [&self.rows, row_scales, &row_lines, &row_blocks, &row_stride];
-        // SAFETY: the planes have the lengths that follow from the same sizes, and nobody else writes them; there are as many
-        // ctas as cover the columns' plane, and the rows' where there is one.
-        unsafe { device.kernel(&transpose_spec(desc.kind()))?.launch(launch, &[cols, rows].concat()) }
+    fn transpose(&self, device: &Device, kind: ScaleKind, row_scales: &dyn KernelArg) -> Result<()> {
+        let RowScales { lines, blocks, stride, .. } = self.plane;
+        let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
+        let launch = Launch { ctas: self.plane.ctas() as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+        // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
+        // kernel waits before its first load.
+        unsafe {
+            device
+                .kernel(&transpose_spec(kind))?
+                .launch_early(launch, &[&self.scales, row_scales, &lines, &blocks, &stride])
+        }
     }
 }
 
@@ -208,28 +220,40 @@ fn launch(
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
+    let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
     match config.path {
-        Path::Rows => {
+        Path::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();
-            let segments = cols.div_ceil(SEGMENT_COLS) as u32;
+            let (segments, rounds) = (segments as u32, rounds as u32);
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
-            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_segments, &segments];
-            launch(&[&planes[..3], &sizes, &[&rule, &rounding, &hadamard]])
+            let sizes: [&dyn KernelArg; 7] =
+                [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
+            launch(&[&planes[..3], &sizes, &[&rule, &rounding]])
+        }
+        Path::HadamardRows => {
+            let map = unit_map(op.x, desc)?;
+            let units = (desc.cols / UNIT_COLS) as u32;
+            let by_units = Divider::by(units);
+            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_units, &units];
+            launch(&[&[&map, row_codes, row_scales], &sizes, &[&rule, &rounding, &hadamard]])
         }
         Path::Cols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
-            let planes: [&dyn KernelArg; 5] = [x, row_codes, &by_block.rows, col_codes, &by_block.cols];
-            launch(&[&planes, &sizes, &[&band, &rule, &rounding]])?;
-            by_block.transpose(device, desc, row_scales, col_scales)
-        }
-        Path::HadamardCols { band } => {
-            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+            let row_scales_by_block = by_block.as_ref().map(|by_block| &by_block.scales);
             launch(&[
-                &[x, col_codes, &by_block.cols],
+                &[x, row_codes, &row_scales_by_block, col_codes, col_scales],
                 &sizes,
-                &[&band, &rule, &rounding, &hadamard, &start, &num_groups],
+                &[&scale_stride, &band, &rule, &rounding],
             ])?;
-            by_block.transpose(device, desc, row_scales, col_scales)
+            by_block.map_or(Ok(()), |by_block| by_block.transpose(device, desc.kind(), row_scales))
+        }
+        Path::HadamardCols => {
+            let by_height = Divider::by(desc.lines_height() as u32);
+            launch(&[
+                &[x, col_codes, col_scales],
+                &sizes,
+                &[&scale_stride, &by_height, &rule, &rounding, &hadamard, &start, &num_groups],
+            ])
         }
         Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
         Path::Any => {

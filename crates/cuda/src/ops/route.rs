@@ -173,9 +173,9 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
         }
     }
     // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
-    // clusters are those of the shards.
+    // clusters are those of the shards. The kernel waits before it reads or writes.
     unsafe {
-        device.kernel(&losses_spec())?.launch(
+        device.kernel(&losses_spec())?.launch_early(
             losses_launch(&desc),
             &[
                 &sums.probs,

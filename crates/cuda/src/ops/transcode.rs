@@ -2,11 +2,11 @@
 
 use super::Instance;
 use super::held::Held;
-use super::planes::{plane_args, rule_arg, unwritten};
+use super::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
 use crate::Cuda;
 use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, Launch};
+use crate::launch::{Divider, KernelArg, Launch};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result, Scales};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
@@ -18,18 +18,18 @@ const TILE: usize = 128;
 /// Columns of a chunk of `lift_rows`, and how many of them a warp takes at a time: the more the better for long rows.
 const LIFT_CHUNK_COLS: usize = 512;
 const LIFT_CHUNKS: [usize; 2] = [4, 8];
+/// Threads of `lift_rows`, and the segments a warp takes where there may be padding, which is passed over, and where there is none.
+const LIFT_THREADS: u32 = 128;
+const LIFT_ROUNDS: [u32; 2] = [2, 1];
 /// Columns that a warp of `requantize_rows` takes at a time.
 const REQUANTIZE_COLS: usize = 2048;
+/// Most ctas of it a multiprocessor: more rows a warp cost less than more warps.
+const REQUANTIZE_CTAS_PER_SM: u32 = 16;
 /// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
 const LIFT_PANELS: usize = 2;
 const SHIFT_PANELS: usize = 1;
-/// Most strips of 128 rows that a cta of a column kernel takes one after the other.
-const MOST_DEPTH: usize = 4;
-/// From so many numbers on, column scales are stored once a block and then copied: what that saves is worth a launch.
-const SPREAD_FROM: usize = 1 << 27;
-/// Columns of a cta of `spread_scales`, and the most strips that it takes.
-const SPREAD_COLS: usize = 32;
-const MOST_SPREAD: usize = 8192;
+/// Most strips of 128 rows that a cta of a column kernel takes.
+const MOST_DEPTH: usize = 2;
 
 /// The kernel of a conversion, with its template arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,22 +107,18 @@ impl Conversion {
         match self {
             Self::LiftRows { .. } | Self::RequantizeRows { .. } => 0,
             Self::LiftCols { .. } => turn_shared_bytes(TILE / 2, 4, LIFT_PANELS),
-            Self::ShiftCols { .. } => turn_shared_bytes(TILE, 1, SHIFT_PANELS) + 2 * SHIFT_PANELS * 4 * 8 * 8,
+            Self::ShiftCols { .. } => {
+                turn_shared_bytes(TILE, 1, SHIFT_PANELS) + MOST_DEPTH * 8 * SHIFT_PANELS * 4 * 8
+            }
         }
     }
 }
 
 /// `TurnShared`, for codes of `row_bytes` and `blocks` scales of 128 columns of a row.
 const fn turn_shared_bytes(row_bytes: usize, blocks: usize, panels: usize) -> usize {
-    let codes = 2 * 8 * (16 * row_bytes * panels + row_bytes / 4);
-    let scales = 2 * blocks * panels * (TILE + 4);
-    let targets = MOST_DEPTH * blocks * panels;
-    (codes + scales.next_multiple_of(16) + 2 * 16 + targets.next_multiple_of(4) + 3 * 4).next_multiple_of(16)
-}
-
-/// The kernel that copies scales of blocks to their columns.
-fn spread_spec() -> KernelSpec {
-    KernelSpec { source: "kernels/spread_scales.cuh", name: "nib::spread_scales", args: Vec::new() }
+    let codes = MOST_DEPTH * 8 * (16 * row_bytes * panels + 16);
+    let scales = MOST_DEPTH * blocks * panels * (TILE + 8);
+    (codes + scales + MOST_DEPTH * 16 + 3 * 4).next_multiple_of(16)
 }
 
 /// How a column kernel divides its work.
@@ -130,31 +126,25 @@ fn spread_spec() -> KernelSpec {
 struct ColPlan {
     rows: i32,
     cols: i32,
-    strips: i32,
     capacity: i32,
     depth: i32,
     ctas: u32,
     threads: u32,
-    /// Whether scales are stored once a block first.
-    spread: bool,
 }
 
 impl ColPlan {
-    /// For ctas of `panels`; those that take fewer columns take fewer strips.
-    fn new(rows: usize, cols: usize, panels: usize, spread_from: usize) -> Result<Self> {
+    /// For ctas of `panels`.
+    fn new(rows: usize, cols: usize, panels: usize) -> Result<Self> {
         let strips = rows.div_ceil(TILE);
-        let spread = rows * cols >= spread_from && strips <= MOST_SPREAD;
-        let depth = strips.min(if spread { panels } else { 2 * panels });
+        let depth = strips.min(MOST_DEPTH);
         let ctas = strips.div_ceil(depth) * cols.div_ceil(panels * TILE);
         Ok(Self {
             rows: below_2_31("x.rows", rows)?,
             cols: below_2_31("x.cols", cols)?,
-            strips: strips as i32,
             capacity: below_2_31("x.rows", strips * TILE)?,
             depth: depth as i32,
             ctas: below_2_31("strips · panels", ctas)? as u32,
             threads: (panels * TILE) as u32,
-            spread,
         })
     }
 }
@@ -165,6 +155,9 @@ struct RowPlan {
     rows: i32,
     cols: i32,
     segments: u32,
+    /// Segments of a warp of `lift_rows`.
+    rounds: u32,
+    threads: u32,
     ctas: u32,
 }
 
@@ -181,8 +174,22 @@ impl RowPlan {
             rows: below_2_31("x.rows", rows)?,
             cols: below_2_31("x.cols", cols)?,
             segments: segments as u32,
+            rounds: 1,
+            threads: THREADS,
             ctas: (tasks as u32).div_ceil(THREADS / 32),
         })
+    }
+
+    /// Of `lift_rows`.
+    fn of_lift(self, is_ragged: bool) -> Self {
+        let rounds = LIFT_ROUNDS[usize::from(!is_ragged)];
+        let tasks = self.rows as u32 * self.segments;
+        Self { rounds, threads: LIFT_THREADS, ctas: tasks.div_ceil(LIFT_THREADS / 32 * rounds), ..self }
+    }
+
+    /// In fewer ctas, whose warps go on to further segments.
+    fn at_most(self, ctas: u32) -> Self {
+        Self { ctas: self.ctas.min(ctas), ..self }
     }
 }
 
@@ -197,11 +204,6 @@ fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
 
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
-    transcode_by(cuda, op, SPREAD_FROM)
-}
-
-/// With column scales copied from those of blocks from `spread_from` numbers on.
-fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Result<Transcoded<Cuda>> {
     op.check()?;
     let (x, held) = (op.x, Held::by(OP, cuda));
     held.blocks("x", x)?;
@@ -228,13 +230,21 @@ fn transcode_by(cuda: &Cuda, op: Transcode<'_, Cuda>, spread_from: usize) -> Res
         return Err(Error::shape(OP, "groups.capacity", x.rows, "a multiple of e4m3's block of 128"));
     }
     let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
-    let mut out = unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?;
-    if let (BlockAxis::Col, Scales::E8m0(scales)) = (op.axis, &mut out.scales) {
-        scales.repeat(x.format.spec().block)?;
-    }
+    let out = match op.axis {
+        BlockAxis::Col => {
+            let mut out = unwritten_columns(cuda.device(), (op.to, rule), (capacity, x.cols))?;
+            if let Scales::E8m0(scales) = &mut out.scales {
+                scales.repeat(x.format.spec().block)?;
+            }
+            out
+        }
+        BlockAxis::Row | BlockAxis::Tile => {
+            unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?
+        }
+    };
     let counts = super::counts(cuda)?;
     if x.rows != 0 && x.cols != 0 {
-        launch(cuda, &op, row_id, spread_from, &out, counts.0.get())?;
+        launch(cuda, &op, row_id, &out, counts.0.get())?;
     }
     Ok(Transcoded { out, counts })
 }
@@ -243,7 +253,6 @@ fn launch(
     cuda: &Cuda,
     op: &Transcode<'_, Cuda>,
     row_id: Option<&Buffer<i32>>,
-    spread_from: usize,
     out: &BlockScaled<Cuda>,
     counts: &Buffer<u64>,
 ) -> Result<()> {
@@ -262,29 +271,34 @@ fn launch(
         Conversion::LiftRows { chunks, .. } => chunks * LIFT_CHUNK_COLS,
         Conversion::RequantizeRows { .. } => REQUANTIZE_COLS,
         Conversion::LiftCols { .. } => {
-            let plan = ColPlan::new(rows, cols, LIFT_PANELS, spread_from)?;
+            let plan = ColPlan::new(rows, cols, LIFT_PANELS)?;
             return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
         }
         Conversion::ShiftCols { .. } => {
-            let plan = ColPlan::new(rows, cols, SHIFT_PANELS, spread_from)?;
+            let plan = ColPlan::new(rows, cols, SHIFT_PANELS)?;
             return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
         }
     };
-    let RowPlan { rows, cols, segments, ctas } = RowPlan::new(rows, cols, segment_cols)?;
+    let plan = RowPlan::new(rows, cols, segment_cols)?;
+    let is_lift = matches!(conversion, Conversion::LiftRows { .. });
+    let plan = if is_lift {
+        plan.of_lift(row_id.is_some())
+    } else {
+        plan.at_most(REQUANTIZE_CTAS_PER_SM * cuda.device().info().num_sms)
+    };
+    let RowPlan { rows, cols, segments, rounds, threads, ctas } = plan;
     let by_segments = Divider::by(segments);
     let ([codes, scales], out_codes, out_scales) =
         (plane_args(x), out.codes.get(), out.e8m0_scales(OP)?.get());
     let kernel = cuda.device().kernel(&conversion.spec())?;
-    let shape = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let shape = Launch { ctas, threads, cluster: 1, shared_bytes: 0 };
+    let mut args: Vec<&dyn KernelArg> =
+        vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
+    args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
     // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
-    unsafe {
-        kernel.launch(
-            shape,
-            &[codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments],
-        )
-    }
+    unsafe { kernel.launch(shape, &args) }
 }
 
 fn launch_cols(
@@ -299,13 +313,10 @@ fn launch_cols(
     let kernel = cuda.device().kernel(&conversion.spec())?;
     let scales = x.e8m0_scales(OP)?.get();
     let (out_codes, out_scales) = (out.codes.get(), out.e8m0_scales(OP)?.get());
-    let ColPlan { rows, cols, strips, capacity, depth, ctas, threads, spread } = plan;
-    let block = x.format.spec().block;
-    let block_scales: Option<Buffer<u8>> =
-        spread.then(|| cuda.device().alloc(strips as usize * x.cols.div_ceil(block))).transpose()?;
-    let block_scales = block_scales.as_ref();
+    let ColPlan { rows, cols, capacity, depth, ctas, threads } = plan;
+    let scale_stride = column_stride(out.rule, x.cols) as i32;
     let shape = Launch { ctas, threads, cluster: 1, shared_bytes: conversion.shared_bytes() };
-    // SAFETY: as in `launch`; block_scales has a byte for each block of each strip.
+    // SAFETY: as in `launch`; the output's scales lie a strip together, `scale_stride` apart.
     unsafe {
         kernel.launch(
             shape,
@@ -314,44 +325,27 @@ fn launch_cols(
                 scales,
                 out_codes,
                 out_scales,
-                &block_scales,
                 counts,
                 &row_id,
                 &rows,
                 &cols,
                 &capacity,
+                &scale_stride,
                 &depth,
             ],
-        )?;
+        )
     }
-    if let Some(block_scales) = block_scales {
-        let shape = Launch {
-            ctas: x.cols.div_ceil(SPREAD_COLS) as u32,
-            threads: THREADS,
-            cluster: 1,
-            shared_bytes: 0,
-        };
-        // SAFETY: the same planes; the kernel goes over the columns and strips of both.
-        unsafe {
-            let kernel = cuda.device().kernel(&spread_spec())?;
-            kernel.launch(shape, &[block_scales, out_scales, &(block as i32), &cols, &strips])?;
-        }
-    }
-    Ok(())
 }
 
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
-    let specs = conversions.chain([(spread_spec(), 0)]);
-    specs.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nibble_core::Backend;
-    use nibble_formats::ScaleLayout;
 
     #[test]
     fn every_choice_is_built() {
@@ -375,49 +369,16 @@ mod tests {
 
     #[test]
     fn ctas_cover_all_strips_and_columns() {
-        let plan = ColPlan::new(32768, 7168, 2, SPREAD_FROM).unwrap();
-        assert_eq!((plan.spread, plan.depth, plan.ctas), (true, 2, 128 * 28));
-        let plan = ColPlan::new(4096, 7168, 1, SPREAD_FROM).unwrap();
-        assert_eq!((plan.spread, plan.depth, plan.ctas), (false, 2, 16 * 56));
-        let plan = ColPlan::new(130, 96, 2, SPREAD_FROM).unwrap();
+        let plan = ColPlan::new(32768, 7168, 2).unwrap();
+        assert_eq!((plan.depth, plan.ctas), (2, 128 * 28));
+        let plan = ColPlan::new(4096, 7168, 1).unwrap();
+        assert_eq!((plan.depth, plan.ctas), (2, 16 * 56));
+        let plan = ColPlan::new(130, 96, 2).unwrap();
         assert_eq!((plan.capacity, plan.depth, plan.ctas), (256, 2, 1));
+        let plan = ColPlan::new(128, 96, 2).unwrap();
+        assert_eq!((plan.capacity, plan.depth, plan.ctas), (128, 1, 1));
         for conversion in Conversion::all() {
             assert!(conversion.shared_bytes() <= 232_448, "{conversion:?}");
-        }
-    }
-
-    #[test]
-    fn spread_scales_are_those_stored_at_once() {
-        let Some(gpu) = crate::probe().usable().next() else {
-            assert!(!crate::env::require_gpu(), "NIBBLE_REQUIRE_GPU=1, and no Hopper GPU");
-            return println!("skipped: no Hopper GPU");
-        };
-        let cuda = Cuda::new(gpu.ordinal).unwrap();
-        let bytes =
-            |n: usize| (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect::<Vec<_>>();
-        for (format, rows, cols) in
-            [(Format::Mxfp4, 1000, 352), (Format::E4m3, 520, 360), (Format::E4m3, 100, 3)]
-        {
-            let (block, axis) = (format.spec().block, BlockAxis::Row);
-            let x = BlockScaled::<Cuda> {
-                format,
-                axis,
-                rule: ScaleRule::Rceil,
-                rows,
-                cols,
-                stack: 1,
-                codes: cuda.upload(&bytes(rows * format.row_code_bytes(cols))).unwrap(),
-                scales: Scales::E8m0(cuda.upload(&bytes(rows * cols.div_ceil(block))).unwrap()),
-                scale_layout: ScaleLayout::RowMajor,
-            };
-            let run = |spread_from| {
-                let op =
-                    Transcode { x: &x, to: Format::E4m3, axis: BlockAxis::Col, rule: x.rule, groups: None };
-                let made = transcode_by(&cuda, op, spread_from).unwrap();
-                let scales = made.out.e8m0_scales(OP).unwrap().get().download().unwrap();
-                (scales, made.out.codes.get().download().unwrap(), made.counts.0.get().download().unwrap())
-            };
-            assert!(run(0) == run(usize::MAX), "{format} {rows} × {cols}");
         }
     }
 
@@ -429,6 +390,11 @@ mod tests {
         assert_eq!(plan.ctas, 32768 * 7168 / 2048 / 8);
         let plan = RowPlan::new(3, 160, 2048).unwrap();
         assert_eq!((plan.segments, plan.ctas), (1, 1));
+        let plan = RowPlan::new(1000, 7168, 4096).unwrap();
+        assert_eq!(
+            [plan.of_lift(false), plan.of_lift(true)].map(|p| (p.rounds, p.ctas)),
+            [(1, 500), (2, 250)]
+        );
         let error = RowPlan::new(1 << 30, 7168, 2048).expect_err("too many").to_string();
         assert!(error.contains("segments"), "{error}");
     }

@@ -63,11 +63,11 @@ impl Matrix<'_> {
 }
 
 /// What products owe each other: on integers whose sums are exact, the bits.
-fn owed(agreement: Agreement, stored: Stored, input: Input) -> Agreement {
-    match stored {
+fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
+    match operands {
         _ if input == Input::Integers => Agreement::Bitwise,
-        Stored::Block(E4m3 | E5m2, ..) => FP8_AGREEMENT,
-        Stored::Plain(DType::Bf16) => BF16_AGREEMENT,
+        [Stored::Block(E4m3 | E5m2, ..), _] => FP8_AGREEMENT,
+        [Stored::Plain(a), Stored::Plain(b)] if [a, b, out].contains(&DType::Bf16) => BF16_AGREEMENT,
         _ => agreement,
     }
 }
@@ -88,9 +88,15 @@ struct Product {
     input: Input,
 }
 
+/// Plain operands, of one type and of two.
+fn plain_pairs() -> Vec<(Stored, Stored)> {
+    let with = |a| PLAIN.map(|b| (Stored::Plain(a), Stored::Plain(b)));
+    PLAIN.into_iter().flat_map(with).collect()
+}
+
 /// The combinations the recipes use, in fprop and dgrad.
 fn pairs() -> Vec<(Stored, Stored)> {
-    let mut pairs = PLAIN.map(|t| (Stored::Plain(t), Stored::Plain(t))).to_vec();
+    let mut pairs = plain_pairs();
     for (a, b) in [
         ((E4m3, Amax), (E4m3, Amax, Tile)),
         ((E4m3, Rceil), (E4m3, Rceil, Tile)),
@@ -106,7 +112,7 @@ fn pairs() -> Vec<(Stored, Stored)> {
 
 impl<B: Products> Case<B> for Product {
     fn agreement(&self) -> Agreement {
-        owed(Gemm::<B>::AGREEMENT, self.a, self.input)
+        owed(Gemm::<B>::AGREEMENT, [self.a, self.b], self.out, self.input)
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
@@ -121,7 +127,16 @@ impl<B: Products> Case<B> for Product {
 
 /// Conformance of [`Gemm`].
 pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
-    let mut shapes = vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 65, 128)];
+    // A router of few experts: its logits, and the gradient of its input.
+    for (a, b) in plain_pairs() {
+        for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
+            for out in PLAIN {
+                pair.check(&Product { a, b, m, n, k, out, input: Input::Normal });
+            }
+        }
+    }
+    let mut shapes =
+        vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 65, 128), (300, 40, 512), (300, 40, 512)];
     shapes.extend(MoeShape::ALL[..3].iter().map(|s| s.scaled(16, 8)).map(|s| (20, s.f, s.d)));
     for (a, b) in pairs() {
         for &input in inputs(pair.strict) {
@@ -158,7 +173,7 @@ impl<B: Products> Case<B> for Grouped {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
-        owed(GroupedGemm::<B>::AGREEMENT, self.x, self.input)
+        owed(GroupedGemm::<B>::AGREEMENT, [self.x, self.w], self.out, self.input)
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
@@ -218,7 +233,7 @@ impl<B: Products> Case<B> for Wgrad {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
-        owed(GroupedWgrad::<B>::AGREEMENT, self.x, self.input)
+        owed(GroupedWgrad::<B>::AGREEMENT, [self.dy, self.x], DType::F32, self.input)
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
@@ -248,7 +263,7 @@ impl<B: Products> Case<B> for Wgrad {
 
 /// Conformance of [`GroupedWgrad`].
 pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
-    let mut stored = PLAIN.map(|t| (Stored::Plain(t), Stored::Plain(t))).to_vec();
+    let mut stored = plain_pairs();
     for (dy, x) in
         [((E4m3, Amax), (E4m3, Amax)), ((E4m3, Rceil), (E4m3, Rceil)), ((E5m2, Rceil), (E4m3, Amax))]
     {
@@ -261,6 +276,10 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
             for input in [Input::Normal, Input::Integers] {
                 pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, accumulate: j % 2 == 0, input });
             }
+        }
+        if matches!(x, Stored::Plain(_)) {
+            let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
+            pair.check(&Wgrad { dy, x, spread, rows: 320, n: 8, k: 256, accumulate, input });
         }
         for (j, &input) in inputs(pair.strict).iter().enumerate() {
             let (spread, accumulate) = (Spread::Zipf, j % 2 == 0);

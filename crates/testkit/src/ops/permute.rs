@@ -278,7 +278,41 @@ impl<B: Convert> Case<B> for Combining {
         let rows = self.tokens * top_k;
         let rows = plain(b, self.dtype, &self.input.values(&stream("combine"), rows * cols), rows, cols)?;
         let mut out = Outputs::default();
-        out.tensor(b, "out", &CombineSlots { rows: &rows, top_k }.run(b)?)?;
+        out.tensor(b, "out", &CombineSlots::new(&rows, top_k).run(b)?)?;
+        Ok(out)
+    }
+}
+
+/// Slots whose rows lie where a plan put them, and slots of experts elsewhere, which have no row.
+#[derive(Debug)]
+struct Fetching(Received, DType, usize);
+
+impl<B: Convert> Case<B> for Fetching {
+    const RAGGED: bool = true;
+
+    fn agreement(&self) -> Agreement {
+        CombineSlots::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self(received, dtype, cols) = *self;
+        let rows = received.rows();
+        let map = received.plan(b, rows.capacity)?;
+        let x = super::quantize::ragged_values(Input::Normal, "combine", &rows, cols, pads);
+        let x = plain(b, dtype, &x, rows.capacity, cols)?;
+        let mut slot_row = b.download(&map.slot_row)?.into_iter();
+        let index: Vec<i32> = received
+            .slots()
+            .iter()
+            .map(|&e| if e < 0 { -1 } else { slot_row.next().unwrap_or(-1) })
+            .collect();
+        let index = b.upload(&index)?;
+        let mut out = Outputs::default();
+        let plus = Input::Normal.values(&stream("combine.plus"), received.tokens * cols);
+        let plus = plain(b, dtype, &plus, received.tokens, cols)?;
+        let plus = (received.tokens % 2 == 0).then_some(&plus);
+        let op = CombineSlots { index: Some(&index), plus, ..CombineSlots::new(&x, received.top_k) };
+        out.tensor(b, "out", &op.run(b)?)?;
         Ok(out)
     }
 }
@@ -290,6 +324,11 @@ pub fn combine_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             for (tokens, top_k, cols) in [(1, 1, 1), (5, 3, 33), (17, 8, 300), (64, 6, 448)] {
                 pair.check(&Combining { tokens, top_k, cols, dtype, input });
             }
+        }
+    }
+    for received in Received::all() {
+        for (dtype, cols) in [(DType::F32, 33), (DType::Bf16, 96)] {
+            pair.check(&Fetching(received, dtype, cols));
         }
     }
 }

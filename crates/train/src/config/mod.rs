@@ -95,6 +95,9 @@ pub struct ModelConfig {
     pub aux_loss_coef: f64,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
+    /// Make the experts' input again in the backward pass instead of keeping a row of it for each expert of a token: the
+    /// same numbers, less memory, a little time. Where there are several ranks, or its rounding is stochastic, it is kept.
+    pub remake_expert_input: bool,
 }
 
 impl Default for ModelConfig {
@@ -116,6 +119,7 @@ impl Default for ModelConfig {
             tie_embeddings: true,
             aux_loss_coef: 0.01,
             z_loss_coef: 0.001,
+            remake_expert_input: false,
         }
     }
 }

@@ -7,18 +7,18 @@ use crate::param::Param;
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{Gemm, Planes};
 use nibble_core::recipe::{Kind, Precision, Section, Site};
-use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Groups, LayerKernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
 #[derive(Debug, Clone)]
-pub struct Input<B: Kernels> {
+pub struct Input<B: LayerKernels> {
     /// What fprop multiplies.
     pub fprop: Operand<B>,
     /// What the backward pass keeps.
     pub saved: Operand<B>,
 }
 
-impl<B: Kernels> Input<B> {
+impl<B: LayerKernels> Input<B> {
     /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits, counts and the
     /// trace know it; `groups` are the ragged rows of the contraction in wgrad.
     pub fn new(
@@ -54,7 +54,7 @@ impl<B: Kernels> Input<B> {
 
 /// A dense linear layer without bias.
 #[derive(Debug, Clone)]
-pub struct Linear<B: Kernels> {
+pub struct Linear<B: LayerKernels> {
     /// `[n, k]`.
     pub weight: Param<B>,
     /// The name by which the recipe's overrides know it.
@@ -67,19 +67,19 @@ pub struct Linear<B: Kernels> {
 
 /// The input in the form the recipe keeps.
 #[derive(Debug)]
-pub struct LinearSaved<B: Kernels> {
+pub struct LinearSaved<B: LayerKernels> {
     layer: String,
     /// `[t, k]`.
     pub x: Operand<B>,
 }
 
-impl<B: Kernels> Saved for LinearSaved<B> {
+impl<B: LayerKernels> Saved for LinearSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.operand(&self.layer, "x", &self.x);
     }
 }
 
-impl<B: Kernels> Linear<B> {
+impl<B: LayerKernels> Linear<B> {
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
     fn site(&self) -> &str {
         self.weight.name.trim_end_matches(".weight")
@@ -103,7 +103,7 @@ impl<B: Kernels> Linear<B> {
     }
 }
 
-impl<B: Kernels> Layer<B> for Linear<B> {
+impl<B: LayerKernels> Layer<B> for Linear<B> {
     type In = Tensor<B>;
     type Out = Tensor<B>;
     type Saved = LinearSaved<B>;
@@ -132,7 +132,7 @@ pub(crate) fn one_read(section: &Section) -> bool {
 }
 
 /// The plain gradient `dY` (`tensor` is its name) as dgrad and as wgrad take it.
-pub(crate) fn gradient_operands<B: Kernels>(
+pub(crate) fn gradient_operands<B: LayerKernels>(
     cx: &Cx<'_, B>,
     layer: &str,
     tensor: &'static str,
@@ -162,7 +162,7 @@ pub(crate) fn gradient_operands<B: Kernels>(
 }
 
 /// The saved input as wgrad takes it.
-pub(crate) fn wgrad_x<B: Kernels>(
+pub(crate) fn wgrad_x<B: LayerKernels>(
     cx: &Cx<'_, B>,
     layer: &str,
     section: &Section,

@@ -13,11 +13,11 @@ pub use norm::{Norm, NormSaved};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;
-use nibble_core::{Kernels, Result};
+use nibble_core::{LayerKernels, Result};
 
 /// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
 /// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
-pub trait Layer<B: Kernels> {
+pub trait Layer<B: LayerKernels> {
     /// What it takes.
     type In;
     /// What it gives.

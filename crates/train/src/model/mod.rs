@@ -209,7 +209,10 @@ impl<B: Kernels> Decoder<B> {
                     rope.clone(),
                 )?,
                 mlp_norm: Norm::new(b, &format!("{name}.post_attention_layernorm"), d, eps)?,
-                moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?,
+                moe: Moe {
+                    remake_x: config.remake_expert_input,
+                    ..Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?
+                },
                 shared,
             })
         });

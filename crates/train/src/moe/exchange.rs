@@ -9,11 +9,11 @@ use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::{
     CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, Routing, UnpackRows, Unpermute,
 };
-use nibble_core::{Error, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use nibble_core::{Error, LayerKernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
-pub struct Plan<B: Kernels> {
+pub struct Plan<B: LayerKernels> {
     /// The order of the rows on this rank.
     pub map: PermuteMap<B>,
     /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
@@ -23,7 +23,7 @@ pub struct Plan<B: Kernels> {
 
 /// How messages go when there are other ranks.
 #[derive(Debug)]
-struct Wire<B: Kernels> {
+struct Wire<B: LayerKernels> {
     /// Token of each row sent, by destination.
     send_token: B::Buf<i32>,
     /// Token rows to and from each rank.
@@ -38,7 +38,7 @@ struct Wire<B: Kernels> {
     all_slots: B::Buf<i32>,
 }
 
-impl<B: Kernels> Saved for Plan<B> {
+impl<B: LayerKernels> Saved for Plan<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         const LAYER: &str = "exchange";
         let map = &self.map;
@@ -125,13 +125,13 @@ impl Outbox {
 
 /// The exchange of one layer.
 #[derive(Debug)]
-pub struct Exchange<'a, 'c, B: Kernels> {
+pub struct Exchange<'a, 'c, B: LayerKernels> {
     cx: &'a Cx<'c, B>,
     experts: usize,
     top_k: usize,
 }
 
-impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
+impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
     /// An exchange among all ranks; experts are divided evenly, in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k }
@@ -144,9 +144,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             return self.plan_ranks(routing, align);
         }
         let tokens = B::len(&routing.expert) / self.top_k;
-        let first = cx.shards.first_token;
-        let token_id: Vec<i32> = (first..first + tokens).map(|t| t as i32).collect();
-        let map = self.sort(&routing.expert, &token_id, tokens * self.top_k, align)?;
+        let map = self.sort(&routing.expert, &cx.shards.groups.row_id, tokens * self.top_k, align)?;
         let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
         Ok(Plan { map, gate_r, wire: None })
     }
@@ -155,14 +153,14 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     fn sort(
         &self,
         expert: &B::Buf<i32>,
-        token_id: &[i32],
+        token_id: &B::Buf<i32>,
         slots: usize,
         align: usize,
     ) -> Result<PermuteMap<B>> {
         let num_groups = self.experts / self.cx.comm.world();
         let op = PlanPermute {
             expert,
-            token_id: &self.cx.b.upload(token_id)?,
+            token_id,
             top_k: self.top_k,
             num_slots: slots,
             num_groups,
@@ -201,7 +199,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             slots_to.push(mine.iter().filter(|e| **e >= 0).count());
             rest = tail;
         }
-        let map = self.sort(&cx.b.upload(&expert)?, &token_id, slots_to.iter().sum(), align)?;
+        let map =
+            self.sort(&cx.b.upload(&expert)?, &cx.b.upload(&token_id)?, slots_to.iter().sum(), align)?;
         let gate_r = GatherScalars { values: &cx.b.upload(&weight)?, index: &map.row_slot }.run(cx.b)?;
         let all_slots: Vec<i32> = (0..map.num_slots as i32).collect();
         let wire = Wire {
@@ -247,19 +246,23 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         UnpackRows { bytes: &bytes, kind }.run(self.cx.b)
     }
 
-    /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`.
-    pub fn combine(&self, plan: &Plan<B>, rows_rd: &Tensor<B>) -> Result<Tensor<B>> {
-        let b = self.cx.b;
-        let slots = Unpermute { rows: rows_rd, map: &plan.map }.run(b)?;
+    /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`; adds `plus_td` to that.
+    pub fn combine(
+        &self,
+        plan: &Plan<B>,
+        rows_rd: &Tensor<B>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let (b, top_k) = (self.cx.b, self.top_k);
         let Some(wire) = &plan.wire else {
-            return CombineSlots { rows: &slots, top_k: self.top_k }.run(b);
+            return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
+                .run(b);
         };
-        let slots = Operand::Plain(slots);
+        let slots = Operand::Plain(Unpermute { rows: rows_rd, map: &plan.map }.run(b)?);
         let sent = PackRows { rows: &slots, index: &wire.all_slots }.run(b)?;
         let received = self.send(&sent, slots.row_kind(), &wire.slots_to, &wire.slots_from)?;
-        let ordered = PackRows { rows: &received, index: &wire.slot_place }.run(b)?;
-        let ordered = UnpackRows { bytes: &ordered, kind: received.row_kind() }.run(b)?;
-        CombineSlots { rows: ordered.plain("combine")?, top_k: self.top_k }.run(b)
+        let rows = received.plain("combine")?;
+        CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
     }
 
     /// Brings one number a row back to its (token, slot): `[r] → [t·k]`.

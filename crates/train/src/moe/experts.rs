@@ -8,11 +8,11 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{Kind, Section, Site};
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
-pub struct Experts<B: Kernels> {
+pub struct Experts<B: LayerKernels> {
     /// Its name, `model.layers.3.mlp.experts`.
     pub name: String,
     /// Gate and up projections: `[l · 2f, d]`, each expert's gate rows before its up rows.
@@ -23,22 +23,24 @@ pub struct Experts<B: Kernels> {
 
 /// What the experts keep: their input and the first product's output, as the recipe says. `a` is made again from h.
 #[derive(Debug)]
-pub struct ExpertsSaved<B: Kernels> {
+pub struct ExpertsSaved<B: LayerKernels> {
     layer: String,
-    /// `[r, d]`.
-    pub x: Operand<B>,
+    /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::kept_input`]).
+    pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
 }
 
-impl<B: Kernels> Saved for ExpertsSaved<B> {
+impl<B: LayerKernels> Saved for ExpertsSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.operand(&self.layer, "x", &self.x);
+        if let Some(x) = &self.x {
+            ledger.operand(&self.layer, "x", x);
+        }
         ledger.operand(&self.layer, "h", &self.h);
     }
 }
 
-impl<B: Kernels> Experts<B> {
+impl<B: LayerKernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         let local = shape.experts / cx.comm.world();
@@ -78,16 +80,40 @@ impl<B: Kernels> Experts<B> {
             let input = Input::new(cx, &self.name, section, x, groups)?;
             return Ok((input.fprop, input.saved));
         }
-        let made = |site| {
-            let (origin, to) = (section.at(Site::DispatchFwd), section.at(site));
-            cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)
+        let fprop = self.fprop_input(cx, section, &x_rd, Some(plan))?;
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
+        let saved = match cx.training {
+            true => cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)?,
+            false => fprop.clone(),
         };
-        let fprop = made(Site::FpropX)?;
-        let saved = if cx.training { made(Site::SavedX)? } else { fprop.clone() };
         Ok((fprop, saved))
     }
 
-    /// The forward pass on expert-sorted rows.
+    /// What [`Experts::forward`] keeps of the rows that arrived, for a backward pass that has none.
+    pub fn kept_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x_rd: &Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
+        cx.converted(Pass::Backward, &self.name, "x", x_rd, origin, to, Some(&plan.map.groups))
+    }
+
+    /// Rows as they travel, as fprop multiplies them.
+    pub fn fprop_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x: &Operand<B>,
+        plan: Option<&Plan<B>>,
+    ) -> Result<Operand<B>> {
+        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::FpropX));
+        cx.converted(Pass::Forward, &self.name, "x", x, origin, to, plan.map(|plan| &plan.map.groups))
+    }
+
+    /// The forward pass on expert-sorted rows that arrived.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -95,8 +121,20 @@ impl<B: Kernels> Experts<B> {
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
+        let (x, kept) = self.input(cx, section, x_rd, plan)?;
+        self.forward_on(cx, section, x, Some(kept), plan)
+    }
+
+    /// The forward pass on expert-sorted rows as fprop multiplies them; `kept` is what the backward pass will want of them.
+    pub fn forward_on(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x: Operand<B>,
+        kept: Option<Operand<B>>,
+        plan: &Plan<B>,
+    ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
         let groups = &plan.map.groups;
-        let (x, x_saved) = self.input(cx, section, x_rd, plan)?;
         let h_rf = GroupedGemm { x: &x, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(x);
         let saved_h = section.at(Site::SavedH);
@@ -131,7 +169,7 @@ impl<B: Kernels> Experts<B> {
             None => Operand::Plain(h_rf),
         };
         let y_rd = GroupedGemm { x: &a, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)?;
-        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: x_saved, h }))
+        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: kept, h }))
     }
 
     /// dY as dgrad and as wgrad take it, from the rows that arrived.
@@ -163,6 +201,9 @@ impl<B: Kernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
+        let Some(x) = &saved.x else {
+            return Err(Error::shape("experts", "saved.x", "none", "what forward kept, or that made again"));
+        };
         let (dy_rows, dy_cols) = self.gradient(cx, section, dy_rd, plan)?;
         let da_rf =
             GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
@@ -171,7 +212,7 @@ impl<B: Kernels> Experts<B> {
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, &self.name, section, &saved.x, groups)?;
+        let x = wgrad_x(cx, &self.name, section, x, groups)?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))
     }

@@ -14,10 +14,9 @@ pub use router::{Router, RouterSaved};
 use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::ops::Add;
 use nibble_core::ops::Planes;
-use nibble_core::recipe::{Kind, Precision, Site};
-use nibble_core::{DType, Kernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::recipe::{Kind, Precision, Section, Site};
+use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -40,24 +39,28 @@ pub struct MoeShape {
 
 /// Router and experts of one decoder layer.
 #[derive(Debug, Clone)]
-pub struct Moe<B: Kernels> {
+pub struct Moe<B: LayerKernels> {
     /// Its name, `model.layers.3.mlp`.
     pub name: String,
     /// The router.
     pub router: Router<B>,
     /// This rank's experts.
     pub experts: Experts<B>,
+    /// Make the experts' input again in the backward pass, from the layer's, instead of keeping it: it has a row for each
+    /// expert of a token. On one rank alone, where nobody needs to be asked for it, and unless its rounding is stochastic.
+    /// What fprop multiplies is then converted, and counted, once a token and not once a row.
+    pub remake_x: bool,
 }
 
 /// What the layer keeps. The router's input is not here: the caller hands it in again.
 #[derive(Debug)]
-pub struct MoeSaved<B: Kernels> {
+pub struct MoeSaved<B: LayerKernels> {
     router: RouterSaved<B>,
     plan: Plan<B>,
     experts: ExpertsSaved<B>,
 }
 
-impl<B: Kernels> MoeSaved<B> {
+impl<B: LayerKernels> MoeSaved<B> {
     /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
     pub fn load(&self) -> &B::Buf<i32> {
         &self.router.routing.load
@@ -74,7 +77,7 @@ impl<B: Kernels> MoeSaved<B> {
     }
 }
 
-impl<B: Kernels> Saved for MoeSaved<B> {
+impl<B: LayerKernels> Saved for MoeSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.router.ledger(ledger);
         self.plan.ledger(ledger);
@@ -82,13 +85,14 @@ impl<B: Kernels> Saved for MoeSaved<B> {
     }
 }
 
-impl<B: Kernels> Moe<B> {
+impl<B: LayerKernels> Moe<B> {
     /// Random weights.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
             router: Router::new(cx, &format!("{name}.gate"), shape, std)?,
             experts: Experts::new(cx, &format!("{name}.experts"), shape, std, out_std)?,
+            remake_x: false,
         })
     }
 
@@ -110,13 +114,24 @@ impl<B: Kernels> Moe<B> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let router = self.router.forward(cx, x_td)?;
         let align = if section.has_blocks() { 128 } else { 1 };
-        let exchange = Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k);
+        let exchange = self.exchange(cx);
         let plan = exchange.plan(&router.routing, align)?;
-        let rows = outgoing(cx, Pass::Forward, &self.experts.name, "x", x_td, section.at(Site::DispatchFwd))?;
-        let x_rd = exchange.dispatch(&plan, &rows)?;
-        cx.note(Pass::Forward, &self.experts.name, "dispatch+permute", "x", rows.format(), x_rd.format());
-        let (y_rd, experts) = self.experts.forward(cx, &section, x_rd, &plan)?;
-        let y_td = exchange.combine(&plan, &y_rd)?;
+        let (y_rd, experts) = match self.remakes_x(cx, &section) {
+            true => {
+                // Converted once a token, then copied to its experts.
+                let layer = &self.experts.name;
+                let rows = outgoing(cx, Pass::Forward, layer, "x", x_td, section.at(Site::DispatchFwd))?;
+                let rows = self.experts.fprop_input(cx, &section, &rows, None)?;
+                let x_rd = self.dispatched(cx, Pass::Forward, "x", &rows, &plan)?;
+                self.experts.forward_on(cx, &section, x_rd, None, &plan)?
+            }
+            false => {
+                let x_rd =
+                    self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
+                self.experts.forward(cx, &section, x_rd, &plan)?
+            }
+        };
+        let y_td = exchange.combine(&plan, &y_rd, None)?;
         cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
         Ok((y_td, MoeSaved { router, plan, experts }))
     }
@@ -125,27 +140,70 @@ impl<B: Kernels> Moe<B> {
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
-        saved: MoeSaved<B>,
+        mut saved: MoeSaved<B>,
         x_td: &Tensor<B>,
         dy_td: &Tensor<B>,
     ) -> Result<Tensor<B>> {
         let section = cx.section(Kind::Expert, &self.experts.name);
-        let exchange = Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k);
-        let rows =
-            outgoing(cx, Pass::Backward, &self.experts.name, "dy", dy_td, section.at(Site::DispatchBwd))?;
-        let dy_rd = exchange.dispatch(&saved.plan, &rows)?;
-        cx.note(Pass::Backward, &self.experts.name, "dispatch+permute", "dy", rows.format(), dy_rd.format());
+        let exchange = self.exchange(cx);
+        if saved.experts.x.is_none() {
+            let (to, counted) = (section.at(Site::DispatchFwd), cx.counts.borrow().len());
+            let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
+            saved.experts.x = Some(self.experts.kept_input(cx, &section, &x_rd, &saved.plan)?);
+            // The forward pass has counted these conversions.
+            cx.counts.borrow_mut().truncate(counted);
+        }
+        let to = section.at(Site::DispatchBwd);
+        let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, saved.experts, dy_rd, &saved.plan)?;
-        let dx_td = exchange.combine(&saved.plan, &dx_rd)?;
-        cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
         let dgate = exchange.return_scalars(&saved.plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, saved.router, x_td, &dgate)?;
-        Add { a: &dx_td, b: &cx.cast(&dx_router, dx_td.dtype())? }.run(cx.b)
+        let dx_td = exchange.combine(&saved.plan, &dx_rd, Some(&dx_router))?;
+        cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
+        Ok(dx_td)
+    }
+
+    fn exchange<'a, 'c>(&self, cx: &'a Cx<'c, B>) -> Exchange<'a, 'c, B> {
+        Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
+    }
+
+    /// Random bits are those of the sorted rows, which are made once then.
+    fn remakes_x(&self, cx: &Cx<'_, B>, section: &Section) -> bool {
+        let draws = |site| cx.random(&self.experts.name, "x", section.at(site).round).is_some();
+        self.remake_x && cx.comm.world() == 1 && !draws(Site::FpropX) && !draws(Site::SavedX)
+    }
+
+    /// A tensor's rows as they arrive at the experts.
+    fn arrived(
+        &self,
+        cx: &Cx<'_, B>,
+        pass: Pass,
+        tensor: &'static str,
+        x_td: &Tensor<B>,
+        to: &Precision,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let rows = outgoing(cx, pass, &self.experts.name, tensor, x_td, to)?;
+        self.dispatched(cx, pass, tensor, &rows, plan)
+    }
+
+    /// Rows that travel, sorted by expert where they arrive.
+    fn dispatched(
+        &self,
+        cx: &Cx<'_, B>,
+        pass: Pass,
+        tensor: &'static str,
+        rows: &Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let x_rd = self.exchange(cx).dispatch(plan, rows)?;
+        cx.note(pass, &self.experts.name, "dispatch+permute", tensor, rows.format(), x_rd.format());
+        Ok(x_rd)
     }
 }
 
 /// Rows as they travel.
-fn outgoing<B: Kernels>(
+fn outgoing<B: LayerKernels>(
     cx: &Cx<'_, B>,
     pass: Pass,
     layer: &str,

@@ -6,11 +6,11 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
 use nibble_core::recipe::Section;
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, softmax, top-k.
 #[derive(Debug, Clone)]
-pub struct Router<B: Kernels> {
+pub struct Router<B: LayerKernels> {
     /// F32 `[e, d]`.
     pub weight: Param<B>,
     /// Sizes and loss factors.
@@ -19,13 +19,13 @@ pub struct Router<B: Kernels> {
 
 /// What the router decided. Its input is made again by the caller.
 #[derive(Debug)]
-pub struct RouterSaved<B: Kernels> {
+pub struct RouterSaved<B: LayerKernels> {
     layer: String,
     /// Experts and weights.
     pub routing: Routing<B>,
 }
 
-impl<B: Kernels> Saved for RouterSaved<B> {
+impl<B: LayerKernels> Saved for RouterSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.tensor(&self.layer, "probs", &self.routing.probs);
         ledger.words::<B, i32>(&self.layer, "routing", &self.routing.expert);
@@ -36,7 +36,7 @@ impl<B: Kernels> Saved for RouterSaved<B> {
     }
 }
 
-impl<B: Kernels> Router<B> {
+impl<B: LayerKernels> Router<B> {
     /// Random weights, the same on every rank.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32) -> Result<Self> {
         let size = (shape.experts, shape.d_model);
@@ -52,7 +52,7 @@ impl<B: Kernels> Router<B> {
 
     /// Routes the tokens of this rank.
     pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<RouterSaved<B>> {
-        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
         let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
@@ -60,7 +60,7 @@ impl<B: Kernels> Router<B> {
         Ok(RouterSaved { layer, routing })
     }
 
-    /// Adds the weight's gradient; returns the input's, in F32.
+    /// Adds the weight's gradient; returns the input's, in the type of the input.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -80,8 +80,8 @@ impl<B: Kernels> Router<B> {
             z_scale: self.shape.z_coef / shards,
         };
         let dlogits = Operand::Plain(op.run(cx.b)?);
-        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: DType::F32 }.run(cx.b)?;
-        let x = Operand::Plain(cx.cast(x_td, DType::F32)?);
+        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: x_td.dtype() }.run(cx.b)?;
+        let x = Operand::Plain(x_td.clone());
         self.weight.accumulate_wgrad(cx, &dlogits, &x, &cx.shards.groups)?;
         Ok(dx)
     }

@@ -321,7 +321,7 @@ fn combine<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let (tokens, top_k) = (routed.tokens, routed.top_k);
     let rows = normal(&o.b, tokens * top_k, o.extent.cols, 5)?;
     let traffic = traffic::combine(o.extent.cols * DType::Bf16.size_bytes(), tokens, top_k);
-    Ok(Case::new(traffic, move |b| CombineSlots { rows: &rows, top_k }.run(b).map(drop)))
+    Ok(Case::new(traffic, move |b| CombineSlots::new(&rows, top_k).run(b).map(drop)))
 }
 
 fn route<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {

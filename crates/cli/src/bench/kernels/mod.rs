@@ -3,26 +3,25 @@
 //! By the project's rules of timing: single calls, the L2 flushed before each, medians; random data. A kernel's floor is
 //! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
 
-mod cases;
+pub mod cases;
 mod conversion;
-mod operands;
+pub mod operands;
 mod peers;
 mod plot;
 mod ragged;
 mod recipes;
-mod report;
-mod traffic;
+pub mod report;
+pub mod traffic;
 
+use super::gpu::{Bench, wanted};
 use crate::console::say;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use cases::{Kernel, kernels};
 use nibble_core::Backend;
-use nibble_cuda::timing::{Rates, Stopwatch};
-use nibble_cuda::{Cuda, probe};
+use nibble_cuda::Cuda;
 use operands::{Operands, Shape, uneven};
 use serde_json::{Value, json};
-use std::path::PathBuf;
-use std::time::Instant;
+use std::path::Path;
 use traffic::Traffic;
 
 /// What `nibble bench kernels` takes beside the rest.
@@ -36,12 +35,6 @@ pub struct Args {
     /// Numbers of uneven groups the rows are in; 0 for dense rows.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
-    /// Only kernels whose name contains this, in either case.
-    #[arg(long, value_name = "NAME")]
-    only: Vec<String>,
-    /// Also draws the shares of the floor into this SVG file.
-    #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
 }
 
 /// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
@@ -53,8 +46,6 @@ pub const SHAPES: [Shape; 5] = [
     Shape { rows: 4096, cols: 7168 },
 ];
 const GROUPS: [usize; 4] = [0, 8, 32, 256];
-/// Calls timed from the host.
-const ISSUED_CALLS: usize = 15;
 
 fn parse_shape(text: &str) -> Result<Shape, String> {
     let parsed = text.split_once(['x', '×']).and_then(|(rows, cols)| {
@@ -99,40 +90,7 @@ impl Times {
     }
 }
 
-/// A GPU, its stopwatch and its memory's rates.
-pub struct Bench {
-    pub cuda: Cuda,
-    stopwatch: Stopwatch,
-    pub rates: Rates,
-}
-
 impl Bench {
-    fn new() -> Result<Self> {
-        let cuda = crate::gpu::open("`nibble bench ops` measures the CPU's conversions")?;
-        let stopwatch = Stopwatch::new(cuda.device())?;
-        let rates = stopwatch.rates()?;
-        Ok(Self { cuda, stopwatch, rates })
-    }
-
-    /// Microseconds of a call.
-    pub fn us(&self, work: impl Fn(&Cuda) -> nibble_core::Result<()>) -> nibble_core::Result<f64> {
-        Ok(1e3 * f64::from(self.stopwatch.burst_ms(|| work(&self.cuda))?))
-    }
-
-    /// The same from the host: from asking for it to its being done.
-    pub fn issued_us(&self, work: impl Fn(&Cuda) -> nibble_core::Result<()>) -> nibble_core::Result<f64> {
-        let device = self.cuda.device();
-        let mut times = Vec::new();
-        for _ in 0..ISSUED_CALLS {
-            device.synchronize()?;
-            let start = Instant::now();
-            work(&self.cuda)?;
-            device.synchronize()?;
-            times.push(start.elapsed().as_secs_f64() * 1e6);
-        }
-        Ok(super::median(times))
-    }
-
     fn times(&self, kernel: &Kernel<Cuda>, operands: &Operands<Cuda>) -> nibble_core::Result<Times> {
         let case = kernel.case(operands)?;
         let separate_us = case.separate.map(|work| self.us(work)).transpose()?;
@@ -141,10 +99,10 @@ impl Bench {
     }
 }
 
-pub fn run(args: &Args) -> Result<Value> {
-    let chosen = chosen(&args.only)?;
+pub fn run(args: &Args, only: &[String], plot: Option<&Path>) -> Result<Value> {
+    let chosen = chosen(only)?;
     let shapes = if args.shapes.is_empty() { SHAPES.to_vec() } else { args.shapes.clone() };
-    let bench = Bench::new()?;
+    let bench = Bench::open("`nibble bench ops` measures the CPU's conversions")?;
     let header = header(&bench)?;
     let names: Vec<_> = chosen.iter().map(|kernel| kernel.name).collect();
     let mut measured = Vec::new();
@@ -154,12 +112,12 @@ pub fn run(args: &Args) -> Result<Value> {
         measured.extend(rows);
     }
     let mut figures = json!({ "machine": header, "kernels": report::figures(&measured) });
-    if args.only.is_empty() {
+    if only.is_empty() {
         figures["recipes"] = recipes::run(&bench)?;
         figures["one_launch"] = ragged::run(&bench)?;
     }
     report::peers();
-    if let Some(path) = &args.plot {
+    if let Some(path) = plot {
         let gpu = &bench.cuda.device().info().name;
         plot::draw(gpu, &measured, path)?;
         say!("drawn into {}", path.display());
@@ -169,45 +127,25 @@ pub fn run(args: &Args) -> Result<Value> {
 
 /// The kernels whose names contain one of `only`, or all.
 fn chosen(only: &[String]) -> Result<Vec<Kernel<Cuda>>> {
-    let wanted: Vec<String> = only.iter().map(|name| name.to_lowercase()).collect();
-    let is_wanted = |name: &str| {
-        let name = name.to_lowercase();
-        wanted.is_empty() || wanted.iter().any(|part| name.contains(part))
-    };
-    let mut all = kernels();
-    let names: Vec<_> = all.iter().map(|k| k.name).collect();
-    all.retain(|k| is_wanted(k.name));
-    if all.is_empty() {
-        let (only, names) = (only.join(", "), names.join("\n  "));
-        return Err(Error::usage(format!(
-            "--only: no kernel's name contains `{only}`; there are:\n  {names}"
-        )));
-    }
-    Ok(all)
+    wanted(kernels(), only, |kernel| kernel.name.to_owned())
 }
 
 /// What it is measured on, and what a window of time holds besides a kernel.
 fn header(bench: &Bench) -> Result<Value> {
-    let (info, found) = (bench.cuda.device().info(), probe());
-    let version =
-        |v: &Result<(u32, u32), String>| v.as_ref().map_or("none".into(), |v| format!("{}.{}", v.0, v.1));
-    let (driver, nvrtc) = (version(&found.driver), version(&found.nvrtc));
-    let Rates { copy, fill } = bench.rates;
+    let mut header = bench.header();
     let nothing = bench.us(|_| Ok(()))?;
     let bytes = SHAPES[0].rows * SHAPES[0].cols * 2;
     let allocation = bench.us(|b| b.device().alloc::<u8>(bytes).map(drop))?;
     let counts = bench.us(|b| b.zeros::<u64>(3).map(drop))?;
-    say!("{}, driver's CUDA {driver}, NVRTC {nvrtc}; nibble {}", info.name, env!("CARGO_PKG_VERSION"));
-    say!("memory: copy {:.0} GB/s, fill {:.0} GB/s (1 GiB each, this run)", copy / 1e9, fill / 1e9);
     say!(
         "a window with nothing in it: {nothing:.1} us; with an allocation of {} MB: {allocation:.1} us; with three zeroed \
          counts: {counts:.1} us",
         bytes / 1_000_000
     );
-    Ok(json!({
-        "gpu": info.name, "driver": driver, "nvrtc": nvrtc, "copy_bytes_per_s": copy, "fill_bytes_per_s": fill,
-        "empty_window_us": nothing, "allocation_us": allocation, "zeroed_counts_us": counts,
-    }))
+    header["empty_window_us"] = json!(nothing);
+    header["allocation_us"] = json!(allocation);
+    header["zeroed_counts_us"] = json!(counts);
+    Ok(header)
 }
 
 /// Every kernel at one shape, dense and ragged.

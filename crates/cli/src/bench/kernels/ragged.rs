@@ -1,6 +1,6 @@
 //! All groups in one launch, against a launch for each group.
 
-use super::Bench;
+use super::super::gpu::Bench;
 use super::conversion::{Conversion, Work};
 use super::operands::{Operands, Shape, uneven};
 use super::report::shortened;

@@ -3,7 +3,7 @@
 //!
 //! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
 
-use super::Bench;
+use super::super::gpu::Bench;
 use super::conversion::Conversion;
 use super::operands::{Operands, Shape, uneven};
 use super::report::shortened;

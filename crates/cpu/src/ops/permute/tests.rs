@@ -299,7 +299,7 @@ fn slots_are_summed_in_order_in_single_precision_and_rounded_once() {
         let x = normals(10, tokens * top_k * cols);
         let half: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
         let (single, rounded) = same_everywhere(|cpu| {
-            let run = |rows: Tensor<Cpu>| combine_slots(cpu, CombineSlots { rows: &rows, top_k }).unwrap();
+            let run = |rows: Tensor<Cpu>| combine_slots(cpu, CombineSlots::new(&rows, top_k)).unwrap();
             let single = run(Tensor::from_f32(cpu, &x, tokens * top_k, cols).unwrap());
             let rounded = run(Tensor::from_bf16(cpu, &half, tokens * top_k, cols).unwrap());
             assert_eq!((single.shape(), rounded.shape()), ((tokens, cols), (tokens, cols)));
@@ -316,6 +316,12 @@ fn slots_are_summed_in_order_in_single_precision_and_rounded_once() {
     // 256 + 1 + 1 is 258 in F32; rounding in between would leave 256.
     let cpu = &every_cpu()[0];
     let rows = Tensor::from_bf16(cpu, &[256.0, 1.0, 1.0].map(bf16::from_f32), 3, 1).unwrap();
-    let sum = combine_slots(cpu, CombineSlots { rows: &rows, top_k: 3 }).unwrap();
+    let sum = combine_slots(cpu, CombineSlots::new(&rows, 3)).unwrap();
     assert_eq!(sum.to_f32_vec(cpu).unwrap(), [258.0]);
+    // Slots that lie elsewhere, and one that lies nowhere.
+    let index = cpu.upload(&[2, -1, 0, 3, 1, 1]).unwrap();
+    let rows = Tensor::from_f32(cpu, &[1.0, 2.0, 4.0], 3, 1).unwrap();
+    let sum =
+        combine_slots(cpu, CombineSlots { index: Some(&index), ..CombineSlots::new(&rows, 3) }).unwrap();
+    assert_eq!(sum.to_f32_vec(cpu).unwrap(), [5.0, 4.0]);
 }

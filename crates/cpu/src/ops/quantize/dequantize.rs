@@ -8,7 +8,7 @@ use super::spec;
 use crate::{Cpu, Path};
 use nibble_core::ops::{Dequantize, Emit};
 use nibble_core::{Backend, BlockScaled, Error, Result, Scales, Tensor};
-use nibble_formats::{BlockAxis, Element};
+use nibble_formats::{BlockAxis, Element, ScaleLayout};
 
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -51,13 +51,17 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
 /// The element of a tensor whose planes have the lengths that its shape asks for.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a plain format, [`Error::Shape`] for planes of other lengths.
+/// [`Error::Unsupported`] for a plain format or scales in another order, [`Error::Shape`] for planes of other lengths.
 pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<Element> {
     let Some(element) = x.format.spec().element else {
         return Err(Error::unsupported(op, x.format, "it has no block scales to decode by"));
     };
     if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
         return Err(Error::shape(op, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
+    }
+    if x.scale_layout != ScaleLayout::RowMajor {
+        let why = format!("its scales are {}; row-major here", x.scale_layout);
+        return Err(Error::unsupported(op, x.format, why));
     }
     let scales = match &x.scales {
         Scales::E8m0(s) => Cpu::len(s),

@@ -5,22 +5,28 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
-use nibble_core::formats::{Codec, Format, Rounding, ScaleKind};
+use nibble_core::formats::{Codec, Format, Rounding, ScaleKind, hadamard};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Error, Result};
 
 /// Rows and columns of a cta's square; the block of FP8.
 const TILE: usize = 128;
-/// Columns a warp of `quantize_rows` takes at a time, and the ctas a multiprocessor holds at most.
-pub(super) const SEGMENT_COLS: usize = 1024;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.
 const TRANSPOSED: (usize, usize) = (32, 128);
-const ROW_THREADS: u32 = 256;
+const ROW_THREADS: u32 = 128;
+/// Columns of a chunk of `quantize_rows`, and the chunks a warp takes in all.
+const CHUNK_COLS: usize = 256;
+const WARP_CHUNKS: usize = 16;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
-const ROW_CTAS_PER_SM: usize = 32;
+/// Columns a lane of `quantize_hadamard_rows` takes at a time, and how many of those a row may have.
+pub(super) const UNIT_COLS: usize = 64;
+const MOST_UNITS: usize = 768;
+const UNIT_THREADS: u32 = 512;
+/// Ctas of `quantize_hadamard_cols` that a multiprocessor holds.
+const HADAMARD_CTAS_PER_SM: usize = 2;
 /// A matrix of less than this many numbers may be taken as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
 
@@ -38,19 +44,21 @@ pub(super) struct Desc {
     pub capacity: usize,
     /// Whether some rows may be padding.
     pub ragged: bool,
-    /// Whether a transform comes first.
-    pub hadamard: bool,
+    /// The length of a transform that comes first.
+    pub hadamard: Option<usize>,
 }
 
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Path {
-    /// Blocks along the rows.
-    Rows,
+    /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
+    Rows { segments: usize, rounds: usize },
     /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
     Cols { band: usize },
+    /// Blocks along the rows after a transform.
+    HadamardRows,
     /// Blocks down the columns after a transform.
-    HadamardCols { band: usize },
+    HadamardCols,
     /// Square tiles.
     Tiles,
     /// Whatever the others do not take.
@@ -72,8 +80,8 @@ struct Variant {
     format: Format,
     kind: ScaleKind,
     rounding: Rounding,
-    /// With a transform, which is for one plane at a time.
-    hadamard: bool,
+    /// With a transform of this length, which is for one plane at a time.
+    hadamard: Option<usize>,
 }
 
 impl Variant {
@@ -86,15 +94,21 @@ impl Variant {
             (Format::E4m3, ScaleKind::F32),
         ];
         let inputs = [
-            (DType::Bf16, Rounding::NearestEven, false),
-            (DType::F32, Rounding::NearestEven, false),
-            (DType::Bf16, Rounding::Stochastic, false),
-            (DType::Bf16, Rounding::NearestEven, true),
-            (DType::Bf16, Rounding::Stochastic, true),
+            (DType::F32, Rounding::NearestEven),
+            (DType::Bf16, Rounding::NearestEven),
+            (DType::Bf16, Rounding::Stochastic),
         ];
         let of = move |(format, kind)| {
-            let inputs = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { inputs.len() });
-            inputs.map(move |(input, rounding, hadamard)| Self { input, format, kind, rounding, hadamard })
+            let plain = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { 3 });
+            let transformed = inputs.into_iter().skip(if kind == ScaleKind::F32 { 3 } else { 1 });
+            let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
+            plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
+                input,
+                format,
+                kind,
+                rounding,
+                hadamard,
+            })
         };
         formats.into_iter().flat_map(of)
     }
@@ -113,17 +127,33 @@ impl Variant {
     }
 
     fn rows_spec(&self) -> KernelSpec {
-        let mut spec = self.spec("kernels/quantize.cuh", "nib::quantize_rows");
-        spec.args.push(("kHadamard", TemplateArg::Bool(self.hadamard)));
-        spec
+        match self.hadamard {
+            Some(len) => {
+                self.hadamard_spec("kernels/quantize_hadamard_rows.cuh", "nib::quantize_hadamard_rows", len)
+            }
+            None => self.spec("kernels/quantize.cuh", "nib::quantize_rows"),
+        }
+    }
+
+    /// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
+    fn hadamard_spec(&self, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
+        let args = vec![
+            ("E", element_type(self.format)),
+            ("kLen", TemplateArg::Int(len as i64)),
+            ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+        ];
+        KernelSpec { source, name, args }
+    }
+
+    /// `row_chunks` of the kernel: the chunks a warp takes at a time.
+    fn row_chunks(&self) -> usize {
+        let is_light = self.input == DType::Bf16 && !self.rounding.is_random();
+        if is_light { 8 } else { 4 }
     }
 
     fn cols_spec(&self, rows: bool) -> KernelSpec {
-        if self.hadamard {
-            let mut spec = self.spec("kernels/quantize_hadamard.cuh", "nib::quantize_hadamard_cols");
-            // It takes BF16 only.
-            spec.args.retain(|(name, _)| *name != "In");
-            return spec;
+        if let Some(len) = self.hadamard {
+            return self.hadamard_spec("kernels/quantize_hadamard.cuh", "nib::quantize_hadamard_cols", len);
         }
         let mut spec = self.spec("kernels/quantize_cols.cuh", "nib::quantize_cols");
         spec.args.push(("kRows", TemplateArg::Bool(rows)));
@@ -136,7 +166,19 @@ impl Variant {
 
     /// Weights are not rounded randomly, and have no tiles of MXFP4.
     fn has_tiles(&self) -> bool {
-        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && !self.hadamard
+        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
+    }
+
+    /// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
+    fn row_shared_bytes(&self) -> usize {
+        if self.hadamard.is_none() {
+            return 0;
+        }
+        let warps = UNIT_THREADS as usize / 32;
+        let lines = (32 * warps + MOST_UNITS) * UNIT_COLS * size_of::<u16>();
+        let codes = 32 * warps * UNIT_COLS * self.format.spec().code_bits as usize / 8;
+        let rest = warps * size_of::<u64>() + 4 * size_of::<u32>();
+        (lines + codes + rest).next_multiple_of(1024)
     }
 
     /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
@@ -145,12 +187,11 @@ impl Variant {
         let input = TILE * TILE * self.input.size_bytes();
         let turned = TILE * TILE;
         let total = 3 * size_of::<u32>();
-        let bytes = if self.hadamard {
-            // Quarters of the rows, 32 bytes apart; once more for random bits.
-            let quarters = input + 3 * 32;
-            let random = if self.rounding.is_random() { quarters } else { 16 };
-            let signs = TILE * size_of::<u32>();
-            (quarters + turned + signs + total).next_multiple_of(16) + random
+        let bytes = if self.hadamard.is_some() {
+            // Once more for random bits.
+            let random = if self.rounding.is_random() { input } else { 16 };
+            let signs = TILE / 2 * size_of::<u32>();
+            (input + turned + signs + total).next_multiple_of(16) + random
         } else {
             let inverse = blocks * TILE * size_of::<f32>();
             let maxima = 8 * TILE * self.input.size_bytes();
@@ -189,28 +230,19 @@ fn any_spec(input: DType, format: Format) -> KernelSpec {
     }
 }
 
-/// A plane of scales as the column kernels leave it, block by block, and as it is to be.
+/// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ScalePlane {
+pub(super) struct RowScales {
     pub lines: usize,
     /// Of a line.
     pub blocks: usize,
     /// From one block to the next, a multiple of 128 lines.
     pub stride: usize,
-    /// Blocks that the kernels write: those of whole squares.
+    /// Blocks that the kernel writes: those of whole squares.
     pub written: usize,
 }
 
-impl ScalePlane {
-    fn new(lines: usize, contraction: usize, block: usize) -> Self {
-        Self {
-            lines,
-            blocks: contraction.div_ceil(block),
-            stride: lines.next_multiple_of(TILE),
-            written: contraction.next_multiple_of(TILE) / block,
-        }
-    }
-
+impl RowScales {
     /// Ctas of `transpose_scales`.
     pub fn ctas(&self) -> usize {
         self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
@@ -251,7 +283,7 @@ impl Desc {
             stack: op.stack,
             capacity,
             ragged: op.groups.is_some(),
-            hadamard: op.hadamard.is_some(),
+            hadamard: op.hadamard.map(|hadamard| hadamard.len),
         }
     }
 
@@ -284,11 +316,22 @@ impl Desc {
     pub fn row_shape(&self) -> (usize, usize) {
         let len = self.rows * self.cols;
         let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
-        if !self.ragged && !self.hadamard && whole && len < ONE_ROW_BELOW {
-            (1, len)
-        } else {
-            (self.rows, self.cols)
-        }
+        if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
+    }
+
+    /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
+    fn line_rows(&self) -> usize {
+        TILE * 8 / self.codec.format().spec().code_bits as usize
+    }
+
+    /// How many of those a column has.
+    pub fn lines_height(&self) -> usize {
+        self.capacity.div_ceil(self.line_rows())
+    }
+
+    /// Units of columns, of all rows.
+    pub fn units(&self) -> usize {
+        self.rows * (self.cols / UNIT_COLS)
     }
 
     /// Squares of 128 x 128, of all matrices.
@@ -302,6 +345,10 @@ impl Desc {
         let wanted =
             Variant { input: self.input, format, kind: self.kind(), rounding, hadamard: self.hadamard };
         let whole_lines = match self.planes {
+            Planes::Rows if self.hadamard.is_some() => {
+                let units = self.cols / UNIT_COLS;
+                self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
+            }
             Planes::Rows => true,
             Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
             Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
@@ -310,24 +357,33 @@ impl Desc {
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 
-    /// The scales of the columns, and of the rows, whose padding to whole squares is written as well.
-    pub fn scale_planes(&self) -> (ScalePlane, ScalePlane) {
+    /// The scales of the rows, whose padding to whole squares is written as well.
+    pub fn row_scales(&self) -> RowScales {
         let block = self.codec.format().spec().block;
-        let rows = ScalePlane::new(self.rows, self.cols, block);
-        let rows = ScalePlane { stride: self.capacity.next_multiple_of(TILE), ..rows };
-        (ScalePlane::new(self.cols, self.capacity, block), rows)
+        RowScales {
+            lines: self.rows,
+            blocks: self.cols.div_ceil(block),
+            stride: self.capacity.next_multiple_of(TILE),
+            written: self.cols.next_multiple_of(TILE) / block,
+        }
     }
 
     /// Whether one kernel does all of it, the transform included.
     pub fn is_fused(&self) -> bool {
-        !self.hadamard || self.variant().is_some()
+        self.hadamard.is_none() || self.variant().is_some()
+    }
+
+    /// Whether the scales of columns come to lie a strip together.
+    pub fn lays_strips_together(&self) -> bool {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        matches!(last.planes, Planes::Cols | Planes::Both) && last.variant().is_some()
     }
 
     /// What is left to do once the transform has been made.
     pub fn transformed(&self) -> Self {
         let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
         let ragged = self.ragged && self.codec.rounding().is_random();
-        Self { input: DType::F32, rows, ragged, hadamard: false, ..*self }
+        Self { input: DType::F32, rows, ragged, hadamard: None, ..*self }
     }
 
     /// The kernel that makes it, and its ctas.
@@ -346,24 +402,35 @@ impl Desc {
             Config { path, spec, launch }
         };
         match (self.variant(), self.planes) {
+            (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
+                let ctas = self.units().div_ceil(32).min(num_sms);
+                config(
+                    Path::HadamardRows,
+                    variant.rows_spec(),
+                    ctas,
+                    UNIT_THREADS,
+                    variant.row_shared_bytes(),
+                )
+            }
             (Some(variant), Planes::Rows) => {
                 let (rows, cols) = self.row_shape();
-                let warps = ROW_THREADS as usize / 32;
-                let ctas =
-                    (rows * cols.div_ceil(SEGMENT_COLS)).div_ceil(warps).min(ROW_CTAS_PER_SM * num_sms);
-                config(Path::Rows, variant.rows_spec(), ctas, ROW_THREADS, 0)
+                let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
+                let rounds = WARP_CHUNKS / variant.row_chunks();
+                let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
+                config(Path::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
-                // Two strips of half bytes fill the lines of a cta.
-                let strips = 8 / self.codec.format().spec().code_bits as usize;
-                let down = self.capacity.div_ceil(TILE * strips);
-                let band = if rows { BAND_STRIPS / strips } else { down };
+                let down = self.lines_height();
+                let band = if rows { BAND_STRIPS * TILE / self.line_rows() } else { down };
                 let ctas = down * self.cols.div_ceil(TILE);
                 let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
                 match self.hadamard {
-                    true => config(Path::HadamardCols { band }, spec, ctas, 512, shared_bytes),
-                    false => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
+                    Some(_) => {
+                        let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
+                        config(Path::HadamardCols, spec, ctas, 256, shared_bytes)
+                    }
+                    None => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
                 }
             }
             (Some(variant), Planes::Tiles) => {
@@ -378,9 +445,9 @@ impl Desc {
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for variant in Variant::all() {
-        all.push(Instance { spec: variant.rows_spec(), shared_bytes: 0 });
+        all.push(Instance { spec: variant.rows_spec(), shared_bytes: variant.row_shared_bytes() });
         // A transform is for one plane.
-        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard));
+        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {
             spec: variant.cols_spec(rows),
             shared_bytes: variant.column_shared_bytes(),
@@ -422,7 +489,7 @@ mod tests {
             stack: 1,
             capacity,
             ragged: false,
-            hadamard: false,
+            hadamard: None,
         }
     }
 
@@ -438,7 +505,7 @@ mod tests {
                 for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 9 }]) {
                     for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
                         for (input, hadamard) in
-                            [(DType::Bf16, false), (DType::F32, false), (DType::Bf16, true)]
+                            [(DType::Bf16, None), (DType::F32, None), (DType::Bf16, Some(64))]
                         {
                             let codec = Codec::new(format, rule, rounding).unwrap();
                             let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
@@ -447,7 +514,10 @@ mod tests {
                             let instance =
                                 Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
-                            assert!(!one_plane && hadamard || built.contains(&instance), "{instance:?}");
+                            assert!(
+                                !one_plane && hadamard.is_some() || built.contains(&instance),
+                                "{instance:?}"
+                            );
                             assert!(instance.shared_bytes <= 232_448, "{instance:?}");
                         }
                     }
@@ -478,7 +548,20 @@ mod tests {
         assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
         assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
         assert_eq!(of(Desc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
-        assert_eq!(of(Desc { hadamard: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+    }
+
+    #[test]
+    fn warps_take_as_many_columns_whatever_their_registers_hold() {
+        let of = |rounding, input| {
+            let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+            let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
+            let config = Desc { codec, input, ragged: true, ..asked }.config(132);
+            (config.path, config.launch.ctas)
+        };
+        let rows = |segments, rounds, ctas| (Path::Rows { segments, rounds }, ctas);
+        assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
+        assert_eq!(of(Rounding::NearestEven, DType::F32), rows(7, 4, 32768 * 7 / 16));
+        assert_eq!(of(Rounding::Stochastic, DType::Bf16), rows(7, 4, 32768 * 7 / 16));
     }
 
     #[test]

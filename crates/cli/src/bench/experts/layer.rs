@@ -1,0 +1,215 @@
+//! A layer with random weights on random rows, ready for a forward and a backward pass.
+
+use super::super::gemm::cases::Load;
+use super::super::kernels::operands::normal;
+use nibble_core::ops::{Planes, Routing};
+use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::{Backend, DType, LayerKernels, Operand, Recipe, Result, SoloComm, Tensor};
+use nibble_train::cx::{Cx, Pass, Shards};
+use nibble_train::ledger::{Ledger, Saved};
+use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
+
+const NAME: &str = "mlp";
+const EXPERTS: &str = "mlp.experts";
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    pub name: &'static str,
+    pub experts: usize,
+    /// 0: the experts alone, on rows that are sorted already.
+    pub top_k: usize,
+    /// Tokens; rows where there is no router.
+    pub tokens: usize,
+    pub hidden: usize,
+    pub inner: usize,
+}
+
+impl Shape {
+    /// Rows that the experts multiply.
+    pub fn rows(&self) -> usize {
+        self.tokens * self.top_k.max(1)
+    }
+
+    /// Of the products, forward and backward; the router's aside.
+    pub fn flop(&self) -> f64 {
+        18.0 * self.rows() as f64 * self.hidden as f64 * self.inner as f64
+    }
+
+    fn moe(&self) -> MoeShape {
+        MoeShape {
+            d_model: self.hidden,
+            ffn: self.inner,
+            experts: self.experts,
+            top_k: self.top_k.max(1),
+            normalize: true,
+            aux_coef: 1e-2,
+            z_coef: 1e-3,
+        }
+    }
+}
+
+/// Bytes that a forward pass leaves for the backward pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// By the ledger: every buffer that is held, the caller's among them.
+    pub listed: usize,
+    /// By the allocator: what the forward pass added, its output aside.
+    pub live: usize,
+}
+
+/// The experts alone, or a whole layer.
+enum Parts<B: LayerKernels> {
+    Experts { experts: Box<Experts<B>>, section: Box<Section>, plan: Plan<B>, x: Operand<B>, dy: Operand<B> },
+    Moe { moe: Box<Moe<B>>, x: Tensor<B>, dy: Tensor<B> },
+}
+
+/// A layer under a recipe.
+pub struct Layer<'a, B: LayerKernels> {
+    cx: Cx<'a, B>,
+    parts: Parts<B>,
+}
+
+impl<'a, B: LayerKernels> Layer<'a, B> {
+    /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
+    /// backward pass.
+    pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
+        // As many shards as a run has by default.
+        let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
+        let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
+        let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
+        let parts = if shape.top_k > 0 {
+            let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)? });
+            moe.prepare(&cx)?;
+            Parts::Moe { moe, x: rows(1)?, dy: rows(2)? }
+        } else {
+            let mut experts = Box::new(Experts::new(&cx, EXPERTS, shape.moe(), 0.02, 0.02)?);
+            experts.prepare(&cx)?;
+            let section = Box::new(cx.section(Kind::Expert, EXPERTS));
+            let exchange = Exchange::new(&cx, shape.experts, 1);
+            let plan = exchange.plan(&uneven(b, shape)?, if section.has_blocks() { 128 } else { 1 })?;
+            let sorted = |seed| exchange.dispatch(&plan, &Operand::Plain(rows(seed)?));
+            let (x, dy) = (sorted(1)?, sorted(2)?);
+            Parts::Experts { experts, section, plan, x, dy }
+        };
+        Ok(Self { cx, parts })
+    }
+
+    /// A forward and a backward pass, which overwrites the gradients.
+    pub fn step(&mut self) -> Result<()> {
+        self.cx.counts.borrow_mut().clear();
+        let cx = &self.cx;
+        match &mut self.parts {
+            Parts::Experts { experts, section, plan, x, dy } => {
+                experts.params().into_iter().for_each(|param| param.grad = None);
+                let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
+                let (y, saved) = experts.forward(cx, section, x, plan)?;
+                drop(y);
+                let dy = arrived(cx, section, plan, dy, Site::DispatchBwd)?;
+                experts.backward(cx, section, saved, dy, plan).map(drop)
+            }
+            Parts::Moe { moe, x, dy } => {
+                moe.params().into_iter().for_each(|param| param.grad = None);
+                let (y, saved) = moe.forward(cx, x)?;
+                drop(y);
+                moe.backward(cx, saved, x, dy).map(drop)
+            }
+        }
+    }
+
+    /// What a forward pass keeps.
+    pub fn kept(&self) -> Result<Kept> {
+        let cx = &self.cx;
+        cx.counts.borrow_mut().clear();
+        let before = cx.b.memory().live_bytes;
+        let (y, saved): (Tensor<B>, Box<dyn Saved>) = match &self.parts {
+            Parts::Experts { experts, section, plan, x, .. } => {
+                let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
+                let (y, saved) = experts.forward(cx, section, x, plan)?;
+                (y, Box::new(saved))
+            }
+            Parts::Moe { moe, x, .. } => {
+                let (y, saved) = moe.forward(cx, x)?;
+                saved.occupancy().verify(cx.b)?;
+                (y, Box::new(saved))
+            }
+        };
+        let mut ledger = Ledger::default();
+        saved.ledger(&mut ledger);
+        // Counts are the step's, not the layer's.
+        cx.counts.borrow_mut().clear();
+        let live = cx.b.memory().live_bytes.saturating_sub(before + y.bytes());
+        Ok(Kept { listed: ledger.bytes(), live })
+    }
+}
+
+/// A routing of one expert a row: uneven groups, in order.
+fn uneven<B: Backend>(b: &B, shape: Shape) -> Result<Routing<B>> {
+    let lengths = Load::Uneven(shape.experts).lengths(shape.tokens);
+    let expert: Vec<i32> = lengths.iter().enumerate().flat_map(|(e, len)| vec![e as i32; *len]).collect();
+    let weight: Vec<f32> = (0..shape.tokens).map(|t| 0.25 + (t % 97) as f32 / 128.0).collect();
+    Ok(Routing {
+        expert: b.upload(&expert)?,
+        weight: b.upload(&weight)?,
+        probs: Tensor::zeros(b, DType::F32, 0, shape.experts)?,
+        log_sum_exp: b.zeros(0)?,
+        load: b.zeros(0)?,
+        losses: b.zeros(0)?,
+    })
+}
+
+/// Sorted BF16 rows as they would have come under the recipe: quantized here, where nothing travels.
+fn arrived<B: LayerKernels>(
+    cx: &Cx<'_, B>,
+    section: &Section,
+    plan: &Plan<B>,
+    rows: &Operand<B>,
+    site: Site,
+) -> Result<Operand<B>> {
+    let (to, groups) = (section.at(site), Some(&plan.map.groups));
+    let (pass, tensor) =
+        if site == Site::DispatchFwd { (Pass::Forward, "x") } else { (Pass::Backward, "dy") };
+    match to.dtype() {
+        Some(_) => Ok(rows.clone()),
+        None => {
+            let rows = rows.plain("arrived")?;
+            cx.quantize(pass, EXPERTS, tensor, rows, to, Planes::Rows, groups)?.take_rows("arrived")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::RECIPES;
+    use super::*;
+    use nibble_cpu::Cpu;
+
+    #[test]
+    fn both_kinds_of_layer_run_under_every_recipe_and_keep_what_they_list() {
+        let cpu = Cpu::new(1).unwrap();
+        let experts = Shape { name: "experts", experts: 2, top_k: 0, tokens: 256, hidden: 128, inner: 128 };
+        let whole = Shape { name: "layer", experts: 4, top_k: 2, ..experts };
+        assert_eq!((experts.rows(), whole.rows()), (256, 512));
+        assert_eq!(experts.flop(), 18.0 * 256.0 * 128.0 * 128.0);
+        for recipe in RECIPES {
+            let recipe = Recipe::builtin(recipe).unwrap();
+            for shape in [experts, whole] {
+                let mut layer = Layer::new(&cpu, &recipe, shape, false).unwrap();
+                layer.step().and_then(|()| layer.step()).unwrap();
+                let Kept { listed, live } = layer.kept().unwrap();
+                let mut again = Layer::new(&cpu, &recipe, shape, true).unwrap();
+                again.step().unwrap();
+                let less = again.kept().unwrap().live;
+                assert!(
+                    (less < live) == (shape.top_k > 0),
+                    "{}, {}: {less} of {live}",
+                    recipe.name,
+                    shape.name
+                );
+                assert!(listed > 0 && live > 0, "{}: {listed}, {live}", recipe.name);
+                // The rows of an unquantized recipe are the caller's.
+                assert!(live <= listed, "{}, {}: {live} of {listed}", recipe.name, shape.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! The products that are timed: of which layers, over which groups, in which formats.
+
+use super::super::kernels::operands::uneven;
+use nibble_testkit::shapes::{MoeShape, Spread};
+
+/// Which product of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pass {
+    /// y = x·Wᵀ.
+    Fprop,
+    /// dx = dy·W: the same kernel, of the other sizes.
+    Dgrad,
+    /// dW = dyᵀ·x, overwriting.
+    Wgrad,
+    /// dW += dyᵀ·x.
+    WgradAdding,
+}
+
+impl Pass {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fprop => "fprop",
+            Self::Dgrad => "dgrad",
+            Self::Wgrad => "wgrad",
+            Self::WgradAdding => "wgrad +=",
+        }
+    }
+
+    /// Whether the groups' rows are the contraction.
+    pub fn is_wgrad(self) -> bool {
+        matches!(self, Self::Wgrad | Self::WgradAdding)
+    }
+}
+
+/// In what formats the operands come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operands {
+    /// Both BF16.
+    Bf16,
+    /// The same, dense, by NVIDIA's library.
+    Library,
+    /// E4M3, power-of-two scales, as the MXFP4 recipe has them: weights in 128 × 128 tiles; of the columns that a weight
+    /// gradient takes, x's 32 neighbours share their scales.
+    Fp8,
+    /// E4M3, F32 scales, quantized from BF16: weights in 128 × 128 tiles, each column with a scale of its own.
+    Fp8F32,
+    /// As [`Operands::Fp8`], with 1 × 128 blocks of the weights too.
+    Fp8Vector,
+    /// As [`Operands::Fp8`] from x in MXFP4: its lift is timed too, and for a weight gradient the turn of dy's rows.
+    Mxfp4,
+}
+
+impl Operands {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "BF16",
+            Self::Library => "BF16, cuBLASLt",
+            Self::Fp8 => "FP8",
+            Self::Fp8F32 => "FP8, F32 scales",
+            Self::Fp8Vector => "FP8, W 1x128",
+            Self::Mxfp4 => "MXFP4 with lift",
+        }
+    }
+
+    /// Whether the product itself multiplies E4M3.
+    pub fn is_fp8(self) -> bool {
+        !matches!(self, Self::Bf16 | Self::Library)
+    }
+}
+
+/// How the rows are divided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Load {
+    /// One group: the dense product.
+    Dense,
+    /// Multiples of 128 from half the mean to one and a half, as the published figures have them.
+    Uneven(usize),
+    /// The same, no multiples of anything.
+    Odd(usize),
+    /// As many each.
+    Equal(usize),
+    /// Group g has a share proportional to 1 / (g + 1).
+    Zipf(usize),
+    /// One has all rows but one in each other group.
+    OneTakesAll(usize),
+    /// All rows in the last.
+    OneFull(usize),
+}
+
+impl Load {
+    pub fn name(self) -> String {
+        match self {
+            Self::Dense => "dense".into(),
+            Self::Uneven(n) => format!("{n} uneven"),
+            Self::Odd(n) => format!("{n} odd sizes"),
+            Self::Equal(n) => format!("{n} equal"),
+            Self::Zipf(n) => format!("{n} Zipf"),
+            Self::OneTakesAll(n) => format!("{n}, 1 takes all"),
+            Self::OneFull(n) => format!("{n}, {} empty", n.saturating_sub(1)),
+        }
+    }
+
+    /// Rows of each group.
+    pub fn lengths(self, rows: usize) -> Vec<usize> {
+        match self {
+            Self::Dense => vec![rows],
+            Self::Uneven(n) => uneven(n, rows / 128).into_iter().map(|len| 128 * len).collect(),
+            Self::Odd(n) => uneven(n, rows),
+            Self::Equal(n) => Spread::Balanced.lengths(n, rows),
+            Self::Zipf(n) => Spread::Zipf.lengths(n, rows),
+            Self::OneTakesAll(n) => Spread::OneTakesMost.lengths(n, rows),
+            Self::OneFull(n) => Spread::AllEmptyButOne.lengths(n, rows),
+        }
+    }
+}
+
+/// A product of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Product {
+    pub pass: Pass,
+    pub operands: Operands,
+    pub load: Load,
+    /// All groups together.
+    pub rows: usize,
+    /// Columns of D; rows of a gradient.
+    pub n: usize,
+    /// The contraction; columns of a gradient.
+    pub k: usize,
+}
+
+impl Product {
+    /// What the table's first columns say of it.
+    pub fn columns(&self) -> [String; 5] {
+        let (pass, size) = (self.pass.name().to_owned(), format!("{}x{}", self.n, self.k));
+        [pass, size, self.rows.to_string(), self.load.name(), self.operands.name().to_owned()]
+    }
+
+    pub fn name(&self) -> String {
+        self.columns().join(" ")
+    }
+
+    /// The sizes of a dense product of as many operations in one group of the mean size.
+    pub fn dense_sizes(&self) -> [usize; 3] {
+        if self.pass.is_wgrad() {
+            let groups = self.load.lengths(self.rows).len();
+            [self.n, self.k, self.rows / groups.max(1)]
+        } else {
+            [self.rows, self.n, self.k]
+        }
+    }
+}
+
+/// Products under one heading.
+pub struct Section {
+    pub title: &'static str,
+    pub products: Vec<Product>,
+}
+
+/// Of all groups together, unless a product's name says otherwise.
+pub const ROWS: usize = 32768;
+/// DeepSeek-V3's gate and up projections, and its down projection.
+pub const UP: (usize, usize) = (4096, 7168);
+pub const DOWN: (usize, usize) = (7168, 2048);
+
+/// Gate and up projections of a model's experts, and their down projection.
+fn layers(shape: MoeShape) -> [(usize, usize); 2] {
+    [(2 * shape.f, shape.d), (shape.d, shape.f)]
+}
+
+/// One size in several formats; the library's first, as it stands beside the others.
+fn each(pass: Pass, (n, k): (usize, usize), load: Load, rows: usize, operands: &[Operands]) -> Vec<Product> {
+    operands.iter().map(|&operands| Product { pass, operands, load, rows, n, k }).collect()
+}
+
+/// What a share of the tensor cores' rate is taken of: the fastest dense products there are.
+pub fn ceilings() -> Section {
+    use Operands::{Bf16, Fp8, Library};
+    let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, Fp8]);
+    let products = [dense(8192, (8192, 8192)), dense(ROWS, UP)].concat();
+    Section { title: "dense products: their fastest is the ceiling of the others", products }
+}
+
+/// Everything, in the order of the tables.
+pub fn sections() -> Vec<Section> {
+    vec![
+        Section { title: "forward and data gradients of DeepSeek-V3's experts, 8 groups", products: rows() },
+        Section { title: "their weight gradients, by rows a group", products: gradients() },
+        Section { title: "other models", products: models() },
+        Section { title: "other numbers of groups", products: groups() },
+        Section {
+            title: "uneven loads; tiled: the share of a floor that rounds each group's rows up to 64 (128 in a contraction)",
+            products: loads(),
+        },
+        Section { title: "conversion included: x stored as MXFP4", products: conversions() },
+    ]
+}
+
+fn rows() -> Vec<Product> {
+    use Operands::*;
+    let load = Load::Uneven(8);
+    [
+        each(Pass::Fprop, UP, load, ROWS, &[Bf16, Fp8, Fp8F32, Fp8Vector]),
+        each(Pass::Fprop, DOWN, load, ROWS, &[Library, Bf16, Fp8, Fp8F32]),
+        each(Pass::Dgrad, (UP.1, UP.0), load, ROWS, &[Library, Bf16, Fp8]),
+        each(Pass::Dgrad, (DOWN.1, DOWN.0), load, ROWS, &[Library, Bf16, Fp8]),
+    ]
+    .concat()
+}
+
+fn gradients() -> Vec<Product> {
+    use Operands::*;
+    let mut all = Vec::new();
+    for (size, rows_each) in [(UP, 4096), (DOWN, 4096), (UP, 1024), (DOWN, 1024), (UP, 512), (DOWN, 512)] {
+        let (load, rows) = (Load::Uneven(8), 8 * rows_each);
+        let full = rows_each == 4096;
+        let overwriting: &[_] = if full { &[Library, Bf16, Fp8, Fp8F32] } else { &[Bf16, Fp8] };
+        let adding: &[_] = if full { &[Bf16, Fp8] } else { &[Fp8] };
+        all.extend(each(Pass::Wgrad, size, load, rows, overwriting));
+        all.extend(each(Pass::WgradAdding, size, load, rows, adding));
+    }
+    all
+}
+
+fn models() -> Vec<Product> {
+    use Operands::{Bf16, Fp8};
+    let mut all = Vec::new();
+    for shape in [MoeShape::DEEPSEEK_V2, MoeShape::QWEN3_30B, MoeShape::SCOUT] {
+        for size in layers(shape) {
+            all.extend(each(Pass::Fprop, size, Load::Uneven(8), ROWS, &[Bf16, Fp8]));
+            all.extend(each(Pass::WgradAdding, size, Load::Uneven(8), ROWS, &[Fp8]));
+        }
+    }
+    all
+}
+
+fn groups() -> Vec<Product> {
+    let mut all = Vec::new();
+    let wide: [_; 2] = [(2048, 4096), (4096, 1024)];
+    for (groups, rows, sizes) in [(4, ROWS, [UP, DOWN]), (32, ROWS, [UP, DOWN]), (128, 262_144, wide)] {
+        for pass in [Pass::Fprop, Pass::WgradAdding] {
+            let fp8 = |size| each(pass, size, Load::Uneven(groups), rows, &[Operands::Fp8]);
+            all.extend(sizes.into_iter().flat_map(fp8));
+        }
+    }
+    all
+}
+
+fn loads() -> Vec<Product> {
+    let fp8 = |pass, size, load| each(pass, size, load, ROWS, &[Operands::Fp8]);
+    let mut all = Vec::new();
+    for load in [Load::Equal(8), Load::Odd(8), Load::OneTakesAll(8), Load::OneFull(8)] {
+        all.extend(fp8(Pass::Fprop, UP, load));
+    }
+    for pass in [Pass::Fprop, Pass::WgradAdding] {
+        all.extend(fp8(pass, (2048, 4096), Load::Zipf(256)));
+    }
+    all
+}
+
+fn conversions() -> Vec<Product> {
+    let mut all = Vec::new();
+    for pass in [Pass::Fprop, Pass::WgradAdding] {
+        for size in [UP, DOWN] {
+            all.extend(each(pass, size, Load::Uneven(8), ROWS, &[Operands::Mxfp4]));
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all() -> Vec<Product> {
+        sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect()
+    }
+
+    #[test]
+    fn no_product_is_timed_twice_and_all_of_them_in_about_three_minutes() {
+        let mut names: Vec<_> = all().iter().map(Product::name).collect();
+        assert!(names.len() <= 90, "{} products of two seconds each", names.len());
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all().len());
+    }
+
+    #[test]
+    fn groups_hold_all_rows_as_their_names_say() {
+        for product in all() {
+            let lengths = product.load.lengths(product.rows);
+            assert_eq!(lengths.iter().sum::<usize>(), product.rows, "{}", product.name());
+            if let Load::Uneven(groups) = product.load {
+                assert_eq!(lengths.len(), groups);
+                assert!(lengths.iter().all(|len| len % 128 == 0), "{lengths:?}");
+            }
+        }
+        assert_eq!(Load::OneTakesAll(8).lengths(32768).into_iter().max(), Some(32768 - 7));
+        assert_eq!(Load::OneFull(8).lengths(32768), [0, 0, 0, 0, 0, 0, 0, 32768]);
+    }
+
+    #[test]
+    fn dense_sizes_hold_as_many_operations() {
+        for product in all() {
+            let [m, n, k] = product.dense_sizes();
+            let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
+            assert_eq!(m * n * k * groups, product.rows * product.n * product.k, "{}", product.name());
+        }
+    }
+}

@@ -1,0 +1,69 @@
+// F32 numbers as sums of three BF16 numbers, each what is left rounded to nearest even: exactly, from 2^-110 on (below, the last
+// parts are subnormal or lost). Products of F32 on the tensor cores. An infinity in one factor makes the result NaN, as it meets the
+// other's zero parts.
+//
+// split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. A NaN or infinity is its first part.
+// sum_parts: out[row][col] = in[row][2 · cols + col] + in[row][cols + col] + in[row][col], in this order, or out plus that.
+//   cols a multiple of 4; 256 threads, a thread 4 columns; grid ceil(units / 256), units = rows · cols / 4 below 2^31;
+//   units_per_row = cols / 4.
+#pragma once
+#include "formats/plain.cuh"
+#include "math/reduce.cuh"
+
+namespace nib {
+
+constexpr int kPartsThreads = 256;
+
+/// Four numbers' part: what is left of them in BF16, which is taken away. The largest numbers, which would round to infinity, are
+/// truncated.
+__device__ __forceinline__ uint2 take_part(float (&left)[4]) {
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 bits = __float_as_uint(left[i]);
+        const bool is_finite = (bits & 0x7F800000) != 0x7F800000, is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+        const u32 rounded = bits + 0x7FFF + (bits >> 16 & 1);
+        const bool keeps = is_finite && (rounded & 0x7F800000) != 0x7F800000;
+        part[i] = is_nan ? 0x7FC00000 : (keeps ? rounded : bits) & 0xFFFF0000;
+        left[i] = is_finite ? left[i] - __uint_as_float(part[i]) : 0.0f;
+    }
+    return {__byte_perm(part[0], part[1], 0x7632), __byte_perm(part[2], part[3], 0x7632)};
+}
+
+__global__ void __launch_bounds__(kPartsThreads)
+    split_parts(const float* __restrict__ in, u16* __restrict__ out, u32 units, u32 units_per_row, Divider by_units_per_row,
+                u32 pattern, u32 count) {
+    const u32 unit = blockIdx.x * kPartsThreads + threadIdx.x;
+    if (unit >= units) return;
+    const uint4 v = ptx::load_16(in + u64(unit) * 4);
+    float left[4] = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+    const uint2 first = take_part(left), second = take_part(left), third = take_part(left);
+    const u32 row = by_units_per_row.divide(unit), at = unit - row * units_per_row;
+    for (u32 i = 0; i < count; ++i, pattern >>= 2) {
+        const uint2 part = (pattern & 3) == 0 ? first : (pattern & 3) == 1 ? second : third;
+        ptx::store_8(out + (u64(row) * count + i) * units_per_row * 4 + at * 4, part);
+    }
+}
+
+__global__ void __launch_bounds__(kPartsThreads)
+    sum_parts(const float* __restrict__ in, float* __restrict__ out, u32 units, u32 units_per_row, Divider by_units_per_row,
+              int accumulate) {
+    const u32 unit = blockIdx.x * kPartsThreads + threadIdx.x;
+    if (unit >= units) return;
+    const u32 row = by_units_per_row.divide(unit), at = unit - row * units_per_row;
+    using X = Few<F32, 4>;
+    const float* const from = in + (u64(row) * 3 * units_per_row + at) * 4;
+    const X first = X::load(from), second = X::load(from + u64(units_per_row) * 4), third = X::load(from + u64(units_per_row) * 8);
+    float* const to = out + u64(unit) * 4;
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = third.value(i) + second.value(i) + first.value(i);
+    if (accumulate) {
+        const X before = X::load(to);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = before.value(i) + sum[i];
+    }
+    X::from_f32(sum).store(to);
+}
+
+}  // namespace nib

@@ -1,0 +1,48 @@
+// Which segments of which rows a warp takes: what kernels that go along the rows have in common.
+//
+// A cta takes kWarps · rounds neighbouring tasks, up to 32 rounds; a task is one of `segments` segments of a row, `by_segments` divides by
+// that. Grid ceil(rows · segments / (kWarps · rounds)). More rounds save the start and the end of a cta, fewer keep the last wave short;
+// ctas that take tasks a grid apart are slower where some have much padding. The rows' numbers are read for all rounds at once, so
+// that they are waited for once.
+#pragma once
+#include "math/reduce.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+template <int kWarps>
+struct RowTasks {
+    struct Place {
+        u32 row;
+        u32 segment;
+    };
+
+    const Divider by_segments;
+    const u32 segments;
+    const u32 first;
+    u32 present;  // bit r: there is a task in round r
+    u32 counted;  // and its row is no padding
+    int row_id;   // lane r: of the row of round r; negative for padding
+
+    /// row_id: null where every row counts and has its own number.
+    __device__ __forceinline__ RowTasks(const int* __restrict__ ids, int rows, Divider by_segments, u32 segments, u32 rounds)
+        : by_segments(by_segments), segments(segments), first(blockIdx.x * (kWarps * rounds) + threadIdx.x / 32) {
+        constexpr u32 kAll = 0xFFFFFFFF;
+        const u32 lane = threadIdx.x % 32, task = first + lane * kWarps, row = by_segments.divide(task);
+        const bool exists = lane < rounds && task < u32(rows) * segments;
+        row_id = int(row);
+        if (exists && ids != nullptr) row_id = __ldg(ids + row);
+        present = __ballot_sync(kAll, exists);
+        counted = __ballot_sync(kAll, exists && row_id >= 0);
+    }
+
+    /// The lowest of these rounds.
+    __device__ __forceinline__ static int next(u32 rounds) { return __ffs(int(rounds)) - 1; }
+
+    __device__ __forceinline__ Place place(int round) const {
+        const u32 task = first + round * kWarps, row = by_segments.divide(task);
+        return {row, task - row * segments};
+    }
+};
+
+}  // namespace nib

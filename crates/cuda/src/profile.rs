@@ -1,0 +1,62 @@
+//! Where a layer's time goes on the device: events around every operation.
+
+use crate::Cuda;
+use crate::device::Event;
+use nibble_core::Result;
+use std::sync::{Mutex, PoisonError};
+
+/// An operation and its milliseconds on the device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OpTime {
+    /// The operation's name, as in [`nibble_core::ops`].
+    pub op: &'static str,
+    /// From the end of what was issued before it to its own end.
+    pub ms: f32,
+}
+
+/// Operations between two events each, while someone asks.
+pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
+
+impl Cuda {
+    /// Runs `work` and says how long each of its operations took on the device, in order; waits for all of them. The times
+    /// are those of a busy device only if it is behind the host all the while: issue something long before.
+    ///
+    /// # Errors
+    /// What `work` returns; [`nibble_core::Error::Device`] from the events.
+    pub fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)> {
+        // Restored also where `work` panics.
+        struct Outer<'a>(&'a Marks, Option<Vec<(&'static str, Event, Event)>>);
+        impl Outer<'_> {
+            fn swap(&mut self) {
+                std::mem::swap(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), &mut self.1);
+            }
+        }
+        impl Drop for Outer<'_> {
+            fn drop(&mut self) {
+                self.swap();
+            }
+        }
+        let mut outer = Outer(self.marks(), Some(Vec::new()));
+        outer.swap();
+        let result = work();
+        let taken = self.marks().lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default();
+        drop(outer);
+        let times = taken.iter().map(|(op, begin, end)| Ok(OpTime { op, ms: end.elapsed_ms(begin)? }));
+        Ok((result?, times.collect::<Result<_>>()?))
+    }
+
+    /// Runs an operation, between two events if someone asks.
+    pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
+        let marks = || self.marks().lock().unwrap_or_else(PoisonError::into_inner);
+        if marks().is_none() {
+            return run();
+        }
+        let begin = self.device().event()?;
+        let result = run()?;
+        let end = self.device().event()?;
+        if let Some(marks) = marks().as_mut() {
+            marks.push((op, begin, end));
+        }
+        Ok(result)
+    }
+}

@@ -1,0 +1,215 @@
+//! The whole mixture-of-experts layer on the GPU, forward and backward: against the CPU, from run to run, recorded as one
+//! graph (which holds no read and no upload by the host), and what it keeps. Without a GPU: a printed skip, or a failure
+//! under `NIBBLE_REQUIRE_GPU=1`.
+
+mod gpu;
+
+use nibble_core::formats::{Purpose, Stream};
+use nibble_core::ops::{Cast, InitNormal};
+use nibble_core::{DType, LayerKernels, Recipe, Result, SoloComm, Tensor};
+use nibble_cpu::Cpu;
+use nibble_cuda::Cuda;
+use nibble_train::cx::{Cx, Shards};
+use nibble_train::ledger::{Ledger, Saved};
+use nibble_train::moe::{Moe, MoeShape};
+use std::sync::OnceLock;
+
+/// Recipes, and how far two backends may be apart (relative L2). A product's 1e-4 moves values across the boundaries of
+/// the format they are rounded to next, which is 2⁻⁸, 2⁻⁴ or 2⁻² away: √(1e-4 · that) of the whole, a few times over.
+const RECIPES: [(&str, f64); 4] =
+    [("bf16", 1e-3), ("fp8-block", 1e-2), ("fp8-flow", 1e-2), ("mxfp4-hopper", 1.5e-2)];
+
+const SHAPE: MoeShape =
+    MoeShape { d_model: 256, ffn: 128, experts: 8, top_k: 2, normalize: true, aux_coef: 1e-2, z_coef: 1e-3 };
+const SHARDS: usize = 2;
+const TOKENS: usize = 512;
+/// No token chooses it.
+const EMPTY: usize = 3;
+/// One token alone chooses it.
+const LONELY: usize = 2;
+
+fn cuda() -> Option<Cuda> {
+    static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
+    CUDA.get_or_init(|| gpu::device("layer").map(Cuda::on)).clone()
+}
+
+fn context<'a, B: LayerKernels>(b: &'a B, recipe: &'a Recipe, shards: usize, tokens: usize) -> Cx<'a, B> {
+    let shards = Shards::new(b, shards, tokens / shards, 0).unwrap();
+    Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) }
+}
+
+fn normals(site: u32, len: usize) -> Vec<f32> {
+    let stream = Stream::new(11, Purpose::Data, site, 0);
+    (0..len as u64).map(|i| stream.normal_at(i)).collect()
+}
+
+fn tensor<B: LayerKernels>(b: &B, values: &[f32], cols: usize, dtype: DType) -> Result<Tensor<B>> {
+    Cast { x: &Tensor::from_f32(b, values, values.len() / cols, cols)?, dtype }.run(b)
+}
+
+/// A layer, its input and its output's gradient: one expert has no row, one has a single row.
+struct Scene<B: LayerKernels> {
+    moe: Moe<B>,
+    x: Tensor<B>,
+    dy: Tensor<B>,
+}
+
+impl<B: LayerKernels> Scene<B> {
+    fn new(cx: &Cx<'_, B>) -> Result<Self> {
+        let d = SHAPE.d_model;
+        let mut x = normals(1, TOKENS * d);
+        // Two features decide about the two experts: every token has the first, one token alone the second.
+        for (token, row) in x.chunks_mut(d).enumerate() {
+            (row[0], row[1]) = (4.0, if token == 77 { 4.0 } else { 0.0 });
+        }
+        let mut moe = Moe::new(cx, "mlp", SHAPE, 0.05, 0.05)?;
+        let mut router = moe.router.weight.master.to_f32_vec(cx.b)?;
+        for expert in [EMPTY, LONELY] {
+            router[expert * d] = -10.0;
+        }
+        router[LONELY * d + 1] = 20.0;
+        moe.router.weight.master = Tensor::from_f32(cx.b, &router, SHAPE.experts, d)?;
+        moe.prepare(cx)?;
+        Ok(Self {
+            moe,
+            x: tensor(cx.b, &x, d, DType::Bf16)?,
+            dy: tensor(cx.b, &normals(2, TOKENS * d), d, DType::Bf16)?,
+        })
+    }
+
+    /// Output, gradient of the input, gradients of the weights.
+    fn pass(&mut self, cx: &Cx<'_, B>) -> Result<Vec<Tensor<B>>> {
+        self.moe.params().into_iter().for_each(|param| param.grad = None);
+        let (y, saved) = self.moe.forward(cx, &self.x)?;
+        let dx = self.moe.backward(cx, saved, &self.x, &self.dy)?;
+        let grads = self.moe.params().into_iter().flat_map(|param| param.grad.take());
+        Ok([y, dx].into_iter().chain(grads).collect())
+    }
+}
+
+const NAMES: [&str; 5] = ["y", "dx", "router", "gate_up", "down"];
+
+fn host<B: LayerKernels>(b: &B, tensors: &[Tensor<B>]) -> Vec<Vec<f32>> {
+    tensors.iter().map(|x| x.to_f32_vec(b).unwrap()).collect()
+}
+
+fn bits(values: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    values.iter().map(|x| x.iter().map(|v| v.to_bits()).collect()).collect()
+}
+
+fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
+    let sum = |of: &dyn Fn(usize) -> f64| (0..want.len()).map(of).map(|x| x * x).sum::<f64>();
+    let error = sum(&|i| f64::from(got[i]) - f64::from(want[i]));
+    (error / sum(&|i| f64::from(want[i]))).sqrt()
+}
+
+#[test]
+fn outputs_and_gradients_are_the_cpus() {
+    let Some(cuda) = cuda() else { return };
+    let cpu = Cpu::new(0).unwrap();
+    for (name, bound) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let on_cpu = context(&cpu, &recipe, SHARDS, TOKENS);
+        let on_gpu = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scenes = (Scene::new(&on_cpu).unwrap(), Scene::new(&on_gpu).unwrap());
+        let routing = scenes.0.moe.router.forward(&on_cpu, &scenes.0.x).unwrap().routing;
+        let chosen = routing.expert.as_slice();
+        let rows = |expert: usize| chosen.iter().filter(|e| **e as usize == expert).count();
+        assert_eq!((rows(EMPTY), rows(LONELY)), (0, 1), "the scene is what it should be");
+        let on_gpu_chosen = scenes.1.moe.router.forward(&on_gpu, &scenes.1.x).unwrap().routing.expert;
+        assert_eq!(on_gpu_chosen.get().download().unwrap(), chosen, "{name}: the same experts");
+        let want = host(&cpu, &scenes.0.pass(&on_cpu).unwrap());
+        let got = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
+        for ((what, got), want) in NAMES.into_iter().zip(&got).zip(&want) {
+            let error = rel_l2(got, want);
+            println!("{name}: {what}: {error:.1e}");
+            assert!(error <= bound, "{name}: {what}: relative error {error:.1e}, at most {bound:.0e}");
+        }
+        let again = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
+        assert!(bits(&again) == bits(&got), "{name}: the same bits in every run");
+        scenes.1.moe.remake_x = true;
+        let remade = host(&cuda, &scenes.1.pass(&on_gpu).unwrap());
+        assert!(bits(&remade) == bits(&got), "{name}: the same bits from an input that is made again");
+    }
+}
+
+/// The first micro-batch writes the gradients, the next one adds to them: twice the same is twice as much.
+#[test]
+fn gradients_add_up_over_micro_batches() {
+    let Some(cuda) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scene = Scene::new(&cx).unwrap();
+        let mut gradients = || -> Result<Vec<Vec<f32>>> {
+            let (_, saved) = scene.moe.forward(&cx, &scene.x)?;
+            scene.moe.backward(&cx, saved, &scene.x, &scene.dy)?;
+            scene
+                .moe
+                .params()
+                .into_iter()
+                .flat_map(|param| &param.grad)
+                .map(|x| x.to_f32_vec(&cuda))
+                .collect()
+        };
+        let (once, twice) = (gradients().unwrap(), gradients().unwrap());
+        let doubled: Vec<Vec<f32>> = once.iter().map(|x| x.iter().map(|x| 2.0 * x).collect()).collect();
+        assert!(bits(&twice) == bits(&doubled), "{name}");
+    }
+}
+
+/// A recording refuses whatever waits for the host or copies from it: both passes have none.
+#[test]
+fn both_passes_are_one_graph() {
+    let Some(cuda) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scene = Scene::new(&cx).unwrap();
+        let want = bits(&host(&cuda, &scene.pass(&cx).unwrap()));
+        let graph = cuda.device().capture(|| scene.pass(&cx)).unwrap();
+        for launch in 1..=2 {
+            // SAFETY: the scene and the context outlive the download below, which waits.
+            unsafe { graph.launch() }.unwrap();
+            assert!(bits(&host(&cuda, &graph.outputs)) == want, "{name}: launch {launch}");
+        }
+    }
+}
+
+/// Bytes kept by a forward pass: as listed, and as the allocator counts them.
+fn kept(cuda: &Cuda, recipe: &str, shape: MoeShape, tokens: usize, remake_x: bool) -> (usize, usize) {
+    let recipe = Recipe::builtin(recipe).unwrap();
+    let cx = context(cuda, &recipe, 1, tokens);
+    let mut moe = Moe { remake_x, ..Moe::new(&cx, "mlp", shape, 0.02, 0.02).unwrap() };
+    moe.prepare(&cx).unwrap();
+    let stream = Stream::new(11, Purpose::Data, 1, 0);
+    let x = InitNormal { stream, first: 0, rows: tokens, cols: shape.d_model, std: 1.0 }.run(cuda).unwrap();
+    let x = Cast { x: &x, dtype: DType::Bf16 }.run(cuda).unwrap();
+    let before = cuda.device().memory().live_bytes;
+    let (y, saved) = moe.forward(&cx, &x).unwrap();
+    let live = cuda.device().memory().live_bytes - before - y.bytes();
+    let mut ledger = Ledger::default();
+    saved.ledger(&mut ledger);
+    println!("{}: {} bytes kept\n{}", recipe.name, live, ledger.table());
+    (ledger.bytes(), live)
+}
+
+#[test]
+fn what_is_kept_is_what_is_listed() {
+    // A device of its own: other tests allocate on theirs meanwhile.
+    let Some(cuda) = gpu::device("layer: memory").map(Cuda::on) else { return };
+    for (name, _) in RECIPES {
+        let (listed, live) = kept(&cuda, name, SHAPE, TOKENS, false);
+        assert_eq!(listed, live, "{name}");
+    }
+    const MIB: usize = 1 << 20;
+    let large = |d_model, ffn, experts, top_k| MoeShape { d_model, ffn, experts, top_k, ..SHAPE };
+    let (listed, live) = kept(&cuda, "mxfp4-hopper", large(7168, 2048, 8, 1), 32768, false);
+    assert!(listed == live && listed <= 250 * MIB, "8 experts: {listed} bytes listed, {live} live");
+    let (listed, live) = kept(&cuda, "mxfp4-hopper", large(4096, 1024, 128, 8), 32768, true);
+    let output = 32768 * 4096 * 2;
+    assert!(
+        listed == live && listed + output <= 600 * MIB,
+        "128 experts: {listed} bytes listed, {live} live"
+    );
+}
