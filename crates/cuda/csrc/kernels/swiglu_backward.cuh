@@ -13,7 +13,10 @@
 // columns, as TurnedTile lies.
 //
 // A tile of 128 x 128 stays in registers from its values to its codes, but for a, most of which waits in shared memory. The next
-// tile arrives, and the last one's columns leave, in the meantime.
+// tile arrives, and the last one's columns leave, in the meantime. Barriers as in kernels/swiglu_cols.cuh.
+//
+// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes 3 us more. 42
+// instructions and 12 passes of shared memory's pipe an element: half of the time goes to the numbers, whose look-ups wait for that pipe.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"

@@ -49,12 +49,11 @@ struct PlainChunk<true> {
     Eight gate, up, da;
 
     __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
-        const bool present = counted && col < of.f;
+        const int left = counted ? of.f - col : 0;
         const u8* const from = of.h + (u64(row) * u32(2 * of.f) + u32(col)) * Bf16::kBytes;
-        // Through the first-level cache, as in kernels/swiglu.cuh.
-        gate = Bf16::load_together(from, present);
-        up = Bf16::load_together(from + u32(of.f) * Bf16::kBytes, present);
-        da = Bf16::load_together(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, present);
+        gate = Bf16::load<true>(from, left);
+        up = Bf16::load<true>(from + u32(of.f) * Bf16::kBytes, left);
+        da = Bf16::load<true>(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, left);
     }
     __device__ __forceinline__ static float value(const Eight& x, int i) { return Bf16::value(x, i); }
     __device__ __forceinline__ void sigmoids(u32 table, float (&s)[8]) const {
