@@ -122,57 +122,116 @@ impl Tiles {
 
     /// The descriptor. Needs the driver library, no device call.
     pub fn encode(&self) -> Result<TensorMap> {
-        self.encode_rank(2, 1)
+        self.check()?;
+        let extents = [self.cols as u64, self.rows as u64];
+        let tile = [self.tile_cols as u32, self.tile_rows as u32];
+        encode(self.element, self.address, (extents, [self.row_stride_bytes as u64]), tile, self.swizzle)
     }
 
     /// That of so many such matrices, one after the other, which copies name by a third coordinate; a tile ends where its matrix does.
     pub fn encode_stack(&self, matrices: usize) -> Result<TensorMap> {
-        self.encode_rank(3, matrices)
-    }
-
-    fn encode_rank(&self, rank: u32, matrices: usize) -> Result<TensorMap> {
         self.check()?;
         let matrix_bytes = self.rows.saturating_mul(self.row_stride_bytes);
-        if !(1..=1 << 32).contains(&matrices) || (rank == 3 && matrix_bytes >= 1 << 40) {
+        if !(1..=1 << 32).contains(&matrices) || matrix_bytes >= 1 << 40 {
             let got = format!("{matrices} of {matrix_bytes} bytes");
             return Err(Error::shape(OP, "matrices", got, "1 to 2^32, each below 2^40 bytes"));
         }
-        if let Err(why) = &crate::probe().driver {
-            return Err(driver::failed("cuTensorMapEncodeTiled", why));
-        }
-        let element = match self.element {
-            Element::U8 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            Element::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            Element::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        };
-        let swizzle = match self.swizzle {
-            Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-            Swizzle::Bytes32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
-            Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
-            Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-        };
-        let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
-        // SAFETY: the map is aligned by its type, and the arrays have as many entries as a rank of 3 reads (strides: one fewer).
-        // The address is stored, not followed.
-        let code = unsafe {
-            sys::cuTensorMapEncodeTiled(
-                &mut map.0,
-                element,
-                rank,
-                self.address as *mut std::ffi::c_void,
-                [self.cols as u64, self.rows as u64, matrices as u64].as_ptr(),
-                [self.row_stride_bytes as u64, matrix_bytes as u64].as_ptr(),
-                [self.tile_cols as u32, self.tile_rows as u32, 1].as_ptr(),
-                [1, 1, 1].as_ptr(),
-                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle,
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        };
-        driver::check(&format!("cuTensorMapEncodeTiled({self:?}, {matrices})"), code)?;
-        Ok(map)
+        let extents = [self.cols as u64, self.rows as u64, matrices as u64];
+        let strides = [self.row_stride_bytes as u64, matrix_bytes as u64];
+        let tile = [self.tile_cols as u32, self.tile_rows as u32, 1];
+        encode(self.element, self.address, (extents, strides), tile, self.swizzle)
     }
+}
+
+/// A matrix of one-byte codes, `lines` of `stride` bytes, whose tiles of 128 lines of 128 bytes lie in shared memory with the lines
+/// 0, 8, ... 120 first, then 1, 9, ..., in the swizzle of 128 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TurnedTiles {
+    /// Device address of the first code.
+    pub address: u64,
+    /// Lines of the matrix, a multiple of 8.
+    pub lines: usize,
+    /// Bytes of a line, a multiple of 16.
+    pub stride: usize,
+}
+
+impl TurnedTiles {
+    /// As [`Tiles::encode`]: coordinates are the byte of a line, an eighth of the line, 0.
+    pub fn encode(&self) -> Result<TensorMap> {
+        let eights = Tiles {
+            element: Element::U8,
+            address: self.address,
+            rows: self.lines / 8,
+            cols: self.stride,
+            row_stride_bytes: 8 * self.stride,
+            tile_rows: 16,
+            tile_cols: 128,
+            swizzle: Swizzle::Bytes128,
+        };
+        if !self.lines.is_multiple_of(8) || !self.stride.is_multiple_of(16) {
+            let got = format!("{} · {}", self.lines, self.stride);
+            return Err(Error::shape(OP, "lines · stride", got, "multiples of 8 and 16"));
+        }
+        eights.check()?;
+        encode(
+            eights.element,
+            eights.address,
+            (
+                [self.stride as u64, eights.rows as u64, 8],
+                [eights.row_stride_bytes as u64, self.stride as u64],
+            ),
+            [128, 16, 8],
+            eights.swizzle,
+        )
+    }
+}
+
+/// Checked arguments to the driver, the fastest dimension first; strides from the second dimension on.
+fn encode<const RANK: usize, const STRIDES: usize>(
+    element: Element,
+    address: u64,
+    (extents, strides): ([u64; RANK], [u64; STRIDES]),
+    tile: [u32; RANK],
+    swizzle: Swizzle,
+) -> Result<TensorMap> {
+    const { assert!(STRIDES + 1 == RANK) };
+    if let Err(why) = &crate::probe().driver {
+        return Err(driver::failed("cuTensorMapEncodeTiled", why));
+    }
+    let element = match element {
+        Element::U8 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        Element::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        Element::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    };
+    let swizzle = match swizzle {
+        Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        Swizzle::Bytes32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+        Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+    };
+    let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
+    // SAFETY: the map is aligned by its type, and the arrays have as many entries (strides: one less) as the rank says.
+    // The address is stored, not followed.
+    let code = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map.0,
+            element,
+            RANK as u32,
+            address as *mut std::ffi::c_void,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            [1; RANK].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    let what =
+        format!("cuTensorMapEncodeTiled({element:?}, {extents:?}, {strides:?}, {tile:?}, {swizzle:?})");
+    driver::check(&what, code)?;
+    Ok(map)
 }
 
 /// An encoded descriptor, passed to kernels by value. It holds the address only: what it describes must outlive the launch.
@@ -231,5 +290,13 @@ mod tests {
         }
         assert!(Tiles { rows: 0, ..GOOD }.encode().unwrap_err().to_string().contains("`rows`"));
         assert!(GOOD.encode_stack(0).unwrap_err().to_string().contains("`matrices`"));
+        let turned = TurnedTiles { address: 0x1000, lines: 72, stride: 256 };
+        for (bad, argument) in [
+            (TurnedTiles { lines: 76, ..turned }, "`lines · stride`"),
+            (TurnedTiles { stride: 24, ..turned }, "`lines · stride`"),
+            (TurnedTiles { lines: 0, ..turned }, "`rows`"),
+        ] {
+            assert!(bad.encode().unwrap_err().to_string().contains(argument), "{bad:?}");
+        }
     }
 }

@@ -17,16 +17,21 @@ __device__ __forceinline__ F32::Eight load_either(const u8* from, bool is_bf16, 
     return wide;
 }
 
+/// Rounded to nearest even.
+__device__ __forceinline__ uint4 to_bf16(const F32::Eight& x) {
+    return {ptx::pack_bf16(x.number[0], x.number[1]), ptx::pack_bf16(x.number[2], x.number[3]),
+            ptx::pack_bf16(x.number[4], x.number[5]), ptx::pack_bf16(x.number[6], x.number[7])};
+}
+
 /// Stores as many of eight neighbours as are left, rounded to nearest even.
 __device__ __forceinline__ void store_either(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (is_bf16) {
-        u32 two[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) two[i] = ptx::pack_bf16(x.number[2 * i], x.number[2 * i + 1]);
+        const uint4 v = to_bf16(x);
         if (whole) {
-            ptx::store_16(to + at * 2, {two[0], two[1], two[2], two[3]});
+            ptx::store_16(to + at * 2, v);
         } else {
+            const u32 two[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 if (i < left) reinterpret_cast<u16*>(to)[at + i] = u16(two[i / 2] >> (i % 2 * 16));

@@ -45,19 +45,6 @@ struct ColumnTile {
         }
     }
 
-    /// Stores a tile of which every column exists, from `to` on.
-    template <int kThreads>
-    __device__ __forceinline__ void store_whole(u8* to, u32 stride) const {
-        const u32 chunk = threadIdx.x % 8, first = threadIdx.x / 8;
-        to += u64(first) * stride + chunk * 16;
-#pragma unroll
-        for (u32 line = 0; line < kTile; line += kThreads / 8) {
-            const uint4 v = *reinterpret_cast<const uint4*>(bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16);
-            const bool low = kThreads / 8 <= kTile / 2 ? line < kTile / 2 : line + first < kTile / 2;
-            ptx::store_16(to + u64(line) * stride, low ? v : uint4{v.z, v.w, v.x, v.y});
-        }
-    }
-
     /// Stores the whole tile to `codes`, lines of `stride` bytes; column 0 goes to line `first_col`, row 0 to its byte `first_row`.
     /// Lines from `cols` on do not exist.
     template <int kThreads>

@@ -1,6 +1,6 @@
-// A tile of 128 x 128 numbers in registers, from its values to its E4M3 codes along the rows and down the columns. A thread holds
-// four rows of kCols columns, eight or four: with eight, half a warp holds a row and 512 threads the tile; with four, a warp and
-// 1024 threads.
+// A tile of 128 x 128 numbers in the registers of 512 threads, from its values to its E4M3 codes along the rows and down the columns.
+// A thread holds four rows of eight columns, a warp 16 rows of 64 columns, so two warps a row: what one has found out about its
+// half of a row reaches the other through shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -8,12 +8,14 @@
 #include "kernels/column_tile.cuh"
 #include "math/reduce.cuh"
 #include "ptx/packed.cuh"
+#include "ptx/thread.cuh"
 
 namespace nib {
 
-constexpr int kThreadRows = 4;
-template <int kCols>
-using StripValues = float[kThreadRows][kCols];
+constexpr int kThreadRows = 4, kThreadCols = 8;
+constexpr int kStripThreads = kTile * kTile / (kThreadRows * kThreadCols);
+constexpr int kWarpRows = 16, kWarpCols = kTile / 2;
+using StripValues = float[kThreadRows][kThreadCols];
 
 /// Where a tile lies: strips of 128 rows one after the other, so that the scales of a row are written at one time.
 struct StripTile {
@@ -26,17 +28,31 @@ struct StripTile {
     __device__ __forceinline__ int col() const { return int(panel) * kTile; }
 };
 
-/// Where a thread is within a tile.
-template <int kCols>
-struct StripThread {
-    static constexpr int kLanes = kTile / kCols;  // of a row
-    static constexpr int kThreads = kTile / kThreadRows * kLanes;
+/// Rows that the copy engine brings at a time, unless they are padding alone.
+constexpr int kBoxRows = 32;
 
-    int lane, of_row;  // in the warp, in the row
-    int row, col;      // its first ones
+/// Asked by a warp: a bit for each box of a tile in which a row counts.
+__device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
+    const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // a lane looks at four rows
+    const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
+    const u32 counted = __ballot_sync(kAllLanes, (id.x & id.y & id.z & id.w) >= 0);
+    const u32 some = counted | counted >> 1, more = some | some >> 2, any = more | more >> 4;
+    return (any & 1) | (any >> 7 & 2) | (any >> 14 & 4) | (any >> 21 & 8);
+}
+
+/// Where a thread is within a tile.
+struct StripThread {
+    int lane, half;  // in the warp; of the tile's columns
+    int row, col;    // its first ones
 
     __device__ __forceinline__ StripThread()
-        : lane(threadIdx.x % 32), of_row(lane % kLanes), row(threadIdx.x / kLanes * kThreadRows), col(of_row * kCols) {}
+        : lane(threadIdx.x % 32),
+          half(threadIdx.x / 32 % 2),
+          row(threadIdx.x / 64 * kWarpRows + lane / 8 * kThreadRows),
+          col(half * kWarpCols + lane % 8 * kThreadCols) {}
+
+    /// Of what the eight lanes of a row have one each, the place among that of 16 rows.
+    __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
 };
 
 /// The largest |x|; NaN if one is.
@@ -48,58 +64,54 @@ __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     return largest;
 }
 
-/// Of a power of two of values a lane, the largest over kLanes neighbouring lanes; lane l gets that of value l % kCount. Each
-/// exchange halves the values a lane still looks after.
-template <int kLanes, int kCount>
-__device__ __forceinline__ float largest_of_lanes(float (&v)[kCount], int lane) {
+/// Joins kCount values a lane over the lanes that are kFirst, 2 · kFirst, ... apart, until kLeft are left; each exchange halves the
+/// values a lane still looks after. Of n = kCount / kLeft such lanes, the j-th gets the values j, j + n, ...
+template <int kFirst, int kLeft, int kCount, int kNow = kCount, class Join>
+__device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join join) {
+    if constexpr (kNow > kLeft) {
+        const bool upper = lane & kFirst;
 #pragma unroll
-    for (int half = kCount / 2; half >= 1; half /= 2) {
-        const bool upper = lane & half;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const float sent = upper ? v[i] : v[i + half];
-            v[i] = ptx::max_magnitude(upper ? v[i + half] : v[i], __shfl_xor_sync(kAllLanes, sent, half));
+        for (int i = 0; i < kNow / 2; ++i) {
+            const float sent = upper ? v[2 * i] : v[2 * i + 1];
+            v[i] = join(upper ? v[2 * i + 1] : v[2 * i], __shfl_xor_sync(kAllLanes, sent, kFirst));
         }
+        join_lanes<2 * kFirst, kLeft, kCount, kNow / 2>(v, lane, join);
     }
-#pragma unroll
-    for (int far = kCount; far < kLanes; far *= 2) v[0] = ptx::max_magnitude(v[0], __shfl_xor_sync(kAllLanes, v[0], far));
-    return v[0];
 }
 
-/// Of a thread's rows, the largest in each column. Where a thread has eight columns, the first four lie in the first half of a line, so
-/// that neighbours write neighbours.
-template <int kCols>
+/// Of the columns of kMatrices tiles, the largest magnitudes; by the 16 rows of a warp.
+template <int kMatrices>
 struct ColumnMaxima {
-    float line[kTile / kThreadRows][kTile];
+    static constexpr int kCount = kMatrices * kThreadCols;
+    float line[kTile / kWarpRows][2][kCount][8];
 
-    __device__ __forceinline__ static int column_at(int place) {
-        if constexpr (kCols == 4) return place;
-        return place / 4 % 16 * 8 + place / (kTile / 2) * 4 + place % 4;
-    }
-    __device__ __forceinline__ static int place_of(int col) {
-        if constexpr (kCols == 4) return col;
-        return col / 4 % 2 * (kTile / 2) + col / 8 * 4 + col % 4;
-    }
-
-    __device__ __forceinline__ void write(const StripThread<kCols>& me, const float (&largest)[kCols]) {
-        float4* const to = reinterpret_cast<float4*>(line[me.row / kThreadRows]) + me.of_row;
+    /// Those of a thread's four rows: of each matrix's columns.
+    __device__ __forceinline__ void write(const StripThread& me, float (&largest)[kCount]) {
+        join_lanes<8, kCount / 4>(largest, ptx::lane_idx_anew(), [](float a, float b) { return ptx::max_magnitude(a, b); });
+        float* const to = &line[me.row / kWarpRows][me.half][me.lane / 8][me.lane % 8];
 #pragma unroll
-        for (int i = 0; i < kCols; i += 4) to[i / 4 * (kTile / 8)] = {largest[i], largest[i + 1], largest[i + 2], largest[i + 3]};
+        for (int i = 0; i < kCount / 4; ++i) to[i * 32] = largest[i];
     }
 
-    __device__ __forceinline__ void write(const StripThread<kCols>& me, const StripValues<kCols>& value) {
-        float largest[kCols];
+    /// Of a column: `place` counts the eighth columns of a half from the first on, then those from the second on.
+    __device__ __forceinline__ float at(int matrix, int place) const {
+        const float* const from = &line[0][place / kWarpCols][matrix * kThreadCols][0] + place % kWarpCols;
+        float largest[kTile / kWarpRows];
 #pragma unroll
-        for (int c = 0; c < kCols; ++c) largest[c] = largest_magnitude<4>({value[0][c], value[1][c], value[2][c], value[3][c]});
-        write(me, largest);
-    }
-
-    /// Of all rows. Four chains, which do not wait for each other.
-    __device__ __forceinline__ float at(int place) const {
-        float largest[4] = {};
-#pragma unroll
-        for (int i = 0; i < kTile / kThreadRows; ++i) largest[i % 4] = ptx::max_magnitude(largest[i % 4], line[i][place]);
+        for (int i = 0; i < kTile / kWarpRows; ++i) largest[i] = from[i * (2 * kCount * 8)];
         return largest_magnitude(largest);
+    }
+
+    /// Which column that is.
+    __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
+};
+
+/// What the values of each column are multiplied by. A thread reads those of its first four columns and of the others.
+struct ColumnInverses {
+    float4 four[2][2][8];  // by half of the tile, half of a thread's columns, and thread
+
+    __device__ __forceinline__ float& at(int col) {
+        return reinterpret_cast<float*>(&four[col / kWarpCols][col / 4 % 2][col / 8 % 8])[col % 4];
     }
 };
 
@@ -135,31 +147,41 @@ __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool 
     }
 }
 
-/// Writes the codes down the columns; `inverses` are in the order of ColumnMaxima.
-template <int kCols>
-__device__ __forceinline__ void turn_values(ColumnTile& tile, const StripThread<kCols>& me, const StripValues<kCols>& value,
-                                            const float* inverses) {
-    u8* const place = tile.place(me.col / 8 * 8, me.row / 8) + me.col % 8 * kTile + me.row % 8;
-    const float4* const fours = reinterpret_cast<const float4*>(inverses) + me.of_row;
+/// A tile of codes turned, as the copy engine takes it with its swizzle of 128 bytes: a line of 128 rows for each column, every eighth
+/// column's line after the other. So the eight lanes of a row differ in the chunk, the four rows of a warp's in the word of a chunk.
+struct alignas(1024) TurnedTile {
+    static constexpr int kNext = kTile / 8 * kTile;  // bytes from a column's line to the next one's
+    u8 bytes[kTile * kTile];
+
+    /// Where four rows of eight columns go, kNext bytes from one column to the next.
+    __device__ __forceinline__ u8* place(int col, int row) {
+        return bytes + col / 8 * kTile + (row / 16 ^ col / 8 % 8) * 16 + row % 16;
+    }
+
+    __device__ __forceinline__ void write(const StripThread& me, const StripValues& value, const ColumnInverses& inverses) {
+        u8* const to = place(me.col, me.row);
 #pragma unroll
-    for (int four = 0; four < kCols; four += 4) {
-        const float4 of = fours[four / 4 * (kTile / 8)];
-        const float inverse[4] = {of.x, of.y, of.z, of.w};
+        for (int part = 0; part < 2; ++part) {
+            const float4 of = inverses.four[me.half][part][me.lane % 8];
+            const float inverse[4] = {of.x, of.y, of.z, of.w};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const auto scaled = [&](int r) { return __fmul_rn(value[r][four + c], inverse[c]); };
-            const u32 codes = ptx::pack_u16(E4m3::pair(scaled(0), scaled(1)), E4m3::pair(scaled(2), scaled(3)));
-            ptx::store_4(place + (four + c) * kTile, codes);
+            for (int i = 0; i < 4; ++i) {
+                const int c = part * 4 + i;
+                const auto scaled = [&](int r) { return __fmul_rn(value[r][c], inverse[i]); };
+                const u32 codes = ptx::pack_u16(E4m3::pair(scaled(0), scaled(1)), E4m3::pair(scaled(2), scaled(3)));
+                ptx::store_4(to + c * kNext, codes);
+            }
         }
     }
-}
 
-/// Makes zeros of the columns of blocks that have become NaN: rare. A barrier before and after.
-template <int kCols>
-__device__ __forceinline__ void clear_nan_columns(ColumnTile& tile, const float* inverses) {
+    /// Makes zeros of the columns of blocks that have become NaN: rare. A barrier before.
+    __device__ __forceinline__ void clear_nan(ColumnInverses& inverses) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kTile * (kTile / 4); i += StripThread<kCols>::kThreads)
-        if (__float_as_uint(inverses[ColumnMaxima<kCols>::place_of(i / (kTile / 4))]) == kNanBits) ptx::store_4(tile.bytes + i * 4, 0);
-}
+        for (int i = threadIdx.x; i < kTile * (kTile / 4); i += kStripThreads) {
+            const int col = i / (kTile / 4);
+            if (__float_as_uint(inverses.at(col)) == kNanBits) ptx::store_4(place(col / 8 * 8, i % (kTile / 4) * 4) + col % 8 * kNext, 0);
+        }
+    }
+};
 
 }  // namespace nib

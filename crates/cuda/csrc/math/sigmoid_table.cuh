@@ -14,9 +14,8 @@ struct SigmoidTable {
 
     static constexpr int kRoom = 0x4000;
 
-    alignas(16) float positive[kEntries];
-    alignas(16) u8 room[kRoom];  // for others
-    u8 gap[0x8000 - (kEntries * 4 + 15) / 16 * 16 - kRoom];
+    alignas(16) float positive[0x4000 / 4];
+    u8 room[kRoom];            // for others
     float negative[kEntries];  // 0x8000 bytes further, so that a sign's bit is its own offset
 
     /// All threads of the cta come here; a barrier follows.

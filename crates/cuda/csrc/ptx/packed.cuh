@@ -79,6 +79,13 @@ __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     return smaller;
 }
 
+/// Bytes of two words, as __byte_perm picks them; where a nibble of `selector` has its highest bit, copies of the byte's sign.
+__device__ __forceinline__ u32 byte_perm_signs(u32 a, u32 b, u32 selector) {
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
+    return picked;
+}
+
 /// a * b + c, one instruction.
 __device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
     u32 sum;

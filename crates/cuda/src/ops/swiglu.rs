@@ -1,16 +1,19 @@
-//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows (`csrc/kernels/swiglu.cuh`), one to rows and columns
+//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu.cuh`), one to rows and columns
 //! (`csrc/kernels/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu_plain.cuh`), which
 //! [`Quantize`] takes.
 
 use super::Instance;
 use super::held::Held;
-use super::planes::{plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_plain};
+use super::planes::{
+    column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_columns,
+    unwritten_plain,
+};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
-use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
+use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
@@ -37,10 +40,11 @@ pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let of_rule = |rule| {
-        let rows = [false, true].map(|save_h| (rows_spec(rule, save_h), 0));
+        let rows = [false, true].map(|save_h| (rows_spec(Some(rule), save_h), 0));
         rows.into_iter().chain([(rows_cols_spec(rule), ROWS_COLS_SHARED)])
     };
-    let all = FUSED_RULES.into_iter().flat_map(of_rule).chain([(plain_spec(), 0)]);
+    let plain = [(rows_spec(None, false), 0), (plain_spec(), 0)];
+    let all = FUSED_RULES.into_iter().flat_map(of_rule).chain(plain);
     all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
@@ -141,22 +145,26 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
     Ok(a)
 }
 
-/// Threads of a cta of `swiglu_rows`, one a multiprocessor, and the columns a warp takes at a time.
+/// Threads of a cta of `swiglu_rows`, one a multiprocessor.
 const ROWS_THREADS: u32 = 640;
+/// Columns that a warp of it takes at a time.
 const ROWS_COLS: usize = 512;
 
-fn rows_spec(rule: ScaleRule, save_h: bool) -> KernelSpec {
+/// Without a rule: a in BF16.
+fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
+    let rule = rule.map_or(TemplateArg::Int(-1), rule_arg);
     KernelSpec {
         source: "kernels/swiglu.cuh",
         name: "nib::swiglu_rows",
-        args: vec![("kRule", rule_arg(rule)), ("kSaveH", TemplateArg::Bool(save_h))],
+        args: vec![("kRule", rule), ("kSaveH", TemplateArg::Bool(save_h))],
     }
 }
 
 /// A launch of `swiglu_rows`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Rows {
-    codec: Codec,
+    /// BF16 where there is none.
+    codec: Option<Codec>,
     save_h: Option<Codec>,
     ctas: u32,
     /// Of a row.
@@ -166,7 +174,11 @@ struct Rows {
 impl Rows {
     /// Where the kernel takes all of the operation.
     fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
-        let Emit::Block { codec, planes: Planes::Rows } = op.a else { return None };
+        let codec = match op.a {
+            Emit::Block { codec, planes: Planes::Rows } if is_fused_e4m3(codec) => Some(codec),
+            Emit::Plain(DType::Bf16) if op.save_h.is_none() => None,
+            _ => return None,
+        };
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let saves = op.save_h.is_none_or(|saved| {
             saved.format() == Format::Mxfp4
@@ -174,7 +186,7 @@ impl Rows {
                 && saved.rounding() == Rounding::NearestEven
         });
         let fits = f.is_multiple_of(32) && rows > 0 && f > 0 && check_size(OP, rows, f).is_ok();
-        if !(fits && saves && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
+        if !(fits && saves && op.h.dtype() == DType::Bf16) {
             return None;
         }
         let segments = f.div_ceil(ROWS_COLS);
@@ -190,34 +202,55 @@ impl Rows {
         let new_rows = |codec: Codec, cols| {
             unwritten(device, (codec.format(), codec.rule()), BlockAxis::Row, (rows, cols, 1))
         };
-        let a = new_rows(self.codec, f)?;
         let saved = self.save_h.map(|codec| new_rows(codec, 2 * f)).transpose()?;
-        let counts = super::counts(cuda)?;
+        let Some(codec) = self.codec else {
+            let a = unwritten_plain(device, DType::Bf16, rows, f)?;
+            let no_scales = None::<&Buffer<u8>>;
+            self.launch(device, op, [plain_arg(&a).0, &no_scales], saved.as_ref(), None)?;
+            return Ok(SwigluOut {
+                a: Emitted { rows: Some(Operand::Plain(a)), cols: None, counts: None },
+                h: saved,
+            });
+        };
+        let (a, counts) = (new_rows(codec, f)?, super::counts(cuda)?);
+        self.launch(device, op, plane_args(&a), saved.as_ref(), Some(counts.0.get()))?;
+        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts) };
+        Ok(SwigluOut { a, h: saved })
+    }
+
+    fn launch(
+        self,
+        device: &Device,
+        op: &Swiglu<'_, Cuda>,
+        [a, a_scales]: [&dyn KernelArg; 2],
+        saved: Option<&BlockScaled<Cuda>>,
+        counts: Option<&Buffer<u64>>,
+    ) -> Result<()> {
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let (h, _) = plain_arg(op.h);
-        let ([a_codes, a_scales], [h_codes, h_scales]) = (plane_args(&a), planes_or_nulls(saved.as_ref()));
+        let [h_codes, h_scales] = planes_or_nulls(saved);
+        let (rows, f) = (op.h.rows as i32, (op.h.cols / 2) as i32);
         let by_segments = Divider::by(self.segments);
         let launch = Launch { ctas: self.ctas, threads: ROWS_THREADS, cluster: 1, shared_bytes: 0 };
-        let kernel = device.kernel(&rows_spec(self.codec.rule(), self.save_h.is_some()))?;
+        let kernel =
+            device.kernel(&rows_spec(self.codec.map(|codec| codec.rule()), self.save_h.is_some()))?;
         let args: [&dyn KernelArg; 12] = [
             h,
             &weight,
-            a_codes,
+            a,
             a_scales,
             h_codes,
             h_scales,
-            counts.0.get(),
+            &counts,
             &row_id,
-            &(rows as i32),
-            &(f as i32),
+            &rows,
+            &f,
             &by_segments,
             &self.segments,
         ];
-        // SAFETY: `Held` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the planes were made
-        // for these sizes and rules and are not yet shared.
-        unsafe { kernel.launch(launch, &args) }?;
-        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts) };
-        Ok(SwigluOut { a, h: saved })
+        // SAFETY: `Held` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the caller made what is
+        // written for these sizes and rules, and has not yet shared it.
+        unsafe { kernel.launch(launch, &args) }
     }
 }
 
@@ -226,15 +259,18 @@ const ROWS_COLS_THREADS: u32 = 512;
 const ROWS_COLS_PER_SM: usize = 2;
 /// Rows and columns of a tile, E4M3's block.
 const TILE: usize = 128;
-/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, a barrier
-/// and counts.
+/// Rows that the copy engine brings at a time; a box of padding alone it leaves.
+pub(super) const BOX_ROWS: usize = 32;
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, the numbers of
+/// 128 rows, barriers, a flag and counts.
 const ROWS_COLS_SHARED: usize =
-    (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + TILE * 4 + 8 + 3 * 4).next_multiple_of(128);
+    (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + 2 * TILE * 4 + 2 * 8 + 4 * 4)
+        .next_multiple_of(128);
 
 /// Bytes of `SigmoidTable` in the kernels: lines of 4049 sigmoids of which the second lies 32 KiB after the first.
 pub(super) const SIGMOIDS: usize = 0x8000 + (4049 * 4usize).next_multiple_of(16);
 
-/// A map of the 128 × 128 tiles of a BF16 matrix.
+/// A map of boxes of a BF16 matrix that are 128 columns wide.
 pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap> {
     let Data::Bf16(values) = &x.data else {
         return Err(Error::shape(op, "type", x.dtype(), DType::Bf16));
@@ -245,11 +281,16 @@ pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap
         rows: x.rows,
         cols: x.cols,
         row_stride_bytes: x.cols * Element::Bf16.bytes(),
-        tile_rows: TILE,
+        tile_rows: BOX_ROWS,
         tile_cols: TILE,
         swizzle: Swizzle::None,
     };
     tiles.encode()
+}
+
+/// A map of the tiles of a plane of E4M3 columns, to write it.
+pub(super) fn turned_tiles(x: &BlockScaled<Cuda>) -> Result<TensorMap> {
+    TurnedTiles { address: x.codes.get().address(), lines: x.cols, stride: x.rows }.encode()
 }
 
 fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
@@ -284,12 +325,11 @@ impl RowsCols {
         let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
         let stored = (self.codec.format(), self.codec.rule());
         let row_plane = unwritten(device, stored, BlockAxis::Row, (rows, f, 1))?;
-        let col_plane = unwritten(device, stored, BlockAxis::Col, (self.capacity, f, 1))?;
+        let col_plane = unwritten_columns(device, stored, (self.capacity, f))?;
         let counts = super::counts(cuda)?;
-        let ([row_codes, row_scales], [col_codes, col_scales]) =
-            (plane_args(&row_plane), plane_args(&col_plane));
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&row_plane), plane_args(&col_plane));
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
-        let h = bf16_tiles(OP, op.h)?;
+        let [h, cols] = [bf16_tiles(OP, op.h)?, turned_tiles(&col_plane)?];
         let launch = Launch {
             ctas: self.ctas,
             threads: ROWS_COLS_THREADS,
@@ -297,18 +337,19 @@ impl RowsCols {
             shared_bytes: ROWS_COLS_SHARED,
         };
         let kernel = device.kernel(&rows_cols_spec(self.codec.rule()))?;
-        let args: [&dyn KernelArg; 12] = [
+        let args: [&dyn KernelArg; 13] = [
             &h,
             &weight,
             row_codes,
             row_scales,
-            col_codes,
+            &cols,
             col_scales,
             counts.0.get(),
             &row_id,
             &(rows as i32),
             &(f as i32),
             &(self.capacity as i32),
+            &(column_stride(self.codec.rule(), f) as u32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
         // SAFETY: the map is that of h, which `Held` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
@@ -346,6 +387,6 @@ mod tests {
 
     #[test]
     fn shared_memory_is_what_the_kernel_lays_out() {
-        assert_eq!(ROWS_COLS_SHARED, 115_200);
+        assert_eq!(ROWS_COLS_SHARED, 115_712);
     }
 }

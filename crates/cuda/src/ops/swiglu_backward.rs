@@ -4,9 +4,10 @@
 
 use super::Instance;
 use super::held::Held;
-use super::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_plain};
+use super::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
 use super::swiglu::{
-    FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_form, row_ids, tiled_capacity,
+    BOX_ROWS, FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_form, row_ids,
+    tiled_capacity, turned_tiles,
 };
 use crate::Cuda;
 use crate::backend::Buf;
@@ -45,8 +46,10 @@ pub(super) fn instances() -> Vec<Instance> {
         FUSED_RULES
             .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: source.shared_bytes() })
     };
-    let other = [parts_spec(), plain_spec()].map(|spec| Instance { spec, shared_bytes: 0 });
-    [fused(Source::Saved), fused(Source::Plain), other].concat()
+    let plain =
+        [false, true].map(|bf16| Instance { spec: plain_spec(bf16), shared_bytes: plain_shared_bytes(bf16) });
+    let parts = [Instance { spec: parts_spec(), shared_bytes: 0 }];
+    [&fused(Source::Saved)[..], &fused(Source::Plain), &plain, &parts].concat()
 }
 
 /// Rows and columns of a tile: the block of E4M3, and a part of the gate weight's gradient.
@@ -66,16 +69,18 @@ enum Source {
 impl Source {
     /// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
     const fn shared_bytes(self) -> usize {
-        let (table, h, matrices, spare_rows) = match self {
-            Self::Saved => (256 * 16 * (8 + 4), 2 * TILE * (TILE / 2 + 4), 3, 4),
-            // One matrix finds room between the sigmoids.
-            Self::Plain => (SIGMOIDS, 2 * TILE * TILE * 2, 2, 2),
+        let (table, tiles, stages, h, spares) = match self {
+            Self::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
+            // One tile of codes finds room between the sigmoids.
+            Self::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
         };
-        let stage = h + TILE * TILE * 2 + 2 * TILE * 4;
-        let spare = spare_rows * FUSED_THREADS as usize * 8 * 4;
-        let (inverse, barrier, total) = (3 * TILE * 4, 8, 3 * 4);
-        let before = table.next_multiple_of(128) + stage + matrices * TILE * TILE + spare;
-        (before + inverse + barrier + total).next_multiple_of(128)
+        let stage = h + TILE * TILE * 2 + TILE * 4;
+        let spare = spares * FUSED_THREADS as usize * 16;
+        let maxima = 8 * 3 * TILE * 4;
+        let (inverse, halves, row_id) = (3 * TILE * 4, (2 * 2 + 2) * TILE * 4, 2 * stages * TILE * 4);
+        let (barriers, flag, total) = ((stages + 1) * 8, 4, 3 * 4);
+        let before = table.next_multiple_of(1024) + tiles * TILE * TILE + stages * stage + spare;
+        (before + maxima + inverse + halves + row_id + barriers + flag + total).next_multiple_of(1024)
     }
 }
 
@@ -133,8 +138,8 @@ impl Fused {
         let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
         let stored = (self.codec.format(), self.codec.rule());
         let dh_rows = unwritten(device, stored, BlockAxis::Row, (rows, 2 * f, 1))?;
-        let dh_cols = unwritten(device, stored, BlockAxis::Col, (self.capacity, 2 * f, 1))?;
-        let a = unwritten(device, stored, BlockAxis::Col, (self.capacity, f, 1))?;
+        let dh_cols = unwritten_columns(device, stored, (self.capacity, 2 * f))?;
+        let a = unwritten_columns(device, stored, (self.capacity, f))?;
         let parts = device.alloc::<f32>(rows * (f / TILE))?;
         let (dh_counts, a_counts) = (super::counts(cuda)?, super::counts(cuda)?);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
@@ -147,6 +152,7 @@ impl Fused {
             },
         };
         let da = bf16_tiles(OP, op.da)?;
+        let [dh_col_tiles, a_tiles] = [turned_tiles(&dh_cols)?, turned_tiles(&a)?];
         let launch = Launch {
             ctas: self.ctas,
             threads: FUSED_THREADS,
@@ -154,8 +160,8 @@ impl Fused {
             shared_bytes: self.source.shared_bytes(),
         };
         let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
-        let ([row_codes, row_scales], [col_codes, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
-        let [a_codes, a_scales] = plane_args(&a);
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
+        let [_, a_scales] = plane_args(&a);
         let args: [&dyn KernelArg; 18] = [
             &h,
             h_scales,
@@ -163,9 +169,9 @@ impl Fused {
             &weight,
             row_codes,
             row_scales,
-            col_codes,
+            &dh_col_tiles,
             col_scales,
-            a_codes,
+            &a_tiles,
             a_scales,
             &parts,
             dh_counts.0.get(),
@@ -189,7 +195,7 @@ impl Fused {
     }
 }
 
-/// A map of the codes of 128 × 128 tiles of an MXFP4 matrix.
+/// A map of the codes of boxes of an MXFP4 matrix that are 128 columns wide.
 fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
     let row_bytes = h.cols / 2;
     let tiles = Tiles {
@@ -198,9 +204,9 @@ fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
         rows: h.rows,
         cols: row_bytes,
         row_stride_bytes: row_bytes,
-        tile_rows: TILE,
+        tile_rows: BOX_ROWS,
         tile_cols: TILE / 2,
-        swizzle: Swizzle::None,
+        swizzle: Swizzle::Bytes64,
     };
     tiles.encode()
 }
@@ -220,9 +226,17 @@ fn add_parts(device: &Device, parts: &Buffer<f32>, rows: usize, num_parts: usize
 
 const PLAIN_THREADS: usize = 256;
 
-fn plain_spec() -> KernelSpec {
-    let name = "nib::swiglu_backward_plain";
-    KernelSpec { source: "kernels/swiglu_backward_plain.cuh", name, args: vec![] }
+/// Ctas that a multiprocessor holds, if all is BF16.
+const PLAIN_PER_SM: usize = 4;
+
+fn plain_spec(bf16: bool) -> KernelSpec {
+    let args = vec![("kBf16", TemplateArg::Bool(bf16))];
+    KernelSpec { source: "kernels/swiglu_backward_plain.cuh", name: "nib::swiglu_backward_plain", args }
+}
+
+/// Dynamic shared memory in bytes.
+const fn plain_shared_bytes(bf16: bool) -> usize {
+    if bf16 { SIGMOIDS } else { 0 }
 }
 
 /// Any form: plain h, plain dh and `a`, then what is to be quantized.
@@ -241,17 +255,20 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluG
     let dweight = device.alloc::<f32>(rows)?;
     if rows > 0 {
         check_size(OP, rows, f)?;
-        let ctas = rows.div_ceil(PLAIN_THREADS / 32) as u32;
-        let launch = Launch { ctas, threads: PLAIN_THREADS as u32, cluster: 1, shared_bytes: 0 };
+        let bf16 = f.is_multiple_of(8) && [h, op.da, &dh, &a].iter().all(|x| x.dtype() == DType::Bf16);
+        let most = if bf16 { PLAIN_PER_SM * device.info().num_sms as usize } else { usize::MAX };
+        let ctas = rows.div_ceil(PLAIN_THREADS / 32).min(most) as u32;
+        let threads = PLAIN_THREADS as u32;
+        let launch = Launch { ctas, threads, cluster: 1, shared_bytes: plain_shared_bytes(bf16) };
         let ((h, h_bf16), (da, da_bf16)) = (plain_arg(h), plain_arg(op.da));
         let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(&dh), plain_arg(&a));
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let (rows, f) = (rows as i32, f as i32);
         let args: [&dyn KernelArg; 13] =
             [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
-        let kernel = device.kernel(&plain_spec())?;
+        let kernel = device.kernel(&plain_spec(bf16))?;
         // SAFETY: `Held` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
-        // the flags say the types.
+        // the flags say the types, and the instance is for them and f.
         // What is written was made for these sizes and is not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
     }
@@ -268,6 +285,6 @@ mod tests {
 
     #[test]
     fn every_source_fits_a_multiprocessor() {
-        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [216_704, 215_552]);
+        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [231_424, 232_448]);
     }
 }
