@@ -323,9 +323,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     // F32 scales of columns leave too few registers for it.
     constexpr bool kUnrolled = kScalesB != ScalesOfB::kFloats;
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
-    // Parts of a tile: as many as there are buffers are stored under its last product, some more under the first of the next, when
-    // the first wave's totals are wanted, and the rest under the second.
-    constexpr int kLast = kOutBuffers, kFirst = kParts<Out> + 2, kAll = 2 * kParts<Out>;
+    // Parts of a tile: of the first wave, as many as there are buffers are stored under the tile's last product, the others and two of the
+    // second under the first product of the next, which wants the first wave's totals, and the rest under the second.
+    constexpr int kLast = kOutBuffers < kParts<Out> ? kOutBuffers : kParts<Out>, kFirst = kParts<Out> + 2, kAll = 2 * kParts<Out>;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
     const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
     Ring<kStages> ring;

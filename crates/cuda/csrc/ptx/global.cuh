@@ -57,11 +57,6 @@ __device__ __forceinline__ void copies_wait_but() {
 /// Waits for this thread's copies; a barrier makes those of the others visible.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-/// Adds to two neighbouring F32, 8-byte aligned, nearest-even (subnormals flushed): one addition each, done in the L2.
-__device__ __forceinline__ void add_f32x2(float* to, float x, float y) {
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
-}
-
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
 __device__ __forceinline__ void store_4(void* to, u32 v) { *static_cast<u32*>(to) = v; }

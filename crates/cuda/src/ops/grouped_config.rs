@@ -48,8 +48,9 @@ impl fmt::Display for Config {
 }
 
 impl Config {
-    /// The instance for a product on a GPU. Only the device knows what the groups hold, so sizes decide alone.
-    pub fn choose(_desc: &Desc, _gpu: &GpuInfo) -> Self {
+    /// The instance for a product on a GPU: one serves all sizes and Hoppers measured so far. Only the device knows what the groups
+    /// hold, so that nothing else could decide.
+    pub const fn choose(_desc: &Desc, _gpu: &GpuInfo) -> Self {
         Self { stages: 4, cluster: 2, out_buffers: 3, band: 8 }
     }
 
@@ -69,11 +70,11 @@ impl Config {
         let good = matches!(self.cluster, 1 | 2)
             && (1..=1 << 20).contains(&self.band)
             && (1..=8).contains(&self.stages)
-            && (1..=3).contains(&self.out_buffers);
+            && (1..=8).contains(&self.out_buffers);
         if good {
             return Ok(());
         }
-        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 3 output buffers";
+        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 8 output buffers";
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
