@@ -9,6 +9,8 @@
 //
 // A thread has half a column of a square, a unit, which `ldmatrix` brings there transposed. Random bits are drawn by eights of a row, and change
 // hands in the same way.
+//
+// Measured as quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once
 #include "kernels/hadamard_unit.cuh"
 #include "kernels/quantize_cols.cuh"

