@@ -92,6 +92,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     Ring<kStages> ring;
     u32 buffer = 0;
     const auto release = [&](u32 stage) {
+        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
+        // orders; where every thread arrives it reports nothing.
+        __syncwarp();
         if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
             if constexpr (kCluster == 1)
                 ptx::barrier_arrive(shared.empty[stage]);

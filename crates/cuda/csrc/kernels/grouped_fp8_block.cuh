@@ -346,6 +346,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         }
     };
     const auto release = [&](u32 stage) {
+        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
+        // orders; where every thread arrives it reports nothing.
+        __syncwarp();
         if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
             if constexpr (kCluster == 1)
                 ptx::barrier_arrive(shared.empty[stage]);

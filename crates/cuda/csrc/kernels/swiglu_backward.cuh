@@ -206,7 +206,7 @@ struct alignas(1024) BackwardShared {
     RowHalves halves;
     int row_id[2 * H::kStages][kTile];  // of tiles under way, and the next one
     ptx::Barrier there[H::kStages];  // the copy engine delivered the tile
-    ptx::Barrier inverses_there;     // of warps
+    ptx::Barrier inverses_there;  // every thread arrives: racecheck does not follow an arrival for a warp, and time does not tell
     u32 col_nan;                     // one of the columns' blocks has become NaN
     u32 total[3];
 
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     };
     if (threadIdx.x == 0) {
         for (ptx::Barrier& there : shared.there) ptx::barrier_init(there, 1);
-        ptx::barrier_init(shared.inverses_there, kStripThreads / 32);
+        ptx::barrier_init(shared.inverses_there, kStripThreads);
         shared.col_nan = 0;
         ptx::barrier_init_fence();
     }
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         }
         if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();  // the columns of the last tile
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(shared.inverses_there);
+        ptx::barrier_arrive(shared.inverses_there);
         // Rows meanwhile.
         u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + me.col);
         const int lines = min(rows - my_row, kThreadRows) * 2;  // of dg and du, one after the other

@@ -39,7 +39,7 @@ struct alignas(128) RowsColsShared {
     ColumnInverses inverses;
     int row_id[kTile];   // of the tile after the one that is under way
     ptx::Barrier there;           // the copy engine delivered the tile
-    ptx::Barrier inverses_there;  // of warps
+    ptx::Barrier inverses_there;  // every thread arrives: racecheck does not follow an arrival for a warp, and time does not tell
     u32 col_nan;                  // one of the columns' blocks has become NaN
     u32 total[3];
 };
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
     };
     if (threadIdx.x == 0) {
         ptx::barrier_init(shared.there, 1);
-        ptx::barrier_init(shared.inverses_there, kStripThreads / 32);
+        ptx::barrier_init(shared.inverses_there, kStripThreads);
         shared.col_nan = 0;
         ptx::barrier_init_fence();
     }
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             if (col < f) col_scales[u64(at.strip) * scale_stride + u32(col)] = col_scale.stored;
         }
         __syncwarp();
-        if (me.lane == 0) ptx::barrier_arrive(shared.inverses_there);
+        ptx::barrier_arrive(shared.inverses_there);
         // Rows meanwhile.
         store_lines<kThreadRows>(
             row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
