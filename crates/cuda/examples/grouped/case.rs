@@ -2,8 +2,7 @@
 
 use half::bf16;
 use nibble_cuda::ops::grouped_product::{
-    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB,
-    Target,
+    Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -37,7 +36,7 @@ impl Random {
 }
 
 /// Normal values over all 65536 sixteen-bit draws.
-pub fn normals() -> Vec<f32> {
+fn normals() -> Vec<f32> {
     (0..1u32 << 16).map(|i| normal_from_bits(i << 16 | 0x8000)).collect()
 }
 
@@ -89,11 +88,11 @@ impl Case {
     }
 
     /// One group of all rows.
-    pub fn is_dense(&self) -> bool {
+    fn is_dense(&self) -> bool {
         self.ragged == Ragged::Rows && self.lens.len() == 1 && self.slack == 0
     }
 
-    pub fn capacity(&self) -> usize {
+    fn capacity(&self) -> usize {
         self.starts()[self.lens.len()] + self.slack
     }
 
@@ -363,7 +362,7 @@ pub struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn run(&mut self, config: Config) -> Result<()> {
+    pub fn run(&mut self) -> Result<()> {
         let desc = self.case.desc();
         let (rows_a, rows_b) = desc.scale_rows();
         GroupedProduct {
@@ -376,7 +375,7 @@ impl OnDevice {
                 Out::F32 => Target::F32 { values: &mut self.f32, accumulate: self.case.accumulate },
             },
         }
-        .run_with(config)
+        .run()
     }
 
     /// D as F32.

@@ -3,7 +3,7 @@
 use crate::case::{Case, Data, Operands, Random};
 use half::bf16;
 use nibble_cuda::Device;
-use nibble_cuda::ops::grouped_product::{Config, Kind, Out, Ragged, ScalesB};
+use nibble_cuda::ops::grouped_product::{Kind, Out, Ragged, ScalesB};
 use nibble_formats::Element;
 
 /// Outputs compared where there are too many for the host.
@@ -109,8 +109,10 @@ pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
     };
     // The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with block scales, of the same data and at
     // any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
+    // BF16: half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half
+    // of that, but the smallest cases have eight.
     let (normal_bound, heavy_bound) = match (case.out, case.kind) {
-        (Out::Bf16, _) => (2.5e-3, 2.5e-3),
+        (Out::Bf16, _) => (4e-3, 4e-3),
         (Out::F32, Kind::Fp8(_)) => (2e-4, 4e-4),
         (Out::F32, Kind::Bf16) => (3e-5, 3e-5),
     };
@@ -138,7 +140,7 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<(usize, f32,
     let text = |error: nibble_cuda::Error| format!("{}: {error}", case.name());
     let operands = Operands::new(case.clone(), data, 42);
     let mut on_device = operands.upload(device).map_err(text)?;
-    on_device.run(Config::choose(&case.desc(), device.info())).map_err(text)?;
+    on_device.run().map_err(text)?;
     let d = on_device.download().map_err(text)?;
     let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4m3.decode(code as u8)));
     let pick = |at: usize| (at, d[at], operands.exact(at, &decode));
@@ -179,7 +181,7 @@ pub fn nan_stays_in_its_row(device: &Device, kind: Kind) -> Result<(), String> {
     operands.spoil_scale(row, 2);
     let run = || -> nibble_cuda::Result<Vec<f32>> {
         let mut on_device = operands.upload(device)?;
-        on_device.run(Config::choose(&case.desc(), device.info()))?;
+        on_device.run()?;
         on_device.download()
     };
     let (first, second) = (run().map_err(|e| e.to_string())?, run().map_err(|e| e.to_string())?);
