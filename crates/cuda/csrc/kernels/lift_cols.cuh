@@ -8,8 +8,9 @@
 //   kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared
 //   memory. Planes start on 16 bytes; scale_stride, at least cols, is a multiple of 2.
 //
-// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 86 %; 24576 x 5120 85 %; 32768 x 2048 82 %; 24576 x 2048
-//   77 %; 4096 x 7168 68 %. A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %. ncu: the L2 88 % busy.
+// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %; 24576 x 2048
+//   75 %; 4096 x 7168 64 %; one to four points more without an allocation in the window.
+//   A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %. ncu: the L2 88 % busy.
 #pragma once
 #include "kernels/turn.cuh"
 
