@@ -380,6 +380,7 @@ fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::
             _ => Scales::E8m0(cpu.upload(scales)?),
         },
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     };
     let dtype = if about.dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
     let x = Dequantize { x: &q, dtype }.run(cpu)?;

@@ -41,6 +41,9 @@ pub struct BlockScaled<B: Backend> {
     /// The order of the scales: those of rows and tiles are row-major, so that they travel with their rows; those of columns lie as the
     /// backend's products read them best.
     pub scale_layout: ScaleLayout,
+    /// Of columns: so many neighbours, from every multiple of it on, have the same scales, as those made of blocks along rows do;
+    /// products that know it are faster. 1 where nothing is known.
+    pub shared_cols: usize,
 }
 
 impl<B: Backend> BlockScaled<B> {

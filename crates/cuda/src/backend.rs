@@ -53,7 +53,6 @@ pub struct Buf<T: Plain> {
 struct Allocation<T: Plain> {
     buffer: Buffer<T>,
     id: u64,
-    repeats: usize,
 }
 
 impl<T: Plain> Buf<T> {
@@ -62,20 +61,7 @@ impl<T: Plain> Buf<T> {
         // Addresses come back; numbers do not.
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { shared: Arc::new(Allocation { buffer, id, repeats: 1 }) }
-    }
-
-    /// Promises, of columns' scales, that each `repeats` neighbouring columns have the same, or will have when a kernel has written
-    /// them: they were made of blocks along rows. Products that know it are faster.
-    pub fn repeat(&mut self, repeats: usize) -> Result<()> {
-        self.make_mut()?;
-        Arc::get_mut(&mut self.shared).expect("a sole handle").repeats = repeats;
-        Ok(())
-    }
-
-    /// How many neighbouring columns are known to have the same scales; 1 where nothing is known, as after [`Buf::make_mut`].
-    pub fn repeats(&self) -> usize {
-        self.shared.repeats
+        Self { shared: Arc::new(Allocation { buffer, id }) }
     }
 
     /// To read.
@@ -89,9 +75,7 @@ impl<T: Plain> Buf<T> {
             *self = Self::new(self.get().copied()?);
         }
         // The handle was alone, or has just been made.
-        let allocation = Arc::get_mut(&mut self.shared).expect("a sole handle");
-        allocation.repeats = 1;
-        Ok(&mut allocation.buffer)
+        Ok(&mut Arc::get_mut(&mut self.shared).expect("a sole handle").buffer)
     }
 }
 

@@ -32,6 +32,7 @@ fn e4m3(cuda: &Cuda, num_scales: usize) -> BlockScaled<Cuda> {
         codes: cuda.zeros(ROWS * 128).unwrap(),
         scales: Scales::E8m0(cuda.zeros(num_scales).unwrap()),
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }
 }
 

@@ -203,7 +203,8 @@ impl Outputs {
         x: &BlockScaled<B>,
         rows: Rows<'_>,
     ) -> Result<()> {
-        self.shape(name, &[x.rows, x.cols, x.stack, x.axis as usize, x.format as usize, x.rule as usize]);
+        let kind = [x.axis as usize, x.format as usize, x.rule as usize, x.shared_cols];
+        self.shape(name, &[&[x.rows, x.cols, x.stack], &kind[..]].concat());
         self.buf(b, &format!("{name}.codes"), &x.codes, rows)?;
         let name = format!("{name}.scales");
         match &x.scales {

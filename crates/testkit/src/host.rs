@@ -166,6 +166,7 @@ impl HostBlock {
                 HostScales::F32(s) => Scales::F32(b.upload(s)?),
             },
             scale_layout: ScaleLayout::RowMajor,
+            shared_cols: 1,
         })
     }
 }

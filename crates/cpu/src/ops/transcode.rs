@@ -32,6 +32,9 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
     };
     let rule = codec.map_or(rule, |codec| codec.rule());
     let mut out = unwritten(cpu, op.to, rule, op.axis, (rows, op.x.cols, 1));
+    if op.axis == BlockAxis::Col {
+        out.shared_cols = op.x.format.spec().block;
+    }
     if cpu.path() == Path::Simd {
         return match (codec, op.axis) {
             (Some(codec), _) => simd::requantize_rows(cpu, op.x, codec, &spans, out),

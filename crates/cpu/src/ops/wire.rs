@@ -85,6 +85,7 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
         codes: planes.plane(0, code_bytes),
         scales,
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }))
 }
 

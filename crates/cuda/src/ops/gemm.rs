@@ -170,8 +170,8 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(BlockScaled { axis, scales: nibble_core::Scales::E8m0(scales), .. }) => {
-            ScalesB::repeating(if *axis == BlockAxis::Col { scales.repeats() } else { 1 })
+        Operand::Block(BlockScaled { axis, shared_cols, scales: nibble_core::Scales::E8m0(_), .. }) => {
+            ScalesB::repeating(if *axis == BlockAxis::Col { *shared_cols } else { 1 })
         }
         _ => ScalesB::Floats,
     }

@@ -67,6 +67,7 @@ fn unwritten_as(
             ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
         },
         scale_layout,
+        shared_cols: 1,
     })
 }
 

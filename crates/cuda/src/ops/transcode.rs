@@ -232,11 +232,8 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
     let out = match op.axis {
         BlockAxis::Col => {
-            let mut out = unwritten_columns(cuda.device(), (op.to, rule), (capacity, x.cols))?;
-            if let Scales::E8m0(scales) = &mut out.scales {
-                scales.repeat(x.format.spec().block)?;
-            }
-            out
+            let out = unwritten_columns(cuda.device(), (op.to, rule), (capacity, x.cols))?;
+            BlockScaled { shared_cols: x.format.spec().block, ..out }
         }
         BlockAxis::Row | BlockAxis::Tile => {
             unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?

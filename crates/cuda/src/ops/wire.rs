@@ -93,6 +93,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         codes,
         scales,
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }))
 }
 

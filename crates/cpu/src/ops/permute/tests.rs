@@ -205,6 +205,7 @@ pub(in crate::ops) fn any_blocks(
         codes,
         scales,
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }
 }
 

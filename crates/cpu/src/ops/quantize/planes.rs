@@ -26,6 +26,7 @@ pub(crate) fn unwritten(
             ScaleKind::F32 => Scales::F32(cpu.scratch(num_scales)),
         },
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }
 }
 

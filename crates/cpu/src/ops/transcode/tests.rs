@@ -51,6 +51,7 @@ fn random_rows(
         codes: cpu.upload(&codes).unwrap(),
         scales: Scales::E8m0(cpu.upload(&scales).unwrap()),
         scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
     }
 }
 
