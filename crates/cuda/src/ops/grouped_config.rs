@@ -1,5 +1,5 @@
-//! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D: a function of the product's sizes
-//! and of the GPU alone.
+//! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D. Nothing but the product's sizes and
+//! the GPU may decide; so far one instance serves them all.
 
 use super::grouped_product::{Desc, Kind, Out, ScalesB};
 use super::product::Ragged;

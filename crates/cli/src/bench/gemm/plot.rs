@@ -1,6 +1,7 @@
 //! The roofline as an SVG file that any browser opens: operations a byte against operations a second, under the rates of
 //! the memory and of the fastest dense products.
 
+use super::super::kernels::plot::name_series;
 use super::cases::Operands;
 use super::floor::Work;
 use super::{Ceilings, Measured};
@@ -116,14 +117,7 @@ fn render(
             }
         }
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
-        .background_style(WHITE.mix(0.85))
-        .border_style(BLACK.mix(0.3))
-        .label_font(("sans-serif", 13))
-        .draw()
-        .map_err(text)?;
+    name_series(&mut chart)?;
     root.present().map_err(text)
 }
 

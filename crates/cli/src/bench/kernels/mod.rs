@@ -7,7 +7,7 @@ pub mod cases;
 mod conversion;
 pub mod operands;
 mod peers;
-mod plot;
+pub mod plot;
 mod ragged;
 mod recipes;
 pub mod report;

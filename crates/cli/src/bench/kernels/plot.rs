@@ -115,6 +115,14 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
     let none = std::iter::empty::<Cross<(f64, f64), i32>>();
     let key = |(x, y)| Cross::new((x + 6, y), 4, BLACK.stroke_width(2));
     chart.draw_series(none).map_err(text)?.label("fastest published").legend(key);
+    name_series(&mut chart)?;
+    root.present().map_err(text)
+}
+
+/// Draws what the series of a chart are, in its lower right corner.
+pub fn name_series<'a, D: DrawingBackend + 'a, C: CoordTranslate>(
+    chart: &mut ChartContext<'a, D, C>,
+) -> Result<(), String> {
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::LowerRight)
@@ -122,8 +130,7 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
         .border_style(BLACK.mix(0.3))
         .label_font(("sans-serif", 13))
         .draw()
-        .map_err(text)?;
-    root.present().map_err(text)
+        .map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
