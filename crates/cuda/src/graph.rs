@@ -33,7 +33,8 @@ impl<R> fmt::Debug for Graph<R> {
 
 impl Device {
     /// Records the work of `work`, which issues to this device from this thread alone and waits for nothing: no upload, no
-    /// download. It runs twice: once for real, so that its kernels are compiled and loaded, and once to be recorded.
+    /// download. It runs twice: once for real, so that its kernels are compiled and loaded, and once to be recorded. A device has
+    /// one stream: what other threads issue to it meanwhile is recorded too, or refused.
     ///
     /// # Errors
     /// What `work` returns; [`Error::Device`] if it does what cannot be recorded, or a recording is under way.

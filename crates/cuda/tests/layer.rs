@@ -12,7 +12,7 @@ use nibble_cuda::Cuda;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Recipes, and how far two backends may be apart (relative L2). A product's 1e-4 moves values across the boundaries of
 /// the format they are rounded to next, which is 2⁻⁸, 2⁻⁴ or 2⁻² away: √(1e-4 · that) of the whole, a few times over.
@@ -28,9 +28,13 @@ const EMPTY: usize = 3;
 /// One token alone chooses it.
 const LONELY: usize = 2;
 
-fn cuda() -> Option<Cuda> {
+/// One backend, whose kernels are loaded once, for one test at a time: what others issue meanwhile would be recorded too.
+fn cuda() -> Option<(Cuda, MutexGuard<'static, ()>)> {
     static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
-    CUDA.get_or_init(|| gpu::device("layer").map(Cuda::on)).clone()
+    static IN_USE: Mutex<()> = Mutex::new(());
+    let guard = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
+    let cuda = CUDA.get_or_init(|| gpu::device("layer").map(Cuda::on)).clone()?;
+    Some((cuda, guard))
 }
 
 fn context<'a, B: LayerKernels>(b: &'a B, recipe: &'a Recipe, shards: usize, tokens: usize) -> Cx<'a, B> {
@@ -105,7 +109,7 @@ fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
 
 #[test]
 fn outputs_and_gradients_are_the_cpus() {
-    let Some(cuda) = cuda() else { return };
+    let Some((cuda, _alone)) = cuda() else { return };
     let cpu = Cpu::new(0).unwrap();
     for (name, bound) in RECIPES {
         let recipe = Recipe::builtin(name).unwrap();
@@ -136,7 +140,7 @@ fn outputs_and_gradients_are_the_cpus() {
 /// The first micro-batch writes the gradients, the next one adds to them: twice the same is twice as much.
 #[test]
 fn gradients_add_up_over_micro_batches() {
-    let Some(cuda) = cuda() else { return };
+    let Some((cuda, _alone)) = cuda() else { return };
     for (name, _) in RECIPES {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = context(&cuda, &recipe, SHARDS, TOKENS);
@@ -161,7 +165,7 @@ fn gradients_add_up_over_micro_batches() {
 /// A recording refuses whatever waits for the host or copies from it: both passes have none.
 #[test]
 fn both_passes_are_one_graph() {
-    let Some(cuda) = cuda() else { return };
+    let Some((cuda, _alone)) = cuda() else { return };
     for (name, _) in RECIPES {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = context(&cuda, &recipe, SHARDS, TOKENS);
