@@ -72,7 +72,7 @@ pub trait Convert: Backend {
     /// See [`Permute`].
     fn permute(&self, op: Permute<'_, Self>) -> Result<crate::Operand<Self>>;
     /// See [`Unpermute`].
-    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<crate::Tensor<Self>>;
+    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<crate::Operand<Self>>;
     /// See [`GatherScalars`].
     fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Self::Buf<f32>>;
     /// See [`CombineSlots`].

@@ -36,7 +36,7 @@ impl Convert for Cuda {
     fn permute(&self, op: Permute<'_, Self>) -> Result<Operand<Self>> {
         self.timed("permute", || ops::permute::permute(self, op))
     }
-    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Tensor<Self>> {
+    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Operand<Self>> {
         self.timed("unpermute", || ops::permute::unpermute(self, op))
     }
     fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Buf<f32>> {

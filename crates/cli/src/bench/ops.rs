@@ -155,7 +155,7 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     .run(b)?;
     let x = normal(b, DType::Bf16, ROWS, COLS)?;
     let q = rows_of(b, &x, Format::Mxfp4)?;
-    let sorted = Permute { rows: &Operand::Plain(x), map: &map }.run(b)?.plain("bench")?.clone();
+    let sorted = Permute { rows: &Operand::Plain(x), map: &map }.run(b)?;
     let moved = 2 * ROWS * TOP_K;
     let mut cases = vec![case("route 8 experts, top 2", 0, move |b| route(&logits, b).map(drop))];
     let (rows, order) = (q.clone(), map.clone());
@@ -167,7 +167,7 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     cases.push(case("unpermute bf16 rows, top 2", moved * 2 * COLS, move |b| {
         Unpermute { rows: &rows, map: &order }.run(b).map(drop)
     }));
-    let h = sorted;
+    let h = sorted.plain("bench")?.clone();
     let e4m3 = codec(Format::E4m3, Rounding::NearestEven)?;
     let block = |planes| Emit::Block { codec: e4m3, planes };
     let (a, groups, wide) = (block(Planes::Rows), map.groups.clone(), h.clone());

@@ -91,11 +91,7 @@ impl<B: Backend> Permute<'_, B> {
 
     /// Checks planes.
     pub fn check(&self) -> Result<()> {
-        if let Operand::Block(q) = self.rows {
-            check_planes("permute", q)?;
-            expect_eq("permute", "rows.axis", q.axis, nibble_formats::BlockAxis::Row)?;
-        }
-        Ok(())
+        check_rows("permute", self.rows)
     }
 
     /// Checks and runs.
@@ -108,12 +104,21 @@ impl<B: Backend> Permute<'_, B> {
     }
 }
 
-/// Brings expert-sorted rows back to (received token, slot) order, one row a slot, padding dropped:
+/// Rows that can be moved one by one.
+fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
+    if let Operand::Block(q) = rows {
+        check_planes(op, q)?;
+        expect_eq(op, "rows.axis", q.axis, nibble_formats::BlockAxis::Row)?;
+    }
+    Ok(())
+}
+
+/// Brings expert-sorted rows back to (received token, slot) order, codes and scales alike, one row a slot, padding dropped:
 /// `[num_slots, cols]`.
 #[derive(Debug)]
 pub struct Unpermute<'a, B: Backend> {
-    /// Expert-sorted rows `[capacity, cols]`.
-    pub rows: &'a Tensor<B>,
+    /// Expert-sorted rows `[capacity, cols]`: plain, or blocks along the row.
+    pub rows: &'a Operand<B>,
     /// The order.
     pub map: &'a PermuteMap<B>,
 }
@@ -122,13 +127,14 @@ impl<B: Backend> Unpermute<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks rows.
+    /// Checks planes, and the number of rows.
     pub fn check(&self) -> Result<()> {
-        expect_eq("unpermute", "rows", self.rows.rows, self.map.groups.capacity)
+        check_rows("unpermute", self.rows)?;
+        expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
 
     /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    pub fn run(self, b: &B) -> Result<Operand<B>>
     where
         B: Convert,
     {

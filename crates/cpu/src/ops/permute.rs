@@ -128,10 +128,15 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
         ));
     }
     check_index(OP, "map.source_row", index, op.rows.rows(), Pads::Allowed)?;
-    Ok(match op.rows {
+    gather(OP, cpu, op.rows, index)
+}
+
+/// `out[i] = rows[index[i]]`, padding where the index is negative. Indices were checked.
+fn gather(op: &'static str, cpu: &Cpu, rows: &Operand<Cpu>, index: &[i32]) -> Result<Operand<Cpu>> {
+    Ok(match rows {
         Operand::Plain(x) => Operand::Plain(gather_plain(cpu, x, index)?),
         Operand::Block(x) => {
-            x.check_rows_travel(OP, "rows")?;
+            x.check_rows_travel(op, "rows")?;
             let width = x.format.scales_per_row(x.cols);
             let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
             let scales = match &x.scales {
@@ -140,7 +145,7 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
                     Scales::F32(gather_rows(cpu, s.as_slice(), width, index, f32::MIN_POSITIVE))
                 }
             };
-            Operand::Block(BlockScaled { rows: capacity, stack: 1, codes, scales, ..x.clone() })
+            Operand::Block(BlockScaled { rows: index.len(), stack: 1, codes, scales, ..x.clone() })
         }
     })
 }
@@ -193,10 +198,11 @@ fn gather_plain(cpu: &Cpu, x: &Tensor<Cpu>, index: &[i32]) -> Result<Tensor<Cpu>
 }
 
 /// The inverse of [`permute`] on the slots of this rank.
-pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Tensor<Cpu>> {
+pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Operand<Cpu>> {
+    const OP: &str = "unpermute";
     let index = op.map.slot_row.as_slice();
-    check_index("unpermute", "map.slot_row", index, op.rows.rows, Pads::Refused)?;
-    gather_plain(cpu, op.rows, index)
+    check_index(OP, "map.slot_row", index, op.rows.rows(), Pads::Refused)?;
+    gather(OP, cpu, op.rows, index)
 }
 
 /// Scalars are rows of one.

@@ -8,7 +8,7 @@ use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use bytemuck::Pod;
-use nibble_core::{BlockScaled, Data, Error, Plain, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
@@ -270,8 +270,16 @@ impl Reorder<'_> {
         unsafe { copy.run(self.device) }
     }
 
+    /// Rows of either kind.
+    pub(super) fn run(&self, rows: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+        match rows {
+            Operand::Plain(x) => self.plain(x).map(Operand::Plain),
+            Operand::Block(x) => self.blocks(x).map(Operand::Block),
+        }
+    }
+
     /// Plain rows; zeros where there is none.
-    pub(super) fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+    fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
         let data = match &x.data {
             Data::F32(rows) => {
                 let (to, plane) = self.plane(rows, x.cols, 0)?;
@@ -289,7 +297,7 @@ impl Reorder<'_> {
 
     /// Blocks along the row, codes and scales in one launch. Where there is no row codes and scale bytes are 0, F32 scales the
     /// smallest normal number.
-    pub(super) fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
+    fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
         x.check_rows_travel(self.op, "rows")?;
         let width = x.format.scales_per_row(x.cols);
         let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;

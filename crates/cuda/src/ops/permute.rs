@@ -31,22 +31,17 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
         true => Order::Spread { source_row, slot_row },
         false => Order::Gather(source_row),
     };
-    let reorder = Reorder { op: OP, device: cuda.device(), order, rows: capacity };
-    match op.rows {
-        Operand::Plain(x) => reorder.plain(x).map(Operand::Plain),
-        Operand::Block(x) => reorder.blocks(x).map(Operand::Block),
-    }
+    Reorder { op: OP, device: cuda.device(), order, rows: capacity }.run(op.rows)
 }
 
 /// See [`Unpermute`].
-pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Tensor<Cuda>> {
+pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpermute";
     op.check()?;
     let (held, map) = (Held::by(OP, cuda), op.map);
-    held.tensor("rows", op.rows)?;
-    let index = held.values("map.slot_row", &map.slot_row, map.num_slots)?;
-    let order = Order::Gather(index);
-    Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.plain(op.rows)
+    held.operand("rows", op.rows)?;
+    let order = Order::Gather(held.values("map.slot_row", &map.slot_row, map.num_slots)?);
+    Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.run(op.rows)
 }
 
 /// Ctas for as many threads.

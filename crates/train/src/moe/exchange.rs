@@ -258,7 +258,7 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
             return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
                 .run(b);
         };
-        let slots = Operand::Plain(Unpermute { rows: rows_rd, map: &plan.map }.run(b)?);
+        let slots = Unpermute { rows: &Operand::Plain(rows_rd.clone()), map: &plan.map }.run(b)?;
         let sent = PackRows { rows: &slots, index: &wire.all_slots }.run(b)?;
         let received = self.send(&sent, slots.row_kind(), &wire.slots_to, &wire.slots_from)?;
         let rows = received.plain("combine")?;

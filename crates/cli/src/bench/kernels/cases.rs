@@ -311,7 +311,7 @@ fn permute<B: Convert>(o: &Operands<B>, block: Option<Block>) -> Result<Case<B>>
 
 fn unpermute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     let map = o.routed()?.map;
-    let rows = normal(&o.b, map.groups.capacity, o.extent.cols, 4)?;
+    let rows = Operand::Plain(normal(&o.b, map.groups.capacity, o.extent.cols, 4)?);
     let traffic = traffic::unpermute(o.extent.cols * DType::Bf16.size_bytes(), map.num_slots);
     Ok(Case::new(traffic, move |b| Unpermute { rows: &rows, map: &map }.run(b).map(drop)))
 }
