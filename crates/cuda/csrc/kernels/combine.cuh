@@ -1,9 +1,10 @@
 // The rows of a token's slots to one row.
 //
-// combine_slots<T, kCount>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
+// combine_slots<T, kCount, kAtOnce>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
 // zeros for a row that is none of the num_rows, of which there is one at least. Without an index: row t · top_k + s. Where there is a `plus`,
 // the sum of that and plus[t], rounded again. T is Bf16 or F32;
-// kCount columns a thread: as many as lie in 16 bytes, where a row is a multiple of that, else 1.
+// kCount columns a thread: as many as lie in 16 bytes, where a row is a multiple of that, else 1; kAtOnce slots are loaded at once, 8, or, of fewer
+// than 4, 2: registers for 8 leave room for too few warps to keep the memory busy with one slot each.
 //   256 threads; grid ceil(units / 256), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
 // Measured on an H200: 4096 tokens of 7168, top 8 and 6, BF16 and F32, 100 to 102 % of the floor; 512 tokens 82 %.
@@ -40,8 +41,8 @@ __device__ __forceinline__ void add_slots(const SlotRows& rows, u64& slot, float
         for (int j = 0; j < kCount; ++j) sum[j] += row[i] < rows.num_rows ? x[i].value(j) : 0.0f;
 }
 
-template <typename T, int kCount>
-__global__ void __launch_bounds__(kCombineThreads)
+template <typename T, int kCount, int kAtOnce>
+__global__ void __launch_bounds__(kCombineThreads, kAtOnce == 2 ? 8 : 1)
     combine_slots(const u8* __restrict__ rows, const int* __restrict__ index, u32 num_rows,
                   const u8* __restrict__ plus, u8* __restrict__ out, u32 units,
                   u32 units_per_row, Divider by_units_per_row, int top_k) {
@@ -54,9 +55,11 @@ __global__ void __launch_bounds__(kCombineThreads)
     float sum[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[i] = -0.0f;  // -0 + x is x, whatever x is
-    for (; top_k >= 8; top_k -= 8) add_slots<8, T>(from, slot, sum);
-    if (top_k & 4) add_slots<4, T>(from, slot, sum);
-    if (top_k & 2) add_slots<2, T>(from, slot, sum);
+    for (; top_k >= kAtOnce; top_k -= kAtOnce) add_slots<kAtOnce, T>(from, slot, sum);
+    if constexpr (kAtOnce == 8) {
+        if (top_k & 4) add_slots<4, T>(from, slot, sum);
+        if (top_k & 2) add_slots<2, T>(from, slot, sum);
+    }
     if (top_k & 1) add_slots<1, T>(from, slot, sum);
     const u64 at = u64(unit) * Few<T, kCount>::kBytes;
     auto result = Few<T, kCount>::from_f32(sum);

@@ -80,6 +80,8 @@ struct Combine {
     dtype: DType,
     /// Columns a thread.
     count: usize,
+    /// Slots that a thread loads at once.
+    at_once: usize,
     /// Threads a row.
     units_per_row: usize,
     /// Threads in all.
@@ -88,7 +90,7 @@ struct Combine {
 
 impl Combine {
     /// 16 bytes a thread where rows are multiples of that, else one column.
-    fn choose(dtype: DType, tokens: usize, cols: usize) -> Result<Self> {
+    fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
         const OP: &str = "combine_slots";
         let wide = UNIT / dtype.size_bytes();
         let count = if cols.is_multiple_of(wide) { wide } else { 1 };
@@ -102,7 +104,7 @@ impl Combine {
                 format!("below 2^31 · {count} results"),
             )
         })?;
-        Ok(Self { dtype, count, units_per_row, units })
+        Ok(Self { dtype, count, at_once: if top_k < 4 { 2 } else { 8 }, units_per_row, units })
     }
 
     fn spec(&self) -> KernelSpec {
@@ -112,6 +114,7 @@ impl Combine {
             args: vec![
                 ("T", TemplateArg::Type(type_name(self.dtype))),
                 ("kCount", TemplateArg::Int(self.count as i64)),
+                ("kAtOnce", TemplateArg::Int(self.at_once as i64)),
             ],
         }
     }
@@ -171,7 +174,7 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
     op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
     op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
     let (tokens, cols) = (op.tokens(), op.rows.cols);
-    let combine = Combine::choose(op.rows.dtype(), tokens, cols)?;
+    let combine = Combine::choose(op.rows.dtype(), tokens, cols, op.top_k)?;
     let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {
         (Data::F32(rows), None) => Data::F32(combine.run(&op, rows.get(), None)?),
         (Data::F32(rows), Some(Data::F32(plus))) => {
@@ -192,8 +195,8 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
-        [UNIT / dtype.size_bytes(), 1]
-            .map(|count| Combine { dtype, count, units_per_row: 1, units: 1 }.spec())
+        [(UNIT / dtype.size_bytes(), 8), (UNIT / dtype.size_bytes(), 2), (1, 8), (1, 2)]
+            .map(|(count, at_once)| Combine { dtype, count, at_once, units_per_row: 1, units: 1 }.spec())
     });
     let specs = std::iter::once(gather_spec()).chain(combine);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).chain(super::copy_rows::instances()).collect()
@@ -205,14 +208,18 @@ mod tests {
 
     #[test]
     fn a_thread_combines_16_bytes_where_rows_allow_it() {
-        for (dtype, cols, count) in
-            [(DType::Bf16, 7168, 8), (DType::Bf16, 300, 1), (DType::F32, 300, 4), (DType::F32, 33, 1)]
-        {
-            let combine = Combine::choose(dtype, 5, cols).unwrap();
-            assert_eq!((combine.count, combine.units * combine.count), (count, 5 * cols), "{dtype} {cols}");
+        for (dtype, cols, top_k, count, at_once) in [
+            (DType::Bf16, 7168, 8, 8, 8),
+            (DType::Bf16, 300, 3, 1, 2),
+            (DType::F32, 300, 1, 4, 2),
+            (DType::F32, 33, 4, 1, 8),
+        ] {
+            let combine = Combine::choose(dtype, 5, cols, top_k).unwrap();
+            assert_eq!((combine.count, combine.at_once), (count, at_once), "{dtype} {cols} {top_k}");
+            assert_eq!(combine.units * combine.count, 5 * cols, "{dtype} {cols}");
             assert!(instances().iter().any(|instance| instance.spec == combine.spec()));
         }
-        assert_eq!(Combine::choose(DType::F32, 0, 16).unwrap().units, 0);
-        assert!(Combine::choose(DType::F32, 1 << 31, 4).is_err());
+        assert_eq!(Combine::choose(DType::F32, 0, 16, 1).unwrap().units, 0);
+        assert!(Combine::choose(DType::F32, 1 << 31, 4, 1).is_err());
     }
 }
