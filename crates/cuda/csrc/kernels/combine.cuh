@@ -1,11 +1,11 @@
 // The rows of a token's slots to one row.
 //
-// combine_slots<T, kCount, kAtOnce>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
+// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
 // zeros for a row that is none of the num_rows, of which there is one at least. Without an index: row t · top_k + s. Where there is a `plus`,
 // the sum of that and plus[t], rounded again. T is Bf16 or F32;
-// kCount columns a thread: as many as lie in 16 bytes, where a row is a multiple of that, else 1; kAtOnce slots are loaded at once, 8, or, of fewer
-// than 4, 2: registers for 8 leave room for too few warps to keep the memory busy with one slot each.
-//   256 threads; grid ceil(units / 256), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
+// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1; kUnits units a thread, 1, or, of fewer than
+// 4 slots, 4: with one load each threads come and go too fast.
+//   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
 // Measured on an H200: 4096 tokens of 7168, top 8 and 6, BF16 and F32, 100 to 102 % of the floor; 512 tokens 82 %.
 #pragma once
@@ -16,60 +16,86 @@ namespace nib {
 
 constexpr int kCombineThreads = 256;
 
-/// Where the rows of slots lie: `column` is the first row, at the thread's columns.
+/// Where the rows of a unit's slots lie, and what they add up to.
+template <typename T, int kCount>
+struct Slots {
+    const u8* column;  // the first row, at the unit's columns
+    u64 slot;          // the next
+    float sum[kCount];
+};
+
+/// What all slots have in common.
 struct SlotRows {
-    const u8* column;
     const int* index;
     u32 num_rows;
     u64 row_bytes;
 };
 
-/// Adds the rows of kSlots slots from `slot` on: all loads first, then the sums in order.
-template <int kSlots, typename T, int kCount>
-__device__ __forceinline__ void add_slots(const SlotRows& rows, u64& slot, float (&sum)[kCount]) {
-    Few<T, kCount> x[kSlots];
-    u32 row[kSlots];
+/// Adds the rows of each unit's next kSlots slots: all loads first, then the sums in order.
+template <int kSlots, typename T, int kCount, int kUnits>
+__device__ __forceinline__ void add_slots(const SlotRows& rows, Slots<T, kCount> (&to)[kUnits]) {
+    Few<T, kCount> x[kUnits][kSlots];
+    u32 row[kUnits][kSlots];
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) row[i] = rows.index == nullptr ? u32(slot + i) : u32(__ldg(rows.index + slot + i));
+    for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i)
-        x[i] = Few<T, kCount>::load(rows.column + (row[i] < rows.num_rows ? row[i] : 0) * rows.row_bytes);
-    slot += kSlots;
+        for (int i = 0; i < kSlots; ++i)
+            row[u][i] = rows.index == nullptr ? u32(to[u].slot + i) : u32(__ldg(rows.index + to[u].slot + i));
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i)
+    for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) sum[j] += row[i] < rows.num_rows ? x[i].value(j) : 0.0f;
+        for (int i = 0; i < kSlots; ++i)
+            x[u][i] = Few<T, kCount>::load(to[u].column + (row[u][i] < rows.num_rows ? row[u][i] : 0) * rows.row_bytes);
+        to[u].slot += kSlots;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i)
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) to[u].sum[j] += row[u][i] < rows.num_rows ? x[u][i].value(j) : 0.0f;
 }
 
-template <typename T, int kCount, int kAtOnce>
-__global__ void __launch_bounds__(kCombineThreads, kAtOnce == 2 ? 8 : 1)
+template <typename T, int kCount, int kUnits>
+__global__ void __launch_bounds__(kCombineThreads, 1)
     combine_slots(const u8* __restrict__ rows, const int* __restrict__ index, u32 num_rows,
                   const u8* __restrict__ plus, u8* __restrict__ out, u32 units,
                   u32 units_per_row, Divider by_units_per_row, int top_k) {
-    const u32 unit = blockIdx.x * kCombineThreads + threadIdx.x;
-    if (unit >= units) return;
-    const u32 token = by_units_per_row.divide(unit);
-    const u64 row_bytes = u64(units_per_row) * Few<T, kCount>::kBytes;
-    const SlotRows from = {rows + (unit - token * units_per_row) * Few<T, kCount>::kBytes, index, num_rows, row_bytes};
-    u64 slot = u64(token) * top_k;
-    float sum[kCount];
+    const u32 first = blockIdx.x * (kCombineThreads * kUnits) + threadIdx.x;
+    const auto unit = [&](int u) { return first + u * kCombineThreads; };
+    const SlotRows from = {index, num_rows, u64(units_per_row) * Few<T, kCount>::kBytes};
+    Slots<T, kCount> slots[kUnits];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sum[i] = -0.0f;  // -0 + x is x, whatever x is
-    for (; top_k >= kAtOnce; top_k -= kAtOnce) add_slots<kAtOnce, T>(from, slot, sum);
-    if constexpr (kAtOnce == 8) {
-        if (top_k & 4) add_slots<4, T>(from, slot, sum);
-        if (top_k & 2) add_slots<2, T>(from, slot, sum);
-    }
-    if (top_k & 1) add_slots<1, T>(from, slot, sum);
-    const u64 at = u64(unit) * Few<T, kCount>::kBytes;
-    auto result = Few<T, kCount>::from_f32(sum);
-    if (plus != nullptr) {
-        const auto more = Few<T, kCount>::load(plus + at);
+    for (int u = 0; u < kUnits; ++u) {
+        const u32 at = min(unit(u), units - 1);  // those past the end are not stored
+        const u32 token = by_units_per_row.divide(at);
+        slots[u].column = rows + (at - token * units_per_row) * Few<T, kCount>::kBytes;
+        slots[u].slot = u64(token) * top_k;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sum[i] = result.value(i) + more.value(i);
-        result = Few<T, kCount>::from_f32(sum);
+        for (int i = 0; i < kCount; ++i) slots[u].sum[i] = -0.0f;  // -0 + x is x, whatever x is
     }
-    result.store(out + at);
+    if constexpr (kUnits == 1) {
+        for (; top_k >= 8; top_k -= 8) add_slots<8>(from, slots);
+        if (top_k & 4) add_slots<4>(from, slots);
+        if (top_k & 2) add_slots<2>(from, slots);
+        if (top_k & 1) add_slots<1>(from, slots);
+    } else {
+        for (; top_k > 0; --top_k) add_slots<1>(from, slots);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        if (unit(u) >= units) break;
+        const u64 at = u64(unit(u)) * Few<T, kCount>::kBytes;
+        float(&sum)[kCount] = slots[u].sum;
+        auto result = Few<T, kCount>::from_f32(sum);
+        if (plus != nullptr) {
+            const auto more = Few<T, kCount>::load(plus + at);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) sum[i] = result.value(i) + more.value(i);
+            result = Few<T, kCount>::from_f32(sum);
+        }
+        result.store(out + at);
+    }
 }
 
 }  // namespace nib

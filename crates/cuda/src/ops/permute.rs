@@ -18,6 +18,8 @@ use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 const THREADS: u32 = 256;
 /// What a thread loads at once, in bytes.
 const UNIT: usize = 16;
+/// Units of a thread that combines fewer than 4 slots.
+const FEW_SLOTS_UNITS: usize = 4;
 
 /// See [`Permute`].
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
@@ -78,18 +80,18 @@ fn gather_spec() -> KernelSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Combine {
     dtype: DType,
-    /// Columns a thread.
+    /// Columns a unit.
     count: usize,
-    /// Slots that a thread loads at once.
-    at_once: usize,
-    /// Threads a row.
+    /// Units a thread.
+    units_a_thread: usize,
+    /// Units a row.
     units_per_row: usize,
-    /// Threads in all.
+    /// Units in all.
     units: usize,
 }
 
 impl Combine {
-    /// 16 bytes a thread where rows are multiples of that, else one column.
+    /// 16 bytes a unit where rows are multiples of that, else one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
         const OP: &str = "combine_slots";
         let wide = UNIT / dtype.size_bytes();
@@ -104,7 +106,13 @@ impl Combine {
                 format!("below 2^31 · {count} results"),
             )
         })?;
-        Ok(Self { dtype, count, at_once: if top_k < 4 { 2 } else { 8 }, units_per_row, units })
+        Ok(Self {
+            dtype,
+            count,
+            units_a_thread: if top_k < 4 { FEW_SLOTS_UNITS } else { 1 },
+            units_per_row,
+            units,
+        })
     }
 
     fn spec(&self) -> KernelSpec {
@@ -114,7 +122,7 @@ impl Combine {
             args: vec![
                 ("T", TemplateArg::Type(type_name(self.dtype))),
                 ("kCount", TemplateArg::Int(self.count as i64)),
-                ("kAtOnce", TemplateArg::Int(self.at_once as i64)),
+                ("kUnits", TemplateArg::Int(self.units_a_thread as i64)),
             ],
         }
     }
@@ -134,7 +142,7 @@ impl Combine {
         let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
         let rows = nothing.as_ref().unwrap_or(rows);
         let launch = Launch {
-            ctas: ctas("combine_slots", self.units)?,
+            ctas: ctas("combine_slots", self.units.div_ceil(self.units_a_thread))?,
             threads: THREADS,
             cluster: 1,
             shared_bytes: 0,
@@ -195,8 +203,15 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
-        [(UNIT / dtype.size_bytes(), 8), (UNIT / dtype.size_bytes(), 2), (1, 8), (1, 2)]
-            .map(|(count, at_once)| Combine { dtype, count, at_once, units_per_row: 1, units: 1 }.spec())
+        [
+            (UNIT / dtype.size_bytes(), 1),
+            (UNIT / dtype.size_bytes(), FEW_SLOTS_UNITS),
+            (1, 1),
+            (1, FEW_SLOTS_UNITS),
+        ]
+        .map(|(count, units_a_thread)| {
+            Combine { dtype, count, units_a_thread, units_per_row: 1, units: 1 }.spec()
+        })
     });
     let specs = std::iter::once(gather_spec()).chain(combine);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).chain(super::copy_rows::instances()).collect()
@@ -208,14 +223,18 @@ mod tests {
 
     #[test]
     fn a_thread_combines_16_bytes_where_rows_allow_it() {
-        for (dtype, cols, top_k, count, at_once) in [
-            (DType::Bf16, 7168, 8, 8, 8),
-            (DType::Bf16, 300, 3, 1, 2),
-            (DType::F32, 300, 1, 4, 2),
-            (DType::F32, 33, 4, 1, 8),
+        for (dtype, cols, top_k, count, units_a_thread) in [
+            (DType::Bf16, 7168, 8, 8, 1),
+            (DType::Bf16, 300, 3, 1, 4),
+            (DType::F32, 300, 1, 4, 4),
+            (DType::F32, 33, 4, 1, 1),
         ] {
             let combine = Combine::choose(dtype, 5, cols, top_k).unwrap();
-            assert_eq!((combine.count, combine.at_once), (count, at_once), "{dtype} {cols} {top_k}");
+            assert_eq!(
+                (combine.count, combine.units_a_thread),
+                (count, units_a_thread),
+                "{dtype} {cols} {top_k}"
+            );
             assert_eq!(combine.units * combine.count, 5 * cols, "{dtype} {cols}");
             assert!(instances().iter().any(|instance| instance.spec == combine.spec()));
         }
