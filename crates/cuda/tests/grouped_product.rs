@@ -8,9 +8,10 @@ mod case;
 mod check;
 
 use gpu::device;
+use half::bf16;
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
-use nibble_core::ops::{GroupedWgrad, Transcode};
-use nibble_core::{Backend, BlockScaled, Data, Groups, Operand as Matrix, Scales as Plane, Tensor};
+use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, Scales as Plane, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::grouped_product::{Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target};
 use nibble_cuda::ops::grouped_product::{ScaleValues, Scales, ScalesB};
@@ -86,6 +87,42 @@ fn rows_of(cuda: &Cuda, format: Format, rows: usize, cols: usize, seed: u64) -> 
     }
 }
 
+/// E4M3 columns made of rows of a format, whose neighbours share scales.
+fn columns_of(
+    cuda: &Cuda,
+    format: Format,
+    (rows, cols): (usize, usize),
+    groups: &Groups<Cuda>,
+    seed: u64,
+) -> BlockScaled<Cuda> {
+    let x = rows_of(cuda, format, rows, cols, seed);
+    let (to, axis, rule) = (Format::E4m3, BlockAxis::Col, x.rule);
+    Transcode { x: &x, to, axis, rule, groups: Some(groups) }.run(cuda).unwrap().out
+}
+
+/// The same, but nobody knows.
+fn forget(x: &BlockScaled<Cuda>) -> BlockScaled<Cuda> {
+    BlockScaled { shared_cols: 1, ..x.clone() }
+}
+
+/// Overwrites this gradient, or adds to it.
+fn gradient(
+    cuda: &Cuda,
+    (dy, x): (&BlockScaled<Cuda>, &BlockScaled<Cuda>),
+    groups: &Groups<Cuda>,
+    mut grad: Tensor<Cuda>,
+    accumulate: bool,
+) -> Vec<f32> {
+    let (dy, x) = (Matrix::Block(dy.clone()), Matrix::Block(x.clone()));
+    GroupedWgrad { dy: &dy, x: &x, groups, grad: &mut grad, accumulate }.run(cuda).unwrap();
+    grad.to_f32_vec(cuda).unwrap()
+}
+
+fn relative_error(got: &[f32], expected: &[f32]) -> f64 {
+    let error: f64 = got.iter().zip(expected).map(|(g, e)| f64::from(g - e).powi(2)).sum();
+    (error / expected.iter().map(|e| f64::from(*e).powi(2)).sum::<f64>()).sqrt()
+}
+
 /// Columns made of blocks along rows share scales, which makes their weight gradients faster, whichever operand it is: the
 /// values are those of scales of which nothing is known.
 #[test]
@@ -94,31 +131,50 @@ fn shared_scales_change_no_gradient() {
     let cuda = Cuda::on(device);
     let (rows, m, n) = (768, 384, 288);
     let groups = Groups::uniform(&cuda, 2, rows / 2, 128, 0).unwrap();
-    let columns = |format, cols, seed| {
-        let x = rows_of(&cuda, format, rows, cols, seed);
-        let (to, axis, rule) = (Format::E4m3, BlockAxis::Col, x.rule);
-        Transcode { x: &x, to, axis, rule, groups: Some(&groups) }.run(&cuda).unwrap().out
-    };
-    let forget = |x: &BlockScaled<Cuda>| BlockScaled { shared_cols: 1, ..x.clone() };
     let gradient = |dy: &BlockScaled<Cuda>, x: &BlockScaled<Cuda>| {
-        let before = cuda.upload(&vec![0.5f32; 2 * m * n]).unwrap();
-        let mut grad = Tensor::new(Data::F32(before), 2 * m, n).unwrap();
-        let (dy, x) = (Matrix::Block(dy.clone()), Matrix::Block(x.clone()));
-        let op = GroupedWgrad { dy: &dy, x: &x, groups: &groups, grad: &mut grad, accumulate: true };
-        op.run(&cuda).unwrap();
-        let Data::F32(values) = &grad.data else { panic!("an F32 gradient") };
-        cuda.download(values).unwrap()
+        let before = Tensor::from_f32(&cuda, &vec![0.5; 2 * m * n], 2 * m, n).unwrap();
+        gradient(&cuda, (dy, x), &groups, before, true)
     };
     for format in [Format::E4m3, Format::Mxfp4] {
-        let (dy, x) = (columns(format, m, 1), columns(format, n, 2));
+        let columns = |cols, seed| columns_of(&cuda, format, (rows, cols), &groups, seed);
+        let (dy, x) = (columns(m, 1), columns(n, 2));
         let (own_dy, own_x) = (forget(&dy), forget(&x));
         let expected = gradient(&own_dy, &own_x);
         assert!(expected.iter().any(|v| v.abs() > 1.0) && expected.iter().all(|v| v.is_finite()));
         for (dy, x) in [(&dy, &x), (&own_dy, &x), (&dy, &own_x)] {
-            let got = gradient(dy, x);
-            let error: f64 = got.iter().zip(&expected).map(|(g, e)| f64::from(g - e).powi(2)).sum();
-            let norm: f64 = expected.iter().map(|e| f64::from(*e).powi(2)).sum();
-            assert!(error <= 1e-12 * norm, "{format}: {:e}", (error / norm).sqrt());
+            let error = relative_error(&gradient(dy, x), &expected);
+            assert!(error <= 1e-6, "{format}: {error:e}");
+        }
+    }
+}
+
+/// A BF16 gradient is the F32 one rounded, or the rounded sum with it, whichever operand shares scales; and where the contraction or
+/// a matrix is odd, on the ordinary cores.
+#[test]
+fn bf16_gradients_are_those_of_f32_rounded() {
+    let Some(device) = device("BF16 weight gradients") else { return };
+    let cuda = Cuda::on(device);
+    for (rows, m, n) in [(768, 384, 288), (256, 40, 36)] {
+        let groups = Groups::uniform(&cuda, 2, rows / 2, 128, 0).unwrap();
+        let dy = columns_of(&cuda, Format::E4m3, (rows, m), &groups, 1);
+        let x = columns_of(&cuda, Format::Mxfp4, (rows, n), &groups, 2);
+        let plain = |dtype, value| {
+            let values = Tensor::from_f32(&cuda, &vec![value; 2 * m * n], 2 * m, n).unwrap();
+            Cast { x: &values, dtype }.run(&cuda).unwrap()
+        };
+        let rounded = |x: f32| bf16::from_f32(x).to_f32();
+        for (dy, x) in [(&dy, &x), (&forget(&dy), &x), (&dy, &forget(&x)), (&forget(&dy), &forget(&x))] {
+            let what = format!("{m} x {n}, of {} and {}", dy.shared_cols, x.shared_cols);
+            let run = |grad, accumulate| gradient(&cuda, (dy, x), &groups, grad, accumulate);
+            let sums = run(plain(DType::F32, f32::NAN), false);
+            // F32 gradients may be made transposed: another order of two scales' product, at most.
+            let over = run(plain(DType::Bf16, f32::NAN), false);
+            let expected: Vec<f32> = sums.iter().map(|x| rounded(*x)).collect();
+            let error = relative_error(&over, &expected);
+            assert!(error <= 2e-4, "{what}: {error:e}");
+            let added = run(plain(DType::Bf16, 0.75), true);
+            let same = added.iter().zip(&sums).all(|(got, sum)| *got == rounded(0.75 + sum));
+            assert!(same, "{what}: added");
         }
     }
 }

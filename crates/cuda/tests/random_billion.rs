@@ -36,7 +36,7 @@ enum Conversion {
     ToE4m3(ScaleRule, Planes),
     /// A block format to BF16.
     Dequantize(Format),
-    /// MXFP4 to E4M3, along rows or columns.
+    /// MXFP4 to E4M3, along rows or columns, or to tiles both ways.
     Lift(BlockAxis),
     /// E4M3 rows to E4M3 columns, by exponents.
     Shift,
@@ -59,7 +59,8 @@ impl Conversion {
             all.extend([Planes::Rows, Planes::Cols, Planes::Both].map(|planes| ToE4m3(rule, planes)));
         }
         all.extend([Format::Mxfp4, Format::E4m3].map(Dequantize));
-        all.extend([Lift(BlockAxis::Row), Lift(BlockAxis::Col), Shift, Narrow]);
+        all.extend(BlockAxis::ALL.map(Lift));
+        all.extend([Shift, Narrow]);
         all.extend(rules.map(Swiglu));
         all.extend(rules.map(SwigluBackward));
         all
@@ -70,6 +71,7 @@ impl Conversion {
         let transcode = |x, to, axis| -> Result<Vec<Plane<B>>> {
             let made = Transcode { x, to, axis, rule: ScaleRule::Rceil, groups: None }.run(b)?;
             let mut planes = blocks(made.out);
+            planes.extend(made.transposed.into_iter().flat_map(blocks));
             planes.push(Plane::U64(made.counts.0));
             Ok(planes)
         };

@@ -118,9 +118,9 @@ pub struct GroupedWgrad<'a, B: Backend> {
     pub x: &'a Operand<B>,
     /// The rows of each group.
     pub groups: &'a Groups<B>,
-    /// F32 `[num_groups · n, k]`.
+    /// F32 or BF16 `[num_groups · n, k]`; BF16 is the F32 gradient, rounded to nearest even.
     pub grad: &'a mut Tensor<B>,
-    /// Add to `grad` (one F32 addition an element) rather than overwrite it.
+    /// Add to `grad` (one F32 addition an element, then rounded to its type) rather than overwrite it.
     pub accumulate: bool,
 }
 
@@ -144,7 +144,6 @@ impl<B: Backend> GroupedWgrad<'_, B> {
         expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
         let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
         expect_eq(OP, "shape of grad", self.grad.shape(), (self.groups.num_groups * dims.m, dims.n))?;
-        expect_eq(OP, "type of grad", self.grad.dtype(), DType::F32)?;
         Ok(dims)
     }
 

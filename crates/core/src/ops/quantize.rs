@@ -284,7 +284,8 @@ pub(crate) fn check_group_rows<B: Backend>(
     }
 }
 
-fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
+/// Only tiles know a stack, of equal matrices.
+pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
     if stack == 0 || !rows.is_multiple_of(stack) {
         return Err(Error::shape(op, "stack", stack, format!("a divisor of the {rows} rows")));
     }

@@ -1,5 +1,8 @@
 use super::Counts;
-use super::quantize::{check_axis, check_contraction, check_group_align, check_group_rows, check_planes};
+use super::Planes;
+use super::quantize::{
+    check_axis, check_contraction, check_group_align, check_group_rows, check_planes, check_stack,
+};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
@@ -8,6 +11,8 @@ use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 ///
 /// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
 /// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
+/// * MXFP4 rows → E4M3 tiles, as they stand and transposed: the lift of a weight, whose blocks of 128 × 128 have one scale, 2⁶ below the
+///   largest of their 1 × 32 blocks. Of a stack (`x.stack`) each matrix has tiles of its own.
 /// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
 ///
 /// The counts' denominator is the blocks (of the source format) with a non-zero code; pads are excluded.
@@ -17,11 +22,11 @@ pub struct Transcode<'a, B: Backend> {
     pub x: &'a BlockScaled<B>,
     /// Target format.
     pub to: Format,
-    /// Target axis: `Row` or `Col`.
+    /// Target axis.
     pub axis: BlockAxis,
     /// Target scale rule (only E4M3 → MXFP4 chooses new scales; the others keep powers of two).
     pub rule: ScaleRule,
-    /// Ragged rows. Column output is zero past each group's length.
+    /// Ragged rows; not for tiles. Column output is zero past each group's length.
     pub groups: Option<&'a Groups<B>>,
 }
 
@@ -30,6 +35,8 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
+    /// Of tiles: the same of the transposed matrices, the other plane of a weight.
+    pub transposed: Option<BlockScaled<B>>,
     /// Blocks with a non-zero code, of those inexact, blocks marked NaN.
     pub counts: Counts<B>,
 }
@@ -45,10 +52,18 @@ impl<B: Backend> Transcode<'_, B> {
         expect_eq(OP, "x.scale_layout", self.x.scale_layout, ScaleLayout::RowMajor)?;
         check_axis(OP, "x.axis", self.x, BlockAxis::Row)?;
         check_group_rows(OP, self.groups, self.x.rows)?;
-        use BlockAxis::{Col, Row};
+        use BlockAxis::{Col, Row, Tile};
         use Format::{E4m3, Mxfp4};
+        check_contraction(OP, self.x.format, "columns of x", self.x.cols)?;
         match (self.x.format, self.to, self.axis) {
             (Mxfp4, E4m3, Row) => Ok(()),
+            (Mxfp4, E4m3, Tile) => {
+                check_stack(OP, self.x.rows, self.x.stack, Planes::Tiles)?;
+                match self.groups {
+                    Some(_) => Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights")),
+                    None => Ok(()),
+                }
+            }
             (Mxfp4, E4m3, Col) => check_group_align(OP, self.groups, E4m3),
             (E4m3, E4m3, Col) => {
                 self.x.e8m0_scales(OP)?;
@@ -59,7 +74,7 @@ impl<B: Backend> Transcode<'_, B> {
                 OP,
                 from,
                 format!(
-                    "no conversion to {to} by {axis:?}; there are mxfp4 → e4m3 (rows, columns), e4m3 → e4m3 (columns), e4m3 → mxfp4 (rows)"
+                    "no conversion to {to} by {axis:?}; there are mxfp4 → e4m3 (rows, columns, tiles), e4m3 → e4m3 (columns), e4m3 → mxfp4 (rows)"
                 ),
             )),
         }

@@ -174,7 +174,11 @@ impl Target {
                 let from = std::slice::from_raw_parts(tile.add(i * tile_stride), columns);
                 if !self.is_f32 {
                     let to = std::slice::from_raw_parts_mut(self.base.cast::<bf16>().add(at), columns);
-                    to.iter_mut().zip(from).for_each(|(y, &x)| *y = pack::round_to_bf16(x));
+                    if self.accumulate {
+                        to.iter_mut().zip(from).for_each(|(y, &x)| *y = pack::round_to_bf16(y.to_f32() + x));
+                    } else {
+                        to.iter_mut().zip(from).for_each(|(y, &x)| *y = pack::round_to_bf16(x));
+                    }
                     continue;
                 }
                 let to = std::slice::from_raw_parts_mut(self.base.cast::<f32>().add(at), columns);

@@ -178,13 +178,6 @@ impl Engine {
 
     /// Checks the problems of a call against their slices.
     fn job<'a>(&self, problems: Vec<Problem<'a>>, out: &Output) -> Result<Job<'a>, GemmError> {
-        if out.accumulate && matches!(out.data, OutputData::Bf16(_)) {
-            return Err(GemmError::new(
-                "out",
-                "BF16 to be accumulated into",
-                "F32: a BF16 sum would round every time",
-            ));
-        }
         let (mut dot, mut block) = (DotKind::F32, None);
         for (i, p) in problems.iter().enumerate() {
             p.a.check("a", p.m, p.k)?;

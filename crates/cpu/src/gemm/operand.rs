@@ -251,7 +251,7 @@ pub struct Output<'a> {
     pub offset: usize,
     /// Elements from one row to the next.
     pub stride: usize,
-    /// Add the product to what is there, with one F32 addition an element (F32 only), instead of overwriting.
+    /// Add the product to what is there, with one F32 addition an element, instead of overwriting.
     pub accumulate: bool,
 }
 

@@ -37,14 +37,12 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     let groups = host_groups(op.groups);
     let (dy, x) = (widened(cpu, op.dy, op.x)?, widened(cpu, op.x, op.dy)?);
     let (dy, x) = (down_rows(OP, &dy)?, down_rows(OP, &x)?);
-    let Data::F32(grad) = &mut op.grad.data else {
-        return Err(Error::shape(OP, "grad", "bf16", "f32"));
-    };
     let engine = engine(cpu, OP)?;
-    let out = match op.accumulate {
-        false => Output::f32(grad.as_mut_slice(), dims.n),
-        true => Output::f32(grad.as_mut_slice(), dims.n).accumulate(),
+    let out = match &mut op.grad.data {
+        Data::F32(grad) => Output::f32(grad.as_mut_slice(), dims.n),
+        Data::Bf16(grad) => Output::bf16(grad.as_mut_slice(), dims.n),
     };
+    let out = if op.accumulate { out.accumulate() } else { out };
     cpu.pool().install(|| engine.ragged(&groups, dims.m, dims.n, &dy, &x, out)).map_err(|e| refused(OP, e))
 }
 

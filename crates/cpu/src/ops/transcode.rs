@@ -9,12 +9,15 @@ mod tests;
 use super::quantize::planes::unwritten;
 use super::quantize::spans::Spans;
 use crate::{Cpu, Path};
-use nibble_core::Result;
 use nibble_core::ops::{Counts, Transcode, Transcoded};
+use nibble_core::{BlockScaled, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding};
 
 /// See [`Transcode`].
 pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<Cpu>> {
+    if op.axis == BlockAxis::Tile {
+        return lift_tiles(cpu, op.x);
+    }
     let block = match op.axis {
         BlockAxis::Col => op.to.spec().block,
         BlockAxis::Row | BlockAxis::Tile => 1,
@@ -47,5 +50,19 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         (None, BlockAxis::Col) => spec::to_cols(op.x, &spans, &mut out),
         (None, _) => spec::lift_rows(op.x, &spans, &mut out),
     };
-    Ok(Transcoded { out, counts: Counts::new(cpu, non_zero, inexact, non_finite)? })
+    Ok(Transcoded { out, transposed: None, counts: Counts::new(cpu, non_zero, inexact, non_finite)? })
+}
+
+/// Both planes of a weight.
+fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
+    if cpu.path() == Path::Simd {
+        return simd::lift_tiles(cpu, x);
+    }
+    let (n, k, stack) = (x.rows / x.stack.max(1), x.cols, x.stack);
+    let plane =
+        |rows, cols| unwritten(cpu, Format::E4m3, x.rule, BlockAxis::Tile, (stack * rows, cols, stack));
+    let (mut out, mut transposed) = (plane(n, k), plane(k, n));
+    let [non_zero, inexact, non_finite] = spec::lift_tiles(x, &mut out, &mut transposed);
+    let counts = Counts::new(cpu, non_zero, inexact, non_finite)?;
+    Ok(Transcoded { out, transposed: Some(transposed), counts })
 }

@@ -35,7 +35,7 @@ pub(super) struct Product<'a> {
 
 impl Product<'_> {
     /// What the tensor cores' kernels would be asked, if they take the operands. With `transposed`, A and B change places, so
-    /// that it is B whose rows share scales: that is the faster way.
+    /// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
     pub fn on_tensor_cores(
         &self,
         a: &Operand<Cuda>,

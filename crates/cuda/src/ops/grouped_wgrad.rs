@@ -1,34 +1,42 @@
 //! See [`nibble_core::ops::GroupedWgrad`]: a gradient for each matrix of a stack, contracted over its group's rows.
 
+use super::elementwise::add_values;
 use super::gemm::Product;
 use super::product::{Ragged, Target};
 use crate::Cuda;
 use nibble_core::ops::GroupedWgrad;
-use nibble_core::{Data, Error, Result};
+use nibble_core::{DType, Data, Result, Tensor};
 
-pub(crate) fn grouped_wgrad(_: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<()> {
-    const OP: &str = "grouped_wgrad";
+pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<()> {
     let dims = op.check()?;
-    let Data::F32(grad) = &mut op.grad.data else {
-        return Err(Error::shape(OP, "grad", "bf16", "f32"));
-    };
-    let grad = grad.make_mut()?;
-    if grad.is_empty() {
-        return Ok(());
-    }
-    if dims.k == 0 {
-        if !op.accumulate {
-            *grad = grad.device().filled(grad.len(), 0)?;
-        }
-        return Ok(());
-    }
+    let GroupedWgrad { dy, x, groups, grad, accumulate } = op;
     let product = Product {
-        op: OP,
+        op: "grouped_wgrad",
         ragged: Ragged::Contraction,
-        groups: Some(op.groups),
+        groups: Some(groups),
         m: dims.m,
         n: dims.n,
         k: dims.k,
     };
-    product.run(op.dy, op.x, Target::F32 { values: grad, accumulate: op.accumulate })
+    let (rows, cols) = grad.shape();
+    if rows * cols == 0 {
+        return Ok(());
+    }
+    if dims.k == 0 {
+        if !accumulate {
+            *grad = Tensor::zeros(cuda, grad.dtype(), rows, cols)?;
+        }
+        return Ok(());
+    }
+    match &mut grad.data {
+        Data::F32(grad) => product.run(dy, x, Target::F32 { values: grad.make_mut()?, accumulate }),
+        Data::Bf16(grad) if !accumulate => product.run(dy, x, Target::Bf16(grad.make_mut()?)),
+        Data::Bf16(grad) => {
+            // No kernel adds to BF16: the gradient in F32 by itself, and one addition.
+            let mut values = cuda.device().alloc(rows * cols)?;
+            product.run(dy, x, Target::F32 { values: &mut values, accumulate: false })?;
+            *grad = add_values(cuda.device(), grad.get(), &values, [DType::Bf16, DType::F32])?;
+            Ok(())
+        }
+    }
 }

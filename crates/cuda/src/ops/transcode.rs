@@ -1,4 +1,6 @@
-//! `transcode` on a GPU: `csrc/kernels/{lift_rows,lift_cols,shift_cols,requantize_rows}.cuh`.
+//! `transcode` on a GPU: `csrc/kernels/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows}.cuh`.
+
+mod lift_tiles;
 
 use super::Instance;
 use super::held::Held;
@@ -48,7 +50,7 @@ impl Conversion {
     /// The rules of MXFP4's scales.
     const RULES: [ScaleRule; 4] = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
 
-    /// The kernel for this operation on a tensor of `cols` columns.
+    /// The kernel for this operation, but to tiles, on a tensor of `cols` columns.
     fn choose(
         from: Format,
         to: Format,
@@ -215,11 +217,11 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
             format!("its scales are powers of two, which {} has not", op.rule.name()),
         ));
     }
-    if x.format == Format::Mxfp4 && !x.cols.is_multiple_of(Format::Mxfp4.spec().block) {
-        return Err(Error::shape(OP, "x.cols", x.cols, "a multiple of mxfp4's block of 32"));
-    }
     if op.to != Format::Mxfp4 {
         x.e8m0_scales(OP)?;
+    }
+    if op.axis == BlockAxis::Tile {
+        return lift_tiles::run(cuda, x);
     }
     let row_id = op.groups.map(|groups| groups.row_id.get());
     let capacity = match op.axis {
@@ -243,7 +245,7 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     if x.rows != 0 && x.cols != 0 {
         launch(cuda, &op, row_id, &out, counts.0.get())?;
     }
-    Ok(Transcoded { out, counts })
+    Ok(Transcoded { out, transposed: None, counts })
 }
 
 fn launch(
@@ -337,7 +339,8 @@ fn launch_cols(
 /// The instances built for it.
 pub(super) fn instances() -> Vec<Instance> {
     let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
-    conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    let others = conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
+    others.chain(lift_tiles::instances()).collect()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{Agreement, DType, Operand, Products, Result, Tensor};
+use nibble_core::{Agreement, DType, Operand, Products, Result};
 
 /// How one operand is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -225,6 +225,7 @@ struct Wgrad {
     rows: usize,
     n: usize,
     k: usize,
+    grad: DType,
     accumulate: bool,
     input: Input,
 }
@@ -233,7 +234,7 @@ impl<B: Products> Case<B> for Wgrad {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
-        owed(GroupedWgrad::<B>::AGREEMENT, [self.dy, self.x], DType::F32, self.input)
+        owed(GroupedWgrad::<B>::AGREEMENT, [self.dy, self.x], self.grad, self.input)
     }
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
@@ -251,7 +252,7 @@ impl<B: Products> Case<B> for Wgrad {
         let (dy, x) = (matrix("wgrad.dy", n).upload(b, self.dy)?, matrix("wgrad.x", k).upload(b, self.x)?);
         let groups = ragged.upload(b)?;
         let grad = Input::Integers.values(&stream("wgrad.grad"), GROUPS * n * k);
-        let grad = Tensor::from_f32(b, &grad, GROUPS * n, k)?;
+        let grad = plain(b, self.grad, &grad, GROUPS * n, k)?;
         let (grad, ()) = in_place(b, &grad, |grad| {
             GroupedWgrad { dy: &dy, x: &x, groups: &groups, grad, accumulate }.run(b)
         })?;
@@ -274,16 +275,21 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
         for (j, spread) in Spread::ALL.into_iter().enumerate() {
             let (n, k) = widths[(i + j) % 3];
             for input in [Input::Normal, Input::Integers] {
-                pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, accumulate: j % 2 == 0, input });
+                let (grad, accumulate) = (PLAIN[(i + j / 2) % 2], j % 2 == 0);
+                pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input });
             }
         }
         if matches!(x, Stored::Plain(_)) {
             let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
-            pair.check(&Wgrad { dy, x, spread, rows: 320, n: 8, k: 256, accumulate, input });
+            for grad in PLAIN {
+                pair.check(&Wgrad { dy, x, spread, rows: 320, n: 8, k: 256, grad, accumulate, input });
+            }
         }
         for (j, &input) in inputs(pair.strict).iter().enumerate() {
             let (spread, accumulate) = (Spread::Zipf, j % 2 == 0);
-            pair.check(&Wgrad { dy, x, spread, rows: 90, n: 33, k: 20, accumulate, input });
+            for grad in PLAIN {
+                pair.check(&Wgrad { dy, x, spread, rows: 90, n: 33, k: 20, grad, accumulate, input });
+            }
         }
     }
 }

@@ -2,7 +2,7 @@ use super::quantize::{codec, ragged_values};
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::HostBlock;
 use crate::input::{Input, stream};
-use crate::shapes::{RaggedRows, Spread};
+use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;
 use nibble_core::{Agreement, Convert, Result};
@@ -96,6 +96,55 @@ impl<B: Convert> Case<B> for Ragged {
     }
 }
 
+/// Stacked weights, to tiles.
+#[derive(Debug)]
+struct Tiles {
+    source: Source,
+    stack: usize,
+    n: usize,
+    k: usize,
+}
+
+impl<B: Convert> Case<B> for Tiles {
+    fn agreement(&self) -> Agreement {
+        Transcode::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (rows, cols) = (self.stack * self.n, self.k);
+        let values = |input: Input| input.values(&stream("transcode"), rows * cols);
+        let mut x = self.source.block(Format::Mxfp4, rows, cols, values);
+        x.stack = self.stack;
+        let (x, axis) = (x.upload(b)?, BlockAxis::Tile);
+        let made = Transcode { x: &x, to: Format::E4m3, axis, rule: x.rule, groups: None }.run(b)?;
+        let mut out = Outputs::default();
+        out.block(b, "out", &made.out, None)?;
+        let transposed = made.transposed.expect("of tiles both planes are made");
+        out.block(b, "transposed", &transposed, None)?;
+        out.counts(b, "out", &made.counts)?;
+        Ok(out)
+    }
+}
+
+/// Matrices of whole tiles, and with ends of every kind; the experts' weights of models, made smaller.
+fn tiles<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| Source::Values(input, rule));
+    let sources = Input::ALL.into_iter().flat_map(of).chain([Source::Any]);
+    for source in sources {
+        for (stack, n, k) in [(1, 1, 32), (1, 70, 160), (2, 144, 96), (3, 20, 288)] {
+            pair.check(&Tiles { source, stack, n, k });
+        }
+    }
+    let source = Source::Any;
+    for shape in MoeShape::ALL.map(|s| s.scaled(8, 8)) {
+        pair.check(&Tiles { source, stack: 4, n: 2 * shape.f, k: shape.d });
+        pair.check(&Tiles { source, stack: 4, n: shape.d, k: shape.f });
+    }
+    for (stack, n, k) in [(1, 256, 256), (2, 384, 448), (2, 130, 640), (1, 0, 64), (2, 3, 0)] {
+        pair.check(&Tiles { source, stack, n, k });
+    }
+}
+
 /// Conformance of [`Transcode`]: each conversion there is, exact and inexact, dense and ragged.
 pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     use BlockAxis::{Col, Row};
@@ -124,4 +173,5 @@ pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         }
         pair.check(&Dense { conversion, source: Source::Any, rows: 384, cols: 448 });
     }
+    tiles(pair);
 }

@@ -33,6 +33,12 @@ pub fn prepare<B: Convert + Products>(b: &B, product: &Product) -> Result<Call<B
         Some(block) => quantized(b, &x, block, Planes::Rows, Some(&groups))?.take_rows("bench")?,
         None => Operand::Plain(x),
     };
+    if product.operands == Operands::Mxfp4WeightsLift {
+        return Ok(Box::new(move |b| {
+            let lifted = Operand::Block(tiles(b, w.block("bench")?)?);
+            GroupedGemm { x: &x, w: &lifted, groups: &groups, out: DType::Bf16 }.run(b).map(drop)
+        }));
+    }
     if groups.num_groups == 1 {
         return Ok(Box::new(move |b| Gemm { a: &x, b: &w, out: DType::Bf16 }.run(b).map(drop)));
     }
@@ -54,7 +60,7 @@ fn gradient<B: Convert + Products>(b: &B, product: &Product, groups: Groups<B>) 
             };
             (columns(&dy)?, columns(&x)?)
         }
-        Operands::Fp8 | Operands::Mxfp4 => {
+        Operands::Fp8 | Operands::Mxfp4 | Operands::Mxfp4Weights | Operands::Mxfp4WeightsLift => {
             let (dy, x) = (rows(&dy, Block::E4M3)?, rows(&x, Block::MXFP4)?);
             if product.operands == Operands::Mxfp4 {
                 return Ok(Box::new(move |b| {
@@ -84,8 +90,8 @@ fn groups<B: Convert>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
 fn block(operands: Operands) -> Option<Block> {
     match operands {
         Operands::Bf16 | Operands::Library => None,
-        Operands::Fp8 | Operands::Fp8Vector | Operands::Mxfp4 => Some(Block::E4M3),
         Operands::Fp8F32 => Some(Block::E4M3_AMAX),
+        _ => Some(Block::E4M3),
     }
 }
 
@@ -109,6 +115,12 @@ fn lifted<B: Convert>(
     Ok(Transcode { x, to, axis, rule, groups: Some(groups) }.run(b)?.out)
 }
 
+/// Of a stack of weights in MXFP4, that plane of both which a forward product takes.
+fn tiles<B: Convert>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
+    let Block { format: to, rule } = Block::E4M3;
+    Ok(Transcode { x, to, axis: BlockAxis::Tile, rule, groups: None }.run(b)?.out)
+}
+
 /// A stack of weights, quantized from F32 as a training step does it.
 fn weight<B: Convert>(b: &B, product: &Product, stack: usize) -> Result<Operand<B>> {
     let (rows, cols) = (stack * product.n, product.k);
@@ -118,10 +130,20 @@ fn weight<B: Convert>(b: &B, product: &Product, stack: usize) -> Result<Operand<
     let Some(block) = block(product.operands) else {
         return Ok(Operand::Plain(Cast { x: &master, dtype: DType::Bf16 }.run(b)?));
     };
-    let planes = if product.operands == Operands::Fp8Vector { Planes::Rows } else { Planes::Tiles };
-    let codec = codec(block, Rounding::NearestEven)?;
-    let stack = if planes == Planes::Tiles { stack } else { 1 };
-    Quantize { stack, ..Quantize::new(&master, codec, planes) }.run(b)?.take_rows("bench")
+    let made = |block, planes, stack| {
+        let codec = codec(block, Rounding::NearestEven)?;
+        Quantize { stack, ..Quantize::new(&master, codec, planes) }.run(b)?.take_rows("bench")
+    };
+    let mxfp4 = || -> Result<_> {
+        let rows = made(Block::MXFP4, Planes::Rows, 1)?.block("bench")?.clone();
+        Ok(BlockScaled { stack, ..rows })
+    };
+    match product.operands {
+        Operands::Fp8Vector => made(block, Planes::Rows, 1),
+        Operands::Mxfp4Weights => Ok(Operand::Block(tiles(b, &mxfp4()?)?)),
+        Operands::Mxfp4WeightsLift => Ok(Operand::Block(mxfp4()?)),
+        _ => made(block, Planes::Tiles, stack),
+    }
 }
 
 #[cfg(test)]

@@ -48,6 +48,10 @@ pub enum Operands {
     Fp8Vector,
     /// As [`Operands::Fp8`] from x in MXFP4: its lift is timed too, and for a weight gradient the turn of dy's rows.
     Mxfp4,
+    /// As [`Operands::Fp8`] from weights in MXFP4, lifted to 128 × 128 tiles beforehand.
+    Mxfp4Weights,
+    /// The same, the lift of both planes timed too.
+    Mxfp4WeightsLift,
 }
 
 impl Operands {
@@ -59,6 +63,8 @@ impl Operands {
             Self::Fp8F32 => "FP8, F32 scales",
             Self::Fp8Vector => "FP8, W 1x128",
             Self::Mxfp4 => "MXFP4 with lift",
+            Self::Mxfp4Weights => "MXFP4 W",
+            Self::Mxfp4WeightsLift => "MXFP4 W, lift",
         }
     }
 
@@ -191,7 +197,7 @@ pub fn sections() -> Vec<Section> {
             title: "uneven loads; tiled: the share of a floor that rounds each group's rows up to 64 (128 in a contraction)",
             products: loads(),
         },
-        Section { title: "conversion included: x stored as MXFP4", products: conversions() },
+        Section { title: "conversion included: x stored as MXFP4, or W", products: conversions() },
     ]
 }
 
@@ -199,8 +205,8 @@ fn rows() -> Vec<Product> {
     use Operands::*;
     let load = Load::Uneven(8);
     [
-        each(Pass::Fprop, UP, load, ROWS, &[Bf16, Fp8, Fp8F32, Fp8Vector]),
-        each(Pass::Fprop, DOWN, load, ROWS, &[Library, Bf16, Fp8, Fp8F32]),
+        each(Pass::Fprop, UP, load, ROWS, &[Bf16, Fp8, Fp8F32, Fp8Vector, Mxfp4Weights]),
+        each(Pass::Fprop, DOWN, load, ROWS, &[Library, Bf16, Fp8, Fp8F32, Mxfp4Weights]),
         each(Pass::Dgrad, (UP.1, UP.0), load, ROWS, &[Library, Bf16, Fp8]),
         each(Pass::Dgrad, (DOWN.1, DOWN.0), load, ROWS, &[Library, Bf16, Fp8]),
     ]
@@ -264,6 +270,8 @@ fn conversions() -> Vec<Product> {
             all.extend(each(pass, size, Load::Uneven(8), ROWS, &[Operands::Mxfp4]));
         }
     }
+    let weights = |size| each(Pass::Fprop, size, Load::Uneven(8), ROWS, &[Operands::Mxfp4WeightsLift]);
+    all.extend([UP, DOWN].into_iter().flat_map(weights));
     all
 }
 

@@ -78,10 +78,11 @@ impl Work {
 fn bits(operands: Operands) -> (f64, f64, f64) {
     match operands {
         Operands::Bf16 | Operands::Library => (BF16, BF16, BF16),
-        Operands::Fp8 => (E4M3, E4M3, E4M3_TILE),
+        Operands::Fp8 | Operands::Mxfp4Weights => (E4M3, E4M3, E4M3_TILE),
         Operands::Fp8F32 => (E4M3_F32, E4M3_F32, E4M3_TILE_F32),
         Operands::Fp8Vector => (E4M3, E4M3, E4M3),
         Operands::Mxfp4 => (MXFP4, E4M3, E4M3_TILE),
+        Operands::Mxfp4WeightsLift => (E4M3, E4M3, MXFP4),
     }
 }
 

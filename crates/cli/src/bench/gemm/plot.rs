@@ -38,7 +38,7 @@ const KINDS: [(&str, RGBColor); 3] = [("FP8", FP8), ("MXFP4 with its lift", MXFP
 
 fn kind(operands: Operands) -> usize {
     match operands {
-        Operands::Mxfp4 => 1,
+        Operands::Mxfp4 | Operands::Mxfp4WeightsLift => 1,
         operands if operands.is_fp8() => 0,
         _ => 2,
     }

@@ -149,12 +149,15 @@ fn tiles<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
 }
 
 fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
-    use BlockAxis::{Col, Row};
+    use BlockAxis::{Col, Row, Tile};
     let through = "dequantize, quantize";
     let kernel = |name, from, to, axis| Kernel::new(name, through, move |o| transcode(o, from, to, axis));
     vec![
         kernel("MXFP4 → E4M3 rows (lift)", Block::MXFP4, Block::E4M3, Row),
         kernel("MXFP4 → E4M3 columns (lift)", Block::MXFP4, Block::E4M3, Col),
+        Kernel {
+            rows: Rows::Dense, ..kernel("MXFP4 → E4M3 tiles (lift)", Block::MXFP4, Block::E4M3, Tile)
+        },
         kernel("E4M3 rows → columns", Block::E4M3, Block::E4M3, Col),
         kernel("E4M3 → MXFP4 rows", Block::E4M3, Block::MXFP4, Row),
         Kernel::dense("MXFP4 → BF16", |o| dequantize(o, Block::MXFP4)),
@@ -164,7 +167,11 @@ fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
 
 fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxis) -> Result<Case<B>> {
     let (x, groups, codec) = (o.block(from)?, o.groups.clone(), codec(to, NEAREST)?);
-    let planes = if axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
+    let planes = match axis {
+        BlockAxis::Row => Planes::Rows,
+        BlockAxis::Col => Planes::Cols,
+        BlockAxis::Tile => Planes::Tiles,
+    };
     let traffic = traffic::transcode(o.extent, from, to, axis);
     let case = Case { traffic, run: Conversion::Transcode(from, to, axis).on(o)?, separate: None };
     Ok(case.against(move |b| {

@@ -113,7 +113,8 @@ pub fn dequantize(x: Extent, from: Block) -> Traffic {
 pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic {
     let written = match axis {
         BlockAxis::Col => x.planes(to, Planes::Cols),
-        BlockAxis::Row | BlockAxis::Tile => x.row_blocks(to),
+        BlockAxis::Row => x.row_blocks(to),
+        BlockAxis::Tile => x.planes(to, Planes::Tiles),
     };
     traffic(x.row_blocks(from), written)
 }
@@ -199,6 +200,8 @@ mod tests {
         assert_eq!(rows, traffic(read, 200 * (512 + 4)));
         let cols = transcode(RAGGED, Block::MXFP4, Block::E4M3, BlockAxis::Col);
         assert_eq!(cols, traffic(read, 512 * (384 + 3)));
+        let tiles = transcode(DENSE, Block::MXFP4, Block::E4M3, BlockAxis::Tile);
+        assert_eq!(tiles, traffic(256 * 272, 2 * (256 * 512 + 2 * 4)));
         assert_eq!(dequantize(DENSE, Block::MXFP4), traffic(256 * 272, 2 * 256 * 512));
     }
 

@@ -8,7 +8,7 @@ use super::encode::{
     ScalesMut, Tile, Work, encode_cols, encode_row, encode_square, fill_random, fixed_bits, reads_bits,
     transpose,
 };
-use super::planes::unwritten_as;
+use super::planes::{unwritten, unwritten_as};
 use super::shared::{Shared, SharedScales};
 use super::spans::Spans;
 use super::spec::Tally;
@@ -18,7 +18,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Stream};
+use nibble_formats::{BlockAxis, Codec, Format, Scale, ScaleRule, Stream};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -159,11 +159,7 @@ impl Target {
     ///
     /// # Safety
     /// As [`put_columns`](Self::put_columns).
-    pub unsafe fn put_column_scales(
-        &self,
-        (row, col, width): (usize, usize, usize),
-        scales: &[nibble_formats::Scale],
-    ) {
+    pub unsafe fn put_column_scales(&self, (row, col, width): (usize, usize, usize), scales: &[Scale]) {
         let (per_line, blocks) = (self.blocks(self.tensor.rows), scales.len() / width.max(1));
         for i in 0..width {
             let start = (col + i) * per_line + self.blocks(row);
@@ -376,16 +372,66 @@ fn fill_bits(
     }
 }
 
-/// The two planes of stacked matrices in square tiles.
+/// The two planes of stacked matrices in square tiles, being written.
+pub(crate) struct SquareTarget {
+    /// Rows and columns of one matrix.
+    shape: (usize, usize),
+    upright: Target,
+    turned: Target,
+}
+
+impl SquareTarget {
+    /// Opens the planes of `stack` matrices [n, k] for writing.
+    pub fn new(cpu: &Cpu, (format, rule): (Format, ScaleRule), (stack, n, k): (usize, usize, usize)) -> Self {
+        let target = |rows, cols| {
+            Target::new(unwritten(cpu, format, rule, BlockAxis::Tile, (stack * rows, cols, stack)))
+        };
+        Self { shape: (n, k), upright: target(n, k), turned: target(k, n) }
+    }
+
+    /// Writes the tile whose first element is (row of the stack, col): its codes `[rows][width]`, the same `[width][rows]`, and its scale.
+    ///
+    /// # Safety
+    /// No other thread writes this tile.
+    pub unsafe fn put(
+        &self,
+        (row, col): (usize, usize),
+        (rows, width): (usize, usize),
+        [codes, turned]: [&[u8]; 2],
+        scale: Scale,
+    ) {
+        let (n, k) = self.shape;
+        let block = self.upright.tensor.format.spec().block;
+        let (matrix, first) = (row / n, row % n);
+        let scale_at = (matrix * n.div_ceil(block) + first / block) * k.div_ceil(block) + col / block;
+        let turned_scale_at = (matrix * k.div_ceil(block) + col / block) * n.div_ceil(block) + first / block;
+        // SAFETY: each tile has elements and a scale of its own in either plane; the caller promises the rest.
+        unsafe {
+            for (i, codes) in codes.chunks_exact(width).enumerate() {
+                self.upright.codes.slice_mut((row + i) * k + col, width).copy_from_slice(codes);
+            }
+            for (i, codes) in turned.chunks_exact(rows).enumerate() {
+                let line = matrix * k + col + i;
+                self.turned.codes.slice_mut(line * n + first, rows).copy_from_slice(codes);
+            }
+            self.upright.scales.slice_mut(scale_at, 1).set(0, scale);
+            self.turned.scales.slice_mut(turned_scale_at, 1).set(0, scale);
+        }
+    }
+
+    /// The planes, once every tile is written: as the matrices stand, and transposed.
+    pub fn finish(self) -> [BlockScaled<Cpu>; 2] {
+        [self.upright.finish(), self.turned.finish()]
+    }
+}
+
+/// Matrices quantized in square tiles.
 pub(crate) struct SquareSink<'a> {
     /// One span for each matrix.
     spans: &'a Spans<'a>,
-    /// Rows and columns of one matrix.
-    shape: (usize, usize),
     codec: Codec,
     random: Option<Stream>,
-    upright: Target,
-    turned: Target,
+    planes: SquareTarget,
     tally: [AtomicU64; 3],
 }
 
@@ -394,49 +440,31 @@ impl<'a> SquareSink<'a> {
     pub fn new(
         cpu: &Cpu,
         spans: &'a Spans<'a>,
-        (stack, n, k): (usize, usize, usize),
+        shape: (usize, usize, usize),
         codec: Codec,
         random: Option<Stream>,
     ) -> Self {
-        let target =
-            |rows, cols| Target::new(unwritten_as(cpu, codec, BlockAxis::Tile, (stack * rows, cols, stack)));
-        let (upright, turned) = (target(n, k), target(k, n));
-        Self { spans, shape: (n, k), codec, random, upright, turned, tally: Default::default() }
+        let planes = SquareTarget::new(cpu, (codec.format(), codec.rule()), shape);
+        Self { spans, codec, random, planes, tally: Default::default() }
     }
 
     /// Writes one tile, whose first element is (row of the stack, col).
     pub fn write(&self, isa: Isa, memory: &mut SinkWork, row: usize, tile: Tile, col: usize) {
         let SinkWork { work, turned, bits } = memory;
-        let ((n, k), codec) = (self.shape, self.codec);
-        let block = codec.format().spec().block;
+        let (codec, k) = (self.codec, self.planes.shape.1);
         fill_bits(isa, bits, codec, self.random, self.spans, k, (row, tile, col));
         let mut tally = Tally::default();
         encode_square(isa, codec, tile, bits, work, &mut tally);
         transpose(isa, &work.codes, tile.rows, tile.width, turned);
-        let (matrix, first) = (row / n, row % n);
-        let scale_at = (matrix * n.div_ceil(block) + first / block) * k.div_ceil(block) + col / block;
-        let turned_scale_at = (matrix * k.div_ceil(block) + col / block) * n.div_ceil(block) + first / block;
-        // SAFETY: each tile has elements and a scale of its own in either plane, and is written once.
-        unsafe {
-            for (i, codes) in work.codes.chunks_exact(tile.width).enumerate() {
-                self.upright.codes.slice_mut((row + i) * k + col, tile.width).copy_from_slice(codes);
-            }
-            for (i, codes) in turned.chunks_exact(tile.rows).enumerate() {
-                let line = matrix * k + col + i;
-                self.turned.codes.slice_mut(line * n + first, tile.rows).copy_from_slice(codes);
-            }
-            self.upright.scales.slice_mut(scale_at, 1).set(0, work.scales[0]);
-            self.turned.scales.slice_mut(turned_scale_at, 1).set(0, work.scales[0]);
-        }
+        let (size, codes) = ((tile.rows, tile.width), [&work.codes[..], turned]);
+        // SAFETY: each tile is written once.
+        unsafe { self.planes.put((row, col), size, codes, work.scales[0]) };
         add_tally(&self.tally, tally);
     }
 
     /// The planes, once every tile is written.
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
-        Ok(Emitted {
-            rows: Some(Operand::Block(self.upright.finish())),
-            cols: Some(Operand::Block(self.turned.finish())),
-            counts: Some(counts(cpu, &self.tally)?),
-        })
+        let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
+        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)?) })
     }
 }

@@ -182,7 +182,12 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
     })
 }
 
-fn tile_indices(stack: usize, tiles_n: usize, tiles_k: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+/// Matrix, and place down and across, of every tile of a stack.
+pub(crate) fn tile_indices(
+    stack: usize,
+    tiles_n: usize,
+    tiles_k: usize,
+) -> impl Iterator<Item = (usize, usize, usize)> {
     (0..stack * tiles_n * tiles_k).map(move |i| (i / tiles_k / tiles_n, i / tiles_k % tiles_n, i % tiles_k))
 }
 

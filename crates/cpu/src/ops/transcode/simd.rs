@@ -3,7 +3,7 @@
 use super::lift::{Column, lift_column, lift_row, lifts, shift_block};
 use crate::Cpu;
 use crate::ops::quantize::emit::{
-    STRIP_ROWS, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
+    STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
 };
 use crate::ops::quantize::encode::{ScalesMut, encode_row, transpose};
 use crate::ops::quantize::planes::ScalesRef;
@@ -87,7 +87,7 @@ pub(super) fn lift_rows(
             add_tally(&sum, tally);
         },
     );
-    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum)? })
 }
 
 /// Zeros on a strip's padding.
@@ -152,7 +152,37 @@ pub(super) fn to_cols(
         }
         add_tally(&sum, tally);
     });
-    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum)? })
+}
+
+/// MXFP4 rows → E4M3 tiles.
+pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
+    let (n, k) = (x.rows / x.stack.max(1), x.cols);
+    let (isa, lifts, rows) = (cpu.isa(), lifts(), Rows::of(x)?);
+    let out = SquareTarget::new(cpu, (Format::E4m3, x.rule), (x.stack, n, k));
+    let sum: [AtomicU64; 3] = Default::default();
+    let scratch = || (vec![0; STRIP_ROWS * TILE_COLS], Vec::new());
+    for_strips(cpu, &Spans::stacked(x.stack, n), (STRIP_ROWS, k), scratch, |(codes, turned), strip| {
+        let mut tally = Tally::default();
+        for col in (0..k).step_by(TILE_COLS) {
+            let width = TILE_COLS.min(k - col);
+            let codes = &mut codes[..strip.rows * width];
+            let of_row = |row| rows.scales(row, col, width).iter().copied();
+            let target = lift_target((strip.row..strip.row + strip.rows).flat_map(of_row));
+            for first in (0..width).step_by(x.format.spec().block) {
+                let from = rows.column(strip, col + first);
+                lift_column(isa, lifts, from, target, (&mut codes[first..], width), &mut tally);
+            }
+            transpose(isa, codes, strip.rows, width, turned);
+            // SAFETY: each tile is written once.
+            unsafe {
+                out.put((strip.row, col), (strip.rows, width), [codes, turned], Scale::E8M0(target));
+            }
+        }
+        add_tally(&sum, tally);
+    });
+    let [out, transposed] = out.finish();
+    Ok(Transcoded { out, transposed: Some(transposed), counts: counts(cpu, &sum)? })
 }
 
 /// E4M3 rows → MXFP4 rows.
@@ -206,5 +236,5 @@ pub(super) fn requantize_rows(
             add_tally(&sum, tally);
         },
     );
-    Ok(Transcoded { out: out.finish(), counts: counts(cpu, &sum)? })
+    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum)? })
 }

@@ -3,7 +3,7 @@
 use crate::Cpu;
 use crate::ops::quantize::planes::{ScalesRef, get_code, put_codes, put_scale};
 use crate::ops::quantize::spans::Spans;
-use crate::ops::quantize::spec::{Tally, decoded};
+use crate::ops::quantize::spec::{Tally, decoded, tile_indices};
 use nibble_core::BlockScaled;
 use nibble_core::ops::Counts;
 use nibble_formats::{Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target};
@@ -31,6 +31,16 @@ fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4m3.decode(code).is_nan()
 }
 
+/// E4M3 codes of block b of a row of MXFP4 under a target scale; counts it.
+fn lift_block(x: &BlockScaled<Cpu>, (row, b): (usize, usize), target: u8, tally: &mut Tally) -> Vec<u8> {
+    let (block, source) = (x.format.spec().block, scale_byte(x, row, b));
+    let code = |i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i);
+    let codes: Vec<u8> = (b * block..(b + 1) * block).map(code).collect();
+    let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
+    count(tally, x.format, codes.into_iter(), lifted.iter().any(|l| l.1), source == e8m0::NAN);
+    lifted.into_iter().map(|l| l.0).collect()
+}
+
 /// MXFP4 rows → E4M3 rows: four blocks share the scale 2⁶ below the largest of theirs.
 pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
     let mut tally = Tally::default();
@@ -49,18 +59,41 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
             }
             let target = lift_target(sources.clone().map(|b| scale_byte(x, row, b)));
             for b in sources {
-                let source = scale_byte(x, row, b);
-                let codes: Vec<u8> = (b * from..(b + 1) * from)
-                    .map(|i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i))
-                    .collect();
-                let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
-                let out_codes: Vec<u8> = lifted.iter().map(|l| l.0).collect();
-                put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &out_codes);
-                let inexact = lifted.iter().any(|l| l.1);
-                count(&mut tally, x.format, codes.into_iter(), inexact, source == e8m0::NAN);
+                let codes = lift_block(x, (row, b), target, &mut tally);
+                put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &codes);
             }
             put_scale(&mut out.scales, scale_idx, Scale::E8M0(target));
         }
+    }
+    tally
+}
+
+/// MXFP4 rows → E4M3 tiles, as they stand and transposed: a square of 128 × 128 shares the scale 2⁶ below the largest of its blocks.
+pub(super) fn lift_tiles(
+    x: &BlockScaled<Cpu>,
+    out: &mut BlockScaled<Cpu>,
+    transposed: &mut BlockScaled<Cpu>,
+) -> Tally {
+    let mut tally = Tally::default();
+    let (n, k) = (x.rows / x.stack.max(1), x.cols);
+    let (from, to) = (x.format.spec().block, out.format.spec().block);
+    let (tiles_n, tiles_k) = (n.div_ceil(to), k.div_ceil(to));
+    for (matrix, tile_n, tile_k) in tile_indices(x.stack, tiles_n, tiles_k) {
+        let rows = tile_n * to..n.min((tile_n + 1) * to);
+        let blocks = tile_k * to / from..k.min((tile_k + 1) * to) / from;
+        let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
+        let target = lift_target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
+        for (row, b) in places() {
+            let codes = lift_block(x, (matrix * n + row, b), target, &mut tally);
+            put_codes(&mut out.codes, out.format, (matrix * n + row, k), b * from, &codes);
+            for (i, code) in codes.into_iter().enumerate() {
+                let line = matrix * k + b * from + i;
+                put_codes(&mut transposed.codes, out.format, (line, n), row, &[code]);
+            }
+        }
+        let scale = Scale::E8M0(target);
+        put_scale(&mut out.scales, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
+        put_scale(&mut transposed.scales, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
     }
     tally
 }

@@ -111,6 +111,57 @@ fn ragged_conversions_do_not_see_the_padding() {
     }
 }
 
+/// Stacked matrices, whose tiles end short in both dimensions.
+#[test]
+fn tiles_are_those_of_the_specification() {
+    let (spec, backends) = (spec(), simd_backends());
+    for (stack, n, k) in [(1, 1, 32), (2, 5, 160), (3, 130, 288), (1, 256, 128), (2, 0, 32), (1, 3, 0)] {
+        for scales in SCALES {
+            let x = random_rows(&spec, Format::Mxfp4, (stack * n, k), scales, true);
+            let x = BlockScaled { stack, ..x };
+            let expected = op(&x, Format::E4m3, BlockAxis::Tile, None).run(&spec).unwrap();
+            for cpu in &backends {
+                let what = format!("{stack} × {n} × {k} {scales:?} on {cpu:?}");
+                let got = op(&x, Format::E4m3, BlockAxis::Tile, None).run(cpu).unwrap();
+                assert_same_block(&got.out, &expected.out, &what);
+                assert_same_block(&got.transposed.unwrap(), expected.transposed.as_ref().unwrap(), &what);
+                assert_eq!(tally(&got.counts), tally(&expected.counts), "{what}");
+            }
+        }
+    }
+    let x = random_rows(&spec, Format::Mxfp4, (128, 64), (127, 0), false);
+    let groups = groups(&spec, &[128], 128, 0);
+    op(&x, Format::E4m3, BlockAxis::Tile, Some(&groups)).run(&spec).expect_err("weights have no groups");
+    op(&BlockScaled { stack: 3, ..x }, Format::E4m3, BlockAxis::Tile, None).run(&spec).expect_err("128 / 3");
+}
+
+/// A scale is of its tile alone; both planes decode to the matrices that were lifted.
+#[test]
+fn tiles_decode_to_the_source_both_ways() {
+    let (stack, n, k) = (2, 200, 160);
+    for cpu in simd_backends().into_iter().chain([spec()]) {
+        let mut x =
+            BlockScaled { stack, ..random_rows(&cpu, Format::Mxfp4, (stack * n, k), (127, 7), false) };
+        // Each tile far from its neighbours.
+        let Scales::E8m0(scales) = &mut x.scales else { unreachable!("MXFP4") };
+        for (i, byte) in scales.as_mut_slice().iter_mut().enumerate() {
+            let (row, col) = (i / (k / 32), i % (k / 32) * 32);
+            let tile = row / n * 4 + row % n / 128 * 2 + col / 128;
+            *byte = (usize::from(*byte) + 14 * tile - 40) as u8;
+        }
+        let got = op(&x, Format::E4m3, BlockAxis::Tile, None).run(&cpu).unwrap();
+        assert_eq!(tally(&got.counts)[1], 0);
+        let decode = |x| plain_bits(&dequantize(&cpu, Dequantize { x, dtype: DType::F32 }).unwrap());
+        let source = decode(&x);
+        assert_eq!(decode(&got.out), source);
+        let transposed = decode(&got.transposed.unwrap());
+        for (i, bits) in source.iter().enumerate() {
+            let (matrix, row, col) = (i / k / n, i / k % n, i % k);
+            assert_eq!(transposed[(matrix * k + col) * n + row], *bits, "{matrix}: {row}, {col}");
+        }
+    }
+}
+
 /// All codes under all pairs of scale bytes: one row for each source byte, whose four blocks hold the source byte and
 /// the largest byte of the 128; decoded in f64 against the definition.
 #[test]
@@ -182,9 +233,9 @@ fn inexact_blocks_are_counted() {
         let mut x = random_rows(&cpu, Format::Mxfp4, (1, 128), (127, 0), false);
         put_codes(&mut x.codes, x.format, (0, 128), 0, &[[1; 32], [1; 32], [8; 32], [2; 32]].concat());
         x.scales = Scales::E8m0(cpu.upload(&[127u8 - 15, 127, 0, 0xFF]).unwrap());
-        for axis in [BlockAxis::Row, BlockAxis::Col] {
+        for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
             // As columns each block of columns has a scale of its own, so nothing changes.
-            let inexact = u64::from(axis == BlockAxis::Row);
+            let inexact = u64::from(axis != BlockAxis::Col);
             let got = transcode(&cpu, op(&x, Format::E4m3, axis, None)).unwrap();
             assert_eq!(tally(&got.counts), [3, inexact, 1], "{axis} on {cpu:?}");
         }
