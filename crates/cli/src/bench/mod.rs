@@ -110,6 +110,16 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// What the scripts of `benchmarks/peers` printed into files of this name.
+#[cfg(test)]
+fn printed(name: &str) -> String {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benchmarks");
+    let folders = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let text: String = folders.filter_map(|at| std::fs::read_to_string(at.join(name)).ok()).collect();
+    assert!(!text.is_empty(), "no {name} in {folder}");
+    text
+}
+
 /// The middle value; the mean of the two middle ones of an even number, NaN of none.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
