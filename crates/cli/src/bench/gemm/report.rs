@@ -120,7 +120,7 @@ pub fn legend() {
         "low, high: the slowest and the fastest of three windows. dense: share of the fastest dense product's rate; floor: of the",
         "larger of operations / that rate and the memory's floor; tiled: of a floor with rows rounded up to whole tiles.",
         "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on",
-        "2026-11-21, not in this run (b: a burst, beside our burst), and ours over it:",
+        "2026-11-21 and 22, not in this run (b: a burst, beside our burst), and ours over it:",
     ] {
         say!("{line}");
     }
