@@ -25,13 +25,27 @@ use nibble_cuda::cublaslt::GemmBf16;
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// What `nibble bench gemm` takes beside the rest.
+/// The GPU's products beside its fastest dense ones: back to back until the chip is at its power limit, and single calls.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Options of `gemm`")]
-#[group(skip)]
+#[command(
+    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three\n\
+    minutes, --quick a third of one.\n\n\
+    Examples:\n  \
+    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
+)]
 pub struct Args {
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
+    /// Also draws the roofline into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
     /// against the chosen instance alone. Ten seconds a product, one with --quick.
     #[arg(long, value_name = "FILE", conflicts_with = "plot")]
@@ -84,11 +98,12 @@ impl Ceilings {
     }
 }
 
-pub fn run(args: &Args, quick: bool, only: &[String], plot: Option<&Path>) -> Result<Value> {
+pub fn run(args: &Args) -> Result<Value> {
+    let &Args { quick, ref only, ref plot, ref tune } = args;
     let chosen = chosen(only)?;
     let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
     let mut header = bench.header();
-    if let Some(path) = &args.tune {
+    if let Some(path) = tune {
         return tune::run(&bench, &chosen, quick, path);
     }
     let one = |&product: &Product| {
