@@ -14,16 +14,19 @@ mod report;
 mod tune;
 
 use super::gpu::{Bench, COOL_DOWN, wanted};
-use super::kernels::operands::normal;
+use super::kernels::operands::{codec, normal};
+use super::kernels::traffic::Block;
 use crate::console::say;
 use crate::error::Result;
 use call::prepare;
 use cases::{Operands, Product, Section, ceilings, sections};
 use floor::Work;
+use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Data, Result as CoreResult, Tensor};
-use nibble_cuda::cublaslt::GemmBf16;
+use nibble_cuda::cublaslt::Gemm;
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
+use nibble_formats::Rounding;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -141,7 +144,9 @@ fn ceilings_title(quick: bool) -> String {
 /// The products whose names contain one of `only`, or all, in their sections.
 fn chosen(only: &[String]) -> Result<Vec<Section>> {
     let mut sections = sections();
-    let all: Vec<Product> = sections.iter().flat_map(|s| s.products.iter().copied()).collect();
+    // The dense ones are always measured: their names alone ask for nothing else.
+    let named = sections.iter().flat_map(|s| s.products.iter().copied());
+    let all: Vec<Product> = named.chain(ceilings().products).collect();
     let kept = wanted(all, only, Product::name)?;
     for section in &mut sections {
         section.products.retain(|product| kept.contains(product));
@@ -153,6 +158,7 @@ fn chosen(only: &[String]) -> Result<Vec<Section>> {
 fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {
     let mut call: call::Call<Cuda> = match product.operands {
         Operands::Library => library(&bench.cuda, product)?,
+        Operands::LibraryFp8 => library_fp8(&bench.cuda, product)?,
         _ => prepare(&bench.cuda, product)?,
     };
     let mut call = || call(&bench.cuda);
@@ -170,8 +176,23 @@ fn library(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
     let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
     let (a, b) = (normal(cuda, m, k, 1)?, normal(cuda, n, k, 2)?);
     let mut d = cuda.device().alloc(m * n)?;
-    let gemm = GemmBf16::new(cuda.device(), m, n, k)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
     Ok(Box::new(move |_| (0..groups).try_for_each(|_| gemm.run(bf16_of(&a)?, bf16_of(&b)?, &mut d))))
+}
+
+/// The same of E4M3, forward: of the codes that our own products take, as what they hold decides how much power is drawn.
+fn library_fp8(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+    let [m, n, k] = product.dense_sizes();
+    let codes = |rows, seed| {
+        let x = normal(cuda, rows, k, seed)?;
+        let codec = codec(Block::E4M3, Rounding::NearestEven)?;
+        let rows = Quantize::new(&x, codec, Planes::Rows).run(cuda)?.take_rows("bench")?;
+        Ok::<_, nibble_core::Error>(rows.block("bench")?.codes.clone())
+    };
+    let (a, b) = (codes(m, 1)?, codes(n, 2)?);
+    let mut d = cuda.device().alloc(m * n)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
+    Ok(Box::new(move |_| gemm.run(a.get(), b.get(), &mut d)))
 }
 
 fn bf16_of(x: &Tensor<Cuda>) -> CoreResult<&Buffer<half::bf16>> {
@@ -195,6 +216,7 @@ mod tests {
         assert_eq!(names(&["fprop 4096x7168 32768 8 uneven BF16"]).len(), 1);
         let gradients = names(&["WGRAD"]);
         assert!(gradients.len() > 20 && gradients.iter().all(|name| name.starts_with("wgrad")));
+        assert_eq!(names(&["dense"]).len(), 0);
         assert_eq!(names(&[]).len(), sections().iter().map(|s| s.products.len()).sum::<usize>());
         let error = chosen(&["frobnicate".into()]).err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains("`frobnicate`") && error.contains("fprop 4096x7168"), "{error}");
@@ -207,7 +229,7 @@ mod tests {
         let mut all: Vec<Measured> = dense.iter().map(|&product| timed(product, 2.0)).collect();
         all.push(Measured { product: dense[0], times: Err("no kernel".into()) });
         let ceilings = Ceilings::of(&all);
-        let most = Work::of(&dense[3]).flop.max(Work::of(&dense[0]).flop) / 2e-3;
+        let most = Work::of(&dense[4]).flop.max(Work::of(&dense[0]).flop) / 2e-3;
         assert_eq!((ceilings.fp8, ceilings.bf16), (most, most));
         assert_eq!(ceilings.dense(Operands::Library), ceilings.bf16);
     }

@@ -148,7 +148,7 @@ pub fn of(product: &Product) -> impl Iterator<Item = Reached> {
         _ => None,
     };
     // Nobody else's product takes MXFP4, and cuBLASLt stands beside ours in the run.
-    let groups = groups.filter(|_| !matches!(product.operands, Operands::Mxfp4 | Operands::Library));
+    let groups = groups.filter(|_| !product.operands.is_library() && product.operands != Operands::Mxfp4);
     let Product { pass, operands, rows, n, k, .. } = *product;
     let here = move |row: &&Row| {
         groups == Some(row.groups)
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(best(&fp8).map(|r| (r.who.name, r.burst)), Some(("cuBLASLt FP8", Some(1465.0))));
         let bf16 = Product { operands: Operands::Bf16, ..fp8 };
         assert_eq!(best(&bf16).map(|r| r.sustained), Some(Some(665.0)));
-        for operands in [Operands::Mxfp4, Operands::Library] {
+        for operands in [Operands::Mxfp4, Operands::Library, Operands::LibraryFp8] {
             assert_eq!(best(&Product { operands, ..fp8 }), None);
         }
         assert_eq!(best(&Product { load: Load::Zipf(8), rows: M, n: 4096, k: 7168, ..fp8 }), None);

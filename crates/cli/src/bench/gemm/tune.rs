@@ -33,7 +33,7 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, path: &Path) -> Resul
     say!("");
     say!("trials: every candidate in bursts, the {FINALISTS} fastest and the chosen one sustained; TFLOP/s");
     let products = chosen.iter().flat_map(|section| &section.products);
-    for product in products.filter(|p| !matches!(p.operands, Operands::Library | Operands::Mxfp4)) {
+    for product in products.filter(|p| !p.operands.is_library() && p.operands != Operands::Mxfp4) {
         let name = product.name();
         match tried(bench, product, known.get(&name).copied(), quick) {
             Ok(found) => {
