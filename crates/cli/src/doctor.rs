@@ -43,9 +43,9 @@ pub fn run(args: Args) -> Result<()> {
         say!("{line}");
     }
     say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
-    say!("  the CUDA backend does not have every operation yet: training runs on the CPU");
+    say!("training: on the CPU; the CUDA backend does not have every operation yet");
     say!("environment:");
-    for (name, meaning) in env::VARIABLES.iter().chain(nibble_cuda::env::HELP) {
+    for (name, meaning) in env::all() {
         let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));
         say!("  {name} = {value}: {meaning}");
     }

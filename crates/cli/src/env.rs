@@ -1,4 +1,5 @@
-//! Every environment variable that Nibble reads, in one place.
+//! The environment variables of the command and of the CPU, and a list of all. Those of the GPU are read in
+//! [`nibble_cuda::env`], and in no third place.
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
@@ -10,8 +11,8 @@ const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
 
-/// Name and meaning of each.
-pub const VARIABLES: [(&str, &str); 4] = [
+/// Name and meaning of each of these.
+const VARIABLES: [(&str, &str); 4] = [
     (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
     (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
@@ -83,14 +84,19 @@ pub fn supported() -> Vec<&'static str> {
     CODE.into_iter().filter(|(_, isa, _)| isa.is_supported()).map(|(name, ..)| name).collect()
 }
 
+/// Name and meaning of every variable, the GPU's too.
+pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
+    VARIABLES.into_iter().chain(nibble_cuda::env::HELP.iter().copied())
+}
+
 /// One line a variable.
 pub fn help() -> String {
-    VARIABLES.map(|(name, meaning)| format!("  {name:<16} {meaning}\n")).concat()
+    all().map(|(name, meaning)| format!("  {name:<22} {meaning}\n")).collect()
 }
 
 /// Variables that are set, look as if meant for Nibble, and are read by nobody.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    let known = |n: &String| VARIABLES.iter().chain(nibble_cuda::env::HELP).any(|(known, _)| known == n);
+    let known = |n: &String| all().any(|(known, _)| known == n);
     names.filter(|n| n.starts_with(PREFIX) && !known(n)).collect()
 }

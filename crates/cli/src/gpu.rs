@@ -11,7 +11,7 @@ pub fn open(otherwise: &str) -> Result<Cuda> {
     match probe().usable().next() {
         Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),
         None => Err(Error::usage(format!(
-            "this needs a Hopper GPU, and there is none here; {otherwise}\n{}",
+            "this needs a Hopper GPU, and there is none to use here; {otherwise}\n{}",
             probe()
         ))),
     }

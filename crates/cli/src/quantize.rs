@@ -7,6 +7,7 @@
 use crate::checkpoint;
 use crate::console::{bytes, say};
 use crate::error::{Error, Result};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, DType, Operand, Scales, Tensor};
@@ -34,8 +35,8 @@ pub struct Args {
     input: PathBuf,
     /// The safetensors file to write.
     output: PathBuf,
-    /// Block format: mxfp4, e4m3 or e5m2.
-    #[arg(long, required_unless_present = "back", conflicts_with = "back")]
+    /// Block format.
+    #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
     /// Along what blocks run: row, col or tile (FP8 only).
     #[arg(long, default_value = "row", conflicts_with = "back")]
@@ -58,6 +59,12 @@ pub struct Args {
     /// Brings quantized tensors back to plain numbers of their original type.
     #[arg(long)]
     back: bool,
+}
+
+/// Reads the formats that quantize, and no plain one.
+fn block_format() -> impl TypedValueParser<Value = Format> {
+    let blocks = Format::ALL.map(Format::spec).into_iter().filter(|spec| spec.element.is_some());
+    PossibleValuesParser::new(blocks.map(|spec| spec.name)).try_map(|name| name.parse())
 }
 
 pub fn run(args: Args) -> Result<()> {

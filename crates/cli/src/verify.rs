@@ -44,10 +44,12 @@ pub fn run(args: Args) -> Result<()> {
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;
     if args.cpu {
-        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &all());
+        let tests = chosen(&all(), &args.only)?;
+        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests);
     }
+    let tests = chosen(&of_gpu(), &args.only)?;
     let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    verify(&args, &Pair::new(cpu, cuda), &of_gpu())
+    verify(&args, &Pair::new(cpu, cuda), &tests)
 }
 
 /// What a GPU has: conversions and products.
@@ -73,10 +75,9 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
 }
 
 fn verify<A: Backend, B: Backend>(args: &Args, pair: &Pair<A, B>, tests: &[Test<A, B>]) -> Result<()> {
-    let tests = chosen(tests, &args.only)?;
     say!("{}, against {}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
-    for (op, test) in &tests {
+    for (op, test) in tests {
         let (before, begun) = (pair.cases(), Instant::now());
         let report = report_of(|| test(pair));
         let (cases, seconds) = (pair.cases() - before, begun.elapsed().as_secs_f64());

@@ -1,12 +1,14 @@
-//! Dense BF16 products by cuBLASLt: D = A·Bᵀ, F32 accumulation.
+//! Dense products by cuBLASLt, as a reference: D = A·Bᵀ of BF16 or of E4M3 with one scale a tensor, D in BF16.
 
 use crate::device::{Buffer, Device};
 use crate::driver::failed;
+use bytemuck::Pod;
 use cudarc::cublaslt::result::{self, CublasError};
-use cudarc::cublaslt::sys;
+use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Attribute};
 use half::bf16;
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
+use std::marker::PhantomData;
 
 const OP: &str = "cublaslt gemm";
 /// What NVIDIA advises for Hopper.
@@ -19,27 +21,61 @@ fn named<T>(call: &str, result: Result<T, CublasError>) -> Result<T> {
     result.map_err(|error| failed(call, error))
 }
 
-/// A dense BF16 product of fixed sizes, with the algorithm the library advises.
+/// Sets an attribute of a product.
+///
+/// # Safety
+/// `desc` is alive, and `V` is the attribute's type.
+unsafe fn set<V: Copy>(desc: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: V) -> Result<()> {
+    // SAFETY: as the caller says; the value lives through the call, which copies it.
+    let done = unsafe {
+        result::set_matmul_desc_attribute(desc, attribute, (&raw const value).cast(), size_of::<V>())
+    };
+    named("cublasLtMatmulDescSetAttribute", done)
+}
+
+/// What A and B hold.
+pub trait Element: Pod {
+    /// Whether it is E4M3.
+    const IS_FP8: bool;
+}
+
+impl Element for bf16 {
+    const IS_FP8: bool = false;
+}
+
+/// A code of E4M3.
+impl Element for u8 {
+    const IS_FP8: bool = true;
+}
+
+/// A dense product of fixed sizes, with the algorithm the library advises. Sums are F32; of E4M3 the tensor cores' own
+/// ("fast accumulation", fewer bits), and A and B have a scale each, which is 1.
 #[derive(Debug)]
-pub struct GemmBf16 {
+pub struct Gemm<T: Element> {
     handle: sys::cublasLtHandle_t,
     desc: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algo: sys::cublasLtMatmulAlgo_t,
     workspace: Buffer<u8>,
+    /// A's and B's, read by every call; none of BF16.
+    _scales: [Option<Buffer<f32>>; 2],
+    element: PhantomData<T>,
     m: usize,
     n: usize,
     k: usize,
 }
 
-impl GemmBf16 {
+impl<T: Element> Gemm<T> {
     /// D `[m][n]` = A `[m][k]` · B `[n][k]`ᵀ.
     pub fn new(device: &Device, m: usize, n: usize, k: usize) -> Result<Self> {
         if !crate::probe().cublaslt {
             return Err(failed("loading cuBLASLt", "libcublasLt.so cannot be loaded"));
         }
         let workspace = device.alloc(WORKSPACE_BYTES)?;
+        let scale = || if T::IS_FP8 { device.upload(&[1.0f32]).map(Some) } else { Ok(None) };
+        let scales = [scale()?, scale()?];
         let bf16_type = sys::cudaDataType::CUDA_R_16BF;
+        let element = if T::IS_FP8 { sys::cudaDataType::CUDA_R_8F_E4M3 } else { bf16_type };
         // The library is column-major: row-major D = A·Bᵀ is its Dᵀ = (Bᵀ)ᵀ · Aᵀ, with its first operand transposed.
         // SAFETY: handles are used between creation and destruction; attribute values live through the calls that read
         // them and have the sizes given. On an error some descriptors leak, a few hundred bytes once.
@@ -52,22 +88,18 @@ impl GemmBf16 {
                     sys::cudaDataType::CUDA_R_32F,
                 ),
             )?;
-            let transpose = OP_TRANSPOSE;
             let workspace_bytes = WORKSPACE_BYTES;
-            named(
-                "cublasLtMatmulDescSetAttribute",
-                result::set_matmul_desc_attribute(
-                    desc,
-                    sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-                    (&raw const transpose).cast(),
-                    size_of_val(&transpose),
-                ),
-            )?;
-            let layout = |rows: usize, cols: usize, stride: usize| {
-                let made = result::create_matrix_layout(bf16_type, rows as u64, cols as u64, stride as i64);
+            set(desc, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, OP_TRANSPOSE)?;
+            if let [Some(a), Some(b)] = &scales {
+                set(desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b.address())?;
+                set(desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a.address())?;
+                set(desc, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1i8)?;
+            }
+            let layout = |element, rows: usize, cols: usize, stride: usize| {
+                let made = result::create_matrix_layout(element, rows as u64, cols as u64, stride as i64);
                 named("cublasLtMatrixLayoutCreate", made)
             };
-            let layouts = [layout(k, n, k)?, layout(k, m, k)?, layout(n, m, n)?];
+            let layouts = [layout(element, k, n, k)?, layout(element, k, m, k)?, layout(bf16_type, n, m, n)?];
             let preference = named("cublasLtMatmulPreferenceCreate", result::create_matmul_pref())?;
             named(
                 "cublasLtMatmulPreferenceSetAttribute",
@@ -83,12 +115,23 @@ impl GemmBf16 {
             // Used no further; its loss would be a leak of a few bytes.
             let _ = result::destroy_matmul_pref(preference);
             let algo = named("cublasLtMatmulAlgoGetHeuristic", found)?.algo;
-            Ok(Self { handle, desc, layouts, algo, workspace, m, n, k })
+            Ok(Self {
+                handle,
+                desc,
+                layouts,
+                algo,
+                workspace,
+                _scales: scales,
+                element: PhantomData,
+                m,
+                n,
+                k,
+            })
         }
     }
 
     /// Runs on the device's stream.
-    pub fn run(&self, a: &Buffer<bf16>, b: &Buffer<bf16>, d: &mut Buffer<bf16>) -> Result<()> {
+    pub fn run(&self, a: &Buffer<T>, b: &Buffer<T>, d: &mut Buffer<bf16>) -> Result<()> {
         let Self { m, n, k, .. } = *self;
         for (argument, got, expected) in [("a", a.len(), m * k), ("b", b.len(), n * k), ("d", d.len(), m * n)]
         {
@@ -103,7 +146,8 @@ impl GemmBf16 {
         }
         let stream = self.workspace.device().stream()?;
         let (one, zero) = (1.0f32, 0.0f32);
-        let pointer = |buffer: &Buffer<bf16>| buffer.address() as *mut c_void;
+        let pointer = |address: u64| address as *mut c_void;
+        let (a, b, d) = (pointer(a.address()), pointer(b.address()), pointer(d.address()));
         let [layout_b, layout_a, layout_d] = self.layouts;
         // SAFETY: lengths were checked against the layouts; the scalars are host values read during the call; the driver's
         // stream type and the library's are the same handle.
@@ -113,16 +157,16 @@ impl GemmBf16 {
                 self.desc,
                 (&raw const one).cast(),
                 (&raw const zero).cast(),
-                pointer(b),
+                b,
                 layout_b,
-                pointer(a),
+                a,
                 layout_a,
-                pointer(d),
+                d,
                 layout_d,
-                pointer(d),
+                d,
                 layout_d,
                 &self.algo,
-                self.workspace.address() as *mut c_void,
+                pointer(self.workspace.address()),
                 WORKSPACE_BYTES,
                 stream.cast(),
             )
@@ -131,7 +175,7 @@ impl GemmBf16 {
     }
 }
 
-impl Drop for GemmBf16 {
+impl<T: Element> Drop for Gemm<T> {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once; the library copied what it needs for calls still running.
         unsafe {

@@ -81,7 +81,7 @@ impl Device {
     /// Opens a GPU. An error names what is missing: the driver, the GPU, or its being a Hopper.
     pub fn with_jit(ordinal: usize, jit: Jit) -> Result<Self> {
         let found = crate::probe();
-        found.driver.as_ref().map_err(|why| failed("cuInit", why))?;
+        found.driver.as_ref().map_err(|why| failed("Device::open", why))?;
         let info = found.gpus.iter().find(|gpu| gpu.ordinal == ordinal).cloned();
         let info = info.ok_or_else(|| {
             Error::shape("Device::open", "ordinal", ordinal, format!("one of {} GPUs", found.gpus.len()))

@@ -1,4 +1,4 @@
-//! The environment variables this crate reads, all of them here.
+//! The environment variables this crate and its tests read, all of them here.
 
 use std::path::PathBuf;
 

@@ -169,11 +169,13 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// Loads the library, from `NIBBLE_NVRTC` if that is set. An error, never a panic, where there is none.
     pub fn load() -> Result<Self> {
+        Self::found().map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
+    }
+
+    /// The same with the reason alone.
+    pub(crate) fn found() -> Result<Self, String> {
         static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
-        LOADED
-            .get_or_init(Self::load_now)
-            .clone()
-            .map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
+        LOADED.get_or_init(Self::load_now).clone()
     }
 
     fn load_now() -> Result<Self, String> {

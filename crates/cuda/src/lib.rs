@@ -16,7 +16,7 @@
 //! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
 //! | [`ops`] | one file an operation: description → configuration → launch |
-//! | [`cublaslt`] | dense BF16 products by NVIDIA's library |
+//! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
 
 pub mod backend;

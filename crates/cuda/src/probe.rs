@@ -28,9 +28,9 @@ pub struct GpuInfo {
 /// The answer of [`probe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probe {
-    /// The newest CUDA the driver speaks, (13, 0) say; or why there is no driver to ask.
+    /// The newest CUDA the driver speaks, (13, 0) say; or why there is no driver to use.
     pub driver: Result<(u32, u32), String>,
-    /// NVRTC's version, or why there is none.
+    /// NVRTC's version, or why there is none to use.
     pub nvrtc: Result<(u32, u32), String>,
     /// cuBLASLt can be loaded.
     pub cublaslt: bool,
@@ -49,11 +49,11 @@ impl fmt::Display for Probe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.driver {
             Ok((major, minor)) => writeln!(f, "CUDA driver: {major}.{minor}")?,
-            Err(why) => writeln!(f, "CUDA driver: none ({why})")?,
+            Err(why) => writeln!(f, "CUDA driver: unusable: {why}")?,
         }
         match &self.nvrtc {
             Ok((major, minor)) => writeln!(f, "NVRTC: {major}.{minor}")?,
-            Err(why) => writeln!(f, "NVRTC: none ({why})")?,
+            Err(why) => writeln!(f, "NVRTC: unusable: {why}")?,
         }
         write!(f, "cuBLASLt: {}", if self.cublaslt { "present" } else { "none" })?;
         for gpu in &self.gpus {
@@ -81,16 +81,27 @@ pub fn probe() -> &'static Probe {
         let gpus = if driver.is_ok() { gpus() } else { Vec::new() };
         // SAFETY: loading a library runs its initialisers; cuBLASLt's are made for that.
         let cublaslt = unsafe { cudarc::cublaslt::sys::is_culib_present() };
-        Probe {
-            driver,
-            nvrtc: Nvrtc::load().map(|nvrtc| nvrtc.version).map_err(|e| e.to_string()),
-            cublaslt,
-            gpus,
-        }
+        Probe { driver, nvrtc: Nvrtc::found().map(|nvrtc| nvrtc.version), cublaslt, gpus }
     })
 }
 
-/// Whether `libcuda` can be loaded; every other call into `cudarc::driver` panics where it cannot.
+/// The oldest CUDA that a driver must speak: 12.8 brought `cuEventElapsedTime_v2`. The next of the calls made here is
+/// `cuFuncGetParamInfo`, of 12.4.
+const OLDEST_DRIVER: (u32, u32) = (12, 8);
+
+/// What a driver speaks, by the number it gives: 13000 for 13.0. Refused where it lacks a call: `cudarc` panics at that call.
+fn spoken(number: u32) -> Result<(u32, u32), String> {
+    let version = (number / 1000, number % 1000 / 10);
+    if version >= OLDEST_DRIVER {
+        return Ok(version);
+    }
+    let ((major, minor), (oldest_major, oldest_minor)) = (version, OLDEST_DRIVER);
+    Err(format!(
+        "the driver speaks CUDA {major}.{minor}, and {oldest_major}.{oldest_minor} or newer is needed: install a newer driver"
+    ))
+}
+
+/// Whether `libcuda` can be loaded and is new enough; every other call into `cudarc::driver` panics where it is not.
 fn driver_version() -> Result<(u32, u32), String> {
     // SAFETY: loading the driver library runs its initialisers, which are made for that.
     if !unsafe { sys::is_culib_present() } {
@@ -101,7 +112,7 @@ fn driver_version() -> Result<(u32, u32), String> {
     // SAFETY: writes one int.
     let code = unsafe { sys::cuDriverGetVersion(&mut version) };
     crate::driver::check("cuDriverGetVersion", code).map_err(|error| error.to_string())?;
-    Ok((version as u32 / 1000, version as u32 % 1000 / 10))
+    spoken(version.max(0) as u32)
 }
 
 fn gpus() -> Vec<GpuInfo> {
@@ -127,4 +138,34 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
         shared_bytes_per_cta: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
             as usize,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_lacks_a_call_is_refused_with_what_is_there_and_what_is_needed() {
+        assert_eq!([12080, 12090, 13000, 13020].map(spoken), [(12, 8), (12, 9), (13, 0), (13, 2)].map(Ok));
+        for (number, speaks) in
+            [(12070, "CUDA 12.7"), (12040, "CUDA 12.4"), (11080, "CUDA 11.8"), (0, "CUDA 0.0")]
+        {
+            let why = spoken(number).unwrap_err();
+            assert!(why.contains(speaks) && why.contains("12.8 or newer"), "{why}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_said_with_its_reason() {
+        let found = Probe {
+            driver: spoken(12040),
+            nvrtc: Err("no library".into()),
+            cublaslt: false,
+            gpus: Vec::new(),
+        };
+        assert!(found.usable().next().is_none());
+        let text = found.to_string();
+        assert!(text.contains("CUDA driver: unusable: the driver speaks CUDA 12.4"), "{text}");
+        assert!(text.contains("NVRTC: unusable: no library\n"), "{text}");
+    }
 }

@@ -131,6 +131,10 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         ("[train]\nshards = 3\n", "run.toml:2: `train.shards`: is 3, expected a power of two"),
         ("[run]\nranks = 3\n", "run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
+        (
+            "[model]\nremake_expert_input = true\n[run]\nranks = 2\n",
+            "run.toml:2: `model.remake_expert_input`: is true, but run.ranks = 2",
+        ),
         ("[train]\nlr = 0\n", "run.toml:2: `train.lr`: is 0"),
         ("[train]\nlr = nan\n", "run.toml:2: `train.lr`: is NaN"),
         ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1, more than train.lr = 0.003"),

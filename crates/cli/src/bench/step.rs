@@ -1,6 +1,6 @@
 //! Training steps beside the floor, and where their time goes.
 
-use super::{Args, median};
+use super::median;
 use crate::checkpoint;
 use crate::console::{say, thousands};
 use crate::error::Result;
@@ -11,6 +11,39 @@ use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
+
+/// Training steps: tokens a second under each recipe, and where the time goes.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds,\n\
+    measured in the same run.\n\n\
+    Examples:\n  \
+    nibble bench step --recipe mxfp4-hopper --steps 20\n  \
+    nibble bench step shakespeare --set data.source=tinyshakespeare.txt"
+)]
+pub struct Args {
+    /// Configuration of the step: a built-in one or the path of a TOML file.
+    #[arg(value_name = "CONFIG", default_value = CONFIG)]
+    config: String,
+    /// Changes a value of the configuration.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Recipes to measure; all built-in ones where left out.
+    #[arg(long = "recipe", value_name = "RECIPE")]
+    recipes: Vec<String>,
+    /// Steps measured under each recipe, after two that are not.
+    #[arg(long, value_name = "N", default_value_t = STEPS)]
+    steps: usize,
+}
+
+const CONFIG: &str = "tiny";
+const STEPS: usize = 8;
+
+impl Default for Args {
+    fn default() -> Self {
+        Self { config: CONFIG.into(), overrides: Vec::new(), recipes: Vec::new(), steps: STEPS }
+    }
+}
 
 pub fn run(args: &Args) -> Result<Value> {
     let mut overrides = args.overrides.clone();

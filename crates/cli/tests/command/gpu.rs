@@ -40,8 +40,10 @@ fn without_a_gpu_the_gpu_commands_say_what_was_found_and_what_to_do() {
 }
 
 #[test]
-fn a_shape_or_kernel_that_makes_no_sense_is_refused_before_the_gpu_is_looked_for() {
+fn a_name_or_shape_that_makes_no_sense_is_refused_before_the_gpu_is_looked_for() {
     let place = Place::new();
+    let error = place.nibble(&["verify", "--only", "frobnicate"]).failed(2);
+    assert!(error.contains("`frobnicate`") && error.contains("transcode"), "{error}");
     let error = place.nibble(&["bench", "kernels", "--only", "frobnicate"]).failed(2);
     assert!(error.contains("`frobnicate`") && error.contains("MXFP4 → E4M3 rows (lift)"), "{error}");
     let error = place.nibble(&["bench", "gemm", "--only", "frobnicate"]).failed(2);

@@ -32,6 +32,31 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
 }
 
 #[test]
+fn an_option_of_another_measurement_is_refused_by_name() {
+    let place = Place::new();
+    for command in [
+        "step --tune x",
+        "step --quick",
+        "ops --recipe nonsense",
+        "ops --only zzz",
+        "ops tiny",
+        "all --only lift",
+        "kernels --quick",
+        "kernels --steps 3",
+        "gemm --groups 8",
+        "gemm --set train.lr=1",
+        "experts --plot p.svg",
+        "experts --recipe bf16",
+    ] {
+        let words: Vec<&str> = command.split(' ').collect();
+        let error = place.nibble(&[&["bench"], &words[..]].concat()).failed(2);
+        assert!(error.contains(&format!("unexpected argument '{}'", words[1])), "{command}: {error}");
+    }
+    let error = place.nibble(&["bench", "stpe"]).failed(2);
+    assert!(error.contains("'stpe'") && error.contains("'step'"), "{error}");
+}
+
+#[test]
 fn bad_data_is_named() {
     let place = Place::with_text();
     std::fs::write(place.path("empty.txt"), b"").unwrap();

@@ -150,7 +150,12 @@ fn mistakes() {
     fails(&["m.safetensors", "./m.safetensors", "--format", "mxfp4"], "overwrite the input");
     fails(&["none.safetensors", "q.safetensors", "--format", "mxfp4"], "none.safetensors");
     fails(&["m.safetensors", "q.safetensors"], "--format");
-    fails(&["m.safetensors", "q.safetensors", "--format", "mxfp5"], "mxfp5");
+    for format in ["mxfp5", "bf16"] {
+        fails(
+            &["m.safetensors", "q.safetensors", "--format", format],
+            "[possible values: e4m3, e5m2, mxfp4]",
+        );
+    }
     fails(
         &["m.safetensors", "q.safetensors", "--format", "mxfp4", "--scale", "amax"],
         "expected one of rceil",

@@ -96,7 +96,7 @@ pub struct ModelConfig {
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
     /// Make the experts' input again in the backward pass instead of keeping a row of it for each expert of a token: the
-    /// same numbers, less memory, a little time. Where there are several ranks, or its rounding is stochastic, it is kept.
+    /// same numbers, less memory, a little time. Refused on several ranks; where its rounding is stochastic, it is kept.
     pub remake_expert_input: bool,
 }
 

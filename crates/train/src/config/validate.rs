@@ -101,6 +101,11 @@ impl Config {
         require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
         })?;
+        require(ranks == 1 || !self.model.remake_expert_input, "model.remake_expert_input", || {
+            format!(
+                "is true, but run.ranks = {ranks}: rows that came from another rank are not there to be made again"
+            )
+        })?;
         // Row and element indices of the random numbers and of the ragged groups are 32-bit.
         let rows = [t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k]
             .iter()

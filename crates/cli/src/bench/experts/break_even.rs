@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 /// Hidden × intermediate: DeepSeek-V3, -V2, the 128-expert layer, Qwen3-30B.
 const WIDTHS: [(usize, usize); 4] = [(7168, 2048), (5120, 1536), (4096, 1024), (2048, 768)];
-const ROWS_EACH: [usize; 4] = [128, 512, 2048, 4096];
+const ROWS_EACH: [usize; 6] = [32, 64, 128, 512, 2048, 4096];
 const EXPERTS: usize = 8;
 
 pub fn run(bench: &Bench) -> Result<Value> {
@@ -73,8 +73,8 @@ mod tests {
 
     #[test]
     fn faster_from_where_it_stays_faster() {
-        assert_eq!(faster_from(&[1.1, 1.2, 1.3, 1.4]), "128 or fewer rows");
-        assert_eq!(faster_from(&[1.1, 0.9, 1.3, 1.4]), "2048 rows", "once slower again, not yet");
-        assert_eq!(faster_from(&[0.5, 0.9, 1.3, 0.8]), "nowhere here");
+        assert_eq!(faster_from(&[1.1, 1.2, 1.3, 1.4, 1.5, 1.6]), "32 or fewer rows");
+        assert_eq!(faster_from(&[1.1, 0.9, 1.3, 0.9, 1.5, 1.6]), "2048 rows", "once slower again, not yet");
+        assert_eq!(faster_from(&[0.5, 0.9, 1.3, 1.4, 1.5, 0.8]), "nowhere here");
     }
 }

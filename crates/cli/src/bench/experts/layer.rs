@@ -145,7 +145,12 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
 
 /// A routing of one expert a row: uneven groups, in order.
 fn uneven<B: Backend>(b: &B, shape: Shape) -> Result<Routing<B>> {
-    let lengths = Load::Uneven(shape.experts).lengths(shape.tokens);
+    let load = match shape.tokens / shape.experts {
+        // Multiples of 128 would leave most experts without a row.
+        0..128 => Load::Odd(shape.experts),
+        _ => Load::Uneven(shape.experts),
+    };
+    let lengths = load.lengths(shape.tokens);
     let expert: Vec<i32> = lengths.iter().enumerate().flat_map(|(e, len)| vec![e as i32; *len]).collect();
     let weight: Vec<f32> = (0..shape.tokens).map(|t| 0.25 + (t % 97) as f32 / 128.0).collect();
     Ok(Routing {
@@ -183,6 +188,22 @@ mod tests {
     use super::super::RECIPES;
     use super::*;
     use nibble_cpu::Cpu;
+
+    #[test]
+    fn a_few_rows_each_are_still_of_every_expert() {
+        let cpu = Cpu::new(1).unwrap();
+        let few = Shape { name: "few", experts: 8, top_k: 0, tokens: 8 * 32, hidden: 128, inner: 128 };
+        let mut counts = [0; 8];
+        cpu.download(&uneven(&cpu, few).unwrap().expert)
+            .unwrap()
+            .iter()
+            .for_each(|e| counts[*e as usize] += 1);
+        assert!(counts.iter().all(|rows| (16..=48).contains(rows)), "{counts:?}");
+        for recipe in RECIPES {
+            let recipe = Recipe::builtin(recipe).unwrap();
+            Layer::new(&cpu, &recipe, few, false).and_then(|mut layer| layer.step()).unwrap();
+        }
+    }
 
     #[test]
     fn both_kinds_of_layer_run_under_every_recipe_and_keep_what_they_list() {

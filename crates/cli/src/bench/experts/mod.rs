@@ -70,7 +70,24 @@ impl Figures {
     }
 }
 
-pub fn run(quick: bool, only: &[String]) -> Result<Value> {
+/// The expert layer on the GPU, forward and backward, under each recipe. About two minutes.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Its time and where it goes, what it keeps, what each fused conversion saves, and from which sizes on it is faster\n\
+    than BF16; the last two where no name is given.\n\n\
+    Example:\n  \
+    nibble bench experts --quick --only V3 --only Qwen3"
+)]
+pub struct Args {
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
+}
+
+pub fn run(&Args { quick, ref only }: &Args) -> Result<Value> {
     let pairs = wanted(pairs(), only, |(shape, recipe)| format!("{} {recipe}", shape.name))?;
     let bench = Bench::open("`nibble bench step` measures the CPU's training steps")?;
     let header = bench.header();

@@ -113,8 +113,9 @@ pub fn legend() {
         "low, high: the fastest and the slowest of three windows; graph: the same recorded once; TF/s: 18 x rows x H x I / time;",
         "x bf16: bf16's time / the recipe's; remade: the layer's rows are made again in the backward pass rather than kept;",
         "kept: what the ledger lists, the caller's rows among them; added: what the forward pass added to the allocator's live bytes,",
-        "its output aside. Weights' copies are made once a step and are not in these times. Other projects': measured by the same rules",
-        "on an NVIDIA H200 on 2026-11-21, not in this run.",
+        "its output aside. Weights' copies are made once a step and are not in these times. Bursts are single calls, the L2 flushed before",
+        "each, on a chip below its power limit; what each part buys and the speeds by rows an expert are bursts alone. Other projects':",
+        "measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22, not in this run.",
     ] {
         say!("{line}");
     }

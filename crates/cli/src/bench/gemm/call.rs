@@ -14,7 +14,7 @@ const ALIGN: usize = 128;
 /// A product on prepared operands.
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
-/// Makes random operands. Not for [`Operands::Library`], which is not the backend's.
+/// Makes random operands. Not for the library's products, which are not the backend's.
 pub fn prepare<B: Convert + Products>(b: &B, product: &Product) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {
@@ -52,7 +52,7 @@ fn gradient<B: Convert + Products>(b: &B, product: &Product, groups: Groups<B>) 
     let (dy, x) = (normal(b, groups.capacity, product.n, 2)?, normal(b, groups.capacity, product.k, 1)?);
     let rows = |x, block| quantized(b, x, block, Planes::Rows, Some(&groups))?.take_rows("bench");
     let (dy, x) = match product.operands {
-        Operands::Bf16 | Operands::Library => (Operand::Plain(dy), Operand::Plain(x)),
+        Operands::Bf16 | Operands::Library | Operands::LibraryFp8 => (Operand::Plain(dy), Operand::Plain(x)),
         Operands::Fp8F32 | Operands::Fp8Vector => {
             let columns = |x| {
                 let block = block(product.operands).unwrap_or(Block::E4M3);
@@ -89,7 +89,7 @@ fn groups<B: Convert>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
 /// How x and dy are quantized, if they are.
 fn block(operands: Operands) -> Option<Block> {
     match operands {
-        Operands::Bf16 | Operands::Library => None,
+        Operands::Bf16 | Operands::Library | Operands::LibraryFp8 => None,
         Operands::Fp8F32 => Some(Block::E4M3_AMAX),
         _ => Some(Block::E4M3),
     }
@@ -158,7 +158,7 @@ mod tests {
         let cpu = Cpu::new(1).unwrap();
         let all = sections().into_iter().chain([ceilings()]).flat_map(|s| s.products);
         let mut seen = Vec::new();
-        for product in all.filter(|p| p.operands != Operands::Library) {
+        for product in all.filter(|p| !p.operands.is_library()) {
             let load = if product.load == Load::Dense { Load::Dense } else { Load::Odd(3) };
             let small = Product { load, rows: 300, n: 64, k: 128, ..product };
             if !seen.contains(&small) {

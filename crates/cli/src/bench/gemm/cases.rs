@@ -39,6 +39,8 @@ pub enum Operands {
     Bf16,
     /// The same, dense, by NVIDIA's library.
     Library,
+    /// E4M3 with one scale a tensor, dense, by NVIDIA's library.
+    LibraryFp8,
     /// E4M3, power-of-two scales, as the MXFP4 recipe has them: weights in 128 × 128 tiles; of the columns that a weight
     /// gradient takes, x's 32 neighbours share their scales.
     Fp8,
@@ -59,6 +61,7 @@ impl Operands {
         match self {
             Self::Bf16 => "BF16",
             Self::Library => "BF16, cuBLASLt",
+            Self::LibraryFp8 => "FP8, cuBLASLt",
             Self::Fp8 => "FP8",
             Self::Fp8F32 => "FP8, F32 scales",
             Self::Fp8Vector => "FP8, W 1x128",
@@ -66,6 +69,11 @@ impl Operands {
             Self::Mxfp4Weights => "MXFP4 W",
             Self::Mxfp4WeightsLift => "MXFP4 W, lift",
         }
+    }
+
+    /// Whether it is not the backend's.
+    pub fn is_library(self) -> bool {
+        matches!(self, Self::Library | Self::LibraryFp8)
     }
 
     /// Whether the product itself multiplies E4M3.
@@ -180,8 +188,8 @@ fn each(pass: Pass, (n, k): (usize, usize), load: Load, rows: usize, operands: &
 
 /// What a share of the tensor cores' rate is taken of: the fastest dense products there are.
 pub fn ceilings() -> Section {
-    use Operands::{Bf16, Fp8, Library};
-    let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, Fp8]);
+    use Operands::{Bf16, Fp8, Library, LibraryFp8};
+    let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, LibraryFp8, Fp8]);
     let products = [dense(8192, (8192, 8192)), dense(ROWS, UP)].concat();
     Section { title: "dense products: their fastest is the ceiling of the others", products }
 }

@@ -78,6 +78,7 @@ impl Work {
 fn bits(operands: Operands) -> (f64, f64, f64) {
     match operands {
         Operands::Bf16 | Operands::Library => (BF16, BF16, BF16),
+        Operands::LibraryFp8 => (8.0, 8.0, 8.0),
         Operands::Fp8 | Operands::Mxfp4Weights => (E4M3, E4M3, E4M3_TILE),
         Operands::Fp8F32 => (E4M3_F32, E4M3_F32, E4M3_TILE_F32),
         Operands::Fp8Vector => (E4M3, E4M3, E4M3),

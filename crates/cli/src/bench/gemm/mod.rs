@@ -14,26 +14,44 @@ mod report;
 mod tune;
 
 use super::gpu::{Bench, COOL_DOWN, wanted};
-use super::kernels::operands::normal;
+use super::kernels::operands::{codec, normal};
+use super::kernels::traffic::Block;
 use crate::console::say;
 use crate::error::Result;
 use call::prepare;
 use cases::{Operands, Product, Section, ceilings, sections};
 use floor::Work;
+use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Data, Result as CoreResult, Tensor};
-use nibble_cuda::cublaslt::GemmBf16;
+use nibble_cuda::cublaslt::Gemm;
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
+use nibble_formats::Rounding;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// What `nibble bench gemm` takes beside the rest.
+/// The GPU's products beside its fastest dense ones: back to back until the chip is at its power limit, and single calls.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Options of `gemm`")]
-#[group(skip)]
+#[command(
+    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three\n\
+    minutes, --quick a third of one.\n\n\
+    Examples:\n  \
+    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
+)]
 pub struct Args {
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
+    /// Also draws the roofline into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
-    /// against the chosen instance alone. Ten seconds a product, one with --quick.
+    /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
+    /// what is faster is put to use by letting `Config::choose` in crates/cuda/src/ops/grouped_config.rs choose it.
     #[arg(long, value_name = "FILE", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }
@@ -84,11 +102,12 @@ impl Ceilings {
     }
 }
 
-pub fn run(args: &Args, quick: bool, only: &[String], plot: Option<&Path>) -> Result<Value> {
+pub fn run(args: &Args) -> Result<Value> {
+    let &Args { quick, ref only, ref plot, ref tune } = args;
     let chosen = chosen(only)?;
     let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
     let mut header = bench.header();
-    if let Some(path) = &args.tune {
+    if let Some(path) = tune {
         return tune::run(&bench, &chosen, quick, path);
     }
     let one = |&product: &Product| {
@@ -125,7 +144,9 @@ fn ceilings_title(quick: bool) -> String {
 /// The products whose names contain one of `only`, or all, in their sections.
 fn chosen(only: &[String]) -> Result<Vec<Section>> {
     let mut sections = sections();
-    let all: Vec<Product> = sections.iter().flat_map(|s| s.products.iter().copied()).collect();
+    // The dense ones are always measured: their names alone ask for nothing else.
+    let named = sections.iter().flat_map(|s| s.products.iter().copied());
+    let all: Vec<Product> = named.chain(ceilings().products).collect();
     let kept = wanted(all, only, Product::name)?;
     for section in &mut sections {
         section.products.retain(|product| kept.contains(product));
@@ -137,6 +158,7 @@ fn chosen(only: &[String]) -> Result<Vec<Section>> {
 fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {
     let mut call: call::Call<Cuda> = match product.operands {
         Operands::Library => library(&bench.cuda, product)?,
+        Operands::LibraryFp8 => library_fp8(&bench.cuda, product)?,
         _ => prepare(&bench.cuda, product)?,
     };
     let mut call = || call(&bench.cuda);
@@ -154,8 +176,23 @@ fn library(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
     let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
     let (a, b) = (normal(cuda, m, k, 1)?, normal(cuda, n, k, 2)?);
     let mut d = cuda.device().alloc(m * n)?;
-    let gemm = GemmBf16::new(cuda.device(), m, n, k)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
     Ok(Box::new(move |_| (0..groups).try_for_each(|_| gemm.run(bf16_of(&a)?, bf16_of(&b)?, &mut d))))
+}
+
+/// The same of E4M3, forward: of the codes that our own products take, as what they hold decides how much power is drawn.
+fn library_fp8(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+    let [m, n, k] = product.dense_sizes();
+    let codes = |rows, seed| {
+        let x = normal(cuda, rows, k, seed)?;
+        let codec = codec(Block::E4M3, Rounding::NearestEven)?;
+        let rows = Quantize::new(&x, codec, Planes::Rows).run(cuda)?.take_rows("bench")?;
+        Ok::<_, nibble_core::Error>(rows.block("bench")?.codes.clone())
+    };
+    let (a, b) = (codes(m, 1)?, codes(n, 2)?);
+    let mut d = cuda.device().alloc(m * n)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
+    Ok(Box::new(move |_| gemm.run(a.get(), b.get(), &mut d)))
 }
 
 fn bf16_of(x: &Tensor<Cuda>) -> CoreResult<&Buffer<half::bf16>> {
@@ -179,6 +216,7 @@ mod tests {
         assert_eq!(names(&["fprop 4096x7168 32768 8 uneven BF16"]).len(), 1);
         let gradients = names(&["WGRAD"]);
         assert!(gradients.len() > 20 && gradients.iter().all(|name| name.starts_with("wgrad")));
+        assert_eq!(names(&["dense"]).len(), 0);
         assert_eq!(names(&[]).len(), sections().iter().map(|s| s.products.len()).sum::<usize>());
         let error = chosen(&["frobnicate".into()]).err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains("`frobnicate`") && error.contains("fprop 4096x7168"), "{error}");
@@ -191,7 +229,7 @@ mod tests {
         let mut all: Vec<Measured> = dense.iter().map(|&product| timed(product, 2.0)).collect();
         all.push(Measured { product: dense[0], times: Err("no kernel".into()) });
         let ceilings = Ceilings::of(&all);
-        let most = Work::of(&dense[3]).flop.max(Work::of(&dense[0]).flop) / 2e-3;
+        let most = Work::of(&dense[4]).flop.max(Work::of(&dense[0]).flop) / 2e-3;
         assert_eq!((ceilings.fp8, ceilings.bf16), (most, most));
         assert_eq!(ceilings.dense(Operands::Library), ceilings.bf16);
     }

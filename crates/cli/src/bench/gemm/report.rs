@@ -94,7 +94,7 @@ fn library(row: &Measured, all: &[Measured]) -> Option<f64> {
             && m.product.pass.is_wgrad() == row.product.pass.is_wgrad()
             && m.product.dense_sizes() == sizes
     };
-    let found = all.iter().find(same).filter(|_| row.product.operands != Operands::Library)?;
+    let found = all.iter().find(same).filter(|_| !row.product.operands.is_library())?;
     Some(Work::of(&found.product).tflops(found.times.as_ref().ok()?.ms()))
 }
 
@@ -116,11 +116,12 @@ pub fn legend() {
     for line in [
         "",
         "FP8: E8M0 scales, 1 x 128, of W 128 x 128; in a weight gradient, columns made from E4M3 rows (dy) and from MXFP4 (x).",
-        "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own.",
+        "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own. FP8, cuBLASLt: one scale a",
+        "tensor, fast accumulation.",
         "low, high: the slowest and the fastest of three windows. dense: share of the fastest dense product's rate; floor: of the",
         "larger of operations / that rate and the memory's floor; tiled: of a floor with rows rounded up to whole tiles.",
         "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on",
-        "2026-11-21, not in this run (b: a burst, beside our burst), and ours over it:",
+        "2026-11-21 and 22, not in this run (b: a burst, beside our burst), and ours over it:",
     ] {
         say!("{line}");
     }

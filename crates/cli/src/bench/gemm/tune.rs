@@ -34,7 +34,7 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, path: &Path) -> Resul
     say!("trials: every candidate in bursts, the {FINALISTS} fastest and the chosen one sustained; TFLOP/s");
     let products = chosen.iter().flat_map(|section| &section.products);
     let lifts = [Operands::Mxfp4, Operands::Mxfp4WeightsLift];
-    for product in products.filter(|p| p.operands != Operands::Library && !lifts.contains(&p.operands)) {
+    for product in products.filter(|p| !p.operands.is_library() && !lifts.contains(&p.operands)) {
         let name = product.name();
         match tried(bench, product, known.get(&name).copied(), quick) {
             Ok(found) => {

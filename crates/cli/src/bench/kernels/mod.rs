@@ -21,13 +21,17 @@ use nibble_core::Backend;
 use nibble_cuda::Cuda;
 use operands::{Operands, Shape, uneven};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::PathBuf;
 use traffic::Traffic;
 
-/// What `nibble bench kernels` takes beside the rest.
+/// The GPU's conversions beside the speed of its memory: single calls with the L2 flushed before each.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Options of `kernels`")]
-#[group(skip)]
+#[command(
+    after_help = "The floor is the time in which this GPU's memory can move the bytes that must move, by its copy and fill rates\n\
+    measured in the same run.\n\n\
+    Example:\n  \
+    nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
+)]
 pub struct Args {
     /// Rows × columns; the target's five where left out.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
@@ -35,6 +39,12 @@ pub struct Args {
     /// Numbers of uneven groups the rows are in; 0 for dense rows.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Also draws the shares of the floor into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 }
 
 /// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
@@ -99,7 +109,8 @@ impl Bench {
     }
 }
 
-pub fn run(args: &Args, only: &[String], plot: Option<&Path>) -> Result<Value> {
+pub fn run(args: &Args) -> Result<Value> {
+    let Args { only, plot, .. } = args;
     let chosen = chosen(only)?;
     let shapes = if args.shapes.is_empty() { SHAPES.to_vec() } else { args.shapes.clone() };
     let bench = Bench::open("`nibble bench ops` measures the CPU's conversions")?;

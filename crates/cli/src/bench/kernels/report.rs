@@ -99,7 +99,7 @@ pub fn peers() {
         "separate: the same by kernels of our own, one after the other. publ., best: the fastest published kernel, and the"
     );
     say!(
-        "fastest of anybody's, measured by the same rules on an NVIDIA H200 on 2026-11-21; not in this run:"
+        "fastest of anybody's, measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22; not in this run:"
     );
     for who in peers::everybody() {
         say!("  {:<14} {}", who.name, who.source);
