@@ -31,10 +31,8 @@ fn memory_is_counted() {
 #[test]
 fn events_time_what_lies_between_them() {
     let Some(device) = device("events") else { return };
-    // So that the pool has the memory, and getting it takes no time in between.
-    device.filled::<u8>(2 << 30, 0).unwrap();
     let first = device.event().unwrap();
-    // 256 MiB take more than 20 µs at any Hopper's rate, and 2 GiB longer.
+    // No Hopper fills 7 TB/s.
     device.filled::<u8>(256 << 20, 1).unwrap();
     let second = device.event().unwrap();
     device.filled::<u8>(2 << 30, 2).unwrap();
@@ -42,7 +40,6 @@ fn events_time_what_lies_between_them() {
     // The last first: it waits for all of them.
     let whole = third.elapsed_ms(&first).unwrap();
     let (short, long) = (second.elapsed_ms(&first).unwrap(), third.elapsed_ms(&second).unwrap());
-    assert!(0.02 < short && short < long, "{short} ms, then {long} ms");
+    assert!(short > 0.03 && long > 0.3, "{short} ms, then {long} ms");
     assert!((whole - (short + long)).abs() < 0.01, "{whole} ms in all, of {short} and {long}");
-    assert_eq!(first.elapsed_ms(&first).unwrap(), 0.0);
 }

@@ -105,7 +105,9 @@ impl Large {
         let shrunk: Vec<u8> = (0..256).map(|code| Element::E4m3.encode(value(code) / self.gain)).collect();
         for line in lines {
             for &block in &blocks {
-                scales[line * k.div_ceil(128) + block] *= self.gain;
+                if let Plane::Codes(_) = plane {
+                    scales[line * k.div_ceil(128) + block] *= self.gain;
+                }
                 for row in line * share..(line * share + share).min(rows) {
                     for at in block * 128..(block * 128 + 128).min(k) {
                         match plane {
