@@ -242,6 +242,27 @@ impl RowKind {
         Ok(())
     }
 
+    /// Rows of a block format that came with these planes.
+    pub fn block_rows<B: Backend>(
+        &self,
+        rows: usize,
+        codes: B::Buf<u8>,
+        scales: Scales<B>,
+    ) -> BlockScaled<B> {
+        BlockScaled {
+            format: self.format,
+            axis: BlockAxis::Row,
+            rule: self.rule,
+            rows,
+            cols: self.cols,
+            stack: 1,
+            codes,
+            scales,
+            scale_layout: ScaleLayout::RowMajor,
+            shared_cols: 1,
+        }
+    }
+
     /// Bytes of the codes or plain elements.
     pub fn code_bytes(&self) -> usize {
         self.format.row_code_bytes(self.cols)

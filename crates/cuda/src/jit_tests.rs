@@ -76,8 +76,16 @@ fn resources_are_read_from_the_log() {
     assert_eq!(Resources::parse(log), expected);
 }
 
+/// The compiler; whoever says where it is wants the tests that need it.
 fn nvrtc() -> Option<Nvrtc> {
-    Nvrtc::load().map_err(|error| println!("skipped, a test that compiles: {error}")).ok()
+    match Nvrtc::load() {
+        Ok(nvrtc) => Some(nvrtc),
+        Err(error) if crate::env::nvrtc().is_some() => panic!("{error}"),
+        Err(error) => {
+            println!("skipped, a test that compiles: {error}");
+            None
+        }
+    }
 }
 
 #[test]
@@ -112,4 +120,80 @@ fn a_source_that_does_not_compile_says_why() {
     let broken = sources([("a", "__global__ void k() { undeclared(); }"), ("b", "")]);
     let error = nvrtc.compile(&spec(&[]), &broken).unwrap_err().to_string();
     assert!(error.contains("undeclared") && error.contains('k'), "{error}");
+}
+
+/// One instance, and what it is compiled from; the kernel writes one number.
+fn one_number() -> (Sources, KernelSpec) {
+    let text = "__global__ void k(float* out) { *out = 7.0f; }";
+    (sources([("a", text), ("b", "")]), spec(&[]))
+}
+
+#[test]
+fn many_processes_keep_one_folder() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (sources, spec) = one_number();
+    let jit = || Jit::new(nvrtc, sources.clone(), Some(folder.path().to_owned()));
+    let process = || {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "jit::tests::one_process_of_many"]);
+        command.env("NIBBLE_CUBIN_CACHE", folder.path()).stdout(std::process::Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let processes = [process(), process()];
+    // Each with its own slots, so that all compile; one of them makes the entry again and again while others read it.
+    let images: Vec<_> = std::thread::scope(|scope| {
+        let build = || jit().cubin(&spec).unwrap().image.clone();
+        let replace = || (0..4).map(|_| jit().rebuild(&spec).unwrap().image.clone()).next_back().unwrap();
+        let threads = [scope.spawn(build), scope.spawn(replace), scope.spawn(build)];
+        threads.map(|thread| thread.join().unwrap()).to_vec()
+    });
+    for process in processes {
+        let output = process.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    }
+    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|f| f.unwrap().file_name()).collect();
+    let key = jit().key(&spec).unwrap();
+    assert_eq!(files, [format!("{key}.cubin").as_str()], "one entry, and nothing that was written beside it");
+    let kept = CubinCache::new(folder.path().to_owned()).read(&key).unwrap();
+    assert!(images.iter().all(|image| *image == kept.image), "whoever made it, the same instance");
+}
+
+#[test]
+#[ignore = "run by many_processes_keep_one_folder"]
+fn one_process_of_many() {
+    let (sources, spec) = one_number();
+    let jit = || Jit::new(Nvrtc::load().unwrap(), sources.clone(), crate::env::cubin_cache());
+    for _ in 0..4 {
+        jit().cubin(&spec).unwrap();
+    }
+}
+
+/// On a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
+#[test]
+fn a_cubin_that_the_driver_refuses_is_built_again() {
+    let Some(gpu) = crate::probe().usable().next().map(|gpu| gpu.ordinal) else {
+        assert!(!crate::env::require_gpu(), "NIBBLE_REQUIRE_GPU=1, and no Hopper GPU");
+        return nibble_testkit::skip("a cubin that the driver refuses: no Hopper GPU");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let (sources, spec) = one_number();
+    let jit = || Jit::new(Nvrtc::load().unwrap(), sources.clone(), Some(folder.path().to_owned()));
+    let good = jit().cubin(&spec).unwrap();
+    // Entries whose digests are right: of a machine that is no GPU (an ELF header's `e_machine`), and without the kernel.
+    let mut foreign = (*good).clone();
+    foreign.image[18..20].fill(0);
+    let nameless = Cubin { symbol: "absent".into(), ..(*good).clone() };
+    let (disk, key) = (CubinCache::new(folder.path().to_owned()), jit().key(&spec).unwrap());
+    for planted in [foreign, nameless] {
+        disk.write(&key, &planted);
+        let device = crate::Device::with_jit(gpu, jit()).unwrap();
+        let out = device.filled::<f32>(1, 0).unwrap();
+        let launch = crate::launch::Launch { ctas: 1, threads: 1, cluster: 1, shared_bytes: 0 };
+        // SAFETY: the kernel writes the one number, which lives until it is read.
+        unsafe { device.kernel(&spec).unwrap().launch(launch, &[&out]) }.unwrap();
+        assert_eq!(out.download().unwrap(), [7.0], "the kernel runs");
+        assert_eq!(disk.read(&key).unwrap(), *good, "and its entry is replaced");
+    }
 }

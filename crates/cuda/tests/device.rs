@@ -27,3 +27,19 @@ fn memory_is_counted() {
     assert_ne!(Cuda::buffer_id(&shared), Cuda::buffer_id(&kept));
     assert_eq!(device.alloc::<f32>(0).unwrap().download().unwrap(), [0.0f32; 0]);
 }
+
+#[test]
+fn events_time_what_lies_between_them() {
+    let Some(device) = device("events") else { return };
+    let first = device.event().unwrap();
+    // No Hopper fills 7 TB/s.
+    device.filled::<u8>(256 << 20, 1).unwrap();
+    let second = device.event().unwrap();
+    device.filled::<u8>(2 << 30, 2).unwrap();
+    let third = device.event().unwrap();
+    // The last first: it waits for all of them.
+    let whole = third.elapsed_ms(&first).unwrap();
+    let (short, long) = (second.elapsed_ms(&first).unwrap(), third.elapsed_ms(&second).unwrap());
+    assert!(short > 0.03 && long > 0.3, "{short} ms, then {long} ms");
+    assert!((whole - (short + long)).abs() < 0.01, "{whole} ms in all, of {short} and {long}");
+}

@@ -1,22 +1,23 @@
-//! A billion random elements through every conversion, on the GPU and on the CPU, compared bit for bit.
+//! A billion random elements through every conversion of an expert layer, and an eighth of them through every other, on the GPU
+//! and on the CPU, compared bit for bit.
 //!
 //! Runs where `NIBBLE_RANDOM_ELEMENTS` says how many; 1000000000 is meant, in release mode and on many cores, since the CPU does
 //! as many. The values of a tile of 128 rows by 64 columns lie around one exponent, a few octaves below it more often than not;
-//! some tiles hold any bits at all, NaN and infinities among them.
+//! some tiles hold any bits at all, NaN and infinities among them. F32 has the same values and random bits below them.
 
 mod gpu;
 
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{
-    Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Swiglu, SwigluBackward, Transcode,
+    Cast, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Swiglu, SwigluBackward, Transcode,
 };
 use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Scales, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Cuda, env};
 use nibble_testkit::assert::{Bits, compare_bits};
 use nibble_testkit::skip;
-use std::fmt::Debug;
+use std::fmt;
 use std::num::NonZero;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,17 +25,19 @@ use std::time::{Duration, Instant};
 /// Columns of a chunk, and its rows at most: 2²⁷ elements.
 const COLS: usize = 2048;
 const MAX_ROWS: usize = 65536;
+/// Chunks are of seeds below this.
+const MOST_CHUNKS: u64 = 1 << 20;
+/// Conversions that no expert layer runs take as many elements less.
+const OTHERS_PART: usize = 8;
 
 /// What is compared.
 #[derive(Debug, Clone, Copy)]
 enum Conversion {
-    /// BF16 to MXFP4 rows.
-    ToMxfp4(Rounding),
-    /// BF16 to rows after a random Hadamard transform of this length.
-    Transformed(Format, Rounding, usize),
-    /// BF16 to E4M3.
-    ToE4m3(ScaleRule, Planes),
-    /// A block format to BF16.
+    /// BF16 or F32 to blocks, after a random Hadamard transform of some length.
+    Quantize { from: DType, codec: Codec, planes: Planes, transform: Option<usize> },
+    /// BF16 or F32 to the other.
+    Cast(DType),
+    /// Rows of a block format to BF16.
     Dequantize(Format),
     /// MXFP4 to E4M3, along rows or columns, or to tiles both ways.
     Lift(BlockAxis),
@@ -42,64 +45,125 @@ enum Conversion {
     Shift,
     /// E4M3 rows to MXFP4 rows.
     Narrow,
-    /// SwiGLU of BF16 with weights, to E4M3 rows; h saved in MXFP4.
-    Swiglu(ScaleRule),
-    /// Its backward pass from h in MXFP4, to E4M3 rows and columns.
-    SwigluBackward(ScaleRule),
+    /// SwiGLU of BF16 with weights; beside blocks along rows alone, h in MXFP4.
+    Swiglu(Emit),
+    /// Its backward pass from h in MXFP4 or BF16, to E4M3 rows and columns by a rule, or to BF16.
+    SwigluBackward { saved: bool, rule: Option<ScaleRule> },
+}
+
+use Conversion::{Cast as Casting, Dequantize as Decoding, Lift, Narrow, Shift};
+use Format::{E4m3, E5m2, Mxfp4};
+use Rounding::{NearestAway, NearestEven, Stochastic};
+use ScaleRule::{Amax, Ceil, Even, Floor, Rceil};
+
+/// BF16 to blocks.
+fn of_bf16(format: Format, rule: ScaleRule, rounding: Rounding, planes: Planes) -> Conversion {
+    let codec = codec(format, rule, rounding);
+    Conversion::Quantize { from: DType::Bf16, codec, planes, transform: None }
+}
+
+/// F32 to the nearest codes.
+fn of_f32(format: Format, rule: ScaleRule, planes: Planes) -> Conversion {
+    let codec = codec(format, rule, NearestEven);
+    Conversion::Quantize { from: DType::F32, codec, planes, transform: None }
+}
+
+/// BF16 to blocks under powers of two, after a transform.
+fn transformed(format: Format, rounding: Rounding, planes: Planes, len: usize) -> Conversion {
+    let codec = codec(format, Rceil, rounding);
+    Conversion::Quantize { from: DType::Bf16, codec, planes, transform: Some(len) }
 }
 
 impl Conversion {
-    fn all() -> Vec<Self> {
-        use Conversion::*;
-        let rules = [ScaleRule::Amax, ScaleRule::Rceil];
-        let mut all = vec![ToMxfp4(Rounding::NearestEven), ToMxfp4(Rounding::Stochastic)];
-        all.extend([64, 128].map(|len| Transformed(Format::Mxfp4, Rounding::NearestEven, len)));
-        all.extend([Format::Mxfp4, Format::E4m3].map(|to| Transformed(to, Rounding::Stochastic, 64)));
-        for rule in rules {
-            all.extend([Planes::Rows, Planes::Cols, Planes::Both].map(|planes| ToE4m3(rule, planes)));
-        }
-        all.extend([Format::Mxfp4, Format::E4m3].map(Dequantize));
+    /// Those of expert layers, and along rows those with stochastic rounding and transforms: all elements.
+    fn of_layers() -> Vec<Self> {
+        use Planes::{Both, Cols, Rows, Tiles};
+        let mut all = [NearestEven, Stochastic].map(|to| of_bf16(Mxfp4, Rceil, to, Rows)).to_vec();
+        all.extend([64, 128].map(|len| transformed(Mxfp4, NearestEven, Rows, len)));
+        all.extend([Mxfp4, E4m3].map(|to| transformed(to, Stochastic, Rows, 64)));
+        all.extend([Decoding(Mxfp4), Decoding(E4m3)]);
         all.extend(BlockAxis::ALL.map(Lift));
         all.extend([Shift, Narrow]);
-        all.extend(rules.map(Swiglu));
-        all.extend(rules.map(SwigluBackward));
+        for rule in [Amax, Rceil] {
+            all.extend([Rows, Cols, Both].map(|planes| of_bf16(E4m3, rule, NearestEven, planes)));
+            all.push(of_f32(E4m3, rule, Tiles));
+            all.extend([Rows, Both].map(|planes| Self::Swiglu(emit(rule, planes))));
+            all.extend([true, false].map(|saved| Self::SwigluBackward { saved, rule: Some(rule) }));
+        }
+        all.push(Self::Swiglu(Emit::Plain(DType::Bf16)));
+        all.push(Self::SwigluBackward { saved: false, rule: None });
+        all
+    }
+
+    /// What else there is: a part of them.
+    fn others() -> Vec<Self> {
+        use Planes::{Both, Cols, Rows, Tiles};
+        let mut all = vec![Casting(DType::Bf16), Casting(DType::F32), Decoding(E5m2)];
+        for rounding in [NearestEven, Stochastic] {
+            all.extend([Cols, Both].map(|planes| of_bf16(Mxfp4, Rceil, rounding, planes)));
+            all.extend([16, 64, 128].map(|len| transformed(Mxfp4, rounding, Cols, len)));
+            all.push(transformed(E4m3, rounding, Cols, 64));
+        }
+        all.extend([16, 32].map(|len| transformed(Mxfp4, NearestEven, Rows, len)));
+        all.extend([Rows, Cols, Both].map(|planes| of_bf16(E4m3, Rceil, Stochastic, planes)));
+        for rule in [Floor, Ceil, Even] {
+            all.extend([Mxfp4, E4m3].map(|to| of_bf16(to, rule, NearestEven, Both)));
+        }
+        all.extend([Rows, Cols, Both].map(|planes| of_f32(Mxfp4, Rceil, planes)));
+        for rule in [Amax, Rceil] {
+            all.extend([Rows, Cols, Both].map(|planes| of_f32(E4m3, rule, planes)));
+            all.push(of_bf16(E4m3, rule, NearestEven, Tiles));
+            all.extend([of_bf16(E5m2, rule, NearestEven, Both), of_f32(E5m2, rule, Tiles)]);
+        }
+        all.push(of_bf16(Mxfp4, Rceil, NearestAway, Both));
+        all.push(of_bf16(E4m3, Amax, Rounding::Dither { delta_q16: 0x4000 }, Both));
+        all.push(Self::SwigluBackward { saved: true, rule: None });
         all
     }
 
     fn run<B: Convert>(self, b: &B, inputs: &Inputs<B>) -> Result<Vec<Plane<B>>> {
-        let Inputs { x, da, weight, mxfp4, e4m3 } = inputs;
+        let Inputs { x, x_f32, da, weight, mxfp4, e4m3 } = inputs;
         let transcode = |x, to, axis| -> Result<Vec<Plane<B>>> {
-            let made = Transcode { x, to, axis, rule: ScaleRule::Rceil, groups: None }.run(b)?;
+            let made = Transcode { x, to, axis, rule: Rceil, groups: None }.run(b)?;
             let mut planes = blocks(made.out);
             planes.extend(made.transposed.into_iter().flat_map(blocks));
             planes.push(Plane::U64(made.counts.0));
             Ok(planes)
         };
+        let plain_of = |dtype| if dtype == DType::F32 { x_f32 } else { x };
         match self {
-            Self::ToMxfp4(rounding) => rounded(x, Format::Mxfp4, rounding, None).run(b).map(emitted),
-            Self::Transformed(to, rounding, len) => {
-                let hadamard = Hadamard { len, ..Hadamard::new(7, 0x5EED) };
-                rounded(x, to, rounding, Some(hadamard)).run(b).map(emitted)
+            Self::Quantize { from, codec, planes, transform } => {
+                let random =
+                    codec.rounding().is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3));
+                let hadamard = transform.map(|len| Hadamard { len, ..Hadamard::new(7, 0x5EED) });
+                let op = Quantize { random, hadamard, ..Quantize::new(plain_of(from), codec, planes) };
+                op.run(b).map(emitted)
             }
-            Self::ToE4m3(rule, planes) => {
-                Quantize::new(x, codec(Format::E4m3, rule, Rounding::NearestEven), planes).run(b).map(emitted)
+            Self::Cast(from) => {
+                let dtype = if from == DType::F32 { DType::Bf16 } else { DType::F32 };
+                Cast { x: plain_of(from), dtype }.run(b).map(|out| vec![plain(out)])
             }
             Self::Dequantize(format) => {
-                let x = if format == Format::E4m3 { e4m3 } else { mxfp4 };
-                Dequantize { x, dtype: DType::Bf16 }.run(b).map(|out| vec![plain(out)])
+                let x = match format {
+                    Mxfp4 => mxfp4.clone(),
+                    E4m3 => e4m3.clone(),
+                    _ => rows_of(b, x, format)?,
+                };
+                Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(|out| vec![plain(out)])
             }
-            Self::Lift(axis) => transcode(mxfp4, Format::E4m3, axis),
-            Self::Shift => transcode(e4m3, Format::E4m3, BlockAxis::Col),
-            Self::Narrow => transcode(e4m3, Format::Mxfp4, BlockAxis::Row),
-            Self::Swiglu(rule) => {
-                let a = emit(rule, Planes::Rows);
-                let save_h = Some(codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven));
+            Self::Lift(axis) => transcode(mxfp4, E4m3, axis),
+            Self::Shift => transcode(e4m3, E4m3, BlockAxis::Col),
+            Self::Narrow => transcode(e4m3, Mxfp4, BlockAxis::Row),
+            Self::Swiglu(a) => {
+                let rows_alone = matches!(a, Emit::Block { planes: Planes::Rows, .. });
+                let save_h = rows_alone.then(|| codec(Mxfp4, Rceil, NearestEven));
                 let out = Swiglu { h: x, weight: Some(weight), groups: None, a, save_h }.run(b)?;
                 Ok(out.h.into_iter().flat_map(blocks).chain(emitted(out.a)).collect())
             }
-            Self::SwigluBackward(rule) => {
-                let h = Operand::Block(mxfp4.clone());
-                let (dh, a) = (emit(rule, Planes::Both), emit(rule, Planes::Cols));
+            Self::SwigluBackward { saved, rule } => {
+                let h = if saved { Operand::Block(mxfp4.clone()) } else { Operand::Plain(x.clone()) };
+                let to = |planes| rule.map_or(Emit::Plain(DType::Bf16), |rule| emit(rule, planes));
+                let (dh, a) = (to(Planes::Both), to(Planes::Cols));
                 let grads = SwigluBackward { h: &h, da, weight: Some(weight), groups: None, dh, a }.run(b)?;
                 let grad = std::iter::once(Plane::F32(grads.dweight));
                 Ok(emitted(grads.dh).into_iter().chain(emitted(grads.a)).chain(grad).collect())
@@ -108,23 +172,42 @@ impl Conversion {
     }
 }
 
+impl fmt::Display for Conversion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Quantize { from, codec, planes, transform } => {
+                write!(f, "{from} to {}", Blocks(codec, planes))?;
+                transform.map_or(Ok(()), |len| write!(f, ", transformed by {len}"))
+            }
+            Self::Swiglu(Emit::Plain(dtype)) => write!(f, "SwiGLU to {dtype}"),
+            Self::Swiglu(Emit::Block { codec, planes }) => write!(f, "SwiGLU to {}", Blocks(codec, planes)),
+            _ => write!(f, "{self:?}"),
+        }
+    }
+}
+
+/// A form of blocks, to be printed.
+struct Blocks<'a>(&'a Codec, &'a Planes);
+
+impl fmt::Display for Blocks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(codec, planes) = self;
+        write!(f, "{} {planes:?}, {}, {}", codec.format(), codec.rule(), codec.rounding())
+    }
+}
+
 fn codec(format: Format, rule: ScaleRule, rounding: Rounding) -> Codec {
     Codec::new(format, rule, rounding).expect("a codec there is")
 }
 
-/// Rows under scales that are powers of two.
-fn rounded<B: Backend>(
-    x: &Tensor<B>,
-    to: Format,
-    rounding: Rounding,
-    hadamard: Option<Hadamard>,
-) -> Quantize<'_, B> {
-    let random = rounding.is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3));
-    Quantize { random, hadamard, ..Quantize::new(x, codec(to, ScaleRule::Rceil, rounding), Planes::Rows) }
+fn emit(rule: ScaleRule, planes: Planes) -> Emit {
+    Emit::Block { codec: codec(E4m3, rule, NearestEven), planes }
 }
 
-fn emit(rule: ScaleRule, planes: Planes) -> Emit {
-    Emit::Block { codec: codec(Format::E4m3, rule, Rounding::NearestEven), planes }
+/// Rows under scales that are powers of two.
+fn rows_of<B: Convert>(b: &B, x: &Tensor<B>, format: Format) -> Result<BlockScaled<B>> {
+    let made = Quantize::new(x, codec(format, Rceil, NearestEven), Planes::Rows).run(b)?;
+    made.take_rows("quantize")?.block("quantize").cloned()
 }
 
 /// One result.
@@ -160,6 +243,7 @@ fn emitted<B: Backend>(x: Emitted<B>) -> Vec<Plane<B>> {
 /// What conversions take, on one backend.
 struct Inputs<B: Backend> {
     x: Tensor<B>,
+    x_f32: Tensor<B>,
     da: Tensor<B>,
     weight: B::Buf<f32>,
     /// x in MXFP4, and in E4M3 under powers of two: by this backend, whose conversions to them are compared too.
@@ -170,13 +254,10 @@ struct Inputs<B: Backend> {
 impl<B: Convert> Inputs<B> {
     fn new(b: &B, values: &Values) -> Result<Self> {
         let x = Tensor::from_bf16(b, &values.x, values.rows, COLS)?;
-        let rows = |format| {
-            let codec = codec(format, ScaleRule::Rceil, Rounding::NearestEven);
-            Quantize::new(&x, codec, Planes::Rows).run(b)?.take_rows("quantize")?.block("quantize").cloned()
-        };
-        let (mxfp4, e4m3) = (rows(Format::Mxfp4)?, rows(Format::E4m3)?);
+        let x_f32 = Tensor::from_f32(b, &values.x_f32, values.rows, COLS)?;
+        let (mxfp4, e4m3) = (rows_of(b, &x, Mxfp4)?, rows_of(b, &x, E4m3)?);
         let da = Tensor::from_bf16(b, &values.da, values.rows, COLS / 2)?;
-        Ok(Self { x, da, weight: b.upload(&values.weight)?, mxfp4, e4m3 })
+        Ok(Self { x, x_f32, da, weight: b.upload(&values.weight)?, mxfp4, e4m3 })
     }
 }
 
@@ -184,6 +265,8 @@ impl<B: Convert> Inputs<B> {
 struct Values {
     rows: usize,
     x: Vec<bf16>,
+    /// x with 16 more bits of mantissa.
+    x_f32: Vec<f32>,
     da: Vec<bf16>,
     weight: Vec<f32>,
 }
@@ -196,7 +279,12 @@ impl Values {
             x
         };
         let weight = (0..rows as u64).map(|row| random(seed, row) as i16 as f32 / 16384.0).collect();
-        Self { rows, x: matrix(seed, COLS), da: matrix(seed + 1, COLS / 2), weight }
+        let x = matrix(seed, COLS);
+        let mut x_f32 = vec![0.0; x.len()];
+        in_parallel(x_f32.chunks_mut(COLS).zip(x.chunks(COLS)).enumerate(), |(row, (wide, x))| {
+            widen(seed + MOST_CHUNKS, row as u64, wide, x);
+        });
+        Self { rows, x, x_f32, da: matrix(seed + 1, COLS / 2), weight }
     }
 }
 
@@ -231,6 +319,18 @@ fn fill(seed: u64, band: u64, cols: usize, x: &mut [bf16]) {
                     bits >>= 16;
                 }
             }
+        }
+    }
+}
+
+/// A row with random bits below those of BF16, but for one number in eight.
+fn widen(seed: u64, row: u64, wide: &mut [f32], x: &[bf16]) {
+    for (four, (wide, x)) in wide.chunks_mut(4).zip(x.chunks(4)).enumerate() {
+        let mut bits = random(seed, row * (COLS as u64 / 4) + four as u64);
+        for (wide, x) in wide.iter_mut().zip(x) {
+            let low = if bits & 7 == 0 { 0 } else { bits as u32 & 0xFFFF };
+            *wide = f32::from_bits(u32::from(x.to_bits()) << 16 | low);
+            bits >>= 16;
         }
     }
 }
@@ -309,42 +409,61 @@ fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu
     }
 }
 
-/// What one conversion took.
-#[derive(Debug, Default, Clone, Copy)]
-struct Spent {
+/// A conversion, and what it took.
+#[derive(Debug)]
+struct Compared {
+    conversion: Conversion,
+    /// Elements to go through it, and those that have.
+    wanted: usize,
+    done: usize,
     cpu: Duration,
     all: Duration,
 }
 
+impl Compared {
+    /// All conversions there are, and their numbers of elements.
+    fn all(elements: usize) -> Vec<Self> {
+        let new = |wanted| {
+            move |conversion| Self { conversion, wanted, done: 0, cpu: Duration::ZERO, all: Duration::ZERO }
+        };
+        let layers = Conversion::of_layers().into_iter().map(new(elements));
+        layers.chain(Conversion::others().into_iter().map(new(elements / OTHERS_PART))).collect()
+    }
+
+    fn chunk<B: Convert>(&mut self, b: &B, cpu: &Cpu, of_b: &Inputs<B>, of_cpu: &Inputs<Cpu>) {
+        let what = format!("{}, elements from {}", self.conversion, self.done);
+        let started = Instant::now();
+        // A GPU works while the CPU does.
+        let got = self.conversion.run(b, of_b).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let issued = Instant::now();
+        let want = self.conversion.run(cpu, of_cpu).unwrap_or_else(|error| panic!("{what}: {error}"));
+        self.cpu += issued.elapsed();
+        assert_eq!(got.len(), want.len(), "{what}: results");
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            compare_plane(b, &format!("{what}: result {i}"), got, want);
+        }
+        self.all += started.elapsed();
+        self.done += of_cpu.x.rows * COLS;
+    }
+}
+
 fn compare_backends<B: Convert>(b: &B, cpu: &Cpu, elements: usize) {
-    let conversions = Conversion::all();
-    let mut spent = vec![Spent::default(); conversions.len()];
+    let mut all = Compared::all(elements);
     let (mut done, mut chunk) = (0, 0);
     while done < elements {
         let rows = (elements - done).div_ceil(COLS).next_multiple_of(128).min(MAX_ROWS);
         let values = Values::new(2 * chunk + 1, rows);
         let of_b = Inputs::new(b, &values).expect("inputs of the backend under test");
         let of_cpu = Inputs::new(cpu, &values).expect("inputs of the CPU");
-        for (conversion, spent) in conversions.iter().zip(&mut spent) {
-            let what = format!("{conversion:?}, elements from {done}");
-            let started = Instant::now();
-            // A GPU works while the CPU does.
-            let got = conversion.run(b, &of_b).unwrap_or_else(|error| panic!("{what}: {error}"));
-            let issued = Instant::now();
-            let want = conversion.run(cpu, &of_cpu).unwrap_or_else(|error| panic!("{what}: {error}"));
-            spent.cpu += issued.elapsed();
-            assert_eq!(got.len(), want.len(), "{what}: results");
-            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-                compare_plane(b, &format!("{what}: result {i}"), got, want);
-            }
-            spent.all += started.elapsed();
+        for compared in all.iter_mut().filter(|compared| done < compared.wanted) {
+            compared.chunk(b, cpu, &of_b, &of_cpu);
         }
         done += rows * COLS;
         chunk += 1;
     }
-    println!("{done} elements each; seconds on {}, and in all:", cpu.name());
-    for (conversion, Spent { cpu, all }) in conversions.iter().zip(spent) {
-        println!("{conversion:?}: {:.2} {:.2}", cpu.as_secs_f32(), all.as_secs_f32());
+    println!("millions of elements; seconds on {}, and in all:", cpu.name());
+    for Compared { conversion, done, cpu, all, .. } in all {
+        println!("{:>5} {:6.2} {:6.2} {conversion}", done / 1_000_000, cpu.as_secs_f32(), all.as_secs_f32());
     }
 }
 

@@ -44,6 +44,10 @@ impl MoeShape {
     }
 }
 
+/// Widths of real models and their experts' products as they are, for a few rows of each: several segments, strips and tiles of a
+/// kernel side by side.
+pub const WIDTHS: [usize; 4] = [7168, 5120, 4096, 2048];
+
 /// How rows are divided among groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spread {

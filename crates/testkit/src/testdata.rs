@@ -112,29 +112,9 @@ impl Vectors {
         self.typed(tensor, &[Dtype::U8, Dtype::I8])
     }
 
-    /// Signed bytes.
-    pub fn i8s(&self, tensor: &str) -> Vec<i8> {
-        self.typed(tensor, &[Dtype::I8])
-    }
-
-    /// 32-bit integers.
-    pub fn i32s(&self, tensor: &str) -> Vec<i32> {
-        self.typed(tensor, &[Dtype::I32])
-    }
-
-    /// 64-bit integers.
-    pub fn i64s(&self, tensor: &str) -> Vec<i64> {
-        self.typed(tensor, &[Dtype::I64])
-    }
-
     /// BF16 values as they are.
     pub fn bf16s(&self, tensor: &str) -> Vec<bf16> {
         self.typed(tensor, &[Dtype::BF16])
-    }
-
-    /// Doubles.
-    pub fn f64s(&self, tensor: &str) -> Vec<f64> {
-        self.typed(tensor, &[Dtype::F64])
     }
 
     /// Singles, of a tensor of singles or BF16 (widened).

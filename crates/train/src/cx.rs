@@ -1,7 +1,7 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
 use nibble_core::formats::BlockAxis;
-use nibble_core::formats::{Purpose, Rounding, ScaleRule, Stream, fnv1a32};
+use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Error, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
@@ -287,10 +287,4 @@ fn planes_name(planes: Planes) -> &'static str {
         Planes::Both => "rows and columns",
         Planes::Tiles => "tiles",
     }
-}
-
-/// How many bytes a row of `cols` values takes on the wire under a precision, codes and scales.
-pub fn wire_bytes(precision: &Precision, cols: usize) -> usize {
-    let rule = if precision.format.is_block() { precision.scale } else { ScaleRule::Amax };
-    nibble_core::RowKind { format: precision.format, rule, cols }.row_bytes()
 }

@@ -238,7 +238,10 @@ impl<B: Backend> PackRows<'_, B> {
     pub fn check(&self) -> Result<()> {
         match self.rows {
             Operand::Plain(_) => Ok(()),
-            Operand::Block(q) => check_planes("pack_rows", q),
+            Operand::Block(q) => {
+                q.check_rows_travel("pack_rows", "rows")?;
+                check_planes("pack_rows", q)
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -295,16 +295,17 @@ pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: P
     Ok(())
 }
 
-/// The lengths of codes and scales follow from the shape.
+/// The lengths of codes and scales follow from the shape, the kind of scales from the rule.
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
     let (lines, blocks) = x.shape_of_scales();
     let scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
-    let got = match &x.scales {
-        crate::Scales::E8m0(s) => B::len(s),
-        crate::Scales::F32(s) => B::len(s),
+    let (got, kind) = match &x.scales {
+        crate::Scales::E8m0(s) => (B::len(s), ScaleKind::E8m0),
+        crate::Scales::F32(s) => (B::len(s), ScaleKind::F32),
     };
+    expect_eq(op, "kind of x.scales (against x.rule)", kind, x.rule.kind())?;
     expect_eq(op, "number of x.scales", got, scales)
 }
 

@@ -4,12 +4,13 @@ use super::elementwise::for_rows;
 use super::permute::{Pads, check_index};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{BlockScaled, DType, Data, Error, Operand, Plain, Result, Scales, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_core::{DType, Data, Operand, Plain, Result, Scales, Tensor};
+use nibble_formats::{Format, ScaleRule};
 
 /// Copies bytes; a record is codes ‖ scales ‖ zeros to a multiple of 16.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
+    op.check()?;
     let index = op.index.as_slice();
     check_index(OP, "index", index, op.rows.rows(), Pads::Refused)?;
     let (codes, scales): (&[u8], &[u8]) = match op.rows {
@@ -17,20 +18,10 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
             Data::F32(x) => (bytemuck::cast_slice(x.as_slice()), &[]),
             Data::Bf16(x) => (bytemuck::cast_slice(x.as_slice()), &[]),
         },
-        Operand::Block(x) => {
-            x.check_rows_travel(OP, "rows")?;
-            match (&x.scales, x.rule == ScaleRule::Amax) {
-                (Scales::E8m0(s), false) => (x.codes.as_slice(), s.as_slice()),
-                (Scales::F32(s), true) => (x.codes.as_slice(), bytemuck::cast_slice(s.as_slice())),
-                (Scales::E8m0(_), true) => {
-                    return Err(Error::shape(OP, "rows.scales", "e8m0", "f32 for the rule amax"));
-                }
-                (Scales::F32(_), false) => {
-                    let expected = format!("e8m0 for the rule {}", x.rule);
-                    return Err(Error::shape(OP, "rows.scales", "f32", expected));
-                }
-            }
-        }
+        Operand::Block(x) => match &x.scales {
+            Scales::E8m0(s) => (x.codes.as_slice(), s.as_slice()),
+            Scales::F32(s) => (x.codes.as_slice(), bytemuck::cast_slice(s.as_slice())),
+        },
     };
     let kind = op.rows.row_kind();
     let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
@@ -51,10 +42,8 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
 /// Copies bytes back; what the padding holds does not matter.
 pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<Cpu>> {
     const OP: &str = "unpack_rows";
+    op.check()?;
     let (kind, format) = (op.kind, op.kind.format);
-    if kind.row_bytes() == 0 {
-        return Err(Error::shape(OP, "kind.cols", kind.cols, "at least 1"));
-    }
     let planes = Records { cpu, bytes: op.bytes.as_slice(), row_bytes: kind.row_bytes() };
     let (rows, cols, code_bytes) = (planes.bytes.len() / planes.row_bytes, kind.cols, kind.code_bytes());
     let dtype = match format {
@@ -75,18 +64,7 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
     } else {
         Scales::E8m0(planes.plane(code_bytes, kind.scale_bytes()))
     };
-    Ok(Operand::Block(BlockScaled {
-        format,
-        axis: BlockAxis::Row,
-        rule: kind.rule,
-        rows,
-        cols,
-        stack: 1,
-        codes: planes.plane(0, code_bytes),
-        scales,
-        scale_layout: ScaleLayout::RowMajor,
-        shared_cols: 1,
-    }))
+    Ok(Operand::Block(kind.block_rows(rows, planes.plane(0, code_bytes), scales)))
 }
 
 /// Messages, back to back.

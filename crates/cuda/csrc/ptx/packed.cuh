@@ -142,13 +142,6 @@ __device__ __forceinline__ u16 e5m2x2_from_f32(float low, float high) {
     return packed;
 }
 
-/// Two F16 to E4M3, nearest-even, saturating.
-__device__ __forceinline__ u16 e4m3x2_from_f16x2(u32 pair) {
-    u16 packed;
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(pair));
-    return packed;
-}
-
 /// Two E4M3 to F16, exactly.
 __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     u32 wide;

@@ -7,6 +7,7 @@ use nibble_cuda::ops::grouped_product::{
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
 use nibble_formats::{Element, ScaleLayout, layout::mn_major_stride};
+use std::ops::Range;
 
 /// Values of D that are drawn where it is added to.
 const MOST_BEFORE: usize = 1 << 26;
@@ -49,6 +50,81 @@ pub enum Data {
     Normal,
     /// Cubed normal values: a few codes near 448 beside many small ones.
     HeavyTails,
+    /// Normal values, and a few columns of the activations 64 times as large.
+    OutlierColumns,
+    /// Normal values, and a few rows of the activations 1024 times as large.
+    MassiveTokens,
+}
+
+impl Data {
+    /// Those whose sums are not exact.
+    pub const RANDOM: [Data; 4] = [Data::Normal, Data::HeavyTails, Data::OutlierColumns, Data::MassiveTokens];
+
+    /// What is large in A and B of a product. Activations are A, and both of a gradient, whose contraction is over tokens.
+    fn large(self, ragged: Ragged) -> [Option<Large>; 2] {
+        let of = |by_rows, first, gain| Some(Large { by_rows, first, gain });
+        match (self, ragged) {
+            (Self::OutlierColumns, Ragged::Rows) => [of(false, 0, 64.0), None],
+            (Self::OutlierColumns, Ragged::Contraction) => [of(true, 0, 64.0); 2],
+            (Self::MassiveTokens, Ragged::Rows) => [of(true, 0, 1024.0), None],
+            // Not the same tokens of both, or nothing else would count.
+            (Self::MassiveTokens, Ragged::Contraction) => {
+                [of(false, 0, 1024.0), of(false, Large::EVERY / 2, 1024.0)]
+            }
+            _ => [None; 2],
+        }
+    }
+}
+
+/// Rows of an operand, or places of its contraction, that are larger than the rest.
+#[derive(Debug, Clone, Copy)]
+struct Large {
+    by_rows: bool,
+    first: usize,
+    /// A power of two.
+    gain: f32,
+}
+
+impl Large {
+    /// From one to the next.
+    const EVERY: usize = 257;
+
+    fn is_row(&self, row: usize) -> bool {
+        self.by_rows && row % Self::EVERY == self.first
+    }
+
+    /// Makes them so. A scale is of `share` rows; where it grows, the codes of the others shrink.
+    fn apply(&self, plane: &mut Plane, scales: &mut [f32], (rows, k, share): (usize, usize, usize)) {
+        let large = |len| (self.first..len).step_by(Self::EVERY);
+        let is_large = |row, at| if self.by_rows { self.is_row(row) } else { at % Self::EVERY == self.first };
+        let (lines, blocks): (Vec<_>, Vec<_>) = match self.by_rows {
+            true => (large(rows).map(|row| row / share).collect(), (0..k.div_ceil(128)).collect()),
+            false => ((0..rows.div_ceil(share)).collect(), large(k).map(|at| at / 128).collect()),
+        };
+        let value = |code: usize| Element::E4m3.decode(code as u8);
+        let shrunk: Vec<u8> = (0..256).map(|code| Element::E4m3.encode(value(code) / self.gain)).collect();
+        for line in lines {
+            for &block in &blocks {
+                if let Plane::Codes(_) = plane {
+                    scales[line * k.div_ceil(128) + block] *= self.gain;
+                }
+                for row in line * share..(line * share + share).min(rows) {
+                    for at in block * 128..(block * 128 + 128).min(k) {
+                        match plane {
+                            Plane::Codes(codes) if !is_large(row, at) => {
+                                codes[row * k + at] = shrunk[codes[row * k + at] as usize];
+                            }
+                            Plane::Bf16(values) if is_large(row, at) => {
+                                let value = values[row * k + at].to_f32() * self.gain;
+                                values[row * k + at] = bf16::from_f32(value);
+                            }
+                            _ => {}
+                        }
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// The product and how its operands are stored.
@@ -147,7 +223,9 @@ impl Plane {
     fn draw(kind: Kind, data: Data, random: &mut Random, len: usize) -> Self {
         let value: Vec<f32> = match data {
             Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
-            Data::Normal => normals().into_iter().map(|x| x * 160.0).collect(),
+            Data::Normal | Data::OutlierColumns | Data::MassiveTokens => {
+                normals().into_iter().map(|x| x * 160.0).collect()
+            }
             Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
         };
         match kind {
@@ -161,7 +239,7 @@ impl Plane {
         }
     }
 
-    fn fill(&mut self, at: std::ops::Range<usize>, nan: bool) {
+    fn fill(&mut self, at: Range<usize>, nan: bool) {
         match self {
             Self::Codes(codes) => codes[at].fill(if nan { 0x7F } else { 0 }),
             Self::Bf16(values) => values[at].fill(if nan { bf16::NAN } else { bf16::ZERO }),
@@ -213,6 +291,7 @@ pub struct Operands {
     scales_b: Vec<f32>,
     /// What D holds before; zeros if empty.
     before: Vec<f32>,
+    large: [Option<Large>; 2],
 }
 
 fn e8m0_byte(scale: f32) -> u8 {
@@ -240,8 +319,17 @@ impl Operands {
             scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
             scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
             before: if adds { random.draw(&scales(true), desc.d()) } else { Vec::new() },
+            large: data.large(desc.ragged),
             case,
         };
+        let Self { a, b, scales_a, scales_b, large, .. } = &mut operands;
+        if let Some(large) = &large[0] {
+            large.apply(a, scales_a, (desc.m, desc.k, 1));
+        }
+        if let Some(large) = &large[1] {
+            let share = if let Kind::Fp8(scales) = desc.kind { scales.rows() } else { 1 };
+            large.apply(b, scales_b, (desc.n, desc.k, share));
+        }
         operands.fill_pads(desc);
         operands
     }
@@ -300,35 +388,53 @@ impl Operands {
             scales_b: planes(&self.scales_b, rows_b)?,
             start: device.upload(&ints(&self.case.starts()))?,
             len: device.upload(&ints(&self.case.lens))?,
-            bf16: device.filled(if self.case.out == Out::Bf16 { desc.d() } else { 1 }, 0xFF)?,
-            f32: match (self.case.out, self.case.accumulate) {
-                (Out::F32, true) if self.before.is_empty() => device.filled(desc.d(), 0)?,
-                (Out::F32, true) => device.upload(&self.before)?,
-                (Out::F32, false) => device.filled(desc.d(), 0xFF)?,
-                (Out::Bf16, _) => device.filled(1, 0)?,
-            },
+            d: self.unwritten(device)?,
         })
+    }
+
+    /// D as it is before.
+    pub fn unwritten(&self, device: &Device) -> Result<Written> {
+        let len = self.case.desc().d();
+        Ok(match (self.case.out, self.case.accumulate) {
+            (Out::Bf16, _) => Written::Bf16(device.filled(len, 0xFF)?),
+            (Out::F32, true) if self.before.is_empty() => Written::F32(device.filled(len, 0)?),
+            (Out::F32, true) => Written::F32(device.upload(&self.before)?),
+            (Out::F32, false) => Written::F32(device.filled(len, 0xFF)?),
+        })
+    }
+
+    /// The rows of A and B whose product is an element of D, by its place in all of D, and from where to where of the contraction;
+    /// `None` for padding.
+    fn terms(&self, at: usize) -> Option<(usize, usize, Range<usize>)> {
+        let (desc, starts) = (self.case.desc(), self.case.starts());
+        let [_, rows_d, cols_d] = desc.shape_d();
+        let (row, col) = (at / cols_d, at % cols_d);
+        match self.case.ragged {
+            Ragged::Rows => {
+                let group = starts[1..].iter().position(|&end| row < end);
+                let group = group.filter(|&group| row < starts[group] + self.case.lens[group])?;
+                Some((row, group * desc.n + col, 0..desc.k))
+            }
+            Ragged::Contraction => {
+                let (group, row) = (row / rows_d, row % rows_d);
+                let (row_a, row_b) = if self.case.transposed { (col, row) } else { (row, col) };
+                Some((row_a, row_b, starts[group]..starts[group] + self.case.lens[group]))
+            }
+        }
+    }
+
+    /// How many of the two rows are larger than the rest.
+    pub fn num_large(&self, at: usize) -> usize {
+        let Some((row_a, row_b, _)) = self.terms(at) else { return 0 };
+        let rows = self.large.iter().zip([row_a, row_b]);
+        rows.filter(|(large, row)| large.is_some_and(|large| large.is_row(*row))).count()
     }
 
     /// One element of D in F64, before rounding; by its place in all of D.
     pub fn exact(&self, at: usize, decode: &[f64; 256]) -> f64 {
         let desc = self.case.desc();
-        let starts = self.case.starts();
         let blocks = desc.blocks_k();
-        let [_, rows_d, cols_d] = desc.shape_d();
-        let (row, col) = (at / cols_d, at % cols_d);
-        let (row_a, row_b, from, to) = match self.case.ragged {
-            Ragged::Rows => {
-                let group = starts[1..].iter().position(|&end| row < end);
-                let Some(group) = group.filter(|&g| row < starts[g] + self.case.lens[g]) else { return 0.0 };
-                (row, group * desc.n + col, 0, desc.k)
-            }
-            Ragged::Contraction => {
-                let (group, row) = (row / rows_d, row % rows_d);
-                let (row_a, row_b) = if self.case.transposed { (col, row) } else { (row, col) };
-                (row_a, row_b, starts[group], starts[group] + self.case.lens[group])
-            }
-        };
+        let Some((row_a, row_b, Range { start: from, end: to })) = self.terms(at) else { return 0.0 };
         let scale_row_b = match desc.kind {
             Kind::Fp8(scales) => {
                 row_b / desc.n * desc.n.div_ceil(scales.rows()) + row_b % desc.n / scales.rows()
@@ -357,8 +463,23 @@ pub struct OnDevice {
     scales_b: (Buffer<f32>, Buffer<u8>),
     start: Buffer<i32>,
     len: Buffer<i32>,
-    bf16: Buffer<bf16>,
-    f32: Buffer<f32>,
+    pub d: Written,
+}
+
+/// D on the device.
+pub enum Written {
+    Bf16(Buffer<bf16>),
+    F32(Buffer<f32>),
+}
+
+impl Written {
+    /// As F32.
+    pub fn download(&self) -> Result<Vec<f32>> {
+        match self {
+            Self::Bf16(d) => Ok(d.download()?.into_iter().map(bf16::to_f32).collect()),
+            Self::F32(d) => d.download(),
+        }
+    }
 }
 
 impl OnDevice {
@@ -370,20 +491,12 @@ impl OnDevice {
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
             a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
             b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
-            d: match desc.out {
-                Out::Bf16 => Target::Bf16(&mut self.bf16),
-                Out::F32 => Target::F32 { values: &mut self.f32, accumulate: self.case.accumulate },
+            d: match &mut self.d {
+                Written::Bf16(values) => Target::Bf16(values),
+                Written::F32(values) => Target::F32 { values, accumulate: self.case.accumulate },
             },
         }
         .run()
-    }
-
-    /// D as F32.
-    pub fn download(&self) -> Result<Vec<f32>> {
-        match self.case.out {
-            Out::Bf16 => Ok(self.bf16.download()?.into_iter().map(bf16::to_f32).collect()),
-            Out::F32 => self.f32.download(),
-        }
     }
 }
 

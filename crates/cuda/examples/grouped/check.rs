@@ -5,9 +5,13 @@ use half::bf16;
 use nibble_cuda::Device;
 use nibble_cuda::ops::grouped_product::{Kind, Out, Ragged, ScalesB};
 use nibble_formats::Element;
+use std::fmt;
 
 /// Outputs compared where there are too many for the host.
 const SAMPLES: usize = 6_000;
+
+/// Outputs over which errors average out.
+const MANY: usize = 100;
 
 /// Rows of a few groups times their matrices.
 pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
@@ -45,7 +49,7 @@ pub fn bf16_of(case: Case) -> Case {
 
 /// Sizes around every edge, in every kind of instance.
 pub fn small() -> Vec<Case> {
-    let lens: [&[usize]; 7] = [
+    let lens: [&[usize]; 8] = [
         &[1],
         &[0, 300, 64, 0, 257],
         &[1, 1, 1],
@@ -53,8 +57,10 @@ pub fn small() -> Vec<Case> {
         &[128, 256, 640, 65],
         &[0, 0],
         &[2500, 0, 129, 1000],
+        &[300, 0, 77, 391],
     ];
-    let sizes = [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896)];
+    let sizes =
+        [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896), (768, 768)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
         for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats), Kind::Bf16] {
@@ -87,6 +93,10 @@ pub fn small() -> Vec<Case> {
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();
     cases.push(rows(&many, 256, 256));
     cases.push(wgrad(&many, 256, 128));
+    // Qwen3's experts are 768 wide.
+    for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
+        cases.push(Case { kind: Kind::Fp8(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
+    }
     cases
 }
 
@@ -94,56 +104,88 @@ pub fn small() -> Vec<Case> {
 pub struct Checked {
     /// Outputs compared to the bit.
     pub exact: usize,
-    /// ‖D − exact‖ / ‖exact‖ on normal data.
-    pub normal: f64,
-    /// The same on data with heavy tails.
-    pub heavy: f64,
+    /// ‖D − exact‖ / ‖exact‖ of each of [`Data::RANDOM`].
+    pub errors: [f64; Data::RANDOM.len()],
+}
+
+impl fmt::Display for Checked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [normal, heavy, columns, tokens] = self.errors;
+        write!(f, "{:>6} integers exact; relative L2 {normal:.2e}, heavy tails {heavy:.2e}, ", self.exact)?;
+        write!(f, "outlier columns {columns:.2e}, massive tokens {tokens:.2e}")
+    }
 }
 
 /// All checks of one case.
 pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
-    let checked = Checked {
-        exact: integers_are_exact(device, case)?,
-        normal: relative_error(device, case, Data::Normal)?,
-        heavy: relative_error(device, case, Data::HeavyTails)?,
-    };
-    // The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with block scales, of the same data and at
-    // any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
-    // BF16: half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half
-    // of that, but the smallest cases have eight.
-    let (normal_bound, heavy_bound) = match (case.out, case.kind) {
-        (Out::Bf16, _) => (4e-3, 4e-3),
-        (Out::F32, Kind::Fp8(_)) => (2e-4, 4e-4),
-        (Out::F32, Kind::Bf16) => (3e-5, 3e-5),
-    };
-    if checked.normal > normal_bound || checked.heavy > heavy_bound {
-        let Checked { normal, heavy, .. } = checked;
-        return Err(format!(
-            "{}: relative errors {normal:.2e} and {heavy:.2e}, above {normal_bound:e} or {heavy_bound:e}",
-            case.name()
-        ));
+    let mut checked = Checked { exact: integers_are_exact(device, case)?, errors: [0.0; _] };
+    for (error, data) in checked.errors.iter_mut().zip(Data::RANDOM) {
+        *error = relative_error(device, case, data)?;
+        let bound = bound(case, data);
+        if *error > bound {
+            return Err(format!("{}, {data:?}: relative error {error:.2e}, above {bound:e}", case.name()));
+        }
     }
     Ok(checked)
 }
 
-/// Outputs to compare: all, or a sample with the corners.
+/// The relative error that is allowed. The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with
+/// block scales, of the same data and at any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
+fn bound(case: &Case, data: Data) -> f64 {
+    let one_sum = case.ragged == Ragged::Rows && case.k <= 128 && case.lens.iter().sum::<usize>() <= 3;
+    match (case.out, case.kind) {
+        // Half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half of
+        // that, but the smallest cases have eight.
+        (Out::Bf16, _) => 4e-3,
+        (Out::F32, Kind::Bf16) => 3e-5,
+        // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen.
+        (Out::F32, Kind::Fp8(_)) if one_sum && data == Data::HeavyTails => 4e-4,
+        (Out::F32, Kind::Fp8(_)) => 3e-4,
+    }
+}
+
+/// Outputs to compare: all, or a sample with the corners. One in eight is of the first row, which is large where rows are.
 fn sampled(len: usize, n: usize) -> Vec<usize> {
     if len <= SAMPLES {
         return (0..len).collect();
     }
     let mut random = Random(7);
     let corners = [0, n - 1, len - n, len - 1];
-    corners.into_iter().chain((4..SAMPLES).map(|_| random.bits() as usize % len)).collect()
+    let within = |i: usize| if i.is_multiple_of(8) { n } else { len };
+    corners.into_iter().chain((4..SAMPLES).map(|i| random.bits() as usize % within(i))).collect()
 }
 
-fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<(usize, f32, f64)>, String> {
+/// An output beside what it should be.
+struct Compared {
+    at: usize,
+    got: f32,
+    exact: f64,
+    /// Of its two rows of operands, those that are larger than the rest.
+    num_large: usize,
+}
+
+/// Runs a case; twice where data is normal, which must give the same bits.
+fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<Compared>, String> {
     let text = |error: nibble_cuda::Error| format!("{}: {error}", case.name());
     let operands = Operands::new(case.clone(), data, 42);
     let mut on_device = operands.upload(device).map_err(text)?;
     on_device.run().map_err(text)?;
-    let d = on_device.download().map_err(text)?;
+    let d = on_device.d.download().map_err(text)?;
+    if data == Data::Normal {
+        on_device.d = operands.unwritten(device).map_err(text)?;
+        on_device.run().map_err(text)?;
+        let again = on_device.d.download().map_err(text)?;
+        if let Some(at) = (0..d.len()).find(|&at| d[at].to_bits() != again[at].to_bits()) {
+            return Err(format!("{}: output {at} is {}, then {}", case.name(), d[at], again[at]));
+        }
+    }
     let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4m3.decode(code as u8)));
-    let pick = |at: usize| (at, d[at], operands.exact(at, &decode));
+    let pick = |at: usize| Compared {
+        at,
+        got: d[at],
+        exact: operands.exact(at, &decode),
+        num_large: operands.num_large(at),
+    };
     let [_, _, cols] = case.desc().shape_d();
     Ok(sampled(d.len(), cols).into_iter().map(pick).collect())
 }
@@ -151,7 +193,7 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<(usize, f32,
 /// Integers: every compared output must have the bits of the exact result, rounded once.
 fn integers_are_exact(device: &Device, case: &Case) -> Result<usize, String> {
     let compared = compared(device, case, Data::Integers)?;
-    for &(at, got, exact) in &compared {
+    for &Compared { at, got, exact, .. } in &compared {
         let expected = match case.out {
             Out::Bf16 => bf16::from_f64(exact).to_f32(),
             Out::F32 => exact as f32,
@@ -165,15 +207,26 @@ fn integers_are_exact(device: &Device, case: &Case) -> Result<usize, String> {
     Ok(compared.len())
 }
 
-/// ‖D − exact‖ / ‖exact‖; pads count as errors if they are not zero.
+/// ‖D − exact‖ / ‖exact‖ of all outputs, or of those of large rows or of others, whichever is more: large ones would hide the
+/// rest. Pads count as errors if they are not zero.
 fn relative_error(device: &Device, case: &Case, data: Data) -> Result<f64, String> {
     let compared = compared(device, case, data)?;
-    let error: f64 = compared.iter().map(|&(_, got, exact)| (f64::from(got) - exact).powi(2)).sum();
-    let norm: f64 = compared.iter().map(|&(.., exact)| exact * exact).sum();
-    Ok(if error == 0.0 { 0.0 } else { (error / norm).sqrt() })
+    let of = |some: &dyn Fn(&Compared) -> bool| {
+        let (mut count, mut error, mut norm) = (0, 0.0, 0.0);
+        for output in compared.iter().filter(|output| some(output)) {
+            count += 1;
+            error += (f64::from(output.got) - output.exact).powi(2);
+            norm += output.exact.powi(2);
+        }
+        (count, if error == 0.0 { 0.0 } else { (error / norm).sqrt() })
+    };
+    let parts = (0..3).map(|large| of(&|output| output.num_large == large));
+    // The error of a few is that of their luck with cancellation.
+    let parts = parts.filter(|(count, _)| *count >= MANY).map(|(_, error)| error);
+    Ok(parts.fold(of(&|_| true).1, f64::max))
 }
 
-/// A NaN scale of A makes exactly its row NaN, and two runs give the same bits.
+/// A NaN scale of A makes exactly its row NaN.
 pub fn nan_stays_in_its_row(device: &Device, kind: Kind) -> Result<(), String> {
     let case = Case { kind, ..rows(&[300, 0, 129], 264, 400) };
     let row = 201;
@@ -182,13 +235,9 @@ pub fn nan_stays_in_its_row(device: &Device, kind: Kind) -> Result<(), String> {
     let run = || -> nibble_cuda::Result<Vec<f32>> {
         let mut on_device = operands.upload(device)?;
         on_device.run()?;
-        on_device.download()
+        on_device.d.download()
     };
-    let (first, second) = (run().map_err(|e| e.to_string())?, run().map_err(|e| e.to_string())?);
-    for (at, (value, again)) in first.iter().zip(&second).enumerate() {
-        if value.to_bits() != again.to_bits() {
-            return Err(format!("{}: output {at} is {value}, then {again}", case.name()));
-        }
+    for (at, value) in run().map_err(|e| e.to_string())?.into_iter().enumerate() {
         if value.is_nan() != (at / case.n == row) {
             return Err(format!("{}: output {at} is {value}; row {row} alone should be NaN", case.name()));
         }

@@ -6,8 +6,8 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::device::Buffer;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
+use nibble_formats::{Format, ScaleRule};
 
 /// See [`PackRows`].
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
@@ -24,17 +24,9 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             Data::Bf16(x) => (Span::of(x.get(), code_bytes), None),
         },
         Operand::Block(x) => {
-            x.check_rows_travel(OP, "rows")?;
-            let scales = match (&x.scales, x.rule == ScaleRule::Amax) {
-                (Scales::E8m0(s), false) => Span::of(s.get(), scale_bytes),
-                (Scales::F32(s), true) => Span::of(s.get(), scale_bytes),
-                (Scales::E8m0(_), true) => {
-                    return Err(Error::shape(OP, "rows.scales", "e8m0", "f32 for the rule amax"));
-                }
-                (Scales::F32(_), false) => {
-                    let expected = format!("e8m0 for the rule {}", x.rule);
-                    return Err(Error::shape(OP, "rows.scales", "f32", expected));
-                }
+            let scales = match &x.scales {
+                Scales::E8m0(s) => Span::of(s.get(), scale_bytes),
+                Scales::F32(s) => Span::of(s.get(), scale_bytes),
             };
             (Span::of(x.codes.get(), code_bytes), Some(scales))
         }
@@ -83,18 +75,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         let (codes, scales) = records.blocks()?;
         (codes, Scales::E8m0(scales))
     };
-    Ok(Operand::Block(BlockScaled {
-        format,
-        axis: BlockAxis::Row,
-        rule: kind.rule,
-        rows,
-        cols,
-        stack: 1,
-        codes,
-        scales,
-        scale_layout: ScaleLayout::RowMajor,
-        shared_cols: 1,
-    }))
+    Ok(Operand::Block(kind.block_rows(rows, codes, scales)))
 }
 
 /// Messages, back to back.

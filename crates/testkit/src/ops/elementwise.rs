@@ -2,6 +2,7 @@ use super::PLAIN;
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
+use crate::shapes::WIDTHS;
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 use nibble_core::{Agreement, Backend, Convert, DType, Model, Result, Tensor};
@@ -96,7 +97,9 @@ impl<B: Convert> Case<B> for Transposing {
 /// Conformance of [`Transpose`].
 pub fn transpose<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for dtype in PLAIN {
-        for (stack, rows, cols) in [(1, 1, 1), (1, 33, 65), (3, 7, 100), (4, 128, 96), (2, 320, 96)] {
+        let small = [(1, 1, 1), (1, 33, 65), (3, 7, 100), (4, 128, 96), (2, 320, 96)];
+        let wide = WIDTHS.map(|cols| (2, 37, cols));
+        for (stack, rows, cols) in small.into_iter().chain(wide) {
             let matrix = Matrix { dtype, rows: stack * rows, cols, input: Input::NonFinite };
             pair.check(&Transposing(matrix, stack));
         }

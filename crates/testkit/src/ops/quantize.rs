@@ -2,7 +2,7 @@ use super::PLAIN;
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
-use crate::shapes::{RaggedRows, Spread};
+use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
@@ -63,6 +63,7 @@ struct Ragged {
     codec: Codec,
     planes: Planes,
     spread: Spread,
+    num_groups: usize,
     rows: usize,
     cols: usize,
     dtype: DType,
@@ -78,7 +79,7 @@ impl<B: Convert> Case<B> for Ragged {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, .. } = *self;
-        let rows = RaggedRows::of(self.spread, 5, self.rows, 128);
+        let rows = RaggedRows::of(self.spread, self.num_groups, self.rows, 128);
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
         let groups = rows.upload(b)?;
@@ -186,6 +187,37 @@ fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
     shapes
 }
 
+/// Real models' widths: a few rows, two uneven groups, square tiles, a transform.
+fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let codecs = [
+        codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::E4m3, ScaleRule::Amax, Rounding::NearestEven),
+        codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic),
+        codec(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven),
+    ];
+    let (dtype, input) = (DType::Bf16, Input::Outliers);
+    for (i, codec) in codecs.into_iter().enumerate() {
+        let spec = codec.format().spec();
+        let rows = if spec.ragged { 37 } else { 32 };
+        for cols in WIDTHS {
+            for planes in [Planes::Rows, Planes::Both] {
+                pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
+            }
+        }
+        let cols = WIDTHS[i];
+        if spec.tiles {
+            let (planes, dtype) = (Planes::Tiles, DType::F32);
+            pair.check(&Dense { codec, planes, rows: 160, cols, stack: 2, dtype, input });
+        } else {
+            let (planes, len, spread) = (Planes::Rows, 64, None);
+            pair.check(&Transformed { codec, planes, len, spread, rows, cols, dtype, input });
+        }
+        // A single row, and a group that ends within its second block.
+        let (planes, spread) = ([Planes::Cols, Planes::Both][i % 2], Spread::OneTakesMost);
+        pair.check(&Ragged { codec, planes, spread, num_groups: 2, rows: 150, cols, dtype, input });
+    }
+}
+
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
 pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for codec in codecs() {
@@ -220,6 +252,7 @@ pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
                     codec,
                     planes: Planes::Both,
                     spread,
+                    num_groups: 5,
                     rows: 300,
                     cols: 96,
                     dtype,
@@ -228,12 +261,13 @@ pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             }
             let spread = Spread::Zipf;
             for planes in [Planes::Rows, Planes::Cols] {
-                let (dtype, input) = (DType::Bf16, Input::Normal);
-                pair.check(&Ragged { codec, planes, spread, rows: 200, cols: 64, dtype, input });
+                let (num_groups, dtype, input) = (5, DType::Bf16, Input::Normal);
+                pair.check(&Ragged { codec, planes, spread, num_groups, rows: 200, cols: 64, dtype, input });
             }
         }
     }
     transformed(pair);
+    wide(pair);
 }
 
 #[derive(Debug)]
@@ -308,6 +342,10 @@ pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         (Format::E4m3, BlockAxis::Col, 1040, 392, 1),
         (Format::Mxfp4, BlockAxis::Col, 1056, 390, 1),
         (Format::Mxfp4, BlockAxis::Row, 3, 2496, 1),
+        (Format::Mxfp4, BlockAxis::Row, 9, 7168, 1),
+        (Format::E4m3, BlockAxis::Row, 9, 5120, 1),
+        (Format::E4m3, BlockAxis::Col, 37, 4096, 1),
+        (Format::E4m3, BlockAxis::Tile, 2 * 64, 2048, 2),
     ];
     for (format, axis, rows, cols, stack) in large {
         let (codec, input) = (codec(format, ScaleRule::Rceil, Rounding::NearestEven), Input::Outliers);

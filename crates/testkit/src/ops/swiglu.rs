@@ -2,7 +2,7 @@ use super::quantize::{codec, ragged_values};
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::Input;
-use crate::shapes::{MoeShape, RaggedRows, Spread};
+use crate::shapes::{MoeShape, RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
 use nibble_core::{Agreement, Backend, Convert, DType, Groups, Operand, Result};
@@ -112,6 +112,9 @@ fn all_rows() -> Vec<Rows> {
         all.push(Rows { spread, rows: 140, f: 384, dtype: DType::Bf16, input, weighted: i % 3 > 0 });
         all.push(Rows { spread, rows: 70, f: 37, dtype: dtypes[i / 2 % 2], input, weighted: i % 3 > 0 });
     }
+    // Real widths, in tiles of a few rows.
+    let (dtype, input, weighted) = (DType::Bf16, Input::HeavyTailed, true);
+    all.extend(WIDTHS.map(|f| Rows { spread: None, rows: 5, f, dtype, input, weighted }));
     all
 }
 
@@ -221,7 +224,7 @@ pub fn swiglu_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             // Plain or saved by turns; both where each has a kernel of its own.
             let by_turns = (i + j) % 2 == 0;
             let forms = match rows.f {
-                384 => vec![false, true],
+                384 | 2048.. => vec![false, true],
                 _ => vec![by_turns && rows.has_whole_blocks()],
             };
             for saved in forms {

@@ -2,7 +2,8 @@ use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
 use super::super::permute::tests::{any_blocks, scale_bytes};
 use super::*;
 use half::bf16;
-use nibble_core::{Backend, RowKind};
+use nibble_core::{Backend, BlockScaled, RowKind};
+use nibble_formats::{BlockAxis, ScaleLayout};
 
 /// Rows of a format: plain numbers, or arbitrary codes and scales.
 fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {
@@ -122,7 +123,7 @@ fn mistakes_are_errors() {
     let e = refused(BlockScaled { scale_layout: ScaleLayout::MnMajor, ..q.clone() });
     assert!(e.contains("mn-major"), "{e}");
     let e = refused(BlockScaled { rule: ScaleRule::Floor, ..q });
-    assert_eq!(e, "pack_rows: `rows.scales` is f32, expected e8m0 for the rule floor");
+    assert_eq!(e, "pack_rows: `kind of x.scales (against x.rule)` is F32, expected E8m0");
     let bytes = cpu.zeros::<u8>(64).unwrap();
     let unpack = |format, rule, cols| {
         let kind = RowKind { format, rule, cols };

@@ -5,7 +5,7 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
-use nibble_core::formats::{Codec, Format, Rounding, ScaleKind, hadamard};
+use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, hadamard};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Error, Result};
 
@@ -78,6 +78,7 @@ pub(super) struct Config {
 struct Variant {
     input: DType,
     format: Format,
+    element: Element,
     kind: ScaleKind,
     rounding: Rounding,
     /// With a transform of this length, which is for one plane at a time.
@@ -89,22 +90,23 @@ impl Variant {
     /// rounded stochastically and transformed; weights are F32.
     fn all() -> impl Iterator<Item = Self> {
         let formats = [
-            (Format::Mxfp4, ScaleKind::E8m0),
-            (Format::E4m3, ScaleKind::E8m0),
-            (Format::E4m3, ScaleKind::F32),
+            (Format::Mxfp4, Element::E2m1, ScaleKind::E8m0),
+            (Format::E4m3, Element::E4m3, ScaleKind::E8m0),
+            (Format::E4m3, Element::E4m3, ScaleKind::F32),
         ];
         let inputs = [
             (DType::F32, Rounding::NearestEven),
             (DType::Bf16, Rounding::NearestEven),
             (DType::Bf16, Rounding::Stochastic),
         ];
-        let of = move |(format, kind)| {
+        let of = move |(format, element, kind)| {
             let plain = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { 3 });
             let transformed = inputs.into_iter().skip(if kind == ScaleKind::F32 { 3 } else { 1 });
             let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
             plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
                 input,
                 format,
+                element,
                 kind,
                 rounding,
                 hadamard,
@@ -119,7 +121,7 @@ impl Variant {
             name,
             args: vec![
                 ("In", input_type(self.input)),
-                ("E", element_type(self.format)),
+                ("E", element_type(self.element)),
                 ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
                 ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
             ],
@@ -138,7 +140,7 @@ impl Variant {
     /// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
     fn hadamard_spec(&self, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
         let args = vec![
-            ("E", element_type(self.format)),
+            ("E", element_type(self.element)),
             ("kLen", TemplateArg::Int(len as i64)),
             ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
         ];
@@ -214,19 +216,19 @@ fn input_type(input: DType) -> TemplateArg {
     })
 }
 
-fn element_type(format: Format) -> TemplateArg {
-    TemplateArg::Type(match format {
-        Format::E5m2 => "nib::E5m2",
-        Format::Mxfp4 => "nib::E2m1",
-        _ => "nib::E4m3",
+fn element_type(element: Element) -> TemplateArg {
+    TemplateArg::Type(match element {
+        Element::E2m1 => "nib::E2m1",
+        Element::E4m3 => "nib::E4m3",
+        Element::E5m2 => "nib::E5m2",
     })
 }
 
-fn any_spec(input: DType, format: Format) -> KernelSpec {
+fn any_spec(input: DType, element: Element) -> KernelSpec {
     KernelSpec {
         source: "kernels/quantize_any.cuh",
         name: "nib::quantize_any",
-        args: vec![("In", input_type(input)), ("E", element_type(format))],
+        args: vec![("In", input_type(input)), ("E", element_type(element))],
     }
 }
 
@@ -341,9 +343,9 @@ impl Desc {
 
     /// The variant of the fast kernels that does it, if one is built and takes the shape.
     fn variant(&self) -> Option<Variant> {
-        let (format, rounding) = (self.codec.format(), self.codec.rounding());
-        let wanted =
-            Variant { input: self.input, format, kind: self.kind(), rounding, hadamard: self.hadamard };
+        let (format, element) = (self.codec.format(), self.codec.element());
+        let (input, kind, rounding) = (self.input, self.kind(), self.codec.rounding());
+        let wanted = Variant { input, format, element, kind, rounding, hadamard: self.hadamard };
         let whole_lines = match self.planes {
             Planes::Rows if self.hadamard.is_some() => {
                 let units = self.cols / UNIT_COLS;
@@ -436,7 +438,9 @@ impl Desc {
             (Some(variant), Planes::Tiles) => {
                 config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
             }
-            (None, _) => config(Path::Any, any_spec(self.input, self.codec.format()), self.squares(), 128, 0),
+            (None, _) => {
+                config(Path::Any, any_spec(self.input, self.codec.element()), self.squares(), 128, 0)
+            }
         }
     }
 }
@@ -461,8 +465,8 @@ pub fn instances() -> Vec<Instance> {
             .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
     );
     for input in [DType::Bf16, DType::F32] {
-        let formats = [Format::Mxfp4, Format::E4m3, Format::E5m2];
-        all.extend(formats.map(|format| Instance { spec: any_spec(input, format), shared_bytes: 0 }));
+        let elements = [Element::E2m1, Element::E4m3, Element::E5m2];
+        all.extend(elements.map(|element| Instance { spec: any_spec(input, element), shared_bytes: 0 }));
         all.extend([false, true].map(|down| transform_instance(input, down)));
     }
     all
