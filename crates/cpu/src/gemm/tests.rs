@@ -562,7 +562,7 @@ fn mistakes_are_named() {
         "a"
     );
     assert_eq!(argument(Shape { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
-    let mut narrow = vec![bf16::ZERO; 100];
+    let mut narrow = [bf16::ZERO; 100];
     assert_eq!(
         engine.gemm(shape, &f32s, &f32s, Output::bf16(&mut narrow[1..], 10)).unwrap_err().argument,
         "out"
