@@ -1,8 +1,7 @@
-use super::Counts;
-use super::Planes;
 use super::quantize::{
     check_axis, check_contraction, check_group_align, check_group_rows, check_planes, check_stack,
 };
+use super::{Counts, Planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
@@ -10,9 +9,9 @@ use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 /// Converts one block format to another without passing through a plain tensor.
 ///
 /// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight, as it stands and transposed. One scale for 128 × 128, of each matrix of a stack
+///   (`x.stack`) by itself.
 /// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
-/// * MXFP4 rows → E4M3 tiles, as they stand and transposed: the lift of a weight, whose blocks of 128 × 128 have one scale, 2⁶ below the
-///   largest of their 1 × 32 blocks. Of a stack (`x.stack`) each matrix has tiles of its own.
 /// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
 ///
 /// The counts' denominator is the blocks (of the source format) with a non-zero code; pads are excluded.

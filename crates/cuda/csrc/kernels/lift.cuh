@@ -25,6 +25,8 @@ constexpr int kLifts = kLiftFar + 8;
 constexpr u32 kLiftNormal = kLiftFar - 5;
 constexpr u32 kLiftLow = 0x14100800, kLiftHigh = 0x24201C18;
 constexpr u32 kLiftOctave = 0x08080808;
+/// Of four bytes.
+constexpr u32 kEachByte = 0x01010101, kEachSign = 0x80808080;
 
 struct LiftTable {
     Lift entry[kLifts];
@@ -82,6 +84,14 @@ __device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32
     // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
     const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504);
     return __byte_perm(magnitudes.x, magnitudes.y, selector) | (sign & signs);
+}
+
+/// Four codes of a row, the first of the word or (kHigh) the last, by what its magnitudes become.
+template <bool kHigh>
+__device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
+    const u32 selector = kHigh ? (codes & E2m1::kMagnitudes) >> 16 : codes & E2m1::kMagnitudes;
+    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
+    return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & kEachSign);
 }
 
 /// Whether any of these codes changed its value.

@@ -16,16 +16,6 @@
 
 namespace nib {
 
-constexpr u32 kEachByte = 0x01010101;
-
-/// Four codes of a row, the first of the word or (kHigh) the last, by what its magnitudes become.
-template <bool kHigh>
-__device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
-    const u32 selector = kHigh ? (codes & 0x77777777) >> 16 : codes & 0x77777777;
-    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
-    return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & 0x80808080);
-}
-
 template <bool kWhole, int kPanels>
 __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     lift_cols(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,

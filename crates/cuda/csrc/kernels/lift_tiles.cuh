@@ -6,12 +6,16 @@
 //
 // lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
 //   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
-//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0. 512 threads; a cta takes 128 rows of 256 columns: lines of 128 bytes of the
-//   source. Grid stack * ceil(cols / 256) * ceil(rows / 128). Planes start on 16 bytes.
+//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0. 512 threads; a cta takes 256 x 256: two squares side by side, then the two
+//   below, which it fetches before it is done with the first. Grid stack * ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared)
+//   dynamic shared memory. Planes start on 16 bytes.
+//
+// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 83 %, 24576 x 2048 79 %, 4096 x 7168 71 %. Lines of 256 bytes both ways:
+// one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather than in bands of four strips. Three
+// ctas a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
 #pragma once
 #include "kernels/column_tile.cuh"
 #include "kernels/lift.cuh"
-#include "kernels/quantize_cols.cuh"
 #include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
@@ -19,125 +23,157 @@
 namespace nib {
 
 constexpr int kLiftTilesThreads = 512;
-constexpr int kLiftTilesPanels = 2;  // of a cta, side by side: one for each half of a warp
+constexpr int kLiftTilesWarps = kLiftTilesThreads / 32;
+constexpr int kLiftTilesDepth = 2;  // strips of a cta
+constexpr int kLiftTilesBand = 4;   // strips
 
 struct alignas(16) LiftTilesShared {
-    ColumnTile tile[kLiftTilesPanels];
-    u32 largest[kLiftTilesPanels][kLiftTilesThreads / 32];  // of each warp's rows
+    ColumnTile tile[kLiftTilesDepth][2];
+    u32 largest[2][2][kLiftTilesWarps];  // of each warp's rows of either square, in this strip and the next
     u32 total[3];
 };
 
-/// Stores `left` bytes of as many lines of a turned tile as exist, whatever places those start at.
-template <int kThreads>
-__device__ __forceinline__ void store_turned_bytes(ColumnTile& tile, u8* to, u64 line_bytes, int lines, int left) {
-    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-        const int line = i / kTile, at = i % kTile;
-        if (line < lines && at < left) to[line * line_bytes + at] = tile.place(line, at / 8)[at % 8];
-    }
+/// The sums of four bytes, each by itself.
+__device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
+
+/// Each lane's word lies in one of two squares: the largest of those, in all lanes.
+__device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
+    return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
 
 template <bool kWhole>
 __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     lift_tiles(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
                u8* __restrict__ turned, u8* __restrict__ turned_scales, u64* counts, int rows, int cols) {
-    constexpr int kPanels = kLiftTilesPanels, kWarps = kLiftTilesThreads / 32;
-    static_assert(kWarps * 8 == kTile && kPanels * kTile == 32 * 8, "a thread takes eight rows of eight columns");
-    __shared__ LiftTilesShared shared;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, panel = lane / 16;
+    constexpr int kDepth = kLiftTilesDepth;
+    static_assert(kLiftTilesWarps * 8 == kTile, "a lane takes eight rows of eight columns");
+    extern __shared__ uint4 raw[];
+    auto& shared = *reinterpret_cast<LiftTilesShared*>(raw);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, square = lane / 16;
     const int sources = cols / E2m1::kBlock, across = ceil_div(cols, kTile), down = ceil_div(rows, kTile);
-    // Down the panels first: the transposed lines are the ones that are short.
-    const int strip = blockIdx.x % down, pair = blockIdx.x / down % ceil_div(across, kPanels);
-    const u64 matrix = blockIdx.x / down / ceil_div(across, kPanels);
-    const int first_panel = pair * kPanels, my_row = strip * kTile + warp * 8, my_col = first_panel * kTile + lane * 8;
-    const u64 first = matrix * rows + my_row;  // row of the stack
-    const int rows_here = my_col < cols ? rows - my_row : 0;
+    const int pairs = ceil_div(across, 2), steps = ceil_div(down, kDepth);
+    const u64 matrix = blockIdx.x / (pairs * steps);
+    const TilePlace place(blockIdx.x - int(matrix) * (pairs * steps), pairs, steps, kLiftTilesBand / kDepth);
+    const int first_strip = place.strip * kDepth, strips = min(kDepth, down - first_strip), first_panel = place.panel * 2;
+    const int first_row = first_strip * kTile + warp * 8, my_col = (first_panel + square) * kTile + lane % 16 * 8;
+    const u64 first = (matrix * rows + first_row) * cols + my_col;  // element of the stack
+    int rows_left = my_col < cols ? rows - first_row : 0;
+    // The first lanes look after the scales: of a row of either square, four.
+    const int owned_square = lane / 8, owned_panel = first_panel + owned_square, owned_row = first_row + lane % 8;
+    const int owned = owned_square < 2 ? sources - owned_panel * 4 : 0;
+    int owned_rows_left = owned > 0 ? rows - owned_row : 0;
 
-    u32 in[8];
-    const u8* const from = codes + (first * cols + my_col) / 2;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) in[j] = j < rows_here ? __ldg(reinterpret_cast<const u32*>(from + j * (u64(cols) / 2))) : 0;
-    // The first lanes look after the scales, each after those of a row of a panel.
-    u32 four = 0xFFFFFFFF;
-    const int owner_panel = lane / 8, owner_row = lane % 8, left = sources - (first_panel + owner_panel) * 4;
-    const bool is_owner = owner_panel < kPanels && my_row + owner_row < rows && left > 0;
-    if (is_owner) four = load_scales<kWhole>(scales + (first + owner_row) * sources + (sources - left), left);
-    const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8)), one = max(two & 0xFFFF, two >> 16);
-    const auto by_panel = [&](u32 value, int of) {
-        uint2 largest;
-        largest.x = __reduce_max_sync(kAllLanes, of == 0 ? value : 0);
-        largest.y = __reduce_max_sync(kAllLanes, of == 1 ? value : 0);
-        return largest;
-    };
-    const uint2 of_warp = by_panel(one, owner_panel);
-    if (lane < kPanels) shared.largest[lane][warp] = lane == 0 ? of_warp.x : of_warp.y;
-    __syncthreads();
-    const uint2 largest = by_panel(shared.largest[panel][lane % kWarps], panel);
-    const int target = lift_target(owner_panel == 0 ? largest.x : largest.y);
-
-    Tally tally;
-    u32 entries = 0;
-    bool rare = false;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-        const u32 source = four >> (8 * b) & 0xFF, entry = lift_index(source, target);
-        const bool exists = is_owner && b < left;
-        rare |= exists && !lifts_to_normal(entry);
-        tally.non_finite += exists && source == kScaleNan;
-        entries |= entry << (8 * b);
-    }
-    const auto entry_of = [&](int j) { return __shfl_sync(kAllLanes, entries, panel * 8 + j) >> (lane / 4 % 4 * 8) & 0xFF; };
-    u32 by_four[2][8];
-    u32 non_zero = 0;  // a bit for each row
-#pragma unroll
-    for (int j = 0; j < 8; ++j) non_zero |= u32((in[j] & E2m1::kMagnitudes) != 0) << j;
-    if (!__any_sync(kAllLanes, rare)) {
+    const u8* from = codes + first / 2;
+    const u8* from_scales = scales + (matrix * rows + owned_row) * sources + owned_panel * 4;
+    u32 next[8], next_four;
+    const auto fetch = [&](bool exists) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const u32 rise = (entry_of(j) - kLiftNormal) * kLiftOctave;
-            const uint2 magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
-            by_four[0][j] = lift_four<false>(in[j], magnitudes, 0x80808080);
-            by_four[1][j] = lift_four<true>(in[j], magnitudes, 0x80808080);
+            next[j] = ptx::load_4_if(exists && rows_left > (kWhole ? 0 : j), from);
+            from += cols / 2;
         }
-    } else {
-        u32 inexact = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const Lift by = kLiftTable.entry[entry_of(j)];
-            by_four[0][j] = lift_four<false>(in[j], by.magnitudes, by.signs);
-            by_four[1][j] = lift_four<true>(in[j], by.magnitudes, by.signs);
-            inexact |= u32(by.changed != 0 && any_changed(in[j], by.changed)) << j;
-        }
-        inexact |= __shfl_xor_sync(kAllLanes, inexact, 1);
-        inexact |= __shfl_xor_sync(kAllLanes, inexact, 2);
-        if (lane % 4 == 0) tally.inexact += __popc(inexact);
-    }
-    // Four lanes hold a block.
-    non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 1);
-    non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 2);
-    if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
-
-    u8* to = out + first * cols + my_col;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if (j < rows_here) ptx::store_8(to, {by_four[0][j], by_four[1][j]});
-        to += cols;
-    }
-    if (warp == 0 && lane % 8 == 0 && owner_panel < kPanels && first_panel + owner_panel < across) {
-        const u64 of = first_panel + owner_panel;
-        out_scales[(matrix * down + strip) * across + of] = u8(target);
-        turned_scales[(matrix * across + of) * down + strip] = u8(target);
-    }
-    turn_8x8(by_four, shared.tile[panel].place(lane % 16 * 8, warp));
-    __syncthreads();
-#pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-        const int col = (first_panel + p) * kTile, row = strip * kTile;
-        u8* const line = turned + (matrix * cols + col) * rows + row;
+        const bool owns = exists && owned_rows_left > 0;
         if constexpr (kWhole) {
-            store_turned<E4m3, false, kLiftTilesThreads>(shared.tile[p], line, rows, cols - col, rows - row, tally);
+            next_four = ptx::load_4_if(owns, from_scales) | (owns ? 0 : 0xFFFFFFFF);
         } else {
-            store_turned_bytes<kLiftTilesThreads>(shared.tile[p], line, rows, cols - col, rows - row);
+            next_four = owns ? load_scales<false>(from_scales, owned) : 0xFFFFFFFF;
         }
+        from += (kTile - 8) * (u64(cols) / 2);
+        from_scales += kTile * u64(sources);
+    };
+    fetch(true);
+    u8* to = out + first;
+    Tally tally;
+#pragma unroll 1
+    for (int i = 0; i < strips; ++i) {
+        u32 in[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) in[j] = next[j];
+        const u32 four = next_four, exists = owned_rows_left <= 0 ? 0 : kWhole || owned > 3 ? kEachSign : kEachSign >> (32 - 8 * owned);
+        const int rows_here = rows_left;
+        rows_left -= kTile;
+        owned_rows_left -= kTile;
+        fetch(i + 1 < strips);
+
+        const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
+        const uint2 of_warp = largest_of_squares(max(two & 0xFFFF, two >> 16), owned_square);
+        if (lane < 2) shared.largest[i % 2][lane][warp] = lane == 0 ? of_warp.x : of_warp.y;
+        __syncthreads();
+        const uint2 largest = largest_of_squares(shared.largest[i % 2][square][lane % kLiftTilesWarps], square);
+        const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // of the owned
+        // How far each scale lies above the lowest that gives normal numbers, bit 7 of those that do not, and of NaNs.
+        const u32 above = add_bytes(four, (kLiftFar - kLiftNormal - u32(target) & 0xFF) * kEachByte);
+        const u32 nan = (four & ~kEachSign) + kEachByte & four & exists;
+        const u32 rare = (((above & ~kEachSign) + (0x80 - (kLiftNan - kLiftNormal)) * kEachByte | above) & exists) | nan;
+        const u32 rises = (above & 0x1F1F1F1F) * 8;
+        tally.non_finite += __popc(nan);
+
+        u8* const mine = shared.tile[i][square].place(lane % 16 * 8, warp);
+        const int block = lane / 4 % 4;
+        // A byte to all four, and to all but the first: 0 stays 0.
+        const u32 to_high = block * 0x1111, to_low = to_high & 0xFFF0 | 4;
+        u32 by_four[2][8];
+        u32 non_zero = 0;  // a bit for each row
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const u32 rise = __shfl_sync(kAllLanes, rises, square * 8 + j);
+            const u32 low = kLiftLow + __byte_perm(rise, 0, to_low), high = kLiftHigh + __byte_perm(rise, 0, to_high);
+            non_zero |= (in[j] & E2m1::kMagnitudes) != 0 ? 1u << j : 0;
+            by_four[0][j] = lift_word<false>(in[j], low, high);
+            by_four[1][j] = lift_word<true>(in[j], low, high);
+            ptx::store_8_if(rows_here > (kWhole ? 0 : j), to, {by_four[0][j], by_four[1][j]});
+            to += cols;
+        }
+        // Four lanes hold a block.
+        non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 1);
+        non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 2);
+        if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
+        turn_8x8(by_four, mine);
+        if (__any_sync(kAllLanes, rare != 0)) {
+            // Rows with a NaN, or that move far: again, through the table.
+            u64 at = first + u64(i) * kTile * cols;
+#pragma unroll 1
+            for (int j = 0; j < 8; ++j, at += cols) {
+                const auto of_block = [&](u32 owners) { return __shfl_sync(kAllLanes, owners, square * 8 + j) >> (block * 8) & 0xFF; };
+                const u32 source = of_block(four);
+                const bool again = of_block(rare) != 0 && rows_here > j;
+                const Lift& by = kLiftTable.entry[lift_index(source, __shfl_sync(kAllLanes, target, square * 8))];
+                const u32 word = ptx::load_4_if(again, codes + at / 2);
+                const u32 inexact = __ballot_sync(kAllLanes, again && by.changed != 0 && any_changed(word, by.changed));
+                tally.inexact += lane % 4 == 0 && (inexact >> lane & 15) != 0;
+                if (!again) continue;
+                const uint2 v = {lift_four<false>(word, by.magnitudes, by.signs), lift_four<true>(word, by.magnitudes, by.signs)};
+                ptx::store_8(out + at, v);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) mine[c * kTile + j] = u8((c < 4 ? v.x : v.y) >> (c % 4 * 8));
+            }
+        }
+        if (warp == 0 && lane % 8 == 0 && owned > 0) {
+            out_scales[(matrix * down + first_strip + i) * across + owned_panel] = u8(target);
+            turned_scales[(matrix * across + owned_panel) * down + first_strip + i] = u8(target);
+        }
+        to += (kTile - 8) * u64(cols);
+    }
+    __syncthreads();
+
+    // Of a column a line of all strips, 16 bytes a thread where they start on 16.
+    constexpr int kStore = kWhole ? 16 : 1, kChunks = kDepth * kTile / kStore, kLines = kLiftTilesThreads / kChunks;
+    const int row = threadIdx.x % kChunks * kStore, first_line = threadIdx.x / kChunks;
+    const int lines = first_strip * kTile + row < rows ? cols - first_panel * kTile : 0;
+    ColumnTile* const tile = shared.tile[row / kTile];
+    u8* line = turned + (matrix * cols + first_panel * kTile + first_line) * rows + first_strip * kTile + row;
+#pragma unroll (kWhole ? 2 * kTile / kLines : 1)
+    for (int i = 0; i < 2 * kTile; i += kLines) {
+        const int l = i % kTile + first_line;  // kLines divides kTile
+        ColumnTile& of = tile[i / kTile];
+        const bool present = i + first_line < lines;
+        if constexpr (kWhole) {
+            const uint4 v = of.chunk(l, row % kTile / 16);
+            if (present) ptx::store_16(line, v);
+        } else {
+            if (present) *line = of.place(l, row % kTile / 8)[row % 8];
+        }
+        line += kLines * u64(rows);
     }
     tally.flush(counts, shared.total);
 }

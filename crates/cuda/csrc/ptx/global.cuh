@@ -26,6 +26,21 @@ __device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 
     return v;
 }
 
+/// 4 bytes, or zeros if not `present`; otherwise likewise, so that the load does not move behind a barrier. The L2 reads the 256 bytes around
+/// them, which other ctas will ask for.
+__device__ __forceinline__ u32 load_4_if(bool present, const void* from) {
+    u32 v = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred present;\n"
+        "setp.ne.b32 present, %2, 0;\n"
+        "@present ld.global.L2::256B.u32 %0, [%1];\n"
+        "}\n"
+        : "+r"(v)
+        : "l"(from), "r"(int(present)));
+    return v;
+}
+
 /// 16 bytes to shared memory, in the background; zeros if not `present`, and then `from` is not read. 16-byte aligned.
 __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
@@ -59,6 +74,17 @@ __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;
 
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
+/// If `present`. The address is computed anyway: from the one before by one addition, where the compiler would make each anew.
+__device__ __forceinline__ void store_8_if(bool present, void* to, uint2 v) {
+    asm volatile(
+        "{\n"
+        ".reg .pred present;\n"
+        "setp.ne.b32 present, %3, 0;\n"
+        "@present st.global.v2.u32 [%0], {%1, %2};\n"
+        "}\n" ::"l"(to),
+        "r"(v.x), "r"(v.y), "r"(int(present))
+        : "memory");
+}
 __device__ __forceinline__ void store_4(void* to, u32 v) { *static_cast<u32*>(to) = v; }
 
 }  // namespace nib::ptx

@@ -118,6 +118,7 @@ pub fn legend() {
         "FP8: E8M0 scales, 1 x 128, of W 128 x 128; in a weight gradient, columns made from E4M3 rows (dy) and from MXFP4 (x).",
         "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own. FP8, cuBLASLt: one scale a",
         "tensor, fast accumulation.",
+        "MXFP4 W: weights in 1 x 32 blocks, lifted to FP8's 128 x 128 tiles beforehand; lift: both planes made in the call.",
         "low, high: the slowest and the fastest of three windows. dense: share of the fastest dense product's rate; floor: of the",
         "larger of operations / that rate and the memory's floor; tiled: of a floor with rows rounded up to whole tiles.",
         "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on",
