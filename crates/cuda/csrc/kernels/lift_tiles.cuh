@@ -10,7 +10,7 @@
 //   below, which it fetches before it is done with the first. Grid stack * ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared)
 //   dynamic shared memory. Planes start on 16 bytes.
 //
-// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 83 %, 24576 x 2048 79 %, 4096 x 7168 71 %. Lines of 256 bytes both ways:
+// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256 bytes both ways:
 // one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather than in bands of four strips. Three
 // ctas a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
 #pragma once
