@@ -121,9 +121,11 @@ pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
     let mut checked = Checked { exact: integers_are_exact(device, case)?, errors: [0.0; _] };
     for (error, data) in checked.errors.iter_mut().zip(Data::RANDOM) {
         *error = relative_error(device, case, data)?;
+    }
+    for (error, data) in checked.errors.iter().zip(Data::RANDOM) {
         let bound = bound(case, data);
         if *error > bound {
-            return Err(format!("{}, {data:?}: relative error {error:.2e}, above {bound:e}", case.name()));
+            return Err(format!("{}, {data:?}: {error:.2e} is above {bound:e}; {checked}", case.name()));
         }
     }
     Ok(checked)
