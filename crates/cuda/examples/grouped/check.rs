@@ -121,26 +121,32 @@ pub fn check(device: &Device, case: &Case) -> Result<Checked, String> {
     let mut checked = Checked { exact: integers_are_exact(device, case)?, errors: [0.0; _] };
     for (error, data) in checked.errors.iter_mut().zip(Data::RANDOM) {
         *error = relative_error(device, case, data)?;
+    }
+    for (error, data) in checked.errors.iter().zip(Data::RANDOM) {
         let bound = bound(case, data);
         if *error > bound {
-            return Err(format!("{}, {data:?}: relative error {error:.2e}, above {bound:e}", case.name()));
+            return Err(format!("{}, {data:?}: {error:.2e} is above {bound:e}; {checked}", case.name()));
         }
     }
     Ok(checked)
 }
 
-/// The relative error that is allowed. The tensor cores keep some 13 bits below the largest product of a sum. cuBLASLt with
-/// block scales, of the same data and at any contraction: 1.3e-4, and 2.5e-4 with heavy tails; a few outputs may be further off.
+/// The relative error that is allowed. The tensor cores keep some 13 bits below the largest product of a sum: 1.6e-4 of random
+/// FP8 data, 3e-4 of heavy tails (cuBLASLt with block scales, of the same data: 1.3e-4 and 2.5e-4), and the more, the more one
+/// product of a block of 128 towers above the others, which then keep few bits: 3.7e-4 with a column 64 times as large, up to
+/// 5.9e-4 with a row 1024 times as large within the contraction.
 fn bound(case: &Case, data: Data) -> f64 {
-    let one_sum = case.ragged == Ragged::Rows && case.k <= 128 && case.lens.iter().sum::<usize>() <= 3;
-    match (case.out, case.kind) {
+    let three_rows = case.ragged == Ragged::Rows && case.k <= 128 && case.lens.iter().sum::<usize>() <= 3;
+    match (case.out, case.kind, data) {
         // Half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half of
         // that, but the smallest cases have eight.
-        (Out::Bf16, _) => 4e-3,
-        (Out::F32, Kind::Bf16) => 3e-5,
+        (Out::Bf16, ..) => 4e-3,
+        (Out::F32, Kind::Bf16, _) => 3e-5,
         // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen.
-        (Out::F32, Kind::Fp8(_)) if one_sum && data == Data::HeavyTails => 4e-4,
-        (Out::F32, Kind::Fp8(_)) => 3e-4,
+        (Out::F32, Kind::Fp8(_), Data::HeavyTails) if three_rows => 4e-4,
+        (Out::F32, Kind::Fp8(_), Data::OutlierColumns) if case.ragged == Ragged::Rows => 4.5e-4,
+        (Out::F32, Kind::Fp8(_), Data::MassiveTokens) if case.ragged == Ragged::Contraction => 7e-4,
+        (Out::F32, Kind::Fp8(_), _) => 3e-4,
     }
 }
 
@@ -207,8 +213,8 @@ fn integers_are_exact(device: &Device, case: &Case) -> Result<usize, String> {
     Ok(compared.len())
 }
 
-/// ‖D − exact‖ / ‖exact‖ of all outputs, or of those of large rows or of others, whichever is more: large ones would hide the
-/// rest. Pads count as errors if they are not zero.
+/// ‖D − exact‖ / ‖exact‖: of the outputs of large rows or of the others, whichever is more, since large ones would hide the rest;
+/// of all where those are few. Pads count as errors if they are not zero.
 fn relative_error(device: &Device, case: &Case, data: Data) -> Result<f64, String> {
     let compared = compared(device, case, data)?;
     let of = |some: &dyn Fn(&Compared) -> bool| {
@@ -222,8 +228,8 @@ fn relative_error(device: &Device, case: &Case, data: Data) -> Result<f64, Strin
     };
     let parts = (0..3).map(|large| of(&|output| output.num_large == large));
     // The error of a few is that of their luck with cancellation.
-    let parts = parts.filter(|(count, _)| *count >= MANY).map(|(_, error)| error);
-    Ok(parts.fold(of(&|_| true).1, f64::max))
+    let worst = parts.filter(|(count, _)| *count >= MANY).map(|(_, error)| error).reduce(f64::max);
+    Ok(worst.unwrap_or_else(|| of(&|_| true).1))
 }
 
 /// A NaN scale of A makes exactly its row NaN.

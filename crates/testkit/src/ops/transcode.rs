@@ -2,7 +2,7 @@ use super::quantize::{codec, ragged_values};
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::HostBlock;
 use crate::input::{Input, stream};
-use crate::shapes::{MoeShape, RaggedRows, Spread};
+use crate::shapes::{MoeShape, RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;
 use nibble_core::{Agreement, Convert, Result};
@@ -172,6 +172,10 @@ pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             pair.check(&Ragged { conversion, source: Source::Any, spread, cols: 160 });
         }
         pair.check(&Dense { conversion, source: Source::Any, rows: 384, cols: 448 });
+        for cols in WIDTHS {
+            pair.check(&Dense { conversion, source: Source::Any, rows: 37, cols });
+        }
+        pair.check(&Ragged { conversion, source: Source::Any, spread: Spread::OneTakesMost, cols: 2048 });
     }
     tiles(pair);
 }
