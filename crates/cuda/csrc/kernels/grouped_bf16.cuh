@@ -4,7 +4,7 @@
 //   start anywhere.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
 //   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0), or F32 (n % 4 == 0), with kAccumulate added to what is there.
+// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to what is there.
 // Arithmetic: the tensor cores' F32 accumulators, in order of k.
 //
 // Grid, cta, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
@@ -16,11 +16,12 @@ namespace nib {
 constexpr int kDepth = 64;                        // of k in a stage: 128 bytes of a row, or 64 rows
 constexpr int kBoxBytes = kDepth * kStageBytes;   // 64 rows of 128 bytes
 
-template <int kStages, int kOutBuffers, class Out>
+template <int kStages, int kOutBuffers, int kBoxes, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    Out out[kMathWarps][kOutBuffers][kStagedBytes / sizeof(Out)];  // on its way to D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -74,7 +75,7 @@ __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, 
 }
 
 /// Empties the ring: products, and the stores of finished tiles. `warp` counts within the math warps.
-template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, bool kAccumulate, class Out, class Shared>
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
     constexpr bool kTransposed = kRagged == Ragged::kContraction;
     constexpr int kNextWave = 2 * kWaveRows;
@@ -90,7 +91,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const u32 first_a = low(shared.a[0]) + warp / 4 * (kBoxBytes / 16);
     const u32 first_b = low(shared.b[0]);
     Ring<kStages> ring;
-    u32 buffer = 0;
+    using Stored = Stores<kAdds, false, Out, kOutBuffers, kBoxes>;
+    constexpr int kParts = Stored::kParts;
+    Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto release = [&](u32 stage) {
         // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
         // orders; where every thread arrives it reports nothing.
@@ -107,11 +110,22 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         const Tile tile = uniform(shared.tile[ring.stage]);
         if (tile.len_k < 0) break;
         const int blocks = ceil_div(tile.len_k, kDepth);
+        const auto rows_of = [&](int part) -> Rows {
+            const int row = warp_row + part / kParts * kNextWave;
+            // Nothing to add: nowhere.
+            const int from = kAdds != Adds::kNone && blocks == 0 ? Stored::kNowhere : tile.row_a;
+            return {from + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
+        };
         const bool both = tile.kept > first_row + kNextWave;
         float total[2][64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
+        const auto load = [&] {
+#pragma unroll
+            for (int part = 0; part < kOutBuffers; ++part) stores.template load<0>(rows_of(part), part);
+        };
         if (blocks == 0) {
+            load();
             release(ring.stage);
             ring.advance();
         }
@@ -133,6 +147,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             ptx::wgmma_commit();
             ptx::wgmma_pin(total[0]);
             ptx::wgmma_pin(total[1]);
+            if (block == 0) load();
             ptx::wgmma_wait_until<1>();
             if (block != 0) release(done);
             done = stage;
@@ -151,31 +166,33 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             finish();
         }
         if (blocks != 0) release(done);
-        const auto store = [&](float(&sums)[64], int row) {
-            const Rows rows = {tile.row_a + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
+        const auto store = [&](float(&sums)[64], int from) {
+            const Rows rows = rows_of(from);
             // Groups of rows may end anywhere.
             if (kTransposed || rows.stored >= kOutRows || rows.stored <= 0) {
 #pragma unroll
-                for (int part = 0; part < kParts<Out>; ++part)
-                    store_part<kAccumulate, false>(shared.out[warp], buffer, map_d, sums, rows, part);
+                for (int part = from; part < from + kParts; ++part) {
+                    stores.store(sums, rows, part);
+                    const int later = part + Stored::kAhead;
+                    if (later >= kOutBuffers && later < Stored::kAll) stores.template load<Stored::kLeaving>(rows_of(later), later);
+                }
             } else {
 #pragma unroll
-                for (int part = 0; part < kParts<Out>; ++part) store_few(d, n, sums, rows, part);
+                for (int box = 0; box < kParts * kBoxes; ++box) store_few(d, n, sums, rows, box);
             }
         };
-        store(total[0], warp_row);
-        store(total[1], warp_row + kNextWave);
+        store(total[0], 0);
+        store(total[1], kParts);
     }
     ptx::tma_store_wait_all();
 }
 
-template <Ragged kRagged, class Out, bool kAccumulate, int kStages, int kCluster, int kOutBuffers>
+template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes>
 __global__ void __launch_bounds__(384, 1)
     grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<kStages, kOutBuffers, Out>;
+    using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, Out>;
     extern __shared__ u8 raw[];
-    // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
 
     // The same in every lane, and known to be: what follows from it stays in uniform registers.
@@ -188,6 +205,7 @@ __global__ void __launch_bounds__(384, 1)
             ptx::barrier_init(shared.full[stage], 1);
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
+        for (int i = 0; i < kMathWarps * kOutBuffers; ++i) ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
         ptx::barrier_init_fence();
     }
     if constexpr (kCluster == 1)
@@ -200,7 +218,7 @@ __global__ void __launch_bounds__(384, 1)
         if (warp == 0) produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
     } else {
         ptx::registers_grow_to<232>();
-        consume<kRagged, kStages, kCluster, kOutBuffers, kAccumulate>(shared, map_d, d, groups.n, warp - 4);
+        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, warp - 4);
         if constexpr (kRagged == Ragged::kRows)
             clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
     }

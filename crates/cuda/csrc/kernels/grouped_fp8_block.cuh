@@ -8,7 +8,7 @@
 // A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
 //    A scale is an F32 or an E8M0 byte, anywhere: its row, and its block of the contraction, each times a stride.
-// D  BF16, or F32, with kAccumulate added to what is there; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
+// D  BF16 or F32, or, as kAdds says, added to what is there; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
 //
 // Arithmetic: 128 of K are multiplied by the tensor cores, then total = fma(scale_a * scale_b, partial, total) in F32 on the
 // ordinary cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: same bits every run.
@@ -42,12 +42,13 @@ __host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(o
 __host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
 __host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
 
-template <int kStages, int kOutBuffers, ScalesOfB kScalesB, class Out>
+template <int kStages, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
-    Out out[kMathWarps][kOutBuffers][kStagedBytes / sizeof(Out)];  // on its way to D
-    alignas(16) float scale_a[kStages][kBlockM];                   // times B's scale, where that is one for the whole tile
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
+    alignas(16) float scale_a[kStages][kBlockM];                         // times B's scale, where that is one for the whole tile
     alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
@@ -313,7 +314,7 @@ struct Promotion {
 };
 
 /// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
-template <int kStages, int kCluster, int kOutBuffers, ScalesOfB kScalesB, bool kAccumulate, bool kTransposed, class Out, class Shared>
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds, bool kTransposed, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
     const u32 lane = ptx::lane_idx();
     const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
@@ -323,27 +324,45 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     // Scales of columns leave too few registers for it: where it spills it is 8 % slower.
     constexpr bool kUnrolled = !by_column(kScalesB);
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
-    // Parts of a tile: of the first wave, as many as there are buffers are stored under the tile's last product, the others and two of the
-    // second under the first product of the next, which wants the first wave's totals, and the rest under the second.
-    constexpr int kLast = kOutBuffers < kParts<Out> ? kOutBuffers : kParts<Out>, kFirst = kParts<Out> + 2, kAll = 2 * kParts<Out>;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
     const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
     Ring<kStages> ring;
     bool ready = false;  // whether the ring's next stage is known to be full
-    u32 buffer = 0;
     float total[2][64];
 #pragma unroll
     for (int wave = 0; wave < 2; ++wave)
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[wave][i] = 0.0f;
-    const auto store = [&](const Tile& tile, int from, int to) {
+    using Stored = Stores<kAdds, kTransposed, Out, kOutBuffers, kBoxes>;
+    // A third of a tile's parts each are stored under its last product, under the first product of the next tile, which wants the first
+    // wave's totals, and under the second; but under the last no more than there are buffers.
+    constexpr int kAll = Stored::kAll, kThird = ceil_div(kAll, 3), kLast = kOutBuffers < kThird ? kOutBuffers : kThird;
+    constexpr int kFirst = kLast + ceil_div(kAll - kLast, 2);
+    static_assert((!Stored::kLoads || (kLast >= Stored::kLeaving && kLast <= kAll - Stored::kAhead)) && kFirst >= Stored::kParts);
+    constexpr int kParts = Stored::kParts;
+    Stored stores(shared.out[warp], shared.loaded[warp], map_d);
+    const auto rows_of = [&](const Tile& tile, int part) -> Rows {
+        const int row = warp_row + part / kParts * kNextWave;
+        // A gradient's rows end where the matrix does.
+        const bool whole = kRagged == Ragged::kContraction;
+        return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
+    };
+    // Parts of a tile; `next` comes after it, if any does: nothing may be on its way to shared memory when a cta ends.
+    const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
 #pragma unroll
         for (int part = from; part < to; ++part) {
-            const int row = warp_row + part / kParts<Out> * kNextWave;
-            const Rows rows = {tile.row_a + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
-            store_part<kAccumulate, kTransposed>(shared.out[warp], buffer, map_d, total[part / kParts<Out>], rows,
-                                                 part % kParts<Out>);
+            stores.store(total[part / kParts], rows_of(tile, part), part);
+            constexpr int kPending = Stored::kLeaving;
+            const int later = part + Stored::kAhead;
+            if (later >= kAll && more) stores.template load<kPending>(rows_of(next, later - kAll), later - kAll);
+            if (later >= kOutBuffers && later < kAll) stores.template load<kPending>(rows_of(tile, later), later);
         }
+    };
+    // What `store` does not ask for: the parts of a tile whose buffers are free before its first is stored.
+    const auto load = [&](const Tile& tile) {
+#pragma unroll
+        for (int part = Stored::kAhead; part < kOutBuffers; ++part)
+            stores.template load<0>(rows_of(tile, part), part);
     };
     const auto release = [&](u32 stage) {
         // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
@@ -366,23 +385,28 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
     };
     // The tile before: what is left of it is stored under the first products of the next. Here there is none.
-    Tile before = {};
+    Tile before = {Stored::kNowhere};
+    stores.begin(kLast);
+#pragma unroll
+    for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
     // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
-    const auto take = [&](const Tile& tile, u32 stage, bool first, bool last) {
+    const auto take = [&](const Tile& tile, u32 stage, bool first, bool second, bool last) {
         if (!first) await(stage);
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
         float partial[64];
-        Promotion<kScalesB> upper(shared, stage, lane_row);
         multiply(partial, a, b);
+        if (first) store(before, kLast, kFirst, tile, true);
+        if (second) load(tile);
+        Promotion<kScalesB> upper(shared, stage, lane_row);
         upper.fetch();
-        if (first) store(before, kLast, kFirst);
         finish(partial);
         upper.add(total[0], partial);
-        Promotion<kScalesB> lower(shared, stage, lane_row + kNextWave);
         multiply(partial, a + kNextWave * kBlockK / 16, b);
-        lower.fetch();
-        if (first) store(before, kFirst, kAll);
+        if (first) store(before, kFirst, kAll, tile, true);
+        if (first && last) load(tile);
         if (last) store(tile, 0, kLast);
+        Promotion<kScalesB> lower(shared, stage, lane_row + kNextWave);
+        lower.fetch();
         finish(partial);
         if constexpr (!by_column(kScalesB)) release(stage);
         advance(stage);
@@ -391,8 +415,10 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     };
     for (;;) {
         await(ring.stage);
-        const Tile tile = uniform(shared.tile[ring.stage]);
+        Tile tile = uniform(shared.tile[ring.stage]);
         if (tile.len_k < 0) break;
+        // Nothing to add.
+        if (kAdds != Adds::kNone && tile.len_k == 0) tile.row_a = Stored::kNowhere;
         const int blocks = ceil_div(tile.len_k, kBlockK);
         if (tile.kept > first_row + kNextWave && blocks > 0) {
             for (int block = 0; block < blocks;) {
@@ -400,16 +426,17 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                     // Addresses are constants: 2 to 3 % faster.
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage)
-                        take(tile, stage, stage == 0 && block == 0, stage == kStages - 1 && block == blocks - kStages);
+                        take(tile, stage, stage == 0 && block == 0, stage <= 1 && block + stage == 1, stage == kStages - 1 && block == blocks - kStages);
                     block += kStages;
                 } else {
-                    take(tile, ring.stage, block == 0, block == blocks - 1);
+                    take(tile, ring.stage, block == 0, block == 1, block == blocks - 1);
                     ++block;
                 }
             }
         } else {
             // At most one wave, or none.
-            store(before, kLast, kAll);
+            store(before, kLast, kAll, tile, true);
+            load(tile);
             const bool some = tile.kept > first_row && blocks > 0;
             for (int block = 0; block < max(blocks, 1); ++block) {
                 const u32 stage = ring.stage;
@@ -433,14 +460,13 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     ptx::tma_store_wait_all();
 }
 
-template <Ragged kRagged, ScalesOfB kScalesB, class Out, bool kAccumulate, bool kTransposed, int kStages, int kCluster, int kOutBuffers>
+template <Ragged kRagged, ScalesOfB kScalesB, class Out, Adds kAdds, bool kTransposed, int kStages, int kCluster, int kOutBuffers, int kBoxes>
 __global__ void __launch_bounds__(384, 1)
     grouped_fp8_block(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                       const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
                       const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
-    using Shared = SharedLayout<kStages, kOutBuffers, kScalesB, Out>;
+    using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, kScalesB, Out>;
     extern __shared__ u8 raw[];
-    // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
 
     // The same in every lane, and known to be: what follows from it stays in uniform registers.
@@ -453,6 +479,7 @@ __global__ void __launch_bounds__(384, 1)
             ptx::barrier_init(shared.full[stage], 1 + scale_warps(kScalesB));
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
+        for (int i = 0; i < kMathWarps * kOutBuffers; ++i) ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
         ptx::barrier_init_fence();
     }
     if constexpr (kCluster == 1)
@@ -468,7 +495,7 @@ __global__ void __launch_bounds__(384, 1)
             fetch_scales<kRagged, kStages, kCluster, kScalesB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
     } else {
         ptx::registers_grow_to<224>();
-        consume<kStages, kCluster, kOutBuffers, kScalesB, kAccumulate, kTransposed, Out>(shared, map_d, warp - 4);
+        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows)
             clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
     }

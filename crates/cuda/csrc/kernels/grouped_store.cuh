@@ -81,18 +81,20 @@ struct Rows {
     int kept, stored;  // of the 16
 };
 
-/// A part: columns whose 16 rows fill a staging buffer of 64-byte rows, the store map's swizzle: address bits 4-5 are XORed with
-/// bits 7-8. A lane has kPartTotals of it.
-constexpr int kStagedBytes = 1024;
-template <class Out>
-constexpr int kPartCols = kStagedBytes / kOutRows / int(sizeof(Out));
-template <class Out>
-constexpr int kParts = kBlockN / kPartCols<Out>;  // of a wave
-template <class Out>
-constexpr int kPartTotals = kPartCols<Out> / 2;
+/// How totals come to D: over what is there, or added to it, by the L2 or by the warp that has them. The L2 adds F32 alone, at a
+/// quarter of the memory's rate, while the warp goes on; the warp waits for what is there.
+enum class Adds { kNone, kInL2, kInWarp };
 
-/// Rounds a part to BF16.
-template <bool kTransposed>
+/// A box: columns whose 16 rows fill 64-byte rows in the store map's swizzle: address bits 4-5 are XORed with bits 7-8. A lane has
+/// kBoxTotals of it.
+constexpr int kBoxStaged = 1024;
+template <class Out>
+constexpr int kBoxCols = kBoxStaged / kOutRows / int(sizeof(Out));
+template <class Out>
+constexpr int kBoxTotals = kBoxCols<Out> / 2;
+
+/// Rounds a box to BF16.
+template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(u16* staged, const float* total, const Rows& to) {
     static_assert(!kTransposed);
     const u32 lane = ptx::lane_idx();
@@ -103,70 +105,160 @@ __device__ __forceinline__ void stage(u16* staged, const float* total, const Row
     const u32 base = shared_address(staged) + tile_row * 64;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-        const float* t = total + pair * 8;
-        const u32 chunk = (pair * 2 + tile_right) ^ ((tile_row >> 1) & 3);
-        ptx::store_matrix_x4(base + chunk * 16, ptx::pack_bf16(t[0], t[1]) & keep[0], ptx::pack_bf16(t[2], t[3]) & keep[1],
-                             ptx::pack_bf16(t[4], t[5]) & keep[0], ptx::pack_bf16(t[6], t[7]) & keep[1]);
+        const u32 at = base + ((pair * 2 + tile_right) ^ ((tile_row >> 1) & 3)) * 16;
+        u32 words[4];
+        if constexpr (kAdd) ptx::load_matrix_x4(words, at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float x = total[pair * 8 + 2 * i], y = total[pair * 8 + 2 * i + 1];
+            if constexpr (kAdd) x += __uint_as_float(words[i] << 16), y += __uint_as_float(words[i] & 0xFFFF0000);
+            words[i] = ptx::pack_bf16(x, y) & keep[i % 2];
+        }
+        ptx::store_matrix_x4(at, words[0], words[1], words[2], words[3]);
     }
 }
 
-/// A part as F32.
-template <bool kTransposed>
+/// A box as F32.
+template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(float* staged, const float* total, const Rows& to) {
     const u32 lane = ptx::lane_idx(), row = lane / 4, right = lane % 4;
     char* const bytes = reinterpret_cast<char*>(staged);
+    // Columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
+    const auto at = [&](int i) {
+        const u32 at = kTransposed ? (right * 128 + (row / 4 ^ right) * 16 + row % 4 * 4) ^ (i % 2 * 32)
+                                   : (row * 64 + (right / 2 ^ (row / 2 & 3)) * 16 + right % 2 * 8) ^ (i / 2 * 32);
+        return reinterpret_cast<float*>(bytes + at + (kTransposed ? i / 2 : i % 2) * 512);
+    };
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        // Columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
-        const bool keep = int(row + i % 2 * 8) < to.kept;
-        const float2 pair = keep ? float2{total[2 * i], total[2 * i + 1]} : float2{0.0f, 0.0f};
-        if constexpr (kTransposed) {
-            const u32 at = (right * 128 + (row / 4 ^ right) * 16 + row % 4 * 4) ^ (i % 2 * 32);
-            *reinterpret_cast<float*>(bytes + at + i / 2 * 512) = pair.x;
-            *reinterpret_cast<float*>(bytes + at + i / 2 * 512 + 64) = pair.y;
-        } else {
-            const u32 at = (row * 64 + (right / 2 ^ (row / 2 & 3)) * 16 + right % 2 * 8) ^ (i / 2 * 32);
-            *reinterpret_cast<float2*>(bytes + at + i % 2 * 512) = pair;
+    for (int half = 0; half < 4; half += 2) {
+        float2 pairs[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool keep = int(row + i * 8) < to.kept;
+            const float* const t = total + 2 * (half + i);
+            pairs[i] = keep ? float2{t[0], t[1]} : float2{0.0f, 0.0f};
+            const float* const from = at(half + i);
+            if constexpr (kAdd && kTransposed) pairs[i].x += from[0], pairs[i].y += from[16];
+            if constexpr (kAdd && !kTransposed) {
+                const float2 before = *reinterpret_cast<const float2*>(from);
+                pairs[i].x += before.x, pairs[i].y += before.y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float* const to_d = at(half + i);
+            if constexpr (kTransposed)
+                to_d[0] = pairs[i].x, to_d[16] = pairs[i].y;
+            else
+                *reinterpret_cast<float2*>(to_d) = pairs[i];
         }
     }
 }
 
-/// Stores a part of a wave through the next of `kOutBuffers` buffers, or adds it to D; clears its totals. All 16 rows are stored
-/// or none, but for those past the matrix's end.
-template <bool kAccumulate, bool kTransposed, class Out, int kOutBuffers>
-__device__ __forceinline__ void store_part(Out (&out)[kOutBuffers][kStagedBytes / sizeof(Out)], u32& buffer,
-                                           const TensorMap& map_d, float* totals, const Rows& to, int part) {
-    const bool leader = ptx::lane_idx() == 0;
-    if (leader) ptx::tma_store_wait_read<kOutBuffers - 1>();
-    __syncwarp();
-    Out* const staged = out[buffer];
-    float* const total = totals + part * kPartTotals<Out>;
-    stage<kTransposed>(staged, total, to);
-    ptx::fence_shared_to_async();
-    __syncwarp();
-    if (leader) {
-        // Rows that are not stored go past the end of D, where the copy engine leaves them out.
-        const int row = to.stored > 0 ? to.row : 0x7FFFFF00, col = to.col + part * kPartCols<Out>;
-        const int x = kTransposed ? row : col, y = kTransposed ? col : row;
-        if constexpr (kAccumulate)
-            ptx::tma_add(map_d, staged, x, y, to.matrix);
-        else
-            ptx::tma_store(map_d, staged, x, y, to.matrix);
-        ptx::tma_store_commit();
-    }
-    buffer = buffer + 1 == kOutBuffers ? 0 : buffer + 1;
-#pragma unroll
-    for (int i = 0; i < kPartTotals<Out>; ++i) total[i] = 0.0f;
-}
+/// A warp's buffers on the way to D. A wave goes through them part by part, each kBoxes boxes. Where the warp adds, the copy engine
+/// brings what is there kAhead parts before, to the buffer from which the sum goes back.
+template <Adds kAdds, bool kTransposed, class Out, int kOutBuffers, int kBoxes>
+class Stores {
+  public:
+    static constexpr bool kLoads = kAdds == Adds::kInWarp;
+    using Staged = Out[kBoxes][kBoxStaged / sizeof(Out)];
+    /// Parts of a wave, and of a tile, one wave after the other.
+    static constexpr int kParts = kBlockN / kBoxCols<Out> / kBoxes, kAll = 2 * kParts;
+    /// A row past any matrix's end.
+    static constexpr int kNowhere = 0x7FFFFC00;
+    /// So many parts may be on their way out while as many again come in.
+    static constexpr int kLeaving = kOutBuffers / 2, kAhead = kOutBuffers - kLeaving;
+    /// Each part then has its buffer.
+    static_assert(!kLoads || kAll % kOutBuffers == 0);
+    static_assert(kAdds != Adds::kInL2 || sizeof(Out) == 4);
 
-/// The same for a piece of which some rows only are stored, straight from the registers.
-template <class Out>
-__device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int part) {
-    const int lane = int(ptx::lane_idx());
-    const int col = to.col + part * kPartCols<Out> + lane % 4 * 2;
-    float* const total = totals + part * kPartTotals<Out>;
+    __device__ __forceinline__ Stores(Staged (&staged)[kOutBuffers], ptx::Barrier (&loaded)[kOutBuffers], const TensorMap& map_d)
+        : staged_(staged), loaded_(loaded), map_d_(map_d), leader_(ptx::lane_idx() == 0) {}
+
+    /// Before all: the first parts, of no tile, have come and gone.
+    __device__ __forceinline__ void begin(int parts) {
+        if constexpr (kLoads) {
 #pragma unroll
-    for (int i = 0; i < kPartTotals<Out> / 2; ++i) {
+            for (int part = 0; part < parts; ++part)
+                if (leader_) ptx::barrier_arrive(loaded_[part % kOutBuffers]);
+        }
+    }
+
+    /// Stores a part, or adds it to D; clears its totals. All 16 rows are stored or none, but for those past the matrix's end.
+    __device__ __forceinline__ void store(float* totals, const Rows& to, int part) {
+        const int at = kLoads ? part % kOutBuffers : buffer_;
+        if constexpr (kLoads) {
+            ptx::barrier_wait(loaded_here(at), part / kOutBuffers % 2 ^ turn_);
+            if constexpr (kAll / kOutBuffers % 2 == 1) turn_ ^= part == kAll - 1;
+        } else {
+            if (leader_) ptx::tma_store_wait_read<kOutBuffers - 1>();
+            __syncwarp();
+        }
+        float* const total = totals + part % kParts * kBoxes * kBoxTotals<Out>;
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) stage<kLoads, kTransposed>(staged_[at][box], total + box * kBoxTotals<Out>, to);
+        ptx::fence_shared_to_async();
+        __syncwarp();
+        if (leader_) {
+            each_box(to, part, [&](int box, int x, int y) {
+                if constexpr (kAdds == Adds::kInL2)
+                    ptx::tma_add(map_d_, staged_here(at)[box], x, y, to.matrix);
+                else
+                    ptx::tma_store(map_d_, staged_here(at)[box], x, y, to.matrix);
+            });
+            ptx::tma_store_commit();
+        }
+        if constexpr (!kLoads) buffer_ = buffer_ + 1 == kOutBuffers ? 0 : buffer_ + 1;
+#pragma unroll
+        for (int i = 0; i < kBoxes * kBoxTotals<Out>; ++i) total[i] = 0.0f;
+    }
+
+    /// Asks for what is there of a part, once all but kPending of the buffers that parts left are read.
+    template <int kPending>
+    __device__ __forceinline__ void load(const Rows& to, int part) {
+        if constexpr (kLoads) {
+            if (leader_) {
+                ptx::tma_store_wait_read<kPending>();
+                const int at = part % kOutBuffers;
+                ptx::Barrier& loaded = loaded_here(at);
+                ptx::barrier_arrive_expect(loaded, kBoxes * kBoxStaged);
+                each_box(to, part, [&](int box, int x, int y) { ptx::tma_load(staged_here(at)[box], map_d_, loaded, x, y, to.matrix); });
+            }
+        }
+    }
+
+  private:
+    /// A part's buffer and barrier, not to be known before.
+    __device__ __forceinline__ Staged& staged_here(int at) const { return (staged_ + (kLoads ? ptx::here(0) : 0))[at]; }
+    __device__ __forceinline__ ptx::Barrier& loaded_here(int at) const { return (loaded_ + ptx::here(0))[at]; }
+
+    template <class Copy>
+    static __device__ __forceinline__ void each_box(const Rows& to, int part, const Copy& copy) {
+        // Rows that are not stored go past the end of D, where the copy engine leaves them out.
+        const int row = to.stored > 0 ? to.row : kNowhere;
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) {
+            const int col = to.col + (part % kParts * kBoxes + box) * kBoxCols<Out>;
+            copy(box, kTransposed ? row : col, kTransposed ? col : row);
+        }
+    }
+
+    Staged* const staged_;
+    ptx::Barrier* const loaded_;
+    const TensorMap& map_d_;
+    const bool leader_;
+    u32 buffer_ = 0;
+    u32 turn_ = 0;
+};
+
+/// The same for a box of which some rows only are stored, straight from the registers.
+template <class Out>
+__device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int box) {
+    const int lane = int(ptx::lane_idx());
+    const int col = to.col + box * kBoxCols<Out> + lane % 4 * 2;
+    float* const total = totals + box * kBoxTotals<Out>;
+#pragma unroll
+    for (int i = 0; i < kBoxTotals<Out> / 2; ++i) {
         const int row = lane / 4 + i % 2 * 8;
         const bool keep = row < to.kept;
         const float x = keep ? total[2 * i] : 0.0f, y = keep ? total[2 * i + 1] : 0.0f;

@@ -160,7 +160,9 @@ __global__ void __launch_bounds__(kSimtThreads)
                 float* const to = static_cast<float*>(d) + at;
                 *to = accumulate ? *to + total[i][j] : total[i][j];
             } else {
-                static_cast<u16*>(d)[at] = static_cast<u16>(ptx::pack_bf16(total[i][j], 0.0f));
+                u16* const to = static_cast<u16*>(d) + at;
+                const float sum = accumulate ? __uint_as_float(u32(*to) << 16) + total[i][j] : total[i][j];
+                *to = static_cast<u16>(ptx::pack_bf16(sum, 0.0f));
             }
         }
 }

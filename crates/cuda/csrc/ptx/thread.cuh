@@ -58,6 +58,12 @@ __device__ __forceinline__ void registers_grow_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+/// The same, but nothing that follows from it is computed before: that would hold registers.
+__device__ __forceinline__ u32 here(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 /// Two F32 to packed BF16, nearest-even; `low` goes to the lower address.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
@@ -69,6 +75,14 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 __device__ __forceinline__ void store_matrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+/// Back to them.
+__device__ __forceinline__ void load_matrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
                  : "memory");
 }
 

@@ -19,6 +19,15 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
+/// One tile of a matrix of a stack.
+__device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y, int matrix) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+            shared_address(tile)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(matrix)
+        : "memory");
+}
+
 /// One tile to the same place in every cta of `cta_mask`, completing on the barrier at the same place of each.
 __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
                                                    u16 cta_mask) {

@@ -396,7 +396,11 @@ impl Operands {
     pub fn unwritten(&self, device: &Device) -> Result<Written> {
         let len = self.case.desc().d();
         Ok(match (self.case.out, self.case.accumulate) {
-            (Out::Bf16, _) => Written::Bf16(device.filled(len, 0xFF)?),
+            (Out::Bf16, true) if self.before.is_empty() => Written::Bf16(device.filled(len, 0)?),
+            (Out::Bf16, true) => Written::Bf16(
+                device.upload(&self.before.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>())?,
+            ),
+            (Out::Bf16, false) => Written::Bf16(device.filled(len, 0xFF)?),
             (Out::F32, true) if self.before.is_empty() => Written::F32(device.filled(len, 0)?),
             (Out::F32, true) => Written::F32(device.upload(&self.before)?),
             (Out::F32, false) => Written::F32(device.filled(len, 0xFF)?),
@@ -492,7 +496,7 @@ impl OnDevice {
             a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
             b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
             d: match &mut self.d {
-                Written::Bf16(values) => Target::Bf16(values),
+                Written::Bf16(values) => Target::Bf16 { values, accumulate: self.case.accumulate },
                 Written::F32(values) => Target::F32 { values, accumulate: self.case.accumulate },
             },
         }

@@ -83,11 +83,12 @@ pub fn small() -> Vec<Case> {
                 cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
             }
         }
-        let out = Out::Bf16;
-        let case = Case { out, slack: 128, ..wgrad(lens, k + 3, n) };
-        cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), ..case.clone() });
-        cases.push(case);
-        cases.push(bf16_of(Case { out, slack: 5, ..wgrad(lens, k, n) }));
+        for accumulate in [false, true] {
+            let case = Case { out: Out::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
+            cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
+            cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), ..case.clone() });
+            cases.push(case);
+        }
     }
     // More groups than lanes of a warp.
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();
@@ -97,6 +98,13 @@ pub fn small() -> Vec<Case> {
     for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
         cases.push(Case { kind: Kind::Fp8(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
     }
+    // Many tiles a cta, of short contractions and of none, added to what is there.
+    let short: Vec<usize> = (0..40).map(|g| g * 137 % 1200).collect();
+    let adding = Case { accumulate: true, ..wgrad(&short, 512, 640) };
+    cases.push(Case { kind: Kind::Fp8(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), transposed: true, ..adding.clone() });
+    cases.push(Case { out: Out::Bf16, kind: Kind::Fp8(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { out: Out::Bf16, ..bf16_of(adding) });
     cases
 }
 

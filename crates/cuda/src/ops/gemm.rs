@@ -71,7 +71,7 @@ impl Product<'_> {
         let groups =
             self.groups.map(|groups| GroupBuffers { start: groups.start.get(), len: groups.len.get() });
         let (out, accumulate) = match &d {
-            Target::Bf16(_) => (DType::Bf16, false),
+            Target::Bf16 { accumulate, .. } => (DType::Bf16, *accumulate),
             Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
         };
         if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
@@ -217,7 +217,7 @@ impl Output {
 
     pub fn target(&mut self) -> Target<'_> {
         match self {
-            Self::Bf16(values) => Target::Bf16(values),
+            Self::Bf16(values) => Target::Bf16 { values, accumulate: false },
             Self::F32(values) => Target::F32 { values, accumulate: false },
         }
     }

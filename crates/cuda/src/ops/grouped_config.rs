@@ -1,5 +1,5 @@
 //! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D. Nothing but the product's sizes and
-//! the GPU may decide; so far one instance serves them all.
+//! the GPU may decide.
 
 use super::grouped_product::{Desc, Kind, Out, ScalesB};
 use super::product::Ragged;
@@ -21,8 +21,19 @@ const MATH_WARPS: usize = 8;
 /// The device's `Tile`, one a stage.
 const TILE_BYTES: usize = 32;
 const THREADS: u32 = 384;
+/// Rows a group on average below which warps add to D.
+const SHORT: usize = 1536;
 /// Bands that are worth a trial.
 const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
+
+/// Who adds to D.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adds {
+    /// The L2, F32.
+    InL2,
+    /// The warp that has the totals.
+    InWarp,
+}
 
 /// An instance of a kernel template, and the raster it walks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,25 +44,41 @@ pub struct Config {
     pub cluster: usize,
     /// Staging buffers a warp has for its stores.
     pub out_buffers: usize,
+    /// Boxes of D in each: [`OUT_ROWS`] rows of [`OUT_ROW_BYTES`].
+    pub out_boxes: usize,
+    /// Who adds totals to D, where they are added.
+    pub adds: Adds,
     /// Tile rows in a band of the raster (an argument of the launch).
     pub band: usize,
 }
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { stages, cluster, out_buffers, band } = self;
+        let Self { stages, cluster, out_buffers, out_boxes, adds, band } = self;
         write!(
             f,
-            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} out buffers, band {band}"
+            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} x {out_boxes} KiB out, adds {adds:?}, band {band}"
         )
     }
 }
 
 impl Config {
-    /// The instance for a product on a GPU: one serves all sizes and Hoppers measured so far. Only the device knows what the groups
-    /// hold, so that nothing else could decide.
-    pub const fn choose(_desc: &Desc, _gpu: &GpuInfo) -> Self {
-        Self { stages: 4, cluster: 2, out_buffers: 3, band: 8 }
+    /// The instance for a product on a GPU. Only the device knows what the groups hold: the rows they have on average decide.
+    ///
+    /// The L2 adds F32 at a quarter of the memory's rate, which long contractions hide, and those with a scale a column. The others'
+    /// gradients are added by the warps, as are those of BF16, which are rounded once: a stage less leaves room for half an F32
+    /// tile of D, or a whole one of BF16, that comes under the products.
+    pub const fn choose(desc: &Desc, _gpu: &GpuInfo) -> Self {
+        let most = Self { stages: 4, cluster: 2, out_buffers: 3, out_boxes: 1, adds: Adds::InL2, band: 8 };
+        let in_warp = Self { stages: 3, adds: Adds::InWarp, ..most };
+        let shared = matches!(desc.kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        match desc.out {
+            Out::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
+            Out::F32 if desc.accumulate && shared && desc.k < SHORT * desc.groups => {
+                Self { out_buffers: 2, out_boxes: 4, ..in_warp }
+            }
+            _ => most,
+        }
     }
 
     /// What may be tried beside the choice, which is the first: [`GroupedProduct::run_with`] takes any of them.
@@ -70,11 +97,12 @@ impl Config {
         let good = matches!(self.cluster, 1 | 2)
             && (1..=1 << 20).contains(&self.band)
             && (1..=8).contains(&self.stages)
-            && (1..=8).contains(&self.out_buffers);
+            && (1..=8).contains(&self.out_buffers)
+            && matches!(self.out_boxes, 1 | 2 | 4);
         if good {
             return Ok(());
         }
-        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 8 output buffers";
+        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 8 output buffers of 1, 2 or 4 boxes";
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
@@ -89,8 +117,18 @@ impl Config {
             Kind::Bf16 => 0,
         };
         let barriers = 2 * size_of::<u64>();
-        let out = MATH_WARPS * self.out_buffers * OUT_ROWS * OUT_ROW_BYTES;
+        let out =
+            MATH_WARPS * self.out_buffers * (self.out_boxes * OUT_ROWS * OUT_ROW_BYTES + size_of::<u64>());
         1024 + out + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
+    }
+
+    /// The device's name for how totals come to D.
+    fn adds(&self, desc: &Desc) -> &'static str {
+        match self.adds {
+            _ if !desc.accumulate => "nib::Adds::kNone",
+            Adds::InL2 => "nib::Adds::kInL2",
+            Adds::InWarp => "nib::Adds::kInWarp",
+        }
     }
 
     /// The instance.
@@ -99,10 +137,11 @@ impl Config {
         let mut args = vec![
             ("kRagged", TemplateArg::Type(desc.ragged.name())),
             ("Out", TemplateArg::Type(if desc.out == Out::Bf16 { "nib::u16" } else { "float" })),
-            ("kAccumulate", TemplateArg::Bool(desc.accumulate)),
+            ("kAdds", TemplateArg::Type(self.adds(desc))),
             ("kStages", int(self.stages)),
             ("kCluster", int(self.cluster)),
             ("kOutBuffers", int(self.out_buffers)),
+            ("kBoxes", int(self.out_boxes)),
         ];
         let (source, name) = match desc.kind {
             Kind::Fp8(scales_b) => {
@@ -149,8 +188,8 @@ pub(super) fn instances() -> Vec<super::Instance> {
     }
     let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), Kind::Bf16];
     for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strips)].into_iter().chain(own) {
-        cases.push((Ragged::Contraction, kind, Out::Bf16, false, false));
         for accumulate in [false, true] {
+            cases.push((Ragged::Contraction, kind, Out::Bf16, accumulate, false));
             cases.push((Ragged::Contraction, kind, Out::F32, accumulate, false));
             // Where each row of B has its own scale, those of A have, too.
             if !own.contains(&kind) {
@@ -159,13 +198,19 @@ pub(super) fn instances() -> Vec<super::Instance> {
         }
     }
     let gpu = hopper();
-    let instance = |(ragged, kind, out, accumulate, transposed)| {
-        let (m, n, k) = (BLOCK_M, BLOCK_N, 128);
-        let desc = Desc { ragged, kind, out, accumulate, transposed, groups: 1, m, n, k };
-        let config = Config::choose(&desc, &gpu);
-        super::Instance { spec: config.spec(&desc), shared_bytes: config.shared_bytes(&desc) }
-    };
-    cases.into_iter().map(instance).collect()
+    let mut instances: Vec<super::Instance> = Vec::new();
+    for (ragged, kind, out, accumulate, transposed) in cases {
+        for k in [128, SHORT] {
+            let (m, n) = (BLOCK_M, BLOCK_N);
+            let desc = Desc { ragged, kind, out, accumulate, transposed, groups: 1, m, n, k };
+            let config = Config::choose(&desc, &gpu);
+            let (spec, shared_bytes) = (config.spec(&desc), config.shared_bytes(&desc));
+            if instances.iter().all(|instance| instance.spec != spec) {
+                instances.push(super::Instance { spec, shared_bytes });
+            }
+        }
+    }
+    instances
 }
 
 #[cfg(test)]
@@ -195,7 +240,7 @@ mod tests {
     #[test]
     fn the_choice_is_printed_and_stands_before_what_may_be_tried() {
         let (gpu, chosen) = (hopper(), Config::choose(&DESC, &hopper()));
-        assert_eq!(chosen.to_string(), "256x128, cluster 2, 4 stages, 3 out buffers, band 8");
+        assert_eq!(chosen.to_string(), "256x128, cluster 2, 4 stages, 3 x 1 KiB out, adds InL2, band 8");
         let candidates = Config::candidates(&DESC, &gpu);
         assert_eq!(candidates[0], chosen);
         assert!(candidates.len() > 4);
@@ -205,5 +250,17 @@ mod tests {
             assert!(!candidates[..i].contains(config), "{config} twice");
         }
         assert!(Config { cluster: 4, ..chosen }.check().is_err());
+    }
+
+    #[test]
+    fn short_contractions_and_bf16_gradients_are_added_by_the_warps() {
+        let adding = |k, out| {
+            let desc = Desc { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
+            let config = Config::choose(&desc, &hopper());
+            assert!(config.shared_bytes(&desc) <= hopper().shared_bytes_per_cta);
+            config.spec(&desc).to_string().contains("kInWarp")
+        };
+        assert!(adding(8 * 512, Out::F32) && !adding(8 * SHORT, Out::F32));
+        assert!(adding(8 * 512, Out::Bf16) && adding(8 * SHORT, Out::Bf16));
     }
 }

@@ -1,7 +1,7 @@
 //! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
 //! (`csrc/kernels/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/grouped_bf16.cuh`). One group is the dense product.
 
-pub use super::grouped_config::Config;
+pub use super::grouped_config::{Adds, Config};
 use super::grouped_config::{BLOCK_M, BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product::{GroupsArg, same_device};
@@ -89,7 +89,7 @@ pub struct Desc {
     pub kind: Kind,
     /// The type of D.
     pub out: Out,
-    /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]).
+    /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
     pub accumulate: bool,
     /// D holds transposed matrices, `[n][m]`: A and B change places where it is A whose rows share scales
     /// ([`Ragged::Contraction`], FP8, F32).
@@ -185,12 +185,12 @@ impl Desc {
             }
         }
         let by_rows = self.ragged == Ragged::Rows;
-        let adds = self.accumulate && (by_rows || self.out == Out::Bf16);
+        let adds = self.accumulate && by_rows;
         let turns = self.transposed && (by_rows || self.kind == Kind::Bf16 || self.out == Out::Bf16);
         for (argument, wrong) in [("accumulate", adds), ("transposed", turns)] {
             if wrong {
                 let got = format!("true with {:?}, {:?}, {:?}", self.ragged, self.kind, self.out);
-                return Err(Error::shape(OP, argument, got, "an F32 gradient"));
+                return Err(Error::shape(OP, argument, got, "a gradient"));
             }
         }
         if by_rows && self.kind == Kind::Fp8(ScalesB::Strips) {
@@ -287,7 +287,7 @@ impl GroupedProduct<'_> {
         let desc = &self.desc;
         desc.check()?;
         let (out, accumulate) = match &self.d {
-            Target::Bf16(_) => (Out::Bf16, false),
+            Target::Bf16 { accumulate, .. } => (Out::Bf16, *accumulate),
             Target::F32 { accumulate, .. } => (Out::F32, *accumulate),
         };
         if (out, accumulate) != (desc.out, desc.accumulate) {
@@ -337,7 +337,7 @@ impl GroupedProduct<'_> {
         let map_a = self.a.map(desc, desc.m, BLOCK_M / config.cluster)?;
         let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N)?;
         let (element, address, d): (_, _, &dyn KernelArg) = match &self.d {
-            Target::Bf16(values) => (Element::Bf16, values.address(), *values),
+            Target::Bf16 { values, .. } => (Element::Bf16, values.address(), *values),
             Target::F32 { values, .. } => (Element::F32, values.address(), *values),
         };
         let map_d = store_map(desc, element, address)?;
@@ -397,6 +397,7 @@ mod tests {
         GOOD.check().unwrap();
         let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Bf16, out: Out::F32, ..GOOD };
         Desc { accumulate: true, k: 401, ..wgrad }.check().unwrap();
+        Desc { accumulate: true, out: Out::Bf16, ..wgrad }.check().unwrap();
         for (desc, argument) in [
             (Desc { m: 0, ..GOOD }, "m"),
             (Desc { groups: 0, ..GOOD }, "groups"),
@@ -409,7 +410,6 @@ mod tests {
             (Desc { accumulate: true, ..GOOD }, "accumulate"),
             (Desc { transposed: true, ..GOOD }, "transposed"),
             (Desc { kind: Kind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
-            (Desc { accumulate: true, out: Out::Bf16, ..wgrad }, "accumulate"),
             (Desc { transposed: true, ..wgrad }, "transposed"),
             (Desc { m: 12, ..wgrad }, "m"),
         ] {

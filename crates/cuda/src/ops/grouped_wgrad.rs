@@ -1,11 +1,10 @@
 //! See [`nibble_core::ops::GroupedWgrad`]: a gradient for each matrix of a stack, contracted over its group's rows.
 
-use super::elementwise::add_values;
 use super::gemm::Product;
 use super::product::{Ragged, Target};
 use crate::Cuda;
 use nibble_core::ops::GroupedWgrad;
-use nibble_core::{DType, Data, Result, Tensor};
+use nibble_core::{Data, Result, Tensor};
 
 pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<()> {
     let dims = op.check()?;
@@ -30,13 +29,6 @@ pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<(
     }
     match &mut grad.data {
         Data::F32(grad) => product.run(dy, x, Target::F32 { values: grad.make_mut()?, accumulate }),
-        Data::Bf16(grad) if !accumulate => product.run(dy, x, Target::Bf16(grad.make_mut()?)),
-        Data::Bf16(grad) => {
-            // No kernel adds to BF16: the gradient in F32 by itself, and one addition.
-            let mut values = cuda.device().alloc(rows * cols)?;
-            product.run(dy, x, Target::F32 { values: &mut values, accumulate: false })?;
-            *grad = add_values(cuda.device(), grad.get(), &values, [DType::Bf16, DType::F32])?;
-            Ok(())
-        }
+        Data::Bf16(grad) => product.run(dy, x, Target::Bf16 { values: grad.make_mut()?, accumulate }),
     }
 }

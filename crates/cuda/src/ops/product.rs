@@ -152,8 +152,13 @@ crate::launch::plain_args!(ScalesArg, GroupsArg);
 /// D on the device.
 #[derive(Debug)]
 pub enum Target<'a> {
-    /// BF16.
-    Bf16(&'a mut Buffer<bf16>),
+    /// BF16, overwritten or added to.
+    Bf16 {
+        /// The values.
+        values: &'a mut Buffer<bf16>,
+        /// Add to what is there, one F32 addition an element, and round once.
+        accumulate: bool,
+    },
     /// F32, overwritten or added to.
     F32 {
         /// The values.
@@ -175,14 +180,14 @@ pub struct GroupBuffers<'a> {
 impl Target<'_> {
     pub(super) fn device(&self) -> &Device {
         match self {
-            Target::Bf16(values) => values.device(),
+            Target::Bf16 { values, .. } => values.device(),
             Target::F32 { values, .. } => values.device(),
         }
     }
 
     pub(super) fn len(&self) -> usize {
         match self {
-            Target::Bf16(values) => values.len(),
+            Target::Bf16 { values, .. } => values.len(),
             Target::F32 { values, .. } => values.len(),
         }
     }

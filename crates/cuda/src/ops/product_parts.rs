@@ -50,7 +50,7 @@ impl<'a> Parts<'a> {
             (Data::Bf16(a), Data::F32(b), Target::F32 { .. }) if is_dense => {
                 Self::Right { a: a.get(), b: b.get() }
             }
-            (Data::F32(a), Data::F32(b), Target::Bf16(_)) if is_dense => {
+            (Data::F32(a), Data::F32(b), Target::Bf16 { accumulate: false, .. }) if is_dense => {
                 Self::Both { a: a.get(), b: b.get() }
             }
             (Data::F32(a), Data::Bf16(b), Target::F32 { .. }) if product.ragged == Ragged::Contraction => {
@@ -116,7 +116,7 @@ impl<'a> Parts<'a> {
                 multiply(a, &b, Target::F32 { values: &mut wide, accumulate: false })?;
                 sum(&wide, values, product.n, false)
             }
-            (Self::Both { a, b }, d @ Target::Bf16(_)) => {
+            (Self::Both { a, b }, d @ Target::Bf16 { .. }) => {
                 multiply(&split(a, product.k, &LEFT)?, &split(b, product.k, &RIGHT)?, d)
             }
             (Self::Left { a, b }, Target::F32 { values, accumulate }) => {

@@ -214,7 +214,7 @@ impl ProductSimt<'_> {
         let grid = self.grid();
         let (a, b) = (self.a.arg(), self.b.arg());
         let (d, is_f32, accumulate): (&dyn KernelArg, i32, i32) = match &self.d {
-            Target::Bf16(values) => (*values, 0, 0),
+            Target::Bf16 { values, accumulate } => (*values, 0, i32::from(*accumulate)),
             Target::F32 { values, accumulate } => (*values, 1, i32::from(*accumulate)),
         };
         let launch = Launch { ctas: grid.iter().product(), threads: THREADS, cluster: 1, shared_bytes: 0 };

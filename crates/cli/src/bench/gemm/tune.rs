@@ -8,7 +8,7 @@ use crate::bench::kernels::report::shortened;
 use crate::console::say;
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
-use nibble_cuda::ops::grouped_product::Config;
+use nibble_cuda::ops::grouped_product::{Adds, Config};
 use nibble_cuda::ops::trial;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -97,8 +97,11 @@ fn found(times: &[(usize, Config, f32)]) -> Found {
 }
 
 fn value(config: &Config) -> Value {
-    let Config { stages, cluster, out_buffers, band } = *config;
-    json!({ "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "band": band })
+    let Config { stages, cluster, out_buffers, out_boxes, adds, band } = *config;
+    let adds = format!("{adds:?}");
+    json!({
+        "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "out_boxes": out_boxes, "adds": adds, "band": band,
+    })
 }
 
 /// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
@@ -127,6 +130,11 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
             stages: number("stages")?,
             cluster: number("cluster")?,
             out_buffers: number("out_buffers")?,
+            out_boxes: number("out_boxes")?,
+            adds: [Adds::InL2, Adds::InWarp]
+                .into_iter()
+                .find(|adds| of["adds"].as_str() == Some(&format!("{adds:?}")))
+                .ok_or_else(|| format!("`{name}` has no `adds`"))?,
             band: number("band")?,
         };
         config.check().map_err(|error| format!("`{name}`: {error}"))?;
@@ -139,7 +147,8 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
 mod tests {
     use super::*;
 
-    const CHOSEN: Config = Config { stages: 4, cluster: 2, out_buffers: 3, band: 8 };
+    const CHOSEN: Config =
+        Config { stages: 4, cluster: 2, out_buffers: 3, out_boxes: 1, adds: Adds::InL2, band: 8 };
 
     fn band(band: usize) -> Config {
         Config { band, ..CHOSEN }
