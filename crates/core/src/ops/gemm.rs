@@ -30,8 +30,9 @@ pub struct Gemm<'a, B: Backend> {
 
 /// What backends owe each other for FP8 operands with F32 output. Hopper's tensor cores align the products of a sum to
 /// the largest and keep some 13 bits below it, where F32 keeps 23; promoting partial sums every 128 of the contraction
-/// leaves 1.3e-4 on random data, 3.4e-4 where a single block holds a few large values among small ones.
-pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(6e-4);
+/// leaves 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 where one product of a block towers above the others:
+/// outliers along the contraction.
+pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
 /// The same for BF16 operands, of whose products the tensor cores keep more; and for F32 ones that they take in BF16 parts: all
 /// three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.

@@ -15,9 +15,7 @@ use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 const THREADS: u32 = 256;
 /// Numbers a cta casts.
 const CAST_PER_CTA: usize = 4096;
-/// Types of a and of b.
-const ADDITIONS: [[DType; 2]; 3] = [[DType::F32; 2], [DType::Bf16; 2], [DType::Bf16, DType::F32]];
-/// Units of 16 bytes, of the wider type, a cta adds.
+/// Units of 16 bytes a cta adds.
 const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes along a side of a transposed tile.
 const TILE_UNITS: usize = 16;
@@ -70,39 +68,32 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     held.tensor("b", op.b)?;
     let device = cuda.device();
     let data = match (&op.a.data, &op.b.data) {
-        (Data::F32(a), Data::F32(b)) => Data::F32(add_values(device, a.get(), b.get(), [DType::F32; 2])?),
-        (Data::Bf16(a), Data::Bf16(b)) => Data::Bf16(add_values(device, a.get(), b.get(), [DType::Bf16; 2])?),
+        (Data::F32(a), Data::F32(b)) => Data::F32(add_values(device, a.get(), b.get(), DType::F32)?),
+        (Data::Bf16(a), Data::Bf16(b)) => Data::Bf16(add_values(device, a.get(), b.get(), DType::Bf16)?),
         _ => return Err(Error::shape("add", "type of b", op.b.dtype(), op.a.dtype())),
     };
     Tensor::new(data, op.a.rows, op.a.cols)
 }
 
-/// The sums, as numbers of the first of both types. One of [`ADDITIONS`], of buffers that are as long.
-pub(super) fn add_values<T: Plain, U: Plain>(
-    device: &Device,
-    a: &Buffer<T>,
-    b: &Buffer<U>,
-    types: [DType; 2],
-) -> Result<Buf<T>> {
-    let widest = types.map(DType::size_bytes).into_iter().fold(1, usize::max);
+fn add_values<T: Plain>(device: &Device, a: &Buffer<T>, b: &Buffer<T>, dtype: DType) -> Result<Buf<T>> {
     let out = device.alloc::<T>(a.len())?;
     if a.is_empty() {
         return Ok(Buf::new(out));
     }
-    let ctas = u32::try_from(a.len().div_ceil(ADD_UNITS_PER_CTA * UNIT / widest))
+    let ctas = u32::try_from(a.len().div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
         .map_err(|_| Error::shape("add", "a.len()", a.len(), "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let kernel = device.kernel(&add_spec(types))?;
-    // SAFETY: all three buffers have `a.len()` values of the instance's types (`check`, `Held`, the caller's), on this device.
+    let kernel = device.kernel(&add_spec(dtype))?;
+    // SAFETY: all three buffers have `a.len()` values of the instance's type (`check`, `Held`), on this device.
     unsafe { kernel.launch(launch, &[a, b, &out, &(a.len() as u64)]) }?;
     Ok(Buf::new(out))
 }
 
-fn add_spec([of_a, of_b]: [DType; 2]) -> KernelSpec {
+fn add_spec(dtype: DType) -> KernelSpec {
     KernelSpec {
         source: "kernels/add.cuh",
         name: "nib::add",
-        args: vec![("T", TemplateArg::Type(type_name(of_a))), ("U", TemplateArg::Type(type_name(of_b)))],
+        args: vec![("T", TemplateArg::Type(type_name(dtype)))],
     }
 }
 
@@ -187,7 +178,7 @@ pub(super) fn instances() -> Vec<Instance> {
     let turns = types
         .into_iter()
         .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
-    let specs = types.into_iter().map(cast_spec).chain(ADDITIONS.map(add_spec)).chain(turns);
+    let specs = types.into_iter().map(cast_spec).chain(types.map(add_spec)).chain(turns);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
