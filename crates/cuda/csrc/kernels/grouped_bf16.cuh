@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(384, 1)
             ptx::barrier_init(shared.full[stage], 1);
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
-        for (int i = 0; i < kMathWarps * kOutBuffers; ++i) ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
+        for (int i = 0; kAdds == Adds::kInWarp && i < kMathWarps * kOutBuffers; ++i)
+            ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
         ptx::barrier_init_fence();
     }
     if constexpr (kCluster == 1)

@@ -265,8 +265,9 @@ struct Promotion {
     uint4 next[kFetched];
 
     template <class Shared>
-    __device__ __forceinline__ Promotion(const Shared& shared, u32 stage, int row)
-        : rows{shared.scale_a[stage][row], shared.scale_a[stage][row + 8]} {
+    __device__ __forceinline__ void read(const Shared& shared, u32 stage, int row) {
+        rows[0] = shared.scale_a[stage][row];
+        rows[1] = shared.scale_a[stage][row + 8];
         const uint4* const of_b = reinterpret_cast<const uint4*>(shared.scale_b[stage]);
         if constexpr (kScalesB == ScalesOfB::kStrips) strips = *reinterpret_cast<const float4*>(of_b);
         if constexpr (by_column(kScalesB)) columns = of_b + ptx::lane_idx() % 4 * (kVectors + 1);
@@ -343,8 +344,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto rows_of = [&](const Tile& tile, int part) -> Rows {
         const int row = warp_row + part / kParts * kNextWave;
-        // A gradient's rows end where the matrix does.
-        const bool whole = kRagged == Ragged::kContraction;
+        // What a warp adds to is a gradient, whose rows end where the matrix does.
+        const bool whole = Stored::kLoads;
         return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
     };
     // Parts of a tile; `next` comes after it, if any does: nothing may be on its way to shared memory when a cta ends.
@@ -389,24 +390,29 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     stores.begin(kLast);
 #pragma unroll
     for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
+    // What a promotion takes is read before its product, or, where the warp adds and needs the registers, after what is stored under it.
+    constexpr bool kLate = Stored::kLoads;
     // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
     const auto take = [&](const Tile& tile, u32 stage, bool first, bool second, bool last) {
         if (!first) await(stage);
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
         float partial[64];
+        Promotion<kScalesB> upper, lower;
+        if (!kLate) upper.read(shared, stage, lane_row);
         multiply(partial, a, b);
+        if (!kLate) upper.fetch();
         if (first) store(before, kLast, kFirst, tile, true);
         if (second) load(tile);
-        Promotion<kScalesB> upper(shared, stage, lane_row);
-        upper.fetch();
+        if (kLate) upper.read(shared, stage, lane_row), upper.fetch();
         finish(partial);
         upper.add(total[0], partial);
+        if (!kLate) lower.read(shared, stage, lane_row + kNextWave);
         multiply(partial, a + kNextWave * kBlockK / 16, b);
+        if (!kLate) lower.fetch();
         if (first) store(before, kFirst, kAll, tile, true);
         if (first && last) load(tile);
         if (last) store(tile, 0, kLast);
-        Promotion<kScalesB> lower(shared, stage, lane_row + kNextWave);
-        lower.fetch();
+        if (kLate) lower.read(shared, stage, lane_row + kNextWave), lower.fetch();
         finish(partial);
         if constexpr (!by_column(kScalesB)) release(stage);
         advance(stage);
@@ -442,7 +448,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                 const u32 stage = ring.stage;
                 if (block != 0) await(stage);
                 if (some) {
-                    Promotion<kScalesB> promotion(shared, stage, lane_row);
+                    Promotion<kScalesB> promotion;
+                    promotion.read(shared, stage, lane_row);
                     float partial[64];
                     multiply(partial, first_a + stage * kStageA, first_b + stage * kStageB);
                     promotion.fetch();
@@ -479,7 +486,8 @@ __global__ void __launch_bounds__(384, 1)
             ptx::barrier_init(shared.full[stage], 1 + scale_warps(kScalesB));
             ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
         }
-        for (int i = 0; i < kMathWarps * kOutBuffers; ++i) ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
+        for (int i = 0; kAdds == Adds::kInWarp && i < kMathWarps * kOutBuffers; ++i)
+            ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
         ptx::barrier_init_fence();
     }
     if constexpr (kCluster == 1)
