@@ -44,7 +44,7 @@ pub struct Config {
     pub cluster: usize,
     /// Staging buffers a warp has for its stores.
     pub out_buffers: usize,
-    /// Boxes of D in each: [`OUT_ROWS`] rows of [`OUT_ROW_BYTES`].
+    /// Boxes of D in each: 16 rows of 64 bytes.
     pub out_boxes: usize,
     /// Who adds totals to D, where they are added.
     pub adds: Adds,
