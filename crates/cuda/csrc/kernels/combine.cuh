@@ -7,7 +7,8 @@
 // 4 slots, 4: with one load each threads come and go too fast.
 //   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
-// Measured on an H200: 4096 tokens of 7168, top 8 and 6, BF16 and F32, 100 to 102 % of the floor; 512 tokens 82 %.
+// Measured on an H200, BF16, 32768 x 7168: top 1 of 8 99 % of the floor (one unit a thread: 73 %), top 4 of 32 102 %, top 8 of 256 100 %;
+// 32768 x 2048 98, 95, 90 %; 4096 x 7168 91, 84, 76 %.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
