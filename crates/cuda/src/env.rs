@@ -20,7 +20,7 @@ pub const HELP: &[(&str, &str)] = &[
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
     (
         "NIBBLE_RANDOM_ELEMENTS",
-        "how many random elements the test random_billion takes through each conversion (default: none, it is skipped)",
+        "how many random elements the test random_billion takes through each conversion of an expert layer, an eighth of them through the others (default: none, it is skipped)",
     ),
 ];
 

@@ -9,9 +9,9 @@ mod check;
 
 use gpu::device;
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_core::formats::{BlockAxis, Format, ScaleRule};
 use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, Scales as Plane, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Scales as Plane, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::grouped_product::{Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target};
 use nibble_cuda::ops::grouped_product::{ScaleValues, Scales, ScalesB};
@@ -72,18 +72,8 @@ fn rows_of(cuda: &Cuda, format: Format, rows: usize, cols: usize, seed: u64) -> 
     let codes = bytes(rows * format.row_code_bytes(cols), if format == Format::E4m3 { 0x78 } else { 256 });
     let scales: Vec<u8> =
         bytes(rows * cols.div_ceil(format.spec().block), 8).into_iter().map(|s| 123 + s).collect();
-    BlockScaled {
-        format,
-        axis: BlockAxis::Row,
-        rule: ScaleRule::Rceil,
-        rows,
-        cols,
-        stack: 1,
-        codes: cuda.upload(&codes).unwrap(),
-        scales: Plane::E8m0(cuda.upload(&scales).unwrap()),
-        scale_layout: ScaleLayout::RowMajor,
-        shared_cols: 1,
-    }
+    let scales = Plane::E8m0(cuda.upload(&scales).unwrap());
+    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, cuda.upload(&codes).unwrap(), scales)
 }
 
 /// E4M3 columns made of rows of a format, whose neighbours share scales.

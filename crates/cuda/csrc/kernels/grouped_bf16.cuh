@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(384, 1)
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
     using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, Out>;
     extern __shared__ u8 raw[];
+    // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
 
     // The same in every lane, and known to be: what follows from it stays in uniform registers.

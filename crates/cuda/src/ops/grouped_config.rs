@@ -74,7 +74,7 @@ impl Config {
         let shared = matches!(desc.kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
         match desc.out {
             Out::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
-            Out::F32 if desc.accumulate && shared && desc.k < SHORT * desc.groups => {
+            Out::F32 if desc.accumulate && shared && desc.k / SHORT < desc.groups => {
                 Self { out_buffers: 2, out_boxes: 4, ..in_warp }
             }
             _ => most,
@@ -103,6 +103,27 @@ impl Config {
             return Ok(());
         }
         let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 8 output buffers of 1, 2 or 4 boxes";
+        Err(Error::shape("grouped_product", "config", self.to_string(), expected))
+    }
+
+    /// What the kernels' way of adding wants of the buffers, which go through a tile's parts of D: the device's `Stores`.
+    pub(super) fn check_adding(&self, desc: &Desc) -> Result<()> {
+        let bytes = if desc.out == Out::Bf16 { size_of::<half::bf16>() } else { size_of::<f32>() };
+        let parts = 2 * BLOCK_N * bytes / OUT_ROW_BYTES / self.out_boxes;
+        let leaving = self.out_buffers / 2;
+        let under_last = self.out_buffers.min(parts.div_ceil(3));
+        let good = match self.adds {
+            _ if !desc.accumulate => true,
+            Adds::InL2 => desc.out == Out::F32,
+            Adds::InWarp => {
+                parts.is_multiple_of(self.out_buffers)
+                    && (leaving..=parts + leaving - self.out_buffers).contains(&under_last)
+            }
+        };
+        if good {
+            return Ok(());
+        }
+        let expected = format!("the L2 for F32 alone, warps with buffers that divide a tile's {parts} parts");
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
@@ -258,6 +279,13 @@ mod tests {
             let desc = Desc { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
             let config = Config::choose(&desc, &hopper());
             assert!(config.shared_bytes(&desc) <= hopper().shared_bytes_per_cta);
+            config.check_adding(&desc).unwrap();
+            let wrong = [
+                Config { out_buffers: 3, adds: Adds::InWarp, ..config },
+                Config { out_buffers: 8, out_boxes: 4, adds: Adds::InWarp, ..config },
+            ];
+            assert!(wrong.iter().all(|config| config.check_adding(&desc).is_err()));
+            assert_eq!(Config { adds: Adds::InL2, ..config }.check_adding(&desc).is_ok(), out == Out::F32);
             config.spec(&desc).to_string().contains("kInWarp")
         };
         assert!(adding(8 * 512, Out::F32) && !adding(8 * SHORT, Out::F32));

@@ -334,6 +334,7 @@ impl GroupedProduct<'_> {
         let device = self.check()?;
         config.check()?;
         let desc = &self.desc;
+        config.check_adding(desc)?;
         let map_a = self.a.map(desc, desc.m, BLOCK_M / config.cluster)?;
         let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N)?;
         let (element, address, d): (_, _, &dyn KernelArg) = match &self.d {

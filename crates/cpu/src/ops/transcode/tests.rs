@@ -4,8 +4,8 @@ use crate::ops::quantize::fixture::*;
 use crate::ops::quantize::planes::put_codes;
 use crate::ops::quantize::{dequantize, quantize};
 use nibble_core::ops::{Dequantize, Planes, Quantize, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, Scales};
-use nibble_formats::{BlockAxis, Codec, Element, Format, Rounding, Scale, ScaleLayout, ScaleRule, e8m0};
+use nibble_core::{Backend, BlockScaled, DType, Groups, RowKind, Scales};
+use nibble_formats::{BlockAxis, Codec, Element, Format, Rounding, Scale, ScaleRule, e8m0};
 
 fn op<'a>(
     x: &'a BlockScaled<Cpu>,
@@ -41,18 +41,8 @@ fn random_rows(
             _ => (centre + words.next() % (2 * spread + 1)).saturating_sub(spread).min(254) as u8,
         })
         .collect();
-    BlockScaled {
-        format,
-        axis: BlockAxis::Row,
-        rule: ScaleRule::Rceil,
-        rows,
-        cols,
-        stack: 1,
-        codes: cpu.upload(&codes).unwrap(),
-        scales: Scales::E8m0(cpu.upload(&scales).unwrap()),
-        scale_layout: ScaleLayout::RowMajor,
-        shared_cols: 1,
-    }
+    let scales = Scales::E8m0(cpu.upload(&scales).unwrap());
+    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, cpu.upload(&codes).unwrap(), scales)
 }
 
 /// What the paths are compared on: (centre, spread) of scale bytes.
