@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, Result, RowKind, Scales, Tensor};
 use nibble_cuda::Cuda;
