@@ -73,8 +73,9 @@ fn no_c() -> Result<(), String> {
 /// Those crates of a listing, one `name version` a line, that compile C, or bind a C library as `*-sys` crates do.
 fn crates_with_c(tree: &str) -> Vec<&str> {
     const COMPILERS: [&str; 6] = ["cc", "cmake", "bindgen", "pkg-config", "vcpkg", "nasm-rs"];
-    // Declarations of JavaScript and WebAssembly functions, and of system calls, in Rust: no C is built.
-    const PURE: [&str; 3] = ["js-sys", "web-sys", "linux-raw-sys"];
+    // Declarations of JavaScript and WebAssembly functions, of system calls, and of a library that is loaded at run time, in Rust: no C
+    // is built or linked.
+    const PURE: [&str; 4] = ["js-sys", "web-sys", "linux-raw-sys", "nvml-wrapper-sys"];
     let mut found: Vec<&str> = tree
         .lines()
         .filter_map(|line| line.split_whitespace().next())

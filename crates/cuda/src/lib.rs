@@ -30,6 +30,7 @@ pub mod jit;
 mod kernels;
 pub mod launch;
 pub mod ops;
+mod power;
 pub mod probe;
 mod profile;
 pub mod source;

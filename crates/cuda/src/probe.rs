@@ -13,6 +13,8 @@ pub struct GpuInfo {
     pub ordinal: usize,
     /// As the driver names it.
     pub name: String,
+    /// What it is told apart by: `GPU-`, and 32 hexadecimal digits in five parts.
+    pub uuid: String,
     /// Compute capability, (9, 0) for Hopper.
     pub compute_capability: (u32, u32),
     /// Streaming multiprocessors.
@@ -127,6 +129,7 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
     Ok(GpuInfo {
         ordinal,
         name: result::device::get_name(device)?,
+        uuid: uuid(result::device::get_uuid(device)?.bytes.map(|byte| byte as u8)),
         compute_capability: (
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
@@ -140,9 +143,25 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
     })
 }
 
+/// As NVIDIA's tools write it.
+fn uuid(bytes: [u8; 16]) -> String {
+    let mut text = String::from("GPU");
+    for (i, byte) in bytes.into_iter().enumerate() {
+        let dash = if matches!(i, 0 | 4 | 6 | 8 | 10) { "-" } else { "" };
+        text += &format!("{dash}{byte:02x}");
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_uuid_is_written_in_five_parts() {
+        let bytes = std::array::from_fn(|i| 16 * i as u8 + 1);
+        assert_eq!(uuid(bytes), "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1");
+    }
 
     #[test]
     fn a_driver_that_lacks_a_call_is_refused_with_what_is_there_and_what_is_needed() {

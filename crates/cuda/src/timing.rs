@@ -8,6 +8,8 @@
 use crate::device::{Buffer, Device};
 use crate::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
+pub use crate::power::Draw;
+use crate::power::Meter;
 use nibble_core::Result;
 use std::time::{Duration, Instant};
 
@@ -37,6 +39,8 @@ pub struct Sustained {
     pub min_ms: f32,
     /// Slowest window.
     pub max_ms: f32,
+    /// What the GPU drew meanwhile; none where nothing says.
+    pub draw: Option<Draw>,
 }
 
 /// What this device's memory does at best, in bytes a second.
@@ -62,6 +66,7 @@ pub struct Stopwatch {
     flush: Kernel,
     data: Buffer<u8>,
     sink: Buffer<u32>,
+    meter: Option<Meter>,
 }
 
 impl Stopwatch {
@@ -72,6 +77,7 @@ impl Stopwatch {
             flush: device.kernel(&flush_spec())?,
             data: device.filled(FLUSH_BYTES, 1)?,
             sink: device.filled(1, 0)?,
+            meter: Meter::open(&device.info().uuid),
         })
     }
 
@@ -128,10 +134,15 @@ impl Stopwatch {
         let first_ms = window(10)?;
         let warm_ms = window((WARM_UP_MS / first_ms).ceil() as usize)?;
         let calls = (WINDOW_MS / warm_ms).ceil() as usize;
-        let times = (0..WINDOWS).map(|_| window(calls)).collect::<Result<Vec<_>>>()?;
+        let mut windows = || (0..WINDOWS).map(|_| window(calls)).collect::<Result<Vec<_>>>();
+        let (times, draw) = match &self.meter {
+            Some(meter) => meter.during(windows),
+            None => (windows(), None),
+        };
+        let times = times?;
         let min_ms = times.iter().copied().fold(f32::INFINITY, f32::min);
         let max_ms = times.iter().copied().fold(0.0, f32::max);
-        Ok(Sustained { median_ms: median(times), min_ms, max_ms })
+        Ok(Sustained { median_ms: median(times), min_ms, max_ms, draw })
     }
 }
 

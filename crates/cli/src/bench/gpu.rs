@@ -4,7 +4,7 @@ use super::median;
 use crate::console::say;
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
-use nibble_cuda::timing::{Rates, Stopwatch};
+use nibble_cuda::timing::{Rates, Stopwatch, Sustained};
 use nibble_cuda::{Cuda, probe};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -63,6 +63,16 @@ impl Bench {
             "gpu": info.name, "driver": driver, "nvrtc": nvrtc, "copy_bytes_per_s": copy, "fill_bytes_per_s": fill,
         })
     }
+}
+
+/// A sustained time for a program to read.
+pub fn figures(s: &Sustained) -> Value {
+    let mut value = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
+    if let Some(draw) = s.draw {
+        value["watts"] = json!(draw.watts);
+        value["sm_mhz"] = json!(draw.sm_mhz);
+    }
+    value
 }
 
 /// Those whose names contain one of `only`, in either case, or all.

@@ -192,6 +192,7 @@ fn hopper() -> GpuInfo {
     GpuInfo {
         ordinal: 0,
         name: "NVIDIA H200".into(),
+        uuid: String::new(),
         compute_capability: (9, 0),
         num_sms: 132,
         memory_bytes: 141 << 30,

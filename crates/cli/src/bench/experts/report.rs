@@ -3,6 +3,7 @@
 use super::layer::Shape;
 use super::peers::{PEERS, Peer};
 use super::{Figures, Measured, RECIPES};
+use crate::bench::gpu;
 use crate::bench::kernels::report::shortened;
 use crate::console::say;
 use serde_json::{Value, json};
@@ -146,10 +147,10 @@ fn figure(row: &Measured) -> Value {
         Ok(f) => {
             value["burst_ms"] = json!(f.burst_ms);
             if let Some(s) = f.sustained {
-                value["sustained_ms"] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
+                value["sustained_ms"] = gpu::figures(&s);
             }
             if let Some(s) = f.graph {
-                value["graph_ms"] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
+                value["graph_ms"] = gpu::figures(&s);
             }
             value["tflops"] = json!(row.shape.flop() / f.ms() / 1e9);
             value["kept_bytes"] = json!(f.kept.listed);
@@ -170,7 +171,7 @@ mod tests {
     use nibble_cuda::timing::Sustained;
 
     fn measured(recipe: &'static str, ms: f32, ops: &[(&'static str, f64)]) -> Measured {
-        let sustained = Some(Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms });
+        let sustained = Some(Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms, draw: None });
         let kept = Kept { listed: 800 << 20, live: 350 << 20 };
         let figures =
             Figures { burst_ms: f64::from(ms), sustained, graph: sustained, kept, ops: ops.to_vec() };

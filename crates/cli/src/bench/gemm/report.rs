@@ -1,5 +1,6 @@
 //! The table, and the same figures for a program to read.
 
+use super::super::gpu;
 use super::super::kernels::report::shortened;
 use super::cases::Operands;
 use super::floor::Work;
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 /// Widths of a product's columns.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints a section's heading; its lines, one a product, fit 140 columns.
+/// Prints a section's heading; its lines, one a product, fit 144 columns.
 pub fn begin(title: &str) {
     say!("");
     say!("{title}");
@@ -38,8 +39,8 @@ fn padded(columns: &[String; 5]) -> String {
 fn heading() -> String {
     let name = padded(&["", "NxK", "rows", "groups", "operands"].map(str::to_owned));
     format!(
-        "{name} {:>7} {:>5} {:>4} {:>4} {:>5} {:>5} {:>5} {:>5} {:>5} {:>6} {:>4} {}",
-        "ms", "TF/s", "low", "high", "burst", "dense", "floor", "tiled", "cuB", "publ.", "x", ""
+        "{name} {:>7} {:>5} {:>4} {:>4} {:>3} {:>5} {:>5} {:>5} {:>5} {:>5} {:>6} {:>4} {}",
+        "ms", "TF/s", "low", "high", "W", "burst", "dense", "floor", "tiled", "cuB", "publ.", "x", ""
     )
     .trim_end()
     .to_owned()
@@ -48,13 +49,15 @@ fn heading() -> String {
 fn line(row: &Measured, times: &Times, all: &[Measured], ceilings: Ceilings, rates: Rates) -> String {
     let (product, work) = (&row.product, Work::of(&row.product));
     let tflops = |ms: f32| format!("{:.0}", work.tflops(f64::from(ms)));
+    let draw = times.sustained.and_then(|s| s.draw);
+    let watts = draw.map_or(String::new(), |draw| format!("{:.0}", draw.watts));
     let [low, high] = times.sustained.map_or(Default::default(), |s| [tflops(s.max_ms), tflops(s.min_ms)]);
     let shares = Shares::of(&work, times, ceilings.dense(product.operands), rates);
     let percent = |share: f64| format!("{:.0}%", 100.0 * share);
     let library = library(row, all).map_or(String::new(), |rate| format!("{rate:.0}"));
     let (published, ratio, who) = published(row, times, peers::best(product));
     format!(
-        "{} {:>7.3} {:>5.0} {low:>4} {high:>4} {:>5.0} {:>5} {:>5} {:>5} {library:>5} {published:>6} {ratio:>4} {who}",
+        "{} {:>7.3} {:>5.0} {low:>4} {high:>4} {watts:>3} {:>5.0} {:>5} {:>5} {:>5} {library:>5} {published:>6} {ratio:>4} {who}",
         padded(&product.columns()),
         times.ms(),
         work.tflops(times.ms()),
@@ -119,10 +122,11 @@ pub fn legend() {
         "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own. FP8, cuBLASLt: one scale a",
         "tensor, fast accumulation.",
         "MXFP4 W: weights in 1 x 32 blocks, lifted to FP8's 128 x 128 tiles beforehand; lift: both planes made in the call.",
-        "low, high: the slowest and the fastest of three windows. dense: share of the fastest dense product's rate; floor: of the",
-        "larger of operations / that rate and the memory's floor; tiled: of a floor with rows rounded up to whole tiles.",
-        "cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate, measured by the same rules on an NVIDIA H200 on",
-        "2026-11-21 and 22, not in this run (b: a burst, beside our burst), and ours over it:",
+        "low, high: the slowest and the fastest of three windows; W: watts that the board drew meanwhile.",
+        "dense: share of the fastest dense product's rate; floor: of the larger of operations / that rate and the memory's floor; tiled:",
+        "of a floor with rows rounded up to whole tiles. cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate,",
+        "measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22, not in this run (b: a burst, beside our burst), and ours",
+        "over it:",
     ] {
         say!("{line}");
     }
@@ -156,7 +160,7 @@ fn figure(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) ->
     value["burst_ms"] = json!(times.burst_ms);
     value["burst_tflops"] = json!(work.tflops(times.burst_ms));
     if let Some(s) = times.sustained {
-        value["sustained_ms"] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
+        value["sustained_ms"] = gpu::figures(&s);
         value["sustained_tflops"] = json!(work.tflops(f64::from(s.median_ms)));
     }
     value["share_of_dense"] = json!(shares.dense);
@@ -173,7 +177,7 @@ fn figure(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) ->
 mod tests {
     use super::super::cases::{Load, Pass, Product, ceilings, sections};
     use super::*;
-    use nibble_cuda::timing::Sustained;
+    use nibble_cuda::timing::{Draw, Sustained};
 
     const CEILINGS: Ceilings = Ceilings { fp8: 1.2e15, bf16: 0.7e15 };
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };
@@ -181,7 +185,8 @@ mod tests {
     /// As fast as the dense product.
     fn measured(product: Product, quick: bool) -> Measured {
         let ms = (Work::of(&product).flop / CEILINGS.dense(product.operands) * 1e3) as f32;
-        let sustained = Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms };
+        let draw = Some(Draw { watts: 698.4, sm_mhz: 1500 });
+        let sustained = Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms, draw };
         let times = Times { burst_ms: 0.8 * f64::from(ms), sustained: (!quick).then_some(sustained) };
         Measured { product, times: Ok(times) }
     }
@@ -198,10 +203,10 @@ mod tests {
     }
 
     #[test]
-    fn the_widest_lines_fit_140_columns_and_stand_under_their_headings() {
+    fn the_widest_lines_fit_144_columns_and_stand_under_their_headings() {
         for quick in [false, true] {
             for line in lines(quick).iter().chain([&heading()]) {
-                assert!(line.chars().count() <= 140, "{}: {line}", line.chars().count());
+                assert!(line.chars().count() <= 144, "{}: {line}", line.chars().count());
             }
         }
         let at = |line: &str| line.find("1200").or(line.find("TF/s"));

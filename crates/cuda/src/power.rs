@@ -1,0 +1,92 @@
+//! What a GPU draws, and how fast it is clocked meanwhile, by NVIDIA's management library: whether a rate is held by power.
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enum_wrappers::device::Clock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Between two looks.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// What was seen while work ran.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Draw {
+    /// Watts of the whole board: the mean of the last second or so.
+    pub watts: f32,
+    /// Clock of the multiprocessors, the median of what was seen.
+    pub sm_mhz: u32,
+}
+
+/// The library, and which of its GPUs is meant.
+pub(crate) struct Meter {
+    nvml: Nvml,
+    uuid: String,
+}
+
+impl Meter {
+    /// None where the library is not there, or does not know this GPU.
+    pub fn open(uuid: &str) -> Option<Self> {
+        let meter = Self { nvml: Nvml::init().ok()?, uuid: uuid.to_owned() };
+        meter.look().map(|_| meter)
+    }
+
+    fn look(&self) -> Option<Draw> {
+        let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
+        let sm_mhz = device.clock_info(Clock::SM).ok()?;
+        Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
+    }
+
+    /// Does the work, which should take a second, and says what was seen.
+    pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looking = scope.spawn(|| {
+                let mut seen = Vec::new();
+                while !done.load(Ordering::Relaxed) {
+                    std::thread::sleep(PERIOD);
+                    seen.extend(self.look());
+                }
+                seen
+            });
+            let finish = Finish(&done);
+            let result = work();
+            drop(finish);
+            (result, looking.join().ok().and_then(summary))
+        })
+    }
+}
+
+/// Ends the looking also where the work panics.
+struct Finish<'a>(&'a AtomicBool);
+
+impl Drop for Finish<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The library gives means of power, so that the last says most, and clocks of a moment.
+fn summary(seen: Vec<Draw>) -> Option<Draw> {
+    let watts = seen.last()?.watts;
+    let mut clocks: Vec<u32> = seen.iter().map(|draw| draw.sm_mhz).collect();
+    clocks.sort_unstable();
+    Some(Draw { watts, sm_mhz: clocks[clocks.len() / 2] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_watts_and_the_median_clock_are_told() {
+        let seen = [(300.0, 1980), (690.0, 1500), (698.0, 1470)];
+        let seen = seen.map(|(watts, sm_mhz)| Draw { watts, sm_mhz }).to_vec();
+        assert_eq!(summary(seen), Some(Draw { watts: 698.0, sm_mhz: 1500 }));
+        assert_eq!(summary(Vec::new()), None);
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_there_has_no_meter() {
+        assert!(Meter::open("GPU-00000000-0000-0000-0000-000000000000").is_none());
+    }
+}
