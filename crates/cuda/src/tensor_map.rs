@@ -57,6 +57,15 @@ impl Swizzle {
     }
 }
 
+/// What the L2 reads from memory where a copy misses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fetch {
+    /// The 128 bytes alone: what lies beside them may be gone again before it is asked for.
+    Bytes128,
+    /// And the other half of 256.
+    Bytes256,
+}
+
 /// A row-major matrix in device memory and the tile that one copy moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiles {
@@ -122,10 +131,15 @@ impl Tiles {
 
     /// The descriptor. Needs the driver library, no device call.
     pub fn encode(&self) -> Result<TensorMap> {
+        self.encode_fetching(Fetch::Bytes256)
+    }
+
+    /// The same, of copies that have the L2 fetch so much.
+    pub fn encode_fetching(&self, fetch: Fetch) -> Result<TensorMap> {
         self.check()?;
-        let extents = [self.cols as u64, self.rows as u64];
+        let extents = ([self.cols as u64, self.rows as u64], [self.row_stride_bytes as u64]);
         let tile = [self.tile_cols as u32, self.tile_rows as u32];
-        encode(self.element, self.address, (extents, [self.row_stride_bytes as u64]), tile, self.swizzle)
+        encode(self.element, self.address, extents, tile, self.swizzle, fetch)
     }
 
     /// That of so many such matrices, one after the other, which copies name by a third coordinate; a tile ends where its matrix does.
@@ -139,7 +153,7 @@ impl Tiles {
         let extents = [self.cols as u64, self.rows as u64, matrices as u64];
         let strides = [self.row_stride_bytes as u64, matrix_bytes as u64];
         let tile = [self.tile_cols as u32, self.tile_rows as u32, 1];
-        encode(self.element, self.address, (extents, strides), tile, self.swizzle)
+        encode(self.element, self.address, (extents, strides), tile, self.swizzle, Fetch::Bytes256)
     }
 }
 
@@ -182,6 +196,7 @@ impl TurnedTiles {
             ),
             [128, 16, 8],
             eights.swizzle,
+            Fetch::Bytes256,
         )
     }
 }
@@ -193,6 +208,7 @@ fn encode<const RANK: usize, const STRIDES: usize>(
     (extents, strides): ([u64; RANK], [u64; STRIDES]),
     tile: [u32; RANK],
     swizzle: Swizzle,
+    fetch: Fetch,
 ) -> Result<TensorMap> {
     const { assert!(STRIDES + 1 == RANK) };
     if let Err(why) = &crate::probe().driver {
@@ -209,6 +225,10 @@ fn encode<const RANK: usize, const STRIDES: usize>(
         Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
         Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
+    let fetch = match fetch {
+        Fetch::Bytes128 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        Fetch::Bytes256 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    };
     let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
     // SAFETY: the map is aligned by its type, and the arrays have as many entries (strides: one less) as the rank says.
     // The address is stored, not followed.
@@ -224,7 +244,7 @@ fn encode<const RANK: usize, const STRIDES: usize>(
             [1; RANK].as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            fetch,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };

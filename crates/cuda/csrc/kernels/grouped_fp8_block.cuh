@@ -53,6 +53,10 @@ struct SharedLayout {
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+
+    /// Whether a stage holds two blocks of tiles of one wave: the second's rows of A after the first's, then its rows of B.
+    static constexpr bool kPairs = false;
+    static constexpr int kSecondA = kWaveRows * kBlockK, kSecondB = 2 * kSecondA;
 };
 
 /// Fills the ring with codes. One warp.
@@ -68,7 +72,9 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// Four neighbouring rows' scales, for four stages: as few and as wide loads as their layout allows.
+/// Four neighbouring rows' scales, for four blocks: as few and as wide loads as their layout allows. A row's bytes come kWidth at a
+/// time, 4, or 8 of which half are for later.
+template <int kWidth>
 struct FourRows {
     enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
     static constexpr int kAhead = 4;
@@ -76,19 +82,25 @@ struct FourRows {
     /// There are `rows` rows.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
         const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
-        // A row's eight bytes, or its four F32, begin on a multiple of their size.
+        // A row's bytes, or its four F32, begin on a multiple of their size.
         const u32 odd = scales.row_stride | u32(first_block);
         if (by_block)
             layout_ = scales.is_f32 ? kF32ByBlock : kBytesByBlock;
         else if (by_row && odd % 4 == 0 && scales.is_f32)
             layout_ = kF32ByRow;
-        else if (by_row && odd % 8 == 0 && !scales.is_f32)
+        else if (by_row && odd % kWidth == 0 && !scales.is_f32)
             layout_ = kBytesByRow;
         else if (by_row && !scales.is_f32 && u32(rows) * scales.row_stride % 4 == 0)
             layout_ = kBytesByOddRow;
         else
             layout_ = kScattered;
     }
+
+    /// The same, of a layout that is known.
+    __device__ __forceinline__ FourRows(const Scales& scales, int rows, Layout layout)
+        : scales_(scales), rows_(rows), layout_(layout) {}
+
+    __device__ __forceinline__ Layout layout() const { return layout_; }
 
     /// From `row` on, which is a multiple of 4: blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts
     /// from the tile's first.
@@ -103,7 +115,9 @@ struct FourRows {
             const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
             if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
                 const u32 first = r * scales_.row_stride + block;
-                if (from % 8 != 0) {
+                if constexpr (kWidth == 4) {
+                    raw_[i][0] = layout_ == kBytesByRow ? __ldg(words + first / 4) : four_bytes(words, first);
+                } else if (from % 8 != 0) {
                     raw_[i][0] = later_[i];
                 } else if (layout_ == kBytesByRow) {
                     const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + first));
@@ -148,6 +162,12 @@ struct FourRows {
     }
 
   private:
+    /// Four bytes that begin anywhere in a word, or what there is of them before the plane's end.
+    __device__ __forceinline__ u32 four_bytes(const u32* words, u32 first) const {
+        const u32 end = min(first / 4 + 1, u32(rows_) * scales_.row_stride / 4 - 1);
+        return __funnelshift_r(__ldg(words + first / 4), __ldg(words + end), first % 4 * 8);
+    }
+
     const Scales& scales_;
     int rows_;
     Layout layout_;
@@ -175,7 +195,7 @@ __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 fou
 template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
-    constexpr int kAhead = FourRows::kAhead;
+    constexpr int kAhead = FourRows<8>::kAhead;
     constexpr int kSharedB = columns_a_scale(kScalesB);
     const bool of_a = !by_column(kScalesB) || thread < kBlockM / 4;
     const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
@@ -198,7 +218,7 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
         }
         const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
         const auto row_b = [&](int strip) { return group * rows_b + min(tile.col_d / kSharedB + strip, rows_b - 1); };
-        FourRows mine(of_a ? scales_a : scales_b, rows, first);
+        FourRows<8> mine(of_a ? scales_a : scales_b, rows, first);
         for (int from = 0; from < blocks; from += kAhead) {
             mine.load((of_a ? tile.row_a : tile.row_b) + slot, first + from, from, last);
             u32 of_b[kScalesB == ScalesOfB::kTile ? kAhead : 1];
@@ -352,6 +372,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
 #pragma unroll
         for (int part = from; part < to; ++part) {
+            // Half a short tile's parts are of rows that there are not.
+            if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
             stores.store(total[part / kParts], rows_of(tile, part), part);
             constexpr int kPending = Stored::kLeaving;
             const int later = part + Stored::kAhead;
@@ -419,6 +441,22 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         lower.add(total[1], partial);
         if constexpr (by_column(kScalesB)) release(stage);
     };
+    // The two blocks of a stage of one wave: the first is promoted under the second's product, whose sums the other wave's totals hold.
+    const auto take_pair = [&](u32 stage) {
+        const u32 a = first_a + stage * kStageA, second_a = a + Shared::kSecondA / 16, second_b = a + Shared::kSecondB / 16;
+        float partial[64];
+        Promotion<kScalesB> promotion, second;
+        promotion.read(shared, stage, lane_row), second.read(shared, stage, lane_row + kWaveRows);
+        multiply(partial, a, first_b + stage * kStageB);
+        multiply(total[1], second_a, second_b);
+        ptx::wgmma_wait_until<1>();
+        ptx::wgmma_pin(partial);
+        promotion.add(total[0], partial);
+        finish(total[1]);
+        release(stage);
+        advance(stage);
+        second.add(total[0], total[1]);
+    };
     for (;;) {
         await(ring.stage);
         Tile tile = uniform(shared.tile[ring.stage]);
@@ -444,7 +482,24 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             store(before, kLast, kAll, tile, true);
             load(tile);
             const bool some = tile.kept > first_row && blocks > 0;
-            for (int block = 0; block < max(blocks, 1); ++block) {
+            int block = 0;
+            if constexpr (Shared::kPairs) {
+                if (Shared::is_paired(tile)) {
+                    for (; block + 1 < blocks; block += 2) {
+                        if (block != 0) await(ring.stage);
+                        if (some) {
+                            take_pair(ring.stage);
+                        } else {
+                            release(ring.stage);
+                            advance(ring.stage);
+                        }
+                    }
+                    // What `take_pair` borrowed.
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) total[1][i] = 0.0f;
+                }
+            }
+            for (; block < max(blocks, 1); ++block) {
                 const u32 stage = ring.stage;
                 if (block != 0) await(stage);
                 if (some) {

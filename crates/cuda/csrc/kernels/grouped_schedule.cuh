@@ -66,6 +66,12 @@ struct Groups {
         const int padded = min(max(start[group + 1], first), extent) - first;
         return {first, padded, min(max(len[group], 0), padded)};
     }
+
+    /// Those of a group of rows of A; of one that there is not, none. No branch, so that loads of several do not wait for each other.
+    __device__ __forceinline__ Span span_or_none(int group) const {
+        const Span found = span(min(group, count - 1), m);
+        return group < count ? found : Span{};
+    }
 };
 
 template <Ragged kRagged, int kBlockM, int kCluster>

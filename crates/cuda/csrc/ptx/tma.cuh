@@ -19,6 +19,19 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
+/// The same, of what nobody will read again: it leaves the L2 before all else.
+__device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 first;\n"
+        "createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], "
+        "first;\n"
+        "}\n" ::"r"(shared_address(tile)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y)
+        : "memory");
+}
+
 /// One tile of a matrix of a stack.
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y, int matrix) {
     asm volatile(

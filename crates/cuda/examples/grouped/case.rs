@@ -2,7 +2,8 @@
 
 use half::bf16;
 use nibble_cuda::ops::grouped_product::{
-    Desc, GroupBuffers, GroupedProduct, Kind, Operand, Out, Ragged, ScaleValues, Scales, ScalesB, Target,
+    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Order, Out, Ragged, ScaleValues, Scales,
+    ScalesB, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -140,6 +141,8 @@ pub struct Case {
     pub mn_major: bool,
     /// D holds the transposed product.
     pub transposed: bool,
+    /// The order of tiles, if not the chosen instance's.
+    pub order: Option<Order>,
     /// Rows of each group.
     pub lens: Vec<usize>,
     /// Rows after the last group's padding.
@@ -209,7 +212,12 @@ impl Case {
         let most = if even { String::new() } else { format!(" max {most}") };
         let turned = if self.transposed { " turned" } else { "" };
         let how = if self.accumulate { " +=" } else { "" };
-        format!("{kind} G {} rows {total}{most} {operands}{turned}{how} {:?}", self.lens.len(), self.out)
+        let order = self.order.map_or_else(String::new, |order| format!(" {order:?}"));
+        format!(
+            "{kind} G {} rows {total}{most} {operands}{turned}{how} {:?}{order}",
+            self.lens.len(),
+            self.out
+        )
     }
 }
 
@@ -490,6 +498,8 @@ impl OnDevice {
     pub fn run(&mut self) -> Result<()> {
         let desc = self.case.desc();
         let (rows_a, rows_b) = desc.scale_rows();
+        let chosen = Config::choose(&desc, self.start.device().info());
+        let config = Config { order: self.case.order.unwrap_or(chosen.order), ..chosen };
         GroupedProduct {
             desc,
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
@@ -500,7 +510,7 @@ impl OnDevice {
                 Written::F32(values) => Target::F32 { values, accumulate: self.case.accumulate },
             },
         }
-        .run()
+        .run_with(config)
     }
 }
 

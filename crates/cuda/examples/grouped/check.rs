@@ -3,7 +3,7 @@
 use crate::case::{Case, Data, Operands, Random};
 use half::bf16;
 use nibble_cuda::Device;
-use nibble_cuda::ops::grouped_product::{Kind, Out, Ragged, ScalesB};
+use nibble_cuda::ops::grouped_product::{Kind, Order, Out, Ragged, ScalesB};
 use nibble_formats::Element;
 use std::fmt;
 
@@ -23,6 +23,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
         accumulate: false,
         mn_major: false,
         transposed: false,
+        order: None,
         lens: lens.to_vec(),
         slack: 0,
         m: 0,
@@ -92,7 +93,9 @@ pub fn small() -> Vec<Case> {
     }
     // More groups than lanes of a warp.
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();
-    cases.push(rows(&many, 256, 256));
+    cases.extend(
+        [Order::FullFirst, Order::Mixed].map(|order| Case { order: Some(order), ..rows(&many, 256, 256) }),
+    );
     cases.push(wgrad(&many, 256, 128));
     // Qwen3's experts are 768 wide.
     for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
@@ -105,6 +108,19 @@ pub fn small() -> Vec<Case> {
     cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), transposed: true, ..adding.clone() });
     cases.push(Case { out: Out::Bf16, kind: Kind::Fp8(ScalesB::Strips), ..adding.clone() });
     cases.push(Case { out: Out::Bf16, ..bf16_of(adding) });
+    // Tiles of long and short groups mixed, in every layout of scales.
+    let zipf: Vec<usize> = (0..200).map(|g| 3000 / (g + 1)).collect();
+    let sizes = sizes.into_iter().chain([(392, 640)]);
+    for (i, (lens, (n, k))) in
+        lens.into_iter().chain([&zipf[..]]).zip(sizes).enumerate().filter(|(_, (lens, _))| lens.len() > 1)
+    {
+        for layout in 0..4 {
+            let (e8m0, mn_major) = ((layout % 2 == 0, i % 2 == 0), layout / 2 == 0);
+            let out = if (i + layout) % 3 == 0 { Out::F32 } else { Out::Bf16 };
+            let slack = 128 * (i % 2);
+            cases.push(Case { order: Some(Order::Mixed), out, e8m0, mn_major, slack, ..rows(lens, n, k) });
+        }
+    }
     cases
 }
 

@@ -9,7 +9,7 @@ mod check;
 use case::Case;
 use check::{bf16_of, rows, wgrad};
 use nibble_cuda::Device;
-use nibble_cuda::ops::grouped_product::{Kind, Out, ScalesB};
+use nibble_cuda::ops::grouped_product::{Kind, Order, Out, ScalesB};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -56,7 +56,9 @@ fn large() -> Vec<Case> {
     let strips = |case: Case| Case { kind: Kind::Fp8(ScalesB::Strips), ..mn_major(case) };
     let transposed = |case: Case| Case { transposed: true, ..case };
     let adding = |case: Case| Case { accumulate: true, ..case };
+    let mixed = |case: Case| Case { order: Some(Order::Mixed), ..case };
     let large = wgrad(&[4096; 8], 4096, 7168);
+    let zipf: Vec<usize> = (0..64).map(|g| 6400 / (g + 1)).collect();
     vec![
         rows(&UNEVEN, 4096, 7168),
         mn_major(rows(&UNEVEN, 4096, 7168)),
@@ -67,6 +69,8 @@ fn large() -> Vec<Case> {
         rows(&UNEVEN, 7168, 4096),
         rows(&UNEVEN, 2048, 7168),
         Case { kind: Kind::Fp8(ScalesB::Floats), ..rows(&UNEVEN, 4096, 7168) },
+        mixed(rows(&zipf, 1024, 4096)),
+        mixed(f32_scales(mn_major(rows(&zipf, 1024, 4096)))),
         rows(&ODD, 4096, 7168),
         rows(&[4096], 4096, 7168),
         rows(&[32768], 4096, 7168),

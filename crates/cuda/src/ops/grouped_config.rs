@@ -6,12 +6,15 @@ use super::product::Ragged;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::probe::GpuInfo;
+use crate::tensor_map::Fetch;
 use nibble_core::{Error, Result};
 use std::fmt;
 
 /// Rows and columns of a tile.
 pub(super) const BLOCK_M: usize = 256;
 pub(super) const BLOCK_N: usize = 128;
+/// Rows that a warpgroup multiplies at once.
+const WAVE_ROWS: usize = 64;
 /// Bytes of a row in a stage.
 pub(super) const ROW_BYTES: usize = 128;
 /// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.
@@ -23,6 +26,11 @@ const TILE_BYTES: usize = 32;
 const THREADS: u32 = 384;
 /// Rows a group on average below which warps add to D.
 const SHORT: usize = 1536;
+/// Rows a group on average, its padding counted, below which tiles come mixed, of so many groups at least.
+const MIXED_ROWS: usize = 256;
+const MIXED_GROUPS: usize = 16;
+/// What the device's `TileQueue` takes of shared memory, and what aligns it.
+const QUEUE_BYTES: usize = 4 * (48 + 2 * size_of::<u64>()) + 16;
 /// Bands that are worth a trial.
 const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
 
@@ -33,6 +41,16 @@ pub enum Adds {
     InL2,
     /// The warp that has the totals.
     InWarp,
+}
+
+/// In which order tiles come; a mixture has its own kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Full ones first, those that end a group early last.
+    FullFirst,
+    /// Those of long and of short groups mixed: the ones keep the tensor cores busy, the others the memory
+    /// ([`Ragged::Rows`], FP8 with a scale a tile of B).
+    Mixed,
 }
 
 /// An instance of a kernel template, and the raster it walks.
@@ -48,16 +66,18 @@ pub struct Config {
     pub out_boxes: usize,
     /// Who adds totals to D, where they are added.
     pub adds: Adds,
+    /// The order of tiles.
+    pub order: Order,
     /// Tile rows in a band of the raster (an argument of the launch).
     pub band: usize,
 }
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { stages, cluster, out_buffers, out_boxes, adds, band } = self;
+        let Self { stages, cluster, out_buffers, out_boxes, adds, order, band } = self;
         write!(
             f,
-            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} x {out_boxes} KiB out, adds {adds:?}, band {band}"
+            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} x {out_boxes} KiB out, adds {adds:?}, {order:?}, band {band}"
         )
     }
 }
@@ -68,8 +88,18 @@ impl Config {
     /// The L2 adds F32 at a quarter of the memory's rate, which long contractions hide, and those with a scale a column. The others'
     /// gradients are added by the warps, as are those of BF16, which are rounded once: a stage less leaves room for half an F32
     /// tile of D, or a whole one of BF16, that comes under the products.
+    ///
+    /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
     pub const fn choose(desc: &Desc, _gpu: &GpuInfo) -> Self {
-        let most = Self { stages: 4, cluster: 2, out_buffers: 3, out_boxes: 1, adds: Adds::InL2, band: 8 };
+        let most = Self {
+            stages: 4,
+            cluster: 2,
+            out_buffers: 3,
+            out_boxes: 1,
+            adds: Adds::InL2,
+            order: Order::FullFirst,
+            band: 8,
+        };
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..most };
         let shared = matches!(desc.kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
         match desc.out {
@@ -77,8 +107,17 @@ impl Config {
             Out::F32 if desc.accumulate && shared && desc.k / SHORT < desc.groups => {
                 Self { out_buffers: 2, out_boxes: 4, ..in_warp }
             }
+            _ if desc.groups >= MIXED_GROUPS && desc.m / MIXED_ROWS < desc.groups && Self::can_mix(desc) => {
+                Self { order: Order::Mixed, ..most }
+            }
             _ => most,
         }
+    }
+
+    /// Whether there is an instance that mixes tiles.
+    const fn can_mix(desc: &Desc) -> bool {
+        let by_rows = matches!((desc.ragged, desc.kind), (Ragged::Rows, Kind::Fp8(ScalesB::Tile)));
+        by_rows && desc.groups > 1
     }
 
     /// What may be tried beside the choice, which is the first: [`GroupedProduct::run_with`] takes any of them.
@@ -106,8 +145,13 @@ impl Config {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// What the kernels' way of adding wants of the buffers, which go through a tile's parts of D: the device's `Stores`.
-    pub(super) fn check_adding(&self, desc: &Desc) -> Result<()> {
+    /// What the product wants of the instance: tiles are mixed where that can be done, and the way of adding wants something of the
+    /// buffers, which go through a tile's parts of D: the device's `Stores`.
+    pub(super) fn check_for(&self, desc: &Desc) -> Result<()> {
+        if self.order == Order::Mixed && !Self::can_mix(desc) {
+            let expected = "full tiles, but for several groups of rows in FP8 with a scale a tile of B";
+            return Err(Error::shape("grouped_product", "config", self.to_string(), expected));
+        }
         let bytes = if desc.out == Out::Bf16 { size_of::<half::bf16>() } else { size_of::<f32>() };
         let parts = 2 * BLOCK_N * bytes / OUT_ROW_BYTES / self.out_boxes;
         let leaving = self.out_buffers / 2;
@@ -140,7 +184,8 @@ impl Config {
         let barriers = 2 * size_of::<u64>();
         let out =
             MATH_WARPS * self.out_buffers * (self.out_boxes * OUT_ROWS * OUT_ROW_BYTES + size_of::<u64>());
-        1024 + out + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
+        let queue = if let Order::Mixed = self.order { QUEUE_BYTES } else { 0 };
+        1024 + out + queue + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
     }
 
     /// The device's name for how totals come to D.
@@ -165,6 +210,10 @@ impl Config {
             ("kBoxes", int(self.out_boxes)),
         ];
         let (source, name) = match desc.kind {
+            _ if self.order == Order::Mixed => {
+                args.retain(|(name, _)| !matches!(*name, "kRagged" | "kAdds"));
+                ("kernels/grouped_fp8_mixed.cuh", "nib::grouped_fp8_mixed")
+            }
             Kind::Fp8(scales_b) => {
                 args.push(("kScalesB", TemplateArg::Type(scales_b.name())));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
@@ -173,6 +222,22 @@ impl Config {
             Kind::Bf16 => ("kernels/grouped_bf16.cuh", "nib::grouped_bf16"),
         };
         KernelSpec { source, name, args }
+    }
+
+    /// Rows of A that one copy brings.
+    pub(super) const fn rows_a(&self) -> usize {
+        match self.order {
+            Order::FullFirst => BLOCK_M / self.cluster,
+            Order::Mixed => WAVE_ROWS,
+        }
+    }
+
+    /// What the L2 fetches of the operands: of a mixture 256 bytes are 5 % slower.
+    pub(super) const fn fetch(&self) -> Fetch {
+        match self.order {
+            Order::FullFirst => Fetch::Bytes256,
+            Order::Mixed => Fetch::Bytes128,
+        }
     }
 
     /// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
@@ -222,9 +287,9 @@ pub(super) fn instances() -> Vec<super::Instance> {
     let gpu = hopper();
     let mut instances: Vec<super::Instance> = Vec::new();
     for (ragged, kind, out, accumulate, transposed) in cases {
-        for k in [128, SHORT] {
+        for (groups, k) in [(1, 128), (1, SHORT), (MIXED_GROUPS, 128)] {
             let (m, n) = (BLOCK_M, BLOCK_N);
-            let desc = Desc { ragged, kind, out, accumulate, transposed, groups: 1, m, n, k };
+            let desc = Desc { ragged, kind, out, accumulate, transposed, groups, m, n, k };
             let config = Config::choose(&desc, &gpu);
             let (spec, shared_bytes) = (config.spec(&desc), config.shared_bytes(&desc));
             if instances.iter().all(|instance| instance.spec != spec) {
@@ -262,7 +327,10 @@ mod tests {
     #[test]
     fn the_choice_is_printed_and_stands_before_what_may_be_tried() {
         let (gpu, chosen) = (hopper(), Config::choose(&DESC, &hopper()));
-        assert_eq!(chosen.to_string(), "256x128, cluster 2, 4 stages, 3 x 1 KiB out, adds InL2, band 8");
+        assert_eq!(
+            chosen.to_string(),
+            "256x128, cluster 2, 4 stages, 3 x 1 KiB out, adds InL2, FullFirst, band 8"
+        );
         let candidates = Config::candidates(&DESC, &gpu);
         assert_eq!(candidates[0], chosen);
         assert!(candidates.len() > 4);
@@ -275,18 +343,41 @@ mod tests {
     }
 
     #[test]
+    fn tiles_come_mixed_where_many_groups_are_short() {
+        let tiles = |desc: &Desc| {
+            let config = Config::choose(desc, &hopper());
+            config.check_for(desc).unwrap();
+            config.order
+        };
+        let zipf = Desc { groups: 256, m: 32768 + 256 * 127, ..DESC };
+        assert_eq!((tiles(&DESC), tiles(&zipf)), (Order::FullFirst, Order::Mixed));
+        let longer = Desc { m: 256 * MIXED_ROWS, ..zipf };
+        let few = Desc { groups: 8, m: 1024, ..DESC };
+        let others = [Kind::Bf16, Kind::Fp8(ScalesB::Powers)].map(|kind| Desc { kind, ..zipf });
+        let gradient = Desc { ragged: Ragged::Contraction, ..zipf };
+        for desc in [longer, few, gradient].iter().chain(&others) {
+            assert_eq!(tiles(desc), Order::FullFirst, "{desc:?}");
+        }
+        let mixed = Config { order: Order::Mixed, ..Config::choose(&DESC, &hopper()) };
+        mixed.check_for(&few).unwrap();
+        for desc in [Desc { groups: 1, ..zipf }, gradient].iter().chain(&others) {
+            assert!(mixed.check_for(desc).unwrap_err().to_string().contains("Mixed"), "{desc:?}");
+        }
+    }
+
+    #[test]
     fn short_contractions_and_bf16_gradients_are_added_by_the_warps() {
         let adding = |k, out| {
             let desc = Desc { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
             let config = Config::choose(&desc, &hopper());
             assert!(config.shared_bytes(&desc) <= hopper().shared_bytes_per_cta);
-            config.check_adding(&desc).unwrap();
+            config.check_for(&desc).unwrap();
             let wrong = [
                 Config { out_buffers: 3, adds: Adds::InWarp, ..config },
                 Config { out_buffers: 8, out_boxes: 4, adds: Adds::InWarp, ..config },
             ];
-            assert!(wrong.iter().all(|config| config.check_adding(&desc).is_err()));
-            assert_eq!(Config { adds: Adds::InL2, ..config }.check_adding(&desc).is_ok(), out == Out::F32);
+            assert!(wrong.iter().all(|config| config.check_for(&desc).is_err()));
+            assert_eq!(Config { adds: Adds::InL2, ..config }.check_for(&desc).is_ok(), out == Out::F32);
             config.spec(&desc).to_string().contains("kInWarp")
         };
         assert!(adding(8 * 512, Out::F32) && !adding(8 * SHORT, Out::F32));

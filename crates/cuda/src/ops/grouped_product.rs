@@ -1,13 +1,13 @@
 //! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
 //! (`csrc/kernels/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/grouped_bf16.cuh`). One group is the dense product.
 
-pub use super::grouped_config::{Adds, Config};
-use super::grouped_config::{BLOCK_M, BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
+pub use super::grouped_config::{Adds, Config, Order};
+use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::device::{Buffer, Device};
 use crate::launch::KernelArg;
-use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
+use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
 use half::bf16;
 use nibble_core::{Error, Result};
 
@@ -242,7 +242,7 @@ impl Operand<'_> {
     }
 
     /// Tiles of `tile_rows` rows, as a stage has them.
-    fn map(&self, desc: &Desc, rows: usize, tile_rows: usize) -> Result<TensorMap> {
+    fn map(&self, desc: &Desc, rows: usize, tile_rows: usize, fetch: Fetch) -> Result<TensorMap> {
         let (element, address, bytes) = match self {
             Self::Fp8(codes, _) => (Element::U8, codes.address(), size_of::<u8>()),
             Self::Bf16(values) => (Element::Bf16, values.address(), size_of::<bf16>()),
@@ -262,7 +262,7 @@ impl Operand<'_> {
             tile_cols: ROW_BYTES / bytes,
             swizzle: Swizzle::Bytes128,
         }
-        .encode()
+        .encode_fetching(fetch)
     }
 }
 
@@ -334,9 +334,9 @@ impl GroupedProduct<'_> {
         let device = self.check()?;
         config.check()?;
         let desc = &self.desc;
-        config.check_adding(desc)?;
-        let map_a = self.a.map(desc, desc.m, BLOCK_M / config.cluster)?;
-        let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N)?;
+        config.check_for(desc)?;
+        let map_a = self.a.map(desc, desc.m, config.rows_a(), config.fetch())?;
+        let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N, config.fetch())?;
         let (element, address, d): (_, _, &dyn KernelArg) = match &self.d {
             Target::Bf16 { values, .. } => (Element::Bf16, values.address(), *values),
             Target::F32 { values, .. } => (Element::F32, values.address(), *values),

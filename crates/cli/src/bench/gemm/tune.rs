@@ -8,7 +8,7 @@ use crate::bench::kernels::report::shortened;
 use crate::console::say;
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
-use nibble_cuda::ops::grouped_product::{Adds, Config};
+use nibble_cuda::ops::grouped_product::{Adds, Config, Order};
 use nibble_cuda::ops::trial;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -97,10 +97,11 @@ fn found(times: &[(usize, Config, f32)]) -> Found {
 }
 
 fn value(config: &Config) -> Value {
-    let Config { stages, cluster, out_buffers, out_boxes, adds, band } = *config;
-    let adds = format!("{adds:?}");
+    let Config { stages, cluster, out_buffers, out_boxes, adds, order, band } = *config;
+    let (adds, order) = (format!("{adds:?}"), format!("{order:?}"));
     json!({
-        "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "out_boxes": out_boxes, "adds": adds, "band": band,
+        "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "out_boxes": out_boxes, "adds": adds, "order": order,
+        "band": band,
     })
 }
 
@@ -131,10 +132,10 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
             cluster: number("cluster")?,
             out_buffers: number("out_buffers")?,
             out_boxes: number("out_boxes")?,
-            adds: [Adds::InL2, Adds::InWarp]
-                .into_iter()
-                .find(|adds| of["adds"].as_str() == Some(&format!("{adds:?}")))
+            adds: named(&of["adds"], [Adds::InL2, Adds::InWarp])
                 .ok_or_else(|| format!("`{name}` has no `adds`"))?,
+            order: named(&of["order"], [Order::FullFirst, Order::Mixed])
+                .ok_or_else(|| format!("`{name}` has no `order`"))?,
             band: number("band")?,
         };
         config.check().map_err(|error| format!("`{name}`: {error}"))?;
@@ -143,12 +144,24 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
     products.iter().map(config).collect()
 }
 
+/// Which of these a file names.
+fn named<T: std::fmt::Debug, const N: usize>(of: &Value, all: [T; N]) -> Option<T> {
+    all.into_iter().find(|one| of.as_str() == Some(&format!("{one:?}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const CHOSEN: Config =
-        Config { stages: 4, cluster: 2, out_buffers: 3, out_boxes: 1, adds: Adds::InL2, band: 8 };
+    const CHOSEN: Config = Config {
+        stages: 4,
+        cluster: 2,
+        out_buffers: 3,
+        out_boxes: 1,
+        adds: Adds::InL2,
+        order: Order::FullFirst,
+        band: 8,
+    };
 
     fn band(band: usize) -> Config {
         Config { band, ..CHOSEN }
