@@ -83,6 +83,17 @@ impl fmt::Display for Config {
 }
 
 impl Config {
+    /// What most products run on.
+    pub const USUAL: Self = Self {
+        stages: 4,
+        cluster: 2,
+        out_buffers: 3,
+        out_boxes: 1,
+        adds: Adds::InL2,
+        order: Order::FullFirst,
+        band: 8,
+    };
+
     /// The instance for a product on a GPU. Only the device knows what the groups hold: the rows they have on average decide.
     ///
     /// The L2 adds F32 at a quarter of the memory's rate, which long contractions hide, and those with a scale a column. The others'
@@ -91,16 +102,7 @@ impl Config {
     ///
     /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
     pub const fn choose(desc: &Desc, _gpu: &GpuInfo) -> Self {
-        let most = Self {
-            stages: 4,
-            cluster: 2,
-            out_buffers: 3,
-            out_boxes: 1,
-            adds: Adds::InL2,
-            order: Order::FullFirst,
-            band: 8,
-        };
-        let in_warp = Self { stages: 3, adds: Adds::InWarp, ..most };
+        let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
         let shared = matches!(desc.kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
         match desc.out {
             Out::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
@@ -108,9 +110,9 @@ impl Config {
                 Self { out_buffers: 2, out_boxes: 4, ..in_warp }
             }
             _ if desc.groups >= MIXED_GROUPS && desc.m / MIXED_ROWS < desc.groups && Self::can_mix(desc) => {
-                Self { order: Order::Mixed, ..most }
+                Self { order: Order::Mixed, ..Self::USUAL }
             }
-            _ => most,
+            _ => Self::USUAL,
         }
     }
 

@@ -55,7 +55,6 @@ pub(super) fn config(desc: &Desc, gpu: &GpuInfo) -> Config {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::grouped_product::{Adds, Order};
     use std::panic::catch_unwind;
 
     fn held() -> Option<Config> {
@@ -64,15 +63,7 @@ mod tests {
 
     #[test]
     fn a_trial_ends_with_its_work_even_if_that_panics() {
-        let band = |band| Config {
-            stages: 4,
-            cluster: 2,
-            out_buffers: 3,
-            out_boxes: 1,
-            adds: Adds::InL2,
-            order: Order::FullFirst,
-            band,
-        };
+        let band = |band| Config { band, ..Config::USUAL };
         with(band(2), || {
             with(band(4), || assert_eq!(held(), Some(band(4))));
             assert_eq!(held(), Some(band(2)));
