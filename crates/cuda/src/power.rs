@@ -42,11 +42,14 @@ impl Meter {
         std::thread::scope(|scope| {
             let looking = scope.spawn(|| {
                 let mut seen = Vec::new();
-                while !done.load(Ordering::Relaxed) {
+                loop {
                     std::thread::sleep(PERIOD);
+                    // What is seen after the work is not its own.
+                    if done.load(Ordering::Relaxed) {
+                        break seen;
+                    }
                     seen.extend(self.look());
                 }
-                seen
             });
             let finish = Finish(&done);
             let result = work();

@@ -65,14 +65,12 @@ impl Bench {
     }
 }
 
-/// A sustained time for a program to read.
-pub fn figures(s: &Sustained) -> Value {
-    let mut value = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
+/// Puts a sustained time into an object for a program to read: `NAME_ms`, and `NAME_draw` where something says what the GPU drew.
+pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
+    object[format!("{name}_ms")] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
     if let Some(draw) = s.draw {
-        value["watts"] = json!(draw.watts);
-        value["sm_mhz"] = json!(draw.sm_mhz);
+        object[format!("{name}_draw")] = json!({ "watts": draw.watts, "sm_mhz": draw.sm_mhz });
     }
-    value
 }
 
 /// Those whose names contain one of `only`, in either case, or all.

@@ -373,6 +373,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
 #pragma unroll
         for (int part = from; part < to; ++part) {
             // Half a short tile's parts are of rows that there are not.
+            // Nothing waits for the stores of rows that a short group does not have.
             if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
             stores.store(total[part / kParts], rows_of(tile, part), part);
             constexpr int kPending = Stored::kLeaving;
@@ -531,25 +532,11 @@ __global__ void __launch_bounds__(384, 1)
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
-
-    // The same in every lane, and known to be: what follows from it stays in uniform registers.
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) {
-        ptx::tensor_map_prefetch(map_a);
-        ptx::tensor_map_prefetch(map_b);
-        ptx::tensor_map_prefetch(map_d);
-        for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(shared.full[stage], 1 + scale_warps(kScalesB));
-            ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
-        }
+    const int warp = same_in_all(threadIdx.x / 32);
+    begin<kStages, kCluster, 1 + scale_warps(kScalesB)>(shared, map_a, map_b, map_d, [&] {
         for (int i = 0; kAdds == Adds::kInWarp && i < kMathWarps * kOutBuffers; ++i)
             ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
-        ptx::barrier_init_fence();
-    }
-    if constexpr (kCluster == 1)
-        __syncthreads();
-    else
-        ptx::cluster_sync();
+    });
 
     if (warp < 4) {
         ptx::registers_shrink_to<56>();
@@ -560,8 +547,7 @@ __global__ void __launch_bounds__(384, 1)
     } else {
         ptx::registers_grow_to<224>();
         consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
-        if constexpr (kRagged == Ragged::kRows)
-            clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
+        if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
     // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
     if constexpr (kCluster != 1) ptx::cluster_sync();

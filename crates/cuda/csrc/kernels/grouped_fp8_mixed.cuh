@@ -158,24 +158,8 @@ __global__ void __launch_bounds__(384, 1)
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
-
-    // The same in every lane, and known to be: what follows from it stays in uniform registers.
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) {
-        ptx::tensor_map_prefetch(map_a);
-        ptx::tensor_map_prefetch(map_b);
-        ptx::tensor_map_prefetch(map_d);
-        for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(shared.full[stage], kMixedReaders);
-            ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
-        }
-        shared.queue.begin();
-        ptx::barrier_init_fence();
-    }
-    if constexpr (kCluster == 1)
-        __syncthreads();
-    else
-        ptx::cluster_sync();
+    const int warp = same_in_all(threadIdx.x / 32);
+    begin<kStages, kCluster, kMixedReaders>(shared, map_a, map_b, map_d, [&] { shared.queue.begin(); });
 
     if (warp < 4) {
         ptx::registers_shrink_to<56>();
@@ -188,7 +172,7 @@ __global__ void __launch_bounds__(384, 1)
     } else {
         ptx::registers_grow_to<224>();
         consume<Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
-        clear_tail(d, groups, blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, gridDim.x * (kMathWarps * 32));
+        clear_tail(d, groups);
     }
     // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
     if constexpr (kCluster != 1) ptx::cluster_sync();

@@ -101,13 +101,7 @@ class Walk {
     __device__ __forceinline__ void load(const Groups& groups, int columns, int base, int before) {
         base_ = base;
         rows_ = groups.span_or_none(base + int(ptx::lane_idx()));
-        end_ = tiles_m(rows_.padded) * columns;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int below = __shfl_up_sync(kAll, end_, distance);
-            if (ptx::lane_idx() >= distance) end_ += below;
-        }
-        end_ += before;
+        end_ = sum_up_to_lane(tiles_m(rows_.padded) * columns) + before;
     }
 
     int base_ = -32;  // group of lane 0

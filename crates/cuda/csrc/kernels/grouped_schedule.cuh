@@ -4,6 +4,7 @@
 // that finds a tile's group. Clusters take every gridDim.x / kCluster-th tile.
 #pragma once
 #include "formats/e8m0.cuh"
+#include "math/reduce.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
@@ -163,12 +164,7 @@ class Schedule {
             len_ = rows.len;
         }
         end_ = (shorter ? int(padded_ % kBlockM != 0) : padded_ / kBlockM) * columns_;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int below = __shfl_up_sync(kAll, end_, distance);
-            if (ptx::lane_idx() >= distance) end_ += below;
-        }
-        end_ += before;
+        end_ = sum_up_to_lane(end_) + before;
     }
 
     const Groups& groups_;

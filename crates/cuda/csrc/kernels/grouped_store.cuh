@@ -30,6 +30,28 @@ struct Ring {
     }
 };
 
+/// Before all: readies the maps and the ring, whose stages are full after kDeliveries arrivals, and what else `init` has. All
+/// threads of the cluster.
+template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
+__device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
+                                      const TensorMap& map_d, const Init& init) {
+    if (threadIdx.x == 0) {
+        ptx::tensor_map_prefetch(map_a);
+        ptx::tensor_map_prefetch(map_b);
+        ptx::tensor_map_prefetch(map_d);
+        for (int stage = 0; stage < kStages; ++stage) {
+            ptx::barrier_init(shared.full[stage], kDeliveries);
+            ptx::barrier_init(shared.empty[stage], kMathWarps * kCluster);
+        }
+        init();
+        ptx::barrier_init_fence();
+    }
+    if constexpr (kCluster == 1)
+        __syncthreads();
+    else
+        ptx::cluster_sync();
+}
+
 /// Fills the ring, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of A's rows for all of
 /// them, and its own columns of B: `load(stage, full, tile, k, slices)` issues the copies of the `kDepth` of the contraction
 /// from `k` on, slices below the last row that counts alone. One warp.
@@ -273,9 +295,10 @@ __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Ro
     }
 }
 
-/// Zeros the rows of D after the last group's, 16 bytes at a time.
+/// Zeros the rows of D after the last group's, 16 bytes at a time. All math warps of the launch.
 template <class Out>
-__device__ __forceinline__ void clear_tail(Out* d, const Groups& groups, int thread, int threads) {
+__device__ __forceinline__ void clear_tail(Out* d, const Groups& groups) {
+    const int thread = blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, threads = gridDim.x * (kMathWarps * 32);
     if (groups.start == nullptr) return;
     constexpr int kEach = 16 / sizeof(Out);
     const long long end = (long long)groups.m * groups.n / kEach;

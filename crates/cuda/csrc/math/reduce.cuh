@@ -1,8 +1,19 @@
-// Sums of integer counts over a launch. Integer additions commute, so their order does not matter to the bits.
+// Sums of integers over a warp and over a launch. Integer additions commute, so their order does not matter to the bits.
 #pragma once
+#include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
+
+/// The sum of a warp's values up to and with this lane's.
+__device__ __forceinline__ int sum_up_to_lane(int value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int below = __shfl_up_sync(0xFFFFFFFF, value, distance);
+        if (ptx::lane_idx() >= distance) value += below;
+    }
+    return value;
+}
 
 /// What one thread counted: blocks with a non-zero code, of those inexact, blocks with a NaN or infinity.
 struct Tally {

@@ -147,10 +147,10 @@ fn figure(row: &Measured) -> Value {
         Ok(f) => {
             value["burst_ms"] = json!(f.burst_ms);
             if let Some(s) = f.sustained {
-                value["sustained_ms"] = gpu::figures(&s);
+                gpu::put_sustained(&mut value, "sustained", &s);
             }
             if let Some(s) = f.graph {
-                value["graph_ms"] = gpu::figures(&s);
+                gpu::put_sustained(&mut value, "graph", &s);
             }
             value["tflops"] = json!(row.shape.flop() / f.ms() / 1e9);
             value["kept_bytes"] = json!(f.kept.listed);

@@ -160,7 +160,7 @@ fn figure(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) ->
     value["burst_ms"] = json!(times.burst_ms);
     value["burst_tflops"] = json!(work.tflops(times.burst_ms));
     if let Some(s) = times.sustained {
-        value["sustained_ms"] = gpu::figures(&s);
+        gpu::put_sustained(&mut value, "sustained", &s);
         value["sustained_tflops"] = json!(work.tflops(f64::from(s.median_ms)));
     }
     value["share_of_dense"] = json!(shares.dense);
@@ -233,6 +233,9 @@ mod tests {
 
     #[test]
     fn figures_hold_what_the_table_says_or_why_there_is_nothing() {
+        let drawn = &figures(&all(false), CEILINGS, RATES)[0];
+        assert_eq!(drawn["sustained_draw"]["sm_mhz"], 1500);
+        assert_eq!(drawn["sustained_ms"].as_object().map(|ms| ms.len()), Some(3), "milliseconds alone");
         let mut all = all(true);
         let product = Product { load: Load::Zipf(256), pass: Pass::Fprop, ..all[0].product };
         all.push(Measured { product, times: Err("no memory".into()) });
