@@ -1,6 +1,7 @@
 use crate::Result;
 use crate::ops::*;
 use std::fmt::Debug;
+use std::ops::Range;
 
 /// A plain scalar a buffer may hold.
 pub trait Plain: bytemuck::Pod + Debug + PartialEq + Send + Sync + 'static {}
@@ -23,6 +24,39 @@ pub struct MemoryStats {
     pub total_bytes: Option<usize>,
 }
 
+/// What went between host and device since the backend was made. A difference of two is what lies between them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Copies from the host to the device.
+    pub uploads: u64,
+    /// Their bytes.
+    pub upload_bytes: u64,
+    /// Copies from the device to the host.
+    pub downloads: u64,
+    /// Their bytes.
+    pub download_bytes: u64,
+    /// How often the host waited for the device: once for each [`Backend::download`] and [`Backend::finish_download`].
+    pub waits: u64,
+    /// Writes through a handle that another one shared, each of which copied the whole buffer first.
+    pub copies_on_write: u64,
+}
+
+impl std::ops::Sub for Traffic {
+    type Output = Self;
+
+    /// What came after `earlier`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            uploads: self.uploads - earlier.uploads,
+            upload_bytes: self.upload_bytes - earlier.upload_bytes,
+            downloads: self.downloads - earlier.downloads,
+            download_bytes: self.download_bytes - earlier.download_bytes,
+            waits: self.waits - earlier.waits,
+            copies_on_write: self.copies_on_write - earlier.copies_on_write,
+        }
+    }
+}
+
 /// Memory and order only; nothing numeric.
 ///
 /// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
@@ -30,6 +64,12 @@ pub struct MemoryStats {
 pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// A typed buffer on the device.
     type Buf<T: Plain>: Clone + Debug + Send + Sync;
+    /// Memory that work done over and over shares: see [`Backend::within`].
+    type Arena: Clone + Debug + Send + Sync;
+    /// A download under way.
+    type Pending<T: Plain>: Debug + Send;
+    /// Work recorded by [`Backend::record`].
+    type Recording: Debug + Send;
 
     /// The backend and its device, for people.
     fn name(&self) -> String;
@@ -47,6 +87,47 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
     /// What the allocator holds.
     fn memory(&self) -> MemoryStats;
+    /// What went between host and device so far.
+    fn traffic(&self) -> Traffic;
+
+    /// Overwrites the values from index `at` on, at the buffer's address. The slice may be reused when this returns.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if they do not fit.
+    fn write<T: Plain>(&self, buf: &mut Self::Buf<T>, at: usize, values: &[T]) -> Result<()>;
+    /// Begins to bring values of this range to the host, as they are after everything issued so far. Does not wait.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if the buffer has no such range.
+    fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
+    /// The values of [`Backend::begin_download`], waiting for them.
+    fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
+    /// The same bytes as values of another type, sharing the allocation.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] unless they are a whole number of them.
+    fn reinterpret<T: Plain, U: Plain>(&self, buf: &Self::Buf<T>) -> Result<Self::Buf<U>>;
+
+    /// An empty arena. It grows as it must, without moving anything, and gives its memory back when it and every buffer in it
+    /// are gone. `name` is what messages call it.
+    fn arena(&self, name: &'static str) -> Result<Self::Arena>;
+    /// Runs `work`; what it allocates lies in the arena, where the lifetimes of what is there already leave room. Work that
+    /// allocates and frees the same sizes in the same order, and finds the arena as it was, finds the same addresses. One
+    /// thread at a time works within arenas of a backend. Inside another `within` the inner arena counts.
+    fn within<R>(&self, arena: &Self::Arena, work: impl FnOnce() -> Result<R>) -> Result<R>;
+    /// What lies in the arena now, the most that ever did, and as `total_bytes` the memory it takes.
+    fn arena_memory(&self, arena: &Self::Arena) -> MemoryStats;
+
+    /// Whether work can be recorded here.
+    fn can_record(&self) -> bool;
+    /// Records what `work` issues, without executing it: no value on the device changes. `work` runs once, and neither uploads
+    /// nor downloads. What it allocates must lie within an arena, which the recording keeps.
+    ///
+    /// # Errors
+    /// What `work` returns; [`crate::Error::Device`] where nothing can be recorded, or for what cannot be.
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Self::Recording>;
+    /// Issues recorded work, on the very buffers that it was recorded with.
+    fn replay(&self, recording: &Self::Recording) -> Result<()>;
 }
 
 /// Formats, conversions, routing, and the expert layer's fused elementwise kernels.

@@ -18,7 +18,7 @@ pub mod recipe;
 mod tensor;
 
 pub use agreement::Agreement;
-pub use backend::{Backend, Convert, Kernels, LayerKernels, MemoryStats, Model, Plain, Products};
+pub use backend::{Backend, Convert, Kernels, LayerKernels, MemoryStats, Model, Plain, Products, Traffic};
 pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result};

@@ -1,9 +1,11 @@
 use crate::gemm::Isa;
-use nibble_core::{Backend, Error, MemoryStats, Plain, Result};
+use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic};
 use std::collections::{BTreeMap, HashMap};
+use std::convert::Infallible;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,9 +27,36 @@ pub struct Cpu {
 struct Inner {
     pool: rayon::ThreadPool,
     memory: Arc<Memory>,
+    transfers: Transfers,
     profile: Mutex<BTreeMap<&'static str, OpTime>>,
     isa: Isa,
     path: Path,
+}
+
+/// Copies between the host and this device, which happens to be the host.
+#[derive(Default)]
+struct Transfers {
+    uploads: AtomicU64,
+    upload_bytes: AtomicU64,
+    downloads: AtomicU64,
+    download_bytes: AtomicU64,
+    waits: AtomicU64,
+}
+
+impl Transfers {
+    fn upload<T>(&self, values: &[T]) {
+        self.uploads.fetch_add(1, Ordering::Relaxed);
+        self.upload_bytes.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
+    }
+
+    fn download<T>(&self, values: &[T]) {
+        self.downloads.fetch_add(1, Ordering::Relaxed);
+        self.download_bytes.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
+    }
+
+    fn wait(&self) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// How often an operation ran and how long it took.
@@ -78,8 +107,8 @@ impl Cpu {
             .thread_name(|i| format!("nibble-{i}"))
             .build()
             .map_err(|e| Error::Device { call: "starting threads".into(), why: e.to_string() })?;
-        let (memory, profile) = (Arc::default(), Mutex::default());
-        Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
+        let (memory, transfers, profile) = (Arc::default(), Transfers::default(), Mutex::default());
+        Ok(Self { inner: Arc::new(Inner { pool, memory, transfers, profile, isa, path }) })
     }
 
     /// Time of each operation since this backend was made or last asked, the longest first. Counting it costs a
@@ -146,6 +175,7 @@ fn words_for<T>(len: usize) -> usize {
 struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
+    copies_on_write: AtomicU64,
     free: Mutex<Free>,
 }
 
@@ -189,51 +219,47 @@ impl Memory {
 
 /// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies first.
 pub struct Buf<T: Plain> {
-    storage: Arc<Storage<T>>,
-}
-
-struct Storage<T> {
-    words: Vec<u64>,
+    storage: Arc<Storage>,
     len: usize,
-    memory: Arc<Memory>,
     element: PhantomData<T>,
 }
 
-impl<T> Storage<T> {
-    fn bytes(&self) -> usize {
-        self.len * size_of::<T>()
-    }
+struct Storage {
+    words: Vec<u64>,
+    bytes: usize,
+    memory: Arc<Memory>,
 }
 
-impl<T> Drop for Storage<T> {
+impl Drop for Storage {
     fn drop(&mut self) {
-        self.memory.live.fetch_sub(self.bytes(), Ordering::Relaxed);
+        self.memory.live.fetch_sub(self.bytes, Ordering::Relaxed);
         self.memory.give(std::mem::take(&mut self.words));
     }
 }
 
 impl<T: Plain> Buf<T> {
     fn new(words: Vec<u64>, len: usize, memory: &Arc<Memory>) -> Self {
-        let storage = Storage { words, len, memory: memory.clone(), element: PhantomData };
-        let live = memory.live.fetch_add(storage.bytes(), Ordering::Relaxed) + storage.bytes();
+        let storage = Storage { words, bytes: len * size_of::<T>(), memory: memory.clone() };
+        let live = memory.live.fetch_add(storage.bytes, Ordering::Relaxed) + storage.bytes;
         memory.peak.fetch_max(live, Ordering::Relaxed);
-        Self { storage: Arc::new(storage) }
+        Self { storage: Arc::new(storage), len, element: PhantomData }
     }
 
     /// The values.
     pub fn as_slice(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.storage.words)[..self.storage.len]
+        &bytemuck::cast_slice(&self.storage.words)[..self.len]
     }
 
     /// The values, for writing; copied first if another handle shares them.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         if Arc::get_mut(&mut self.storage).is_none() {
             let memory = self.storage.memory.clone();
+            memory.copies_on_write.fetch_add(1, Ordering::Relaxed);
             let mut words = memory.take(self.storage.words.len());
             words.copy_from_slice(&self.storage.words);
-            *self = Self::new(words, self.storage.len, &memory);
+            *self = Self::new(words, self.len, &memory);
         }
-        let len = self.storage.len;
+        let len = self.len;
         match Arc::get_mut(&mut self.storage) {
             Some(storage) => &mut bytemuck::cast_slice_mut(&mut storage.words)[..len],
             // Made unique just above, and `&mut self` keeps anyone from cloning it in between.
@@ -244,19 +270,22 @@ impl<T: Plain> Buf<T> {
 
 impl<T: Plain> Clone for Buf<T> {
     fn clone(&self) -> Self {
-        Self { storage: self.storage.clone() }
+        Self { storage: self.storage.clone(), ..*self }
     }
 }
 
 impl<T: Plain> fmt::Debug for Buf<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let first = &self.as_slice()[..self.storage.len.min(8)];
-        write!(f, "Buf({} × {}: {first:?}…)", self.storage.len, std::any::type_name::<T>())
+        let first = &self.as_slice()[..self.len.min(8)];
+        write!(f, "Buf({} × {}: {first:?}…)", self.len, std::any::type_name::<T>())
     }
 }
 
 impl Backend for Cpu {
     type Buf<T: Plain> = Buf<T>;
+    type Arena = ();
+    type Pending<T: Plain> = Vec<T>;
+    type Recording = Infallible;
 
     fn name(&self) -> String {
         let threads = self.inner.pool.current_num_threads();
@@ -280,19 +309,22 @@ impl Backend for Cpu {
         let mut buf =
             Buf::new(self.inner.memory.take(words_for::<T>(values.len())), values.len(), &self.inner.memory);
         buf.as_mut_slice().copy_from_slice(values);
+        self.inner.transfers.upload(values);
         Ok(buf)
     }
 
     fn download<T: Plain>(&self, buf: &Buf<T>) -> Result<Vec<T>> {
+        self.inner.transfers.download(buf.as_slice());
+        self.inner.transfers.wait();
         Ok(buf.as_slice().to_vec())
     }
 
     fn len<T: Plain>(buf: &Buf<T>) -> usize {
-        buf.storage.len
+        buf.len
     }
 
     fn buffer_id<T: Plain>(buf: &Buf<T>) -> u64 {
-        Arc::as_ptr(&buf.storage) as usize as u64
+        buf.storage.words.as_ptr() as usize as u64
     }
 
     fn memory(&self) -> MemoryStats {
@@ -303,6 +335,79 @@ impl Backend for Cpu {
             total_bytes: machine_memory(),
         }
     }
+
+    fn traffic(&self) -> Traffic {
+        let transfers = &self.inner.transfers;
+        let [uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write] = [
+            &transfers.uploads,
+            &transfers.upload_bytes,
+            &transfers.downloads,
+            &transfers.download_bytes,
+            &transfers.waits,
+            &self.inner.memory.copies_on_write,
+        ]
+        .map(|count| count.load(Ordering::Relaxed));
+        Traffic { uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write }
+    }
+
+    fn write<T: Plain>(&self, buf: &mut Buf<T>, at: usize, values: &[T]) -> Result<()> {
+        let len = Self::len(buf);
+        let range = range_of("write", len, at..at.saturating_add(values.len()))?;
+        buf.as_mut_slice()[range].copy_from_slice(values);
+        self.inner.transfers.upload(values);
+        Ok(())
+    }
+
+    fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
+        let values = &buf.as_slice()[range_of("begin_download", Self::len(buf), range)?];
+        self.inner.transfers.download(values);
+        Ok(values.to_vec())
+    }
+
+    fn finish_download<T: Plain>(&self, pending: Vec<T>) -> Result<Vec<T>> {
+        self.inner.transfers.wait();
+        Ok(pending)
+    }
+
+    fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {
+        let (bytes, each) = (Self::len(buf) * size_of::<T>(), size_of::<U>());
+        if !bytes.is_multiple_of(each) {
+            return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
+        }
+        Ok(Buf { storage: buf.storage.clone(), len: bytes / each, element: PhantomData })
+    }
+
+    fn arena(&self, _: &'static str) -> Result<()> {
+        Ok(())
+    }
+
+    fn within<R>(&self, _: &(), work: impl FnOnce() -> Result<R>) -> Result<R> {
+        work()
+    }
+
+    fn arena_memory(&self, _: &()) -> MemoryStats {
+        MemoryStats::default()
+    }
+
+    fn can_record(&self) -> bool {
+        false
+    }
+
+    fn record(&self, _: &mut dyn FnMut() -> Result<()>) -> Result<Infallible> {
+        Err(Error::Device { call: "record".into(), why: "a CPU runs its work as it is issued".into() })
+    }
+
+    fn replay(&self, recording: &Infallible) -> Result<()> {
+        match *recording {}
+    }
+}
+
+/// The range, if the buffer has it.
+fn range_of(op: &'static str, len: usize, range: Range<usize>) -> Result<Range<usize>> {
+    if range.start > range.end || range.end > len {
+        return Err(Error::shape(op, "range", format!("{range:?}"), format!("within 0..{len}")));
+    }
+    Ok(range)
 }
 
 #[cfg(test)]

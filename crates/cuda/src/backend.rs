@@ -2,8 +2,10 @@
 
 use crate::device::{Buffer, Device};
 use crate::profile::Marks;
-use nibble_core::{Backend, MemoryStats, Plain, Result};
+use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic};
+use std::convert::Infallible;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -93,6 +95,9 @@ impl<T: Plain> fmt::Debug for Buf<T> {
 
 impl Backend for Cuda {
     type Buf<T: Plain> = Buf<T>;
+    type Arena = ();
+    type Pending<T: Plain> = Vec<T>;
+    type Recording = Infallible;
 
     fn name(&self) -> String {
         let info = self.device.info();
@@ -125,5 +130,51 @@ impl Backend for Cuda {
 
     fn memory(&self) -> MemoryStats {
         self.device.memory()
+    }
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+
+    fn write<T: Plain>(&self, buf: &mut Buf<T>, at: usize, values: &[T]) -> Result<()> {
+        if (at, values.len()) != (0, buf.get().len()) {
+            return Err(Error::shape("write", "range", at, "the whole buffer"));
+        }
+        buf.make_mut()?.write(values)
+    }
+
+    fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
+        Ok(buf.get().download()?[range].to_vec())
+    }
+
+    fn finish_download<T: Plain>(&self, pending: Vec<T>) -> Result<Vec<T>> {
+        Ok(pending)
+    }
+
+    fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {
+        self.upload(&bytemuck::pod_collect_to_vec::<T, U>(&buf.get().download()?))
+    }
+
+    fn arena(&self, _: &'static str) -> Result<()> {
+        Ok(())
+    }
+
+    fn within<R>(&self, _: &(), work: impl FnOnce() -> Result<R>) -> Result<R> {
+        work()
+    }
+
+    fn arena_memory(&self, _: &()) -> MemoryStats {
+        MemoryStats::default()
+    }
+
+    fn can_record(&self) -> bool {
+        false
+    }
+
+    fn record(&self, _: &mut dyn FnMut() -> Result<()>) -> Result<Infallible> {
+        Err(Error::Device { call: "record".into(), why: "not through this trait yet".into() })
+    }
+
+    fn replay(&self, recording: &Infallible) -> Result<()> {
+        match *recording {}
     }
 }

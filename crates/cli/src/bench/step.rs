@@ -81,6 +81,7 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
         trainer.train_step()?;
     }
     cpu.take_profile();
+    let before = cpu.traffic();
     let mut seconds = Vec::with_capacity(steps);
     for _ in 0..steps {
         let start = Instant::now();
@@ -88,6 +89,7 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
         seconds.push(start.elapsed().as_secs_f64());
     }
     let profile = cpu.take_profile();
+    let traffic = cpu.traffic() - before;
     let total: f64 = seconds.iter().sum();
     let step = median(seconds);
     let rate = if trainer.recipe().activations == DType::F32 { rates[0] } else { rates[1] };
@@ -99,6 +101,16 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
         1e3 * step,
         1e3 * floor,
         100.0 * floor / step
+    );
+    let each = |count: u64| count as f64 / steps as f64;
+    say!(
+        "    a step: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
+        each(traffic.uploads),
+        each(traffic.upload_bytes),
+        each(traffic.downloads),
+        each(traffic.download_bytes),
+        each(traffic.waits),
+        each(traffic.copies_on_write)
     );
     let mut rest = total;
     let mut ops = Vec::new();
@@ -118,7 +130,8 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
     );
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
-        "share_of_peak": floor / step, "profile": ops, "profiled_seconds": total,
+        "share_of_peak": floor / step, "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
+        "waits": each(traffic.waits), "copies_on_write": each(traffic.copies_on_write), "profile": ops, "profiled_seconds": total,
     }))
 }
 
