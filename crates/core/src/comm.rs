@@ -23,6 +23,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()>;
     /// Every rank's values one after the other, in rank order. All ranks send the same number.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
+    /// [`Comm::all_gather`] of F64, bit for bit.
+    fn all_gather_f64(&self, b: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>>;
     /// Waits for all ranks.
     fn barrier(&self) -> Result<()>;
     /// Tells all ranks that this one failed; their pending and later calls return this error.
@@ -57,6 +59,9 @@ impl<B: Backend> Comm<B> for SoloComm {
         Ok(())
     }
     fn all_gather(&self, _: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
+        Ok(values.clone())
+    }
+    fn all_gather_f64(&self, _: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>> {
         Ok(values.clone())
     }
     fn barrier(&self) -> Result<()> {

@@ -232,6 +232,10 @@ impl<B: Backend> Comm<B> for ThreadComm {
         self.collective(|| b.upload(&self.gather("all_gather", b, values)?.concat()))
     }
 
+    fn all_gather_f64(&self, b: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>> {
+        self.collective(|| b.upload(&self.gather("all_gather_f64", b, values)?.concat()))
+    }
+
     fn barrier(&self) -> Result<()> {
         self.collective(|| self.exchange("barrier", vec![Vec::new()]).map(drop))
     }

@@ -126,6 +126,9 @@ impl Comm<Cpu> for Wrapped {
     fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
         self.inner.all_gather(b, values)
     }
+    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
+        self.inner.all_gather_f64(b, values)
+    }
     fn barrier(&self) -> Result<()> {
         Comm::<Cpu>::barrier(&self.inner)
     }
