@@ -19,7 +19,7 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         send_rows: &[usize],
         recv_rows: &[usize],
     ) -> Result<B::Buf<u8>>;
-    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, the same bits on every rank.
+    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, the same bits on every rank; at the buffer's address.
     fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()>;
     /// Every rank's values one after the other, in rank order. All ranks send the same number.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;

@@ -223,8 +223,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
                     })
                     .collect();
             }
-            *values = b.upload(&level.concat())?;
-            Ok(())
+            b.write(values, 0, &level.concat())
         })
     }
 

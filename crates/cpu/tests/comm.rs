@@ -91,7 +91,9 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     let of = |rank: usize| (0..len).map(move |i| value(rank, i));
     let mine: Vec<f32> = of(me).collect();
     let mut sums = cpu.upload(&mine).unwrap();
+    let address = Cpu::buffer_id(&sums);
     comm.all_reduce_tree(cpu, &mut sums).unwrap();
+    assert_eq!(Cpu::buffer_id(&sums), address, "the sums lie in the caller's buffer");
     for (i, got) in sums.as_slice().iter().enumerate() {
         assert_eq!(got.to_bits(), tree((0..world).map(|rank| value(rank, i)).collect()).to_bits());
     }
