@@ -95,6 +95,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// [`crate::Error::Shape`] if they do not fit.
     fn write<T: Plain>(&self, buf: &mut Self::Buf<T>, at: usize, values: &[T]) -> Result<()>;
+    /// Sets every byte of the buffer to 0, at its address.
+    fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;
     /// Begins to bring values of this range to the host, as they are after everything issued so far. Does not wait.
     ///
     /// # Errors
@@ -144,6 +146,8 @@ pub trait Convert: Backend {
     fn transpose(&self, op: Transpose<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Add`].
     fn add(&self, op: Add<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`SumShards`].
+    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()>;
     /// See [`Route`].
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>>;
     /// See [`RouteBackward`].
@@ -198,10 +202,16 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
-    /// See [`SumShards`].
-    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`BeginStep`].
+    fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()>;
+    /// See [`BeginMicroBatch`].
+    fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()>;
+    /// See [`Collect`].
+    fn collect(&self, op: Collect<'_, Self>) -> Result<()>;
     /// See [`SumSquares`].
-    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<Vec<f64>>;
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()>;
+    /// See [`EndStep`].
+    fn end_step(&self, op: EndStep<'_, Self>) -> Result<()>;
     /// See [`AdamW`].
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()>;
 }

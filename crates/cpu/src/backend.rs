@@ -358,6 +358,11 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
+        bytemuck::fill_zeroes(buf.as_mut_slice());
+        Ok(())
+    }
+
     fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
         let values = &buf.as_slice()[range_of("begin_download", Self::len(buf), range)?];
         self.inner.transfers.download(values);

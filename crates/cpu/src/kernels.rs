@@ -23,6 +23,9 @@ impl Convert for Cpu {
     fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("add", || ops::elementwise::add(self, op))
     }
+    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()> {
+        self.timed("sum_shards", || ops::elementwise::sum_shards(self, op))
+    }
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         self.timed("route", || ops::route::route(self, op))
     }
@@ -98,11 +101,20 @@ impl Model for Cpu {
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
     }
-    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<Tensor<Self>> {
-        self.timed("sum_shards", || ops::elementwise::sum_shards(self, op))
+    fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
+        self.timed("begin_step", || ops::step::begin_step(op))
     }
-    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<Vec<f64>> {
+    fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()> {
+        self.timed("begin_micro_batch", || ops::step::begin_micro_batch(op))
+    }
+    fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
+        self.timed("collect", || ops::step::collect(op))
+    }
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         self.timed("sum_squares", || ops::elementwise::sum_squares(self, op))
+    }
+    fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
+        self.timed("end_step", || ops::step::end_step(op))
     }
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         self.timed("adamw", || ops::adamw::adamw(self, op))

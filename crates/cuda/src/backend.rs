@@ -142,6 +142,10 @@ impl Backend for Cuda {
         buf.make_mut()?.write(values)
     }
 
+    fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
+        buf.make_mut()?.fill(0)
+    }
+
     fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
         Ok(buf.get().download()?[range].to_vec())
     }

@@ -249,10 +249,8 @@ impl Device {
 
     /// A buffer with every byte set to `byte`: 0, or a poison.
     pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
-        let buffer = self.alloc(len)?;
-        // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
-        let set = unsafe { result::memset_d8_async(buffer.address, byte, buffer.bytes(), self.stream()?) };
-        named("cuMemsetD8Async", set)?;
+        let mut buffer = self.alloc(len)?;
+        buffer.fill(byte)?;
         Ok(buffer)
     }
 
@@ -456,6 +454,14 @@ impl<T: Pod> Buffer<T> {
     /// The device it is on.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Sets every byte, after everything issued so far.
+    pub fn fill(&mut self, byte: u8) -> Result<()> {
+        let stream = self.device.stream()?;
+        // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
+        let set = unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream) };
+        named("cuMemsetD8Async", set)
     }
 
     /// Another buffer with the same values.

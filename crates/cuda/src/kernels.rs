@@ -24,6 +24,9 @@ impl Convert for Cuda {
     fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("add", || ops::elementwise::add(self, op))
     }
+    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()> {
+        self.timed("sum_shards", || ops::elementwise::sum_shards(self, op))
+    }
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         self.timed("route", || ops::route::route(self, op))
     }

@@ -12,6 +12,7 @@ use nibble_cuda::Cuda;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::param::Param;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Recipes, and how far two backends may be apart (relative L2). A product's 1e-4 moves values across the boundaries of
@@ -83,10 +84,10 @@ impl<B: LayerKernels> Scene<B> {
 
     /// Output, gradient of the input, gradients of the weights.
     fn pass(&mut self, cx: &Cx<'_, B>) -> Result<Vec<Tensor<B>>> {
-        self.moe.params().into_iter().for_each(|param| param.grad = None);
+        self.moe.params().into_iter().for_each(Param::clear_gradient);
         let (y, saved) = self.moe.forward(cx, &self.x)?;
         let dx = self.moe.backward(cx, saved, &self.x, &self.dy)?;
-        let grads = self.moe.params().into_iter().flat_map(|param| param.grad.take());
+        let grads = self.moe.params().into_iter().flat_map(|param| param.grad().cloned());
         Ok([y, dx].into_iter().chain(grads).collect())
     }
 }
@@ -152,7 +153,7 @@ fn gradients_add_up_over_micro_batches() {
                 .moe
                 .params()
                 .into_iter()
-                .flat_map(|param| &param.grad)
+                .flat_map(|param| param.grad())
                 .map(|x| x.to_f32_vec(&cuda))
                 .collect()
         };

@@ -365,7 +365,7 @@ macro_rules! conformance {
     ($group:ident) => { $crate::conformance!(@$group (table)) };
     (@Convert $what:tt) => {
         $crate::conformance! { @expand $what
-            quantize dequantize transcode cast transpose add init_normal
+            quantize dequantize transcode cast transpose add sum_shards init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
             swiglu swiglu_backward
         }
@@ -376,7 +376,7 @@ macro_rules! conformance {
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
-            sum_shards sum_squares adamw
+            begin_step begin_micro_batch collect sum_squares end_step adamw
         }
     };
     (@expand (table) $($op:ident)*) => {

@@ -1,12 +1,12 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
+use crate::record::{Conversion, Counted, Site};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
-use nibble_core::{BlockScaled, Comm, DType, Error, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 
 /// Forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,17 +39,6 @@ impl Event {
     pub fn is_standalone_quantization(&self) -> bool {
         self.op == "quantize"
     }
-}
-
-/// Counts of one site over a step.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SiteCounts {
-    /// Blocks with a non-zero code.
-    pub non_zero: u64,
-    /// Of those, blocks in which a conversion changed a value.
-    pub inexact: u64,
-    /// Blocks that held a NaN or an infinity.
-    pub non_finite: u64,
 }
 
 /// The tokens this rank holds of a micro-batch, in shards.
@@ -101,12 +90,14 @@ pub struct Cx<'a, B: LayerKernels> {
     pub training: bool,
     /// The tokens of this rank.
     pub shards: Shards<B>,
+    /// In training the device's own count of steps and micro-batches, [`nibble_core::ops::Clock`].
+    pub clock: Option<B::Buf<u32>>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
     /// Every change of representation, if anyone wants to know.
     pub trace: Option<&'a RefCell<Vec<Event>>>,
     /// Counts of conversions by site, still on the device.
-    pub counts: RefCell<Vec<(String, Counts<B>)>>,
+    pub counted: RefCell<Counted<B>>,
 }
 
 impl<'a, B: LayerKernels> Cx<'a, B> {
@@ -129,7 +120,8 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             shards,
             micro_batches: 1,
             trace: None,
-            counts: RefCell::default(),
+            counted: RefCell::default(),
+            clock: None,
         }
     }
 
@@ -159,11 +151,26 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         }
     }
 
-    /// Keeps a conversion's counts for the end of the step.
-    pub fn keep_counts(&self, layer: &str, tensor: &str, counts: Option<&Counts<B>>) {
-        if let Some(counts) = counts {
-            self.counts.borrow_mut().push((format!("{layer}.{tensor}"), counts.clone()));
+    /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
+    pub fn keep_counts(
+        &self,
+        layer: &str,
+        tensor: &'static str,
+        conversion: Conversion,
+        counts: Option<&Counts<B>>,
+    ) {
+        if let (true, Some(counts)) = (self.training, counts) {
+            let site = Site { layer: layer.to_owned(), tensor, conversion };
+            self.counted.borrow_mut().keep(site, counts.clone());
         }
+    }
+
+    /// Does again what has been counted before: its counts are dropped.
+    pub fn uncounted<R>(&self, again: impl FnOnce() -> Result<R>) -> Result<R> {
+        let waiting = self.counted.borrow().waiting();
+        let done = again();
+        self.counted.borrow_mut().truncate(waiting);
+        done
     }
 
     /// The random bits of a tensor, if its rounding is stochastic.
@@ -197,7 +204,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             x.dtype(),
             format!("{} {}", to.format, planes_name(planes)),
         );
-        self.keep_counts(layer, tensor, out.counts.as_ref());
+        self.keep_counts(layer, tensor, Conversion::Quantize, out.counts.as_ref());
         Ok(out)
     }
 
@@ -215,7 +222,8 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         let from = format!("{} rows", x.format);
         let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
         self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
-        self.keep_counts(layer, &format!("{tensor}.{}→{axis}", x.format), Some(&done.counts));
+        let conversion = Conversion::Transcode { from: x.format, axis: to.axis };
+        self.keep_counts(layer, tensor, conversion, Some(&done.counts));
         Ok(done.out)
     }
 
@@ -247,28 +255,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// A plain tensor in another type; the same tensor if it already is.
     pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
         if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
-    }
-
-    /// The counts of the passes so far by site, read from the device.
-    ///
-    /// # Errors
-    /// [`Error::NonFinite`] naming the first site that held a NaN or an infinity.
-    pub fn site_counts(&self) -> Result<BTreeMap<String, SiteCounts>> {
-        let mut sums: BTreeMap<String, SiteCounts> = BTreeMap::new();
-        for (site, counts) in self.counts.borrow().iter() {
-            let values = self.b.download(&counts.0)?;
-            let sum = sums.entry(site.clone()).or_default();
-            sum.non_zero += values[Counts::<B>::NON_ZERO];
-            sum.inexact += values[Counts::<B>::INEXACT];
-            sum.non_finite += values[Counts::<B>::NON_FINITE];
-            if sum.non_finite > 0 {
-                let mut parts = site.split('.');
-                let layer = parts.by_ref().find_map(|p| p.parse::<usize>().ok());
-                let layer = layer.map_or("-".into(), |l| l.to_string());
-                return Err(Error::NonFinite { site: site.clone(), layer, step: self.step });
-            }
-        }
-        Ok(sums)
     }
 }
 

@@ -16,6 +16,7 @@ pub mod model;
 pub mod moe;
 pub mod optim;
 pub mod param;
+pub mod record;
 pub mod schedule;
 pub mod tokenizer;
 pub mod trainer;

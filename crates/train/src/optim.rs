@@ -1,67 +1,136 @@
-//! AdamW with F32 masters and global-norm clipping.
+//! AdamW with F32 masters and global-norm clipping, on values that stay on the device.
 
 use crate::config::TrainConfig;
 use crate::cx::Cx;
-use crate::param::{Param, Placement};
+use crate::param::{Moments, Optimized, Param, Placement};
+use crate::record::Layout;
 use nibble_core::formats::double::power;
-use nibble_core::ops::{AdamW, SumSquares};
-use nibble_core::{Error, Kernels, Result, Tensor};
+use nibble_core::ops::{AdamW, Control, EndStep, REPORT_HEAD, SumSquares};
+use nibble_core::{Error, Kernels, Result};
 
-/// Norm of the gradient over all parameters and ranks, the same bits on every rank and for any number of them.
-///
-/// Each tensor's (each expert's) sum of squares is rounded to F32; the sums are added in F64 in canonical order.
-fn grad_norm<B: Kernels>(cx: &Cx<'_, B>, params: &[&mut Param<B>]) -> Result<f64> {
-    let mut total = 0.0;
-    for param in params {
-        let Some(grad) = &param.grad else { continue };
-        let sums: Vec<f32> =
-            SumSquares { x: grad, parts: param.stack() }.run(cx.b)?.into_iter().map(|s| s as f32).collect();
-        let sums = match param.placement {
-            Placement::Replicated => sums,
-            Placement::Experts(_) => cx.b.download(&cx.comm.all_gather(cx.b, &cx.b.upload(&sums)?)?)?,
-        };
-        total += sums.into_iter().map(f64::from).sum::<f64>();
-    }
-    Ok(total.sqrt())
+/// The scalars of a step that the host decides: learning rate and bias corrections.
+pub fn scalars(config: &TrainConfig, lr: f64, step: u64) -> [f32; Control::FROM_HOST] {
+    let bias = |beta: f64| (1.0 / (1.0 - power(beta, step + 1))) as f32;
+    [lr as f32, bias(config.beta1), bias(config.beta2)]
 }
 
-/// Reduces all gradients, clips them by their global norm and takes one AdamW step. Returns the norm before clipping.
+/// What the optimizer keeps on the device besides the parameters' own parts.
+#[derive(Debug)]
+pub struct OptimizerState<B: Kernels> {
+    /// Sums of squares of this rank's gradients: of every parameter in canonical order, one an expert of a stack.
+    squares: B::Buf<f32>,
+    /// Where, among the sums of all ranks, those of the whole model lie: in canonical order, experts by their global number.
+    order: B::Buf<i32>,
+    /// See [`Control`].
+    pub control: B::Buf<f32>,
+    /// A ring of two reports: see [`EndStep`].
+    pub reports: B::Buf<f64>,
+}
+
+impl<B: Kernels> OptimizerState<B> {
+    /// State for these parameters. `layout` is that of the step's record.
+    pub fn new(b: &B, params: &[&mut Param<B>], ranks: usize, layout: &Layout) -> Result<Self> {
+        let each: usize = params.iter().map(|p| p.stack()).sum();
+        let mut order = Vec::new();
+        let mut first = 0;
+        for param in params {
+            let ranks = if param.placement == Placement::Replicated { 1 } else { ranks };
+            order.extend((0..ranks).flat_map(|rank| {
+                let first = rank * each + first;
+                (first..first + param.stack()).map(|i| i as i32)
+            }));
+            first += param.stack();
+        }
+        Ok(Self {
+            squares: b.zeros(each)?,
+            order: b.upload(&order)?,
+            control: b.zeros(Control::LEN)?,
+            reports: b.zeros(2 * (REPORT_HEAD + ranks * layout.cells()))?,
+        })
+    }
+
+    /// Values of one report.
+    pub fn report_len(&self) -> usize {
+        B::len(&self.reports) / 2
+    }
+}
+
+/// Reduces all gradients, finds their norm and whether the step counts, writes its report, and takes one AdamW step unless it
+/// does not count. `table` is this rank's record.
+///
+/// Each tensor's (each expert's) sum of squares is rounded to F32. They are added in canonical order, so that the norm is the same
+/// on every rank and for any number of them.
 ///
 /// # Errors
-/// [`Error::NonFinite`] if the norm is not a number; no weight has changed then.
+/// From the backend and other ranks. What is not finite is no error here: the report tells.
 pub fn step<B: Kernels>(
-    cx: &Cx<'_, B>,
+    cx: &mut Cx<'_, B>,
     mut params: Vec<&mut Param<B>>,
     config: &TrainConfig,
-    lr: f64,
-) -> Result<f64> {
+    state: &mut OptimizerState<B>,
+    table: &B::Buf<f64>,
+    layout: &Layout,
+) -> Result<()> {
+    let mut at = 0;
     for param in &mut params {
-        param.reduce_grad(cx)?;
+        param.reduce_gradient(cx)?;
+        let parts = param.stack();
+        SumSquares { x: param.optimized()?.grad, parts, into: &mut state.squares, at }.run(cx.b)?;
+        at += parts;
     }
-    let norm = grad_norm(cx, &params)?;
-    if !norm.is_finite() {
-        return Err(Error::NonFinite { site: "gradient norm".into(), layer: "-".into(), step: cx.step });
-    }
-    let clip = config.clip_norm;
-    let grad_scale = if clip > 0.0 && norm > clip { (clip / norm) as f32 } else { 1.0 };
-    let bias = |beta: f64| (1.0 / (1.0 - power(beta, cx.step + 1))) as f32;
+    end(cx, config, state, table, layout)?;
     for param in params {
-        let Some(grad): Option<Tensor<B>> = param.grad.take() else { continue };
+        let weight_decay = if param.decays { config.weight_decay as f32 } else { 0.0 };
+        let Optimized { master, grad, moments: Moments { exp_avg, exp_avg_sq } } = param.optimized()?;
         AdamW {
-            param: &mut param.master,
-            grad: &grad,
-            exp_avg: &mut param.exp_avg,
-            exp_avg_sq: &mut param.exp_avg_sq,
-            lr: lr as f32,
+            param: master,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            control: &state.control,
             beta1: config.beta1 as f32,
             beta2: config.beta2 as f32,
-            bias1: bias(config.beta1),
-            bias2: bias(config.beta2),
             eps: config.eps as f32,
-            weight_decay: if param.decays { config.weight_decay as f32 } else { 0.0 },
-            grad_scale,
+            weight_decay,
         }
         .run(cx.b)?;
+        param.clear_gradient();
     }
-    Ok(norm)
+    Ok(())
+}
+
+/// Norm, verdict and report, of all ranks.
+fn end<B: Kernels>(
+    cx: &mut Cx<'_, B>,
+    config: &TrainConfig,
+    state: &mut OptimizerState<B>,
+    table: &B::Buf<f64>,
+    layout: &Layout,
+) -> Result<()> {
+    let OptimizerState { squares, order, control, reports } = state;
+    let (all_squares, all_tables);
+    let (squares, tables) = match cx.comm.world() {
+        1 => (&*squares, table),
+        _ => {
+            all_squares = cx.comm.all_gather(cx.b, squares)?;
+            all_tables = cx.comm.all_gather_f64(cx.b, table)?;
+            (&all_squares, &all_tables)
+        }
+    };
+    let Some(clock) = &mut cx.clock else {
+        return Err(Error::shape("optimizer", "clock", "none", "the device's count of steps"));
+    };
+    let op = EndStep {
+        squares,
+        order,
+        tables,
+        ranks: cx.comm.world(),
+        alarms: layout.alarms(),
+        finite: layout.finite(),
+        clip_norm: config.clip_norm,
+        clock,
+        control,
+        reports,
+    };
+    op.run(cx.b)
 }

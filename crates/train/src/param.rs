@@ -1,10 +1,11 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
 use crate::cx::Cx;
+use crate::record::Conversion;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Data, Error, Groups, Kernels, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Groups, LayerKernels, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,25 +17,65 @@ pub enum Placement {
     Experts(usize),
 }
 
-/// A trainable tensor.
+/// A trainable tensor: the weight, its gradient, and what the optimizer remembers of it.
 #[derive(Debug, Clone)]
 pub struct Param<B: LayerKernels> {
     /// Canonical name; for stacked experts, of the stack.
     pub name: String,
     /// F32 `[rows, cols]`: this rank's part.
     pub master: Tensor<B>,
-    /// F32 gradient: `[local shards · rows, cols]` while it is being accumulated, `[rows, cols]` once reduced. None
-    /// stands for zero.
-    pub grad: Option<Tensor<B>>,
-    /// First moment of AdamW.
-    pub exp_avg: Tensor<B>,
-    /// Second moment of AdamW.
-    pub exp_avg_sq: Tensor<B>,
+    /// What the backward passes of a step add up to.
+    pub gradient: Gradient<B>,
+    /// What AdamW remembers; none in a model that is not trained.
+    pub moments: Option<Moments<B>>,
     /// Where it lives.
     pub placement: Placement,
     /// Whether weight decay applies (matrices, but not norms).
     pub decays: bool,
     shadow: Option<Shadow<B>>,
+}
+
+/// First and second moment of AdamW, both F32 or both BF16.
+#[derive(Debug, Clone)]
+pub struct Moments<B: LayerKernels> {
+    /// `[rows, cols]`.
+    pub exp_avg: Tensor<B>,
+    /// `[rows, cols]`.
+    pub exp_avg_sq: Tensor<B>,
+}
+
+/// How a gradient is stored, and when its shards meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GradientPlan {
+    /// F32, or BF16: rounded once a micro-batch, added in F32.
+    pub dtype: DType,
+    /// Sum the shards, and the ranks, right after the one pass of a step that makes them, so that there is one gradient and
+    /// not one a shard. Only where a step has one such pass: one micro-batch, and a weight that is used once.
+    pub at_once: bool,
+}
+
+impl Default for GradientPlan {
+    fn default() -> Self {
+        Self { dtype: DType::F32, at_once: false }
+    }
+}
+
+/// The gradient of a parameter. Its buffer is made once and stays where it is.
+#[derive(Debug, Clone)]
+pub struct Gradient<B: LayerKernels> {
+    plan: GradientPlan,
+    /// `[rows, cols]`; one such matrix a local shard where shards meet at the end of a step.
+    values: Option<Tensor<B>>,
+    /// The sum over shards and ranks, where it does not lie in `values`: `[rows, cols]`, F32. For the rest of the step.
+    sum: Option<Tensor<B>>,
+    /// Whether anything was written since the step began.
+    written: bool,
+}
+
+impl<B: LayerKernels> Default for Gradient<B> {
+    fn default() -> Self {
+        Self { plan: GradientPlan::default(), values: None, sum: None, written: false }
+    }
 }
 
 /// The copies of a weight that the products take, made once a step.
@@ -48,18 +89,16 @@ struct Shadow<B: LayerKernels> {
 
 impl<B: LayerKernels> Param<B> {
     /// A parameter with these values.
-    pub fn new(b: &B, name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Result<Self> {
-        let (rows, cols) = master.shape();
-        Ok(Self {
+    pub fn new(name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Self {
+        Self {
             name: name.into(),
-            grad: None,
-            exp_avg: Tensor::zeros(b, DType::F32, rows, cols)?,
-            exp_avg_sq: Tensor::zeros(b, DType::F32, rows, cols)?,
+            decays: master.rows > 1,
+            gradient: Gradient::default(),
+            moments: None,
             master,
             placement,
-            decays: rows > 1,
             shadow: None,
-        })
+        }
     }
 
     /// A matrix of normal numbers; each element a function of (seed, name, its index in the whole tensor).
@@ -79,13 +118,13 @@ impl<B: LayerKernels> Param<B> {
             Placement::Experts(_) => (rank * rows * cols) as u64,
         };
         let master = InitNormal { stream, first, rows, cols, std }.run(b)?;
-        Self::new(b, name, master, placement)
+        Ok(Self::new(name, master, placement))
     }
 
     /// A norm's weight: ones.
     pub fn ones(b: &B, name: impl Into<String>, cols: usize) -> Result<Self> {
         let master = Tensor::from_f32(b, &vec![1.0; cols], 1, cols)?;
-        Self::new(b, name, master, Placement::Replicated)
+        Ok(Self::new(name, master, Placement::Replicated))
     }
 
     /// Matrices stacked in it.
@@ -112,11 +151,16 @@ impl<B: LayerKernels> Param<B> {
             None => {
                 let op = Quantize { stack, ..Quantize::new(&self.master, to.codec()?, Planes::Tiles) };
                 let tiles = op.run(cx.b)?;
-                cx.keep_counts(&self.name, "w", tiles.counts.as_ref());
+                cx.keep_counts(&self.name, "w", Conversion::Quantize, tiles.counts.as_ref());
                 Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols }
             }
         });
         Ok(())
+    }
+
+    /// Drops the copies: their memory is free until the next step, and the master has no other handle.
+    pub fn release(&mut self) {
+        self.shadow = None;
     }
 
     /// The weight as fprop takes it.
@@ -144,8 +188,7 @@ impl<B: LayerKernels> Param<B> {
         )
     }
 
-    /// Adds dW = dYᵀ·X of each group to the gradient, which the first one writes: groups are shards for a replicated
-    /// weight, experts for a stack.
+    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, experts for a stack.
     pub fn accumulate_wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -153,55 +196,205 @@ impl<B: LayerKernels> Param<B> {
         x: &Operand<B>,
         groups: &Groups<B>,
     ) -> Result<()> {
-        let rows = groups.num_groups * (self.master.rows / self.stack());
-        let accumulate = self.grad.is_some();
-        let mut grad = match self.grad.take() {
-            Some(grad) => grad,
-            None => Tensor::new(Data::F32(cx.b.alloc(rows * self.master.cols)?), rows, self.master.cols)?,
-        };
-        let done = GroupedWgrad { dy, x, groups, grad: &mut grad, accumulate }.run(cx.b);
-        // What a failed product did not write is no gradient.
-        if done.is_ok() || accumulate {
-            self.grad = Some(grad);
-        }
-        done
+        self.add_gradient(cx, Writes::Overwrites, |grad, accumulate| {
+            GroupedWgrad { dy, x, groups, grad, accumulate }.run(cx.b)
+        })
     }
 
-    /// The gradient to accumulate into, one copy a local shard, zeros at first.
-    pub fn shard_grads(&mut self, cx: &Cx<'_, B>) -> Result<&mut Tensor<B>> {
-        let grad = match self.grad.take() {
-            Some(grad) => grad,
-            None => {
-                let rows = cx.shards.local * self.master.rows;
-                Tensor::zeros(cx.b, DType::F32, rows, self.master.cols)?
-            }
+    /// Runs a pass that makes this parameter's gradient. `pass` is given the matrix to write, of a replicated weight one a
+    /// local shard, one under the other, and whether to add to what it holds.
+    ///
+    /// # Errors
+    /// What `pass` returns; [`Error::Shape`] for a second pass of a step whose shards were summed after the first.
+    pub fn add_gradient<R>(
+        &mut self,
+        cx: &Cx<'_, B>,
+        writes: Writes,
+        pass: impl FnOnce(&mut Tensor<B>, bool) -> Result<R>,
+    ) -> Result<R> {
+        let shards = self.shards(cx);
+        let GradientPlan { dtype, at_once } = self.gradient.plan;
+        let at_once = at_once && self.placement == Placement::Replicated;
+        if at_once && self.gradient.written {
+            let got = format!("{} a second time in a step", self.name);
+            return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
+        }
+        // Ranks are added in F32, before anything is rounded.
+        let alone = shards == 1 && (cx.comm.world() == 1 || dtype == DType::F32);
+        if at_once && !alone {
+            let (rows, cols) = (shards * self.master.rows, self.master.cols);
+            let mut parts = match writes {
+                Writes::Overwrites => uninitialized(cx.b, DType::F32, rows, cols)?,
+                Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
+            };
+            let made = pass(&mut parts, false)?;
+            return self.store_sum(cx, &parts, shards).map(|()| made);
+        }
+        let accumulate = self.gradient.written;
+        let values = self.values(cx.b, if at_once { 1 } else { shards })?;
+        if writes == Writes::Adds && !accumulate {
+            clear(cx.b, values)?;
+        }
+        let made = pass(values, accumulate)?;
+        if at_once {
+            all_reduce(cx, values)?;
+        }
+        self.gradient.written = true;
+        Ok(made)
+    }
+
+    /// The buffer of the gradient, made now if it is not there.
+    fn values(&mut self, b: &B, parts: usize) -> Result<&mut Tensor<B>> {
+        let values = match self.gradient.values.take() {
+            Some(values) => values,
+            None => uninitialized(b, self.gradient.plan.dtype, parts * self.master.rows, self.master.cols)?,
         };
-        Ok(self.grad.insert(grad))
+        Ok(self.gradient.values.insert(values))
+    }
+
+    /// Shards and ranks by one tree, into the gradient's buffer, rounded once.
+    fn store_sum(&mut self, cx: &Cx<'_, B>, parts: &Tensor<B>, shards: usize) -> Result<()> {
+        let values = self.values(cx.b, 1)?;
+        if cx.comm.world() == 1 || values.dtype() == DType::F32 {
+            SumShards { x: parts, shards, into: values }.run(cx.b)?;
+            all_reduce(cx, values)?;
+        } else {
+            let mut sum = uninitialized(cx.b, DType::F32, values.rows, values.cols)?;
+            SumShards { x: parts, shards, into: &mut sum }.run(cx.b)?;
+            all_reduce(cx, &mut sum)?;
+            SumShards { x: &sum, shards: 1, into: values }.run(cx.b)?;
+        }
+        self.gradient.written = true;
+        Ok(())
+    }
+
+    /// Copies of the gradient that a step adds up: one a local shard of a replicated weight.
+    fn shards(&self, cx: &Cx<'_, B>) -> usize {
+        match self.placement {
+            Placement::Replicated => cx.shards.local,
+            Placement::Experts(_) => 1,
+        }
+    }
+
+    /// What the passes of this step have written; none before the first. Of a replicated weight whose shards have not met, one
+    /// matrix a local shard.
+    pub fn grad(&self) -> Option<&Tensor<B>> {
+        let Gradient { values, written, .. } = &self.gradient;
+        values.as_ref().filter(|_| *written)
+    }
+
+    /// The gradient counts as zero again; its buffer stays.
+    pub fn clear_gradient(&mut self) {
+        (self.gradient.written, self.gradient.sum) = (false, None);
+    }
+
+    /// Makes the gradient's buffer, for so many shards on this rank, where the backend allocates now.
+    pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
+        let parts = if plan.at_once || self.placement != Placement::Replicated { 1 } else { shards };
+        self.gradient = Gradient { plan, ..Gradient::default() };
+        self.values(b, parts).map(drop)
+    }
+
+    /// Makes the moments, both zero, where the backend allocates now.
+    pub fn place_moments(&mut self, b: &B, dtype: DType) -> Result<()> {
+        let (rows, cols) = self.master.shape();
+        let zeros = || Tensor::zeros(b, dtype, rows, cols);
+        self.moments = Some(Moments { exp_avg: zeros()?, exp_avg_sq: zeros()? });
+        Ok(())
+    }
+
+    /// Brings the gradient's shards and ranks together, if that has not been done after its pass.
+    pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        let shards = self.shards(cx);
+        let (rows, cols) = self.master.shape();
+        let (GradientPlan { at_once, .. }, written) = (self.gradient.plan, self.gradient.written);
+        let met = self.placement != Placement::Replicated || at_once;
+        let values = self.values(cx.b, if at_once { 1 } else { shards })?;
+        if !written {
+            clear(cx.b, values)?;
+        }
+        if met {
+            self.gradient.written = true;
+            return Ok(());
+        }
+        if shards == 1 && values.dtype() == DType::F32 {
+            all_reduce(cx, values)?;
+        } else {
+            let mut sum = uninitialized(cx.b, DType::F32, rows, cols)?;
+            SumShards { x: values, shards, into: &mut sum }.run(cx.b)?;
+            all_reduce(cx, &mut sum)?;
+            self.gradient.sum = Some(sum);
+        }
+        self.gradient.written = true;
+        Ok(())
+    }
+
+    /// The sum over shards and ranks, `[rows, cols]`, after [`Param::reduce_gradient`].
+    pub fn reduced(&self) -> Option<&Tensor<B>> {
+        let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
+        grad.filter(|grad| grad.shape() == self.master.shape())
+    }
+
+    /// What [`Param::reduced`] gives, and the parts that the optimizer changes.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] before that, or without moments.
+    pub fn optimized(&mut self) -> Result<Optimized<'_, B>> {
+        let Self { name, master, gradient, moments, .. } = self;
+        let grad = gradient.sum.as_ref().or(gradient.values.as_ref());
+        match (grad, moments) {
+            (Some(grad), Some(moments)) if grad.shape() == master.shape() => {
+                Ok(Optimized { master, grad, moments })
+            }
+            _ => {
+                let got = format!("{name} without its summed gradient or its moments");
+                Err(Error::shape("optimizer", "parameter", got, "both"))
+            }
+        }
     }
 }
 
-impl<B: Kernels> Param<B> {
-    /// Sums the gradient over this rank's shards and over the ranks by one tree, in place.
-    pub fn reduce_grad(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let (rows, cols) = self.master.shape();
-        let grad = match self.grad.take() {
-            Some(grad) => grad,
-            None => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
-        };
-        self.grad = Some(match self.placement {
-            Placement::Experts(_) => grad,
-            Placement::Replicated => {
-                let shards = grad.rows / rows;
-                let sum = if shards > 1 { SumShards { x: &grad, shards }.run(cx.b)? } else { grad };
-                match sum.data {
-                    Data::F32(mut values) => {
-                        cx.comm.all_reduce_tree(cx.b, &mut values)?;
-                        Tensor::new(Data::F32(values), rows, cols)?
-                    }
-                    Data::Bf16(_) => return Err(Error::shape("reduce_grad", "grad", "bf16", "f32")),
-                }
-            }
-        });
-        Ok(())
+/// What the optimizer reads and changes of a parameter.
+#[derive(Debug)]
+pub struct Optimized<'a, B: LayerKernels> {
+    /// F32 `[rows, cols]`.
+    pub master: &'a mut Tensor<B>,
+    /// Summed over shards and ranks, `[rows, cols]`.
+    pub grad: &'a Tensor<B>,
+    /// AdamW's.
+    pub moments: &'a mut Moments<B>,
+}
+
+/// What a pass does with a gradient that holds nothing yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writes {
+    /// It can overwrite.
+    Overwrites,
+    /// It always adds: what is there must be zero.
+    Adds,
+}
+
+/// A tensor that the next operation overwrites.
+fn uninitialized<B: LayerKernels>(b: &B, dtype: DType, rows: usize, cols: usize) -> Result<Tensor<B>> {
+    let data = match dtype {
+        DType::F32 => Data::F32(b.alloc(rows * cols)?),
+        DType::Bf16 => Data::Bf16(b.alloc(rows * cols)?),
+    };
+    Tensor::new(data, rows, cols)
+}
+
+fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
+    match &mut x.data {
+        Data::F32(values) => b.clear(values),
+        Data::Bf16(values) => b.clear(values),
+    }
+}
+
+/// The sum over ranks by a tree, in place. F32.
+fn all_reduce<B: LayerKernels>(cx: &Cx<'_, B>, x: &mut Tensor<B>) -> Result<()> {
+    match &mut x.data {
+        Data::F32(values) => cx.comm.all_reduce_tree(cx.b, values),
+        Data::Bf16(_) if cx.comm.world() == 1 => Ok(()),
+        Data::Bf16(_) => Err(Error::shape("all_reduce", "gradient", "bf16", "f32")),
     }
 }

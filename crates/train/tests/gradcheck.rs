@@ -89,9 +89,9 @@ fn check<L: Clone>(subject: &Subject<'_, L>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>) 
     (subject.prepare)(&mut layer, cx);
     let dx = (subject.backward)(&mut layer, cx, x);
     for (index, param) in (subject.params)(&mut layer).into_iter().enumerate() {
-        assert!(param.grad.is_some(), "{}: {} has no gradient", subject.name, param.name);
-        param.reduce_grad(cx).unwrap();
-        let gradient = host(cx, param.grad.as_ref().unwrap());
+        assert!(param.grad().is_some(), "{}: {} has no gradient", subject.name, param.name);
+        param.reduce_gradient(cx).unwrap();
+        let gradient = host(cx, param.reduced().unwrap());
         let (rows, cols) = param.master.shape();
         let loss_at = |values: &[f32]| {
             let mut moved = subject.layer.clone();
@@ -406,8 +406,8 @@ fn whole_decoder_through_cross_entropy() {
 /// Gradients of every parameter after reduction.
 fn gradients(decoder: &mut Decoder<Cpu>, cx: &Cx<'_, Cpu>) -> Vec<(String, Vec<f32>)> {
     let reduced = decoder.params().into_iter().map(|p| {
-        p.reduce_grad(cx).unwrap();
-        (p.name.clone(), host(cx, p.grad.as_ref().unwrap()))
+        p.reduce_gradient(cx).unwrap();
+        (p.name.clone(), host(cx, p.reduced().unwrap()))
     });
     reduced.collect()
 }

@@ -106,11 +106,11 @@ fn expert_layer(recipe: &str, d_model: usize, ffn: usize, tokens: usize) -> Ledg
     let mut moe = Moe::new(&cx, "model.layers.0.mlp", shape, 0.02, 0.02).unwrap();
     moe.prepare(&cx).unwrap();
     let x = matrix(&cpu, "x", (tokens, d_model), DType::Bf16);
-    cx.counts.borrow_mut().clear();
+    cx.counted.borrow_mut().truncate(0);
     let before = cpu.memory().live_bytes;
     let (y, saved) = moe.forward(&cx, &x).unwrap();
     drop(y);
-    cx.counts.borrow_mut().clear();
+    cx.counted.borrow_mut().truncate(0);
     let mut ledger = Ledger::default();
     saved.ledger(&mut ledger);
     assert_eq!(ledger.bytes(), cpu.memory().live_bytes - before, "\n{}", ledger.table());

@@ -243,8 +243,8 @@ fn dense_linear_layer() {
         assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
 
         let want = Mat::of(&cpu, &dy_cols).contracted(&Mat::of(&cpu, &x_cols), 0..TOKENS);
-        layer.weight.reduce_grad(&cx).unwrap();
-        assert_exact(&format!("{name}: dw"), &values(&cpu, layer.weight.grad.as_ref().unwrap()), &want);
+        layer.weight.reduce_gradient(&cx).unwrap();
+        assert_exact(&format!("{name}: dw"), &values(&cpu, layer.weight.reduced().unwrap()), &want);
     }
 }
 
@@ -401,7 +401,7 @@ fn experts() {
 
         assert_eq!(values(&cpu, &dx), values(&cpu, &want.dx), "{name}: the layer's dx is the one checked");
         assert_exact(&format!("{name}: dgate"), dgate.as_slice(), &want.dgate);
-        let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+        let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
         assert_exact(&format!("{name}: gate_up"), &grad(&moe.experts.gate_up), &want.gate_up);
         assert_exact(&format!("{name}: down"), &grad(&moe.experts.down), &want.down);
     }
@@ -465,14 +465,14 @@ fn whole_mixture_of_experts() {
             "{name}"
         );
         for (again, kept) in forgetful.params().into_iter().zip(moe.params()) {
-            let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+            let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
             assert_eq!(grad(again), grad(kept), "{name}: {}", kept.name);
         }
 
         // The experts on the rows that arrived: checked above, and the same bits inside the whole layer.
         let (_, saved) = experts.forward(&cx, &section, x_rd, &plan).unwrap();
         let (dx_rd, dgate_r) = experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
-        let grad = |p: &Param<Cpu>| values(&cpu, p.grad.as_ref().unwrap());
+        let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
         assert_eq!(grad(&moe.experts.gate_up), grad(&experts.gate_up), "{name}: gate_up");
         assert_eq!(grad(&moe.experts.down), grad(&experts.down), "{name}: down");
 
@@ -490,9 +490,9 @@ fn whole_mixture_of_experts() {
         }
         let (x, w) = (Mat::tensor(&cpu, &x), Mat::tensor(&cpu, &moe.router.weight.master));
         let dlogits = router_backward(&x.times_transposed(&w), routing.expert.as_slice(), &dgate, 2);
-        moe.router.weight.reduce_grad(&cx).unwrap();
+        moe.router.weight.reduce_gradient(&cx).unwrap();
         let want = dlogits.contracted(&x, 0..TOKENS);
-        assert_exact(&format!("{name}: router"), &grad(&moe.router.weight), &want);
+        assert_exact(&format!("{name}: router"), &values(&cpu, moe.router.weight.reduced().unwrap()), &want);
 
         // dx: combined rows and the router's part, each rounded to BF16, then their sum.
         let wt = Mat { rows: D, cols: SHAPE.experts, at: transposed(&w) };

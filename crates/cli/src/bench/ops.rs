@@ -244,6 +244,7 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     }));
     let grad = normal(b, DType::F32, ROWS, COLS)?;
     let state = [grad.clone(), grad.clone(), Tensor::zeros(b, DType::F32, ROWS, COLS)?];
+    let control = b.upload(&[1e-3, 10.0, 20.0, 1.0, 0.0])?;
     // Master, gradient and moments are read, three of them written; the clones that keep them are part of the time.
     cases.push(case("adamw, copies of its state included", 7 * grad.bytes(), move |b| {
         let [mut param, mut exp_avg, mut exp_avg_sq] = state.clone();
@@ -252,14 +253,11 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
             grad: &grad,
             exp_avg: &mut exp_avg,
             exp_avg_sq: &mut exp_avg_sq,
-            lr: 1e-3,
+            control: &control,
             beta1: 0.9,
             beta2: 0.95,
-            bias1: 10.0,
-            bias2: 20.0,
             eps: 1e-8,
             weight_decay: 0.1,
-            grad_scale: 1.0,
         };
         op.run(b)
     }));

@@ -1,36 +1,34 @@
+use super::Control;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
 
 /// One AdamW step in place (decoupled weight decay, Loshchilov & Hutter 2019), all in F32:
 ///
 /// g = grad · grad_scale; m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²;
 /// w ← w − lr · weight_decay · w − lr · (m · bias1) / (sqrt(v · bias2) + eps).
+///
+/// BF16 moments are widened on reading and rounded to nearest even on writing; the update uses them unrounded. Where
+/// [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
     /// F32 master weights.
     pub param: &'a mut Tensor<B>,
-    /// F32 gradient.
+    /// F32 or BF16 gradient.
     pub grad: &'a Tensor<B>,
-    /// First moment.
+    /// First moment, F32 or BF16.
     pub exp_avg: &'a mut Tensor<B>,
-    /// Second moment.
+    /// Second moment, of the same type.
     pub exp_avg_sq: &'a mut Tensor<B>,
-    /// Learning rate of this step.
-    pub lr: f32,
+    /// Learning rate, bias corrections, clipping factor and whether to go on: see [`Control`].
+    pub control: &'a B::Buf<f32>,
     /// β₁.
     pub beta1: f32,
     /// β₂.
     pub beta2: f32,
-    /// 1 / (1 − β₁^step).
-    pub bias1: f32,
-    /// 1 / (1 − β₂^step).
-    pub bias2: f32,
     /// Added to the denominator.
     pub eps: f32,
     /// Decoupled weight decay.
     pub weight_decay: f32,
-    /// Factor on the gradient (clipping).
-    pub grad_scale: f32,
 }
 
 impl<B: Backend> AdamW<'_, B> {
@@ -43,15 +41,11 @@ impl<B: Backend> AdamW<'_, B> {
         expect_eq(OP, "shape of grad", self.grad.shape(), self.param.shape())?;
         expect_eq(OP, "shape of exp_avg", self.exp_avg.shape(), self.param.shape())?;
         expect_eq(OP, "shape of exp_avg_sq", self.exp_avg_sq.shape(), self.param.shape())?;
-        for (argument, t) in [
-            ("type of grad", self.grad),
-            ("type of param", &*self.param),
-            ("type of exp_avg", &*self.exp_avg),
-            ("type of exp_avg_sq", &*self.exp_avg_sq),
-        ] {
-            expect_eq(OP, argument, t.dtype(), DType::F32)?;
+        expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)?;
+        if self.param.dtype() != DType::F32 {
+            return Err(Error::shape(OP, "type of param", self.param.dtype(), DType::F32));
         }
-        Ok(())
+        expect_eq(OP, "type of exp_avg_sq", self.exp_avg_sq.dtype(), self.exp_avg.dtype())
     }
 
     /// Checks and runs.

@@ -78,13 +78,16 @@ impl<B: Backend> Add<'_, B> {
     }
 }
 
-/// Sums `shards` stacked F32 tensors by the balanced tree ((0+1)+(2+3))…: `[shards · rows, cols] → [rows, cols]`.
+/// Sums `shards` stacked tensors by the balanced tree ((0+1)+(2+3))… in F32: `[shards · rows, cols] → [rows, cols]`, rounded
+/// once to the type of `into`.
 #[derive(Debug)]
 pub struct SumShards<'a, B: Backend> {
-    /// The stack.
+    /// The stack, F32 or BF16.
     pub x: &'a Tensor<B>,
     /// How many; a power of two.
     pub shards: usize,
+    /// `[rows, cols]`, F32 or BF16, overwritten.
+    pub into: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> SumShards<'_, B> {
@@ -94,32 +97,36 @@ impl<B: Backend> SumShards<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_shards";
-        expect_eq(OP, "type of x", self.x.dtype(), DType::F32)?;
         if !self.shards.is_power_of_two() || !self.x.rows.is_multiple_of(self.shards) {
             let got = format!("{} for {} rows", self.shards, self.x.rows);
             return Err(Error::shape(OP, "shards", got, "a power of two that divides the rows"));
         }
-        Ok(())
+        expect_eq(OP, "shape of into", self.into.shape(), (self.x.rows / self.shards, self.x.cols))
     }
 
     /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Convert,
     {
         self.check()?;
         b.sum_shards(self)
     }
 }
 
-/// Σ x² in F64 of each of `parts` equal runs of rows: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
-/// order, each closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree ((0+1)+(2+3))….
+/// Σ x² of each of `parts` equal runs of rows, in F64: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
+/// order, each closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree ((0+1)+(2+3))…, of which an odd one out goes up
+/// as it is. Each part's sum is rounded to F32.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
-    /// F32.
+    /// F32 or BF16.
     pub x: &'a Tensor<B>,
     /// How many parts (experts of a stack); divides the rows.
     pub parts: usize,
+    /// Where the sums go, from index `at` on.
+    pub into: &'a mut B::Buf<f32>,
+    /// Index of the first part's sum.
+    pub at: usize,
 }
 
 impl<B: Backend> SumSquares<'_, B> {
@@ -129,13 +136,25 @@ impl<B: Backend> SumSquares<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the type and runs.
-    pub fn run(self, b: &B) -> Result<Vec<f64>>
+    /// Checks the parts and their place.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "sum_squares";
+        if self.parts == 0 || !self.x.rows.is_multiple_of(self.parts) {
+            return Err(Error::shape(OP, "parts", self.parts, format!("a divisor of {} rows", self.x.rows)));
+        }
+        let (end, len) = (self.at.saturating_add(self.parts), B::len(self.into));
+        if end > len {
+            return Err(Error::shape(OP, "at + parts", end, format!("at most into.len() = {len}")));
+        }
+        Ok(())
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<()>
     where
         B: Model,
     {
-        expect_eq("sum_squares", "type of x", self.x.dtype(), DType::F32)?;
-        expect_eq("sum_squares", "rows modulo parts", self.x.rows % self.parts.max(1), 0)?;
+        self.check()?;
         b.sum_squares(self)
     }
 }

@@ -14,6 +14,7 @@ mod quantize;
 mod rms_norm;
 mod rope;
 mod route;
+mod step;
 mod swiglu;
 mod transcode;
 
@@ -28,5 +29,9 @@ pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};
+pub use step::{
+    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, OCCUPANCY_VALUES,
+    REPORT_HEAD, Source,
+};
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{Transcode, Transcoded};

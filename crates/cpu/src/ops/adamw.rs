@@ -2,12 +2,14 @@
 //!
 //! The formula as written there, operation by operation: every product, sum, quotient and root is rounded (no fma);
 //! w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body serves as specification and
-//! as vectorised code.
+//! as vectorised code, for either type of gradients and of moments.
 
 use crate::Cpu;
-use crate::simd::{per_isa, rows_per_task};
-use nibble_core::ops::AdamW;
-use nibble_core::{DType, Data, Error, Result, Tensor};
+use crate::gemm::Isa;
+use crate::simd::{Real, per_isa, rows_per_task};
+use half::bf16;
+use nibble_core::ops::{AdamW, Control};
+use nibble_core::{Data, Error, Result};
 use rayon::prelude::*;
 
 const OP: &str = "adamw";
@@ -25,52 +27,82 @@ struct Step {
     grad_scale: f32,
 }
 
-/// Updates the parameter and both moments in place.
+/// Updates the parameter and both moments in place, unless the step does not count.
 pub(crate) fn adamw(cpu: &Cpu, op: AdamW<'_, Cpu>) -> Result<()> {
+    let control = op.control.as_slice();
+    if control[Control::STOP] != 0.0 {
+        return Ok(());
+    }
     let step = Step {
-        lr: op.lr,
+        lr: control[Control::LR],
         beta1: op.beta1,
         beta2: op.beta2,
-        bias1: op.bias1,
-        bias2: op.bias2,
+        bias1: control[Control::BIAS1],
+        bias2: control[Control::BIAS2],
         eps: op.eps,
-        decay: op.lr * op.weight_decay,
-        grad_scale: op.grad_scale,
+        decay: control[Control::LR] * op.weight_decay,
+        grad_scale: control[Control::GRAD_SCALE],
     };
-    let g = op.grad.f32(OP, "grad")?.as_slice();
-    let w = f32_mut("param", op.param)?;
-    let m = f32_mut("exp_avg", op.exp_avg)?;
-    let v = f32_mut("exp_avg_sq", op.exp_avg_sq)?;
+    let param_type = op.param.dtype();
+    let Data::F32(w) = &mut op.param.data else {
+        return Err(Error::shape(OP, "type of param", param_type, "f32"));
+    };
+    let w = w.as_mut_slice();
+    match (&op.grad.data, &mut op.exp_avg.data, &mut op.exp_avg_sq.data) {
+        (Data::F32(g), Data::F32(m), Data::F32(v)) => {
+            run(cpu, step, g.as_slice(), w, m.as_mut_slice(), v.as_mut_slice(), update_f32_f32)
+        }
+        (Data::F32(g), Data::Bf16(m), Data::Bf16(v)) => {
+            run(cpu, step, g.as_slice(), w, m.as_mut_slice(), v.as_mut_slice(), update_f32_bf16)
+        }
+        (Data::Bf16(g), Data::F32(m), Data::F32(v)) => {
+            run(cpu, step, g.as_slice(), w, m.as_mut_slice(), v.as_mut_slice(), update_bf16_f32)
+        }
+        (Data::Bf16(g), Data::Bf16(m), Data::Bf16(v)) => {
+            run(cpu, step, g.as_slice(), w, m.as_mut_slice(), v.as_mut_slice(), update_bf16_bf16)
+        }
+        _ => return Err(Error::shape(OP, "type of exp_avg_sq", "another", "that of exp_avg")),
+    }
+    Ok(())
+}
+
+/// One type of gradients and of moments.
+type Update<G, M> = fn(Isa, Step, &[G], &mut [f32], &mut [M], &mut [M]);
+
+fn run<G: Real, M: Real>(
+    cpu: &Cpu,
+    step: Step,
+    g: &[G],
+    w: &mut [f32],
+    m: &mut [M],
+    v: &mut [M],
+    update: Update<G, M>,
+) {
     let (isa, len) = (cpu.isa(), rows_per_task(cpu, g.len(), 1));
     if len >= g.len() {
-        update(isa, step, g, w, m, v);
-        return Ok(());
+        return update(isa, step, g, w, m, v);
     }
     cpu.pool().install(|| {
         let tasks = g.par_chunks(len).zip(w.par_chunks_mut(len)).zip(m.par_chunks_mut(len));
         tasks.zip(v.par_chunks_mut(len)).for_each(|(((g, w), m), v)| update(isa, step, g, w, m, v));
     });
-    Ok(())
 }
 
-fn f32_mut<'a>(argument: &'static str, t: &'a mut Tensor<Cpu>) -> Result<&'a mut [f32]> {
-    match &mut t.data {
-        Data::F32(buf) => Ok(buf.as_mut_slice()),
-        Data::Bf16(_) => Err(Error::shape(OP, argument, DType::Bf16, DType::F32)),
-    }
-}
-
-per_isa!(fn update = update_body; (step: Step, g: &[f32], w: &mut [f32], m: &mut [f32], v: &mut [f32]));
+per_isa!(fn update_f32_f32 = update_body::<f32, f32>; (step: Step, g: &[f32], w: &mut [f32], m: &mut [f32], v: &mut [f32]));
+per_isa!(fn update_f32_bf16 = update_body::<f32, bf16>; (step: Step, g: &[f32], w: &mut [f32], m: &mut [bf16], v: &mut [bf16]));
+per_isa!(fn update_bf16_f32 = update_body::<bf16, f32>; (step: Step, g: &[bf16], w: &mut [f32], m: &mut [f32], v: &mut [f32]));
+per_isa!(fn update_bf16_bf16 = update_body::<bf16, bf16>; (step: Step, g: &[bf16], w: &mut [f32], m: &mut [bf16], v: &mut [bf16]));
 
 #[inline(always)]
-fn update_body(step: Step, g: &[f32], w: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+fn update_body<G: Real, M: Real>(step: Step, g: &[G], w: &mut [f32], m: &mut [M], v: &mut [M]) {
     let (rest1, rest2) = (1.0 - step.beta1, 1.0 - step.beta2);
     for (((g, w), m), v) in g.iter().zip(w).zip(m).zip(v) {
-        let g = g * step.grad_scale;
-        *m = step.beta1 * *m + rest1 * g;
-        *v = step.beta2 * *v + rest2 * (g * g);
-        let denominator = (*v * step.bias2).sqrt() + step.eps;
-        *w = (*w - step.decay * *w) - (step.lr * (*m * step.bias1)) / denominator;
+        let g = g.widen() * step.grad_scale;
+        let exp_avg = step.beta1 * m.widen() + rest1 * g;
+        let exp_avg_sq = step.beta2 * v.widen() + rest2 * (g * g);
+        let denominator = (exp_avg_sq * step.bias2).sqrt() + step.eps;
+        *w = (*w - step.decay * *w) - (step.lr * (exp_avg * step.bias1)) / denominator;
+        (*m, *v) = (M::round(exp_avg), M::round(exp_avg_sq));
     }
 }
 

@@ -112,6 +112,15 @@ fn add_body<T: Real>(a: &[T], b: &[T], out: &mut [T]) {
 per_isa!(fn add_f32 = add_body::<f32>; (a: &[f32], b: &[f32], out: &mut [f32]));
 per_isa!(fn add_bf16 = add_body::<bf16>; (a: &[bf16], b: &[bf16], out: &mut [bf16]));
 
+#[inline(always)]
+fn accumulate_body<T: Real>(x: &[T], sum: &mut [f32]) {
+    for (sum, x) in sum.iter_mut().zip(x) {
+        *sum += x.widen();
+    }
+}
+per_isa!(pub(super) fn accumulate_f32 = accumulate_body::<f32>; (x: &[f32], sum: &mut [f32]));
+per_isa!(pub(super) fn accumulate_bf16 = accumulate_body::<bf16>; (x: &[bf16], sum: &mut [f32]));
+
 /// a + b in F32, rounded once.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let data = match (&op.a.data, &op.b.data) {
@@ -133,79 +142,105 @@ fn sum_of<T: Real>(cpu: &Cpu, a: &[T], b: &[T], body: fn(Isa, &[T], &[T], &mut [
 /// Elements whose tree is closed while they lie in the nearest cache.
 const TREE_CHUNK: usize = 1024;
 
-/// ((0+1)+(2+3))…, element by element.
-pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    let x = op.x.f32("sum_shards", "x")?.as_slice();
-    let (rows, cols) = (op.x.rows / op.shards.max(1), op.x.cols);
-    let len = rows * cols;
-    let mut out = cpu.scratch::<f32>(len);
-    for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
-        for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
-            let at = first + chunk * TREE_CHUNK;
-            sum_tree(cpu.isa(), x, len, at, 0..op.shards, out);
-        }
-    });
-    Tensor::new(Data::F32(out), rows, cols)
+/// ((0+1)+(2+3))…, element by element, rounded once.
+pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<()> {
+    let stack = Stack { isa: cpu.isa(), x: &op.x.data, len: op.into.rows * op.into.cols };
+    match &mut op.into.data {
+        Data::F32(out) => for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+            for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
+                stack.sum(first + chunk * TREE_CHUNK, 0..op.shards, out);
+            }
+        }),
+        Data::Bf16(out) => for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+            for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
+                let mut sum = [0.0; TREE_CHUNK];
+                let sum = &mut sum[..out.len()];
+                stack.sum(first + chunk * TREE_CHUNK, 0..op.shards, sum);
+                round_bf16(cpu.isa(), sum, out);
+            }
+        }),
+    }
+    Ok(())
 }
 
-/// The tree over these shards (one at least) of elements `at ..` of each shard of `len` elements.
-fn sum_tree(isa: Isa, x: &[f32], len: usize, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
-    let of = |shard: usize| &x[shard * len + at..][..out.len()];
-    match shards.len() {
-        0 | 1 => return out.copy_from_slice(of(shards.start)),
-        2 => return add_f32(isa, of(shards.start), of(shards.start + 1), out),
-        _ => {}
+/// Shards of `len` elements, one after the other.
+struct Stack<'a> {
+    isa: Isa,
+    x: &'a Data<Cpu>,
+    len: usize,
+}
+
+impl Stack<'_> {
+    /// The tree over these shards (one at least) of the elements from `at` on.
+    fn sum(&self, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
+        if shards.len() <= 1 {
+            let range = shards.start * self.len + at..shards.start * self.len + at + out.len();
+            return match self.x {
+                Data::F32(x) => out.copy_from_slice(&x.as_slice()[range]),
+                Data::Bf16(x) => widen_bf16(self.isa, &x.as_slice()[range], out),
+            };
+        }
+        let middle = shards.start + shards.len() / 2;
+        let mut right = [0.0; TREE_CHUNK];
+        let right = &mut right[..out.len()];
+        self.sum(at, shards.start..middle, out);
+        self.sum(at, middle..shards.end, right);
+        accumulate_f32(self.isa, right, out);
     }
-    let middle = shards.start + shards.len() / 2;
-    let (mut left, mut right) = ([0.0; TREE_CHUNK], [0.0; TREE_CHUNK]);
-    let (left, right) = (&mut left[..out.len()], &mut right[..out.len()]);
-    sum_tree(isa, x, len, at, shards.start..middle, left);
-    sum_tree(isa, x, len, at, middle..shards.end, right);
-    add_f32(isa, left, right, out);
 }
 
 #[inline(always)]
-fn sum_squares_body(x: &[f32]) -> f64 {
+fn sum_squares_body<T: Real>(x: &[T]) -> f64 {
     let mut lanes = [0.0f64; LANES];
     let (whole, rest) = x.as_chunks::<LANES>();
     for x in whole {
         for (lane, &x) in lanes.iter_mut().zip(x) {
-            *lane += f64::from(x) * f64::from(x); // the product is exact
+            *lane += f64::from(x.widen()) * f64::from(x.widen()); // the product is exact
         }
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane += f64::from(x) * f64::from(x);
+        *lane += f64::from(x.widen()) * f64::from(x.widen());
     }
     tree_sum(lanes)
 }
-per_isa!(fn sum_squares_of = sum_squares_body; (x: &[f32]) -> f64);
+per_isa!(fn squares_f32 = sum_squares_body::<f32>; (x: &[f32]) -> f64);
+per_isa!(fn squares_bf16 = sum_squares_body::<bf16>; (x: &[bf16]) -> f64);
 
-/// Σ x² of each part; threads divide the parts, never a sum.
-pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<Vec<f64>> {
-    let x = op.x.f32("sum_squares", "x")?.as_slice();
-    if op.parts == 0 || !x.len().is_multiple_of(op.parts) {
-        return Err(Error::shape(
-            "sum_squares",
-            "parts",
-            op.parts,
-            format!("a divisor of {} rows", op.x.rows),
-        ));
+/// Closes the sums of chunks by the tree ((0+1)+(2+3))…; an odd one out goes up as it is.
+pub(super) fn chunk_tree(mut level: Vec<f64>) -> f64 {
+    while level.len() > 1 {
+        level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
     }
-    let len = x.len() / op.parts;
-    let mut sums = vec![0.0; op.parts];
-    let per_share = rows_per_task(cpu, op.parts, len);
-    let shares = sums.chunks_mut(per_share).enumerate().collect();
-    run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {
-        for (part, sum) in (share * per_share..).zip(sums) {
-            let chunks = x[part * len..][..len].chunks(SumSquares::<Cpu>::CHUNK);
-            let mut level: Vec<f64> = chunks.map(|chunk| sum_squares_of(cpu.isa(), chunk)).collect();
-            while level.len() > 1 {
-                level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
-            }
-            *sum = level.first().copied().unwrap_or(0.0);
+    level.first().copied().unwrap_or(0.0)
+}
+
+/// Σ x² of each part; threads divide the chunks, never a sum.
+pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<()> {
+    let sums = &mut op.into.as_mut_slice()[op.at..][..op.parts];
+    match &op.x.data {
+        Data::F32(x) => part_squares(cpu, x.as_slice(), squares_f32, sums),
+        Data::Bf16(x) => part_squares(cpu, x.as_slice(), squares_bf16, sums),
+    }
+    Ok(())
+}
+
+fn part_squares<T: Real>(cpu: &Cpu, x: &[T], squares: fn(Isa, &[T]) -> f64, sums: &mut [f32]) {
+    const CHUNK: usize = SumSquares::<Cpu>::CHUNK;
+    // Divides: checked.
+    let len = x.len() / sums.len();
+    let each = len.div_ceil(CHUNK);
+    let mut chunks = vec![0.0; sums.len() * each];
+    let per_share = rows_per_task(cpu, chunks.len(), CHUNK);
+    let shares = chunks.chunks_mut(per_share).enumerate().collect();
+    run_shares(cpu, shares, |(share, chunks): (usize, &mut [f64])| {
+        for (i, sum) in (share * per_share..).zip(chunks) {
+            let at = i % each * CHUNK;
+            *sum = squares(cpu.isa(), &x[i / each * len + at..][..CHUNK.min(len - at)]);
         }
     });
-    Ok(sums)
+    for (part, sum) in sums.iter_mut().enumerate() {
+        *sum = chunk_tree(chunks[part * each..][..each].to_vec()) as f32;
+    }
 }
 
 #[cfg(test)]

@@ -1,10 +1,9 @@
 //! See [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
 
-use super::elementwise::{for_rows, round_bf16, round_f32, run_shares};
+use super::elementwise::{accumulate_bf16, accumulate_f32, for_rows, round_bf16, round_f32, run_shares};
 use crate::gemm::Isa;
-use crate::simd::{Real, per_isa, rows_per_task};
+use crate::simd::{Real, rows_per_task};
 use crate::{Buf, Cpu};
-use half::bf16;
 use nibble_core::ops::{Embed, EmbedBackward};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 
@@ -47,15 +46,6 @@ fn check_ids(op: &'static str, ids: &[i32], vocab: usize) -> Result<()> {
         }
     }
 }
-
-#[inline(always)]
-fn accumulate_body<T: Real>(x: &[T], sum: &mut [f32]) {
-    for (sum, x) in sum.iter_mut().zip(x) {
-        *sum += x.widen();
-    }
-}
-per_isa!(fn accumulate_f32 = accumulate_body::<f32>; (x: &[f32], sum: &mut [f32]));
-per_isa!(fn accumulate_bf16 = accumulate_body::<bf16>; (x: &[bf16], sum: &mut [f32]));
 
 /// Threads divide the rows of the table; each adds to its own in the order of the tokens.
 pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()> {

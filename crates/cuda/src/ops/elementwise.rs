@@ -1,4 +1,4 @@
-//! `cast`, `add`, `transpose` on a GPU (`csrc/kernels/{cast,add,transpose}.cuh`).
+//! `cast`, `add`, `sum_shards`, `transpose` on a GPU (`csrc/kernels/{cast,add,sum_shards,transpose}.cuh`).
 
 use super::Instance;
 use super::held::Held;
@@ -9,7 +9,7 @@ use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use half::bf16;
-use nibble_core::ops::{Add, Cast, Transpose};
+use nibble_core::ops::{Add, Cast, SumShards, Transpose};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const THREADS: u32 = 256;
@@ -97,6 +97,60 @@ fn add_spec(dtype: DType) -> KernelSpec {
     }
 }
 
+/// Numbers of shards there are instances for: all of a thread's loads are in flight at once.
+const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
+/// Numbers a cta sums.
+const SUMS_PER_CTA: usize = 1024;
+
+/// See [`SumShards`].
+pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
+    const OP: &str = "sum_shards";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("into", op.into)?;
+    if !SHARDS.contains(&op.shards) {
+        return Err(Error::shape(OP, "shards", op.shards, format!("one of {SHARDS:?} a rank on a GPU")));
+    }
+    let spec = sum_spec(op.x.dtype(), op.into.dtype(), op.shards);
+    let device = cuda.device();
+    match (&op.x.data, &mut op.into.data) {
+        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
+    }
+}
+
+fn sum_values<T: Plain, U: Plain>(
+    device: &Device,
+    spec: &KernelSpec,
+    x: &Buffer<T>,
+    into: &mut Buffer<U>,
+) -> Result<()> {
+    if into.is_empty() {
+        return Ok(());
+    }
+    let ctas = u32::try_from(into.len().div_ceil(SUMS_PER_CTA))
+        .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(spec)?;
+    // SAFETY: x has the instance's number of shards of `into.len()` values each (`check`, `Held`), both of its types, on this device.
+    unsafe { kernel.launch(launch, &[x, &*into, &(into.len() as u64)]) }
+}
+
+fn sum_spec(from: DType, to: DType, shards: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/sum_shards.cuh",
+        name: "nib::sum_shards",
+        args: vec![
+            ("From", TemplateArg::Type(type_name(from))),
+            ("To", TemplateArg::Type(type_name(to))),
+            ("kShards", TemplateArg::Int(shards as i64)),
+        ],
+    }
+}
+
 /// How [`Transpose`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {
@@ -178,7 +232,9 @@ pub(super) fn instances() -> Vec<Instance> {
     let turns = types
         .into_iter()
         .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
-    let specs = types.into_iter().map(cast_spec).chain(types.map(add_spec)).chain(turns);
+    let pairs = types.into_iter().flat_map(|from| types.map(|to| (from, to)));
+    let sums = pairs.flat_map(|(from, to)| SHARDS.map(|shards| sum_spec(from, to, shards)));
+    let specs = types.into_iter().map(cast_spec).chain(types.map(add_spec)).chain(turns).chain(sums);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 

@@ -1,5 +1,5 @@
 use super::PLAIN;
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::shapes::WIDTHS;
@@ -137,29 +137,44 @@ pub fn init_normal<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 #[derive(Debug)]
-struct Shards(Matrix, usize);
+struct Shards {
+    x: Matrix,
+    shards: usize,
+    into: DType,
+}
 
-impl<B: Model> Case<B> for Shards {
+impl<B: Convert> Case<B> for Shards {
     fn agreement(&self) -> Agreement {
         SumShards::<B>::AGREEMENT
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        one_tensor(b, &SumShards { x: &self.0.upload(b, "sum_shards")?, shards: self.1 }.run(b)?)
+        let x = self.x.upload(b, "sum_shards")?;
+        let into = Tensor::zeros(b, self.into, x.rows / self.shards, x.cols)?;
+        let (into, ()) = in_place(b, &into, |into| SumShards { x: &x, shards: self.shards, into }.run(b))?;
+        one_tensor(b, &into)
     }
 }
 
 /// Conformance of [`SumShards`].
-pub fn sum_shards<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn sum_shards<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for input in Input::ALL {
-        for (shards, rows, cols) in [(1, 3, 5), (2, 1, 1), (4, 17, 129), (8, 3, 700), (4, 96, 320)] {
-            pair.check(&Shards(Matrix { dtype: DType::F32, rows: shards * rows, cols, input }, shards));
+        for (shards, rows, cols) in
+            [(1, 3, 5), (2, 1, 1), (4, 17, 129), (8, 3, 700), (4, 96, 320), (1, 9, 1023)]
+        {
+            for (dtype, into) in PLAIN.into_iter().flat_map(|x| PLAIN.map(|into| (x, into))) {
+                pair.check(&Shards { x: Matrix { dtype, rows: shards * rows, cols, input }, shards, into });
+            }
         }
     }
 }
 
 #[derive(Debug)]
-struct Squares(Matrix, usize);
+struct Squares {
+    x: Matrix,
+    parts: usize,
+    at: usize,
+}
 
 impl<B: Model> Case<B> for Squares {
     fn agreement(&self) -> Agreement {
@@ -167,17 +182,25 @@ impl<B: Model> Case<B> for Squares {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let x = self.x.upload(b, "sum_squares")?;
+        // What lies around the place of the sums stays as it is.
+        let mut into = b.upload(&vec![-1.0f32; self.at + self.parts + 2])?;
+        SumSquares { x: &x, parts: self.parts, into: &mut into, at: self.at }.run(b)?;
         let mut out = Outputs::default();
-        out.values("sums", SumSquares { x: &self.0.upload(b, "sum_squares")?, parts: self.1 }.run(b)?);
+        out.values("sums", b.download(&into)?);
         Ok(out)
     }
 }
 
 /// Conformance of [`SumSquares`].
 pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
-    for input in Input::ALL {
-        for (parts, rows, cols) in [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448)] {
-            pair.check(&Squares(Matrix { dtype: DType::F32, rows: parts * rows, cols, input }, parts));
+    for (i, input) in Input::ALL.into_iter().enumerate() {
+        for (parts, rows, cols) in
+            [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)]
+        {
+            for dtype in PLAIN {
+                pair.check(&Squares { x: Matrix { dtype, rows: parts * rows, cols, input }, parts, at: i });
+            }
         }
     }
 }

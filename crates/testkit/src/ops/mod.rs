@@ -11,6 +11,7 @@ mod quantize;
 mod rms_norm;
 mod rope;
 mod route;
+mod step;
 mod swiglu;
 mod transcode;
 
@@ -25,6 +26,7 @@ pub use quantize::{dequantize, quantize};
 pub use rms_norm::{rms_norm, rms_norm_backward};
 pub use rope::rope;
 pub use route::{route, route_backward};
+pub use step::{begin_micro_batch, begin_step, collect, end_step};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use transcode::transcode;
 

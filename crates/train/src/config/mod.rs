@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::schedule::{Schedule, ScheduleKind};
+use nibble_core::DType;
 
 pub use preset::{preset, preset_names};
 
@@ -178,6 +179,30 @@ pub struct TrainConfig {
     pub eps: f64,
     /// Largest global gradient norm; 0 = no clipping.
     pub clip_norm: f64,
+    /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32.
+    pub grad_dtype: PlainType,
+    /// Type of AdamW's moments: `f32`, or `bf16`, which halves them.
+    pub moment_dtype: PlainType,
+}
+
+/// A plain type, as a configuration names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PlainType {
+    /// IEEE single precision.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+}
+
+impl From<PlainType> for DType {
+    fn from(name: PlainType) -> Self {
+        match name {
+            PlainType::F32 => Self::F32,
+            PlainType::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 impl Default for TrainConfig {
@@ -197,6 +222,8 @@ impl Default for TrainConfig {
             beta2: 0.95,
             eps: 1e-8,
             clip_norm: 1.0,
+            grad_dtype: PlainType::F32,
+            moment_dtype: PlainType::F32,
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Writes};
 use nibble_core::ops::{RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -61,13 +61,9 @@ impl<B: Kernels> Layer<B> for Norm<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: NormSaved<B>, dy: Tensor<B>) -> Result<Tensor<B>> {
         let weight = self.weight.master.clone();
-        let op = RmsNormBackward {
-            x: &saved.x,
-            weight: &weight,
-            inv_rms: &saved.inv_rms,
-            dy: &dy,
-            dweight: self.weight.shard_grads(cx)?,
-        };
-        op.run(cx.b)
+        self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
+            let NormSaved { x, inv_rms, .. } = &saved;
+            RmsNormBackward { x, weight: &weight, inv_rms, dy: &dy, dweight }.run(cx.b)
+        })
     }
 }

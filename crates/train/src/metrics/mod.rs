@@ -5,6 +5,9 @@ mod plot;
 
 use std::collections::BTreeMap;
 
+use crate::config::Config;
+use crate::record::{Conversion, Report};
+use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
 pub use jsonl::{MetricsLog, read_metrics};
@@ -51,7 +54,7 @@ pub struct Metrics {
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
     /// Share of 32-blocks that the lift from MXFP4 to FP8 changed, of those with a non-zero code; a tensor lifted both to
-    /// rows and to columns counts twice. Of the first rank.
+    /// rows and to columns counts twice.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
     /// Share of FP8 blocks that the exponent shift from rows to columns changed, of those with a non-zero code.
@@ -64,4 +67,52 @@ pub struct Metrics {
     /// Anything else, by name.
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,
+}
+
+impl Metrics {
+    /// What a step's record says, over all ranks: the same for any number of them.
+    pub(crate) fn of_step(report: &Report<'_>, config: &Config) -> Self {
+        // Each shard's sum is rounded to F32.
+        let nats: Vec<f64> = report.nats().into_iter().map(|sum| f64::from(sum as f32)).collect();
+        let shards = (config.train.shards * config.train.grad_accum) as f64;
+        let [aux_loss, z_loss] = report.router_losses().map(|sum| Some(sum / shards));
+        let load = report.load();
+        let pairs: usize = load.iter().map(Vec::len).sum();
+        let dead = load.iter().flatten().filter(|n| **n == 0.0).count();
+        let fullest = load.iter().map(|layer| {
+            let mean = layer.iter().sum::<f64>() / layer.len().max(1) as f64;
+            layer.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean
+        });
+        Self {
+            loss: Some(tree_sum(&nats) / config.tokens_per_step() as f64),
+            grad_norm: Some(report.norm()),
+            aux_loss,
+            z_loss,
+            load_max_over_mean: fullest.reduce(f64::max),
+            dead_expert_fraction: (pairs > 0).then(|| dead as f64 / pairs as f64),
+            inexact_fraction: inexact_fraction(report, Format::Mxfp4),
+            shift_inexact_fraction: inexact_fraction(report, Format::E4m3),
+            ..Self::default()
+        }
+    }
+}
+
+/// Of the blocks of a format that were converted to another representation, the share that a conversion changed.
+fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
+    let converted = |conversion| matches!(conversion, Conversion::Transcode { from, .. } if from == format);
+    let counts = report.counts().filter(|(site, _)| converted(site.conversion));
+    let (blocks, inexact) = counts.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
+    (blocks > 0).then(|| inexact as f64 / blocks as f64)
+}
+
+/// ((0+1)+(2+3))…
+fn tree_sum(values: &[f64]) -> f64 {
+    match values {
+        [] => 0.0,
+        [one] => *one,
+        _ => {
+            let (left, right) = values.split_at(values.len().div_ceil(2));
+            tree_sum(left) + tree_sum(right)
+        }
+    }
 }

@@ -13,7 +13,7 @@ use crate::layers::{
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, MoeShape};
-use crate::param::{Param, Placement};
+use crate::param::{Param, Placement, Writes};
 use nibble_core::ops::{Add, Embed, EmbedBackward};
 use nibble_core::recipe::Kind;
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
@@ -237,6 +237,11 @@ impl<B: Kernels> Decoder<B> {
         self.head.as_mut().unwrap_or(&mut self.embed).prepare(cx)
     }
 
+    /// Drops all weights' copies.
+    pub fn release(&mut self) {
+        self.params().into_iter().for_each(Param::release);
+    }
+
     /// Every parameter, in canonical order.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         let mut params = vec![&mut self.embed.weight];
@@ -276,7 +281,8 @@ impl<B: Kernels> Decoder<B> {
             dx_td = block.backward(cx, saved, dx_td)?;
         }
         let shards = cx.shards.local;
-        EmbedBackward { ids: &saved.ids, dy: &dx_td, grad: self.embed.weight.shard_grads(cx)?, shards }
-            .run(cx.b)
+        self.embed.weight.add_gradient(cx, Writes::Adds, |grad, _| {
+            EmbedBackward { ids: &saved.ids, dy: &dx_td, grad, shards }.run(cx.b)
+        })
     }
 }

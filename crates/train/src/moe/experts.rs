@@ -6,6 +6,7 @@ use crate::cx::{Cx, Pass, emit};
 use crate::layers::{Input, gradient_operands, one_read, wgrad_x};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
+use crate::record::Conversion;
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{Kind, Section, Site};
 use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
@@ -153,7 +154,7 @@ impl<B: LayerKernels> Experts<B> {
                 format!("{} rows", a.format()),
             );
         }
-        cx.keep_counts(&self.name, "a", out.a.counts.as_ref());
+        cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
         let h = match out.h {
             Some(h) => {
                 cx.note(
@@ -245,7 +246,7 @@ impl<B: LayerKernels> Experts<B> {
         if wgrad_x.format.is_block() {
             cx.note(Pass::Backward, &self.name, OP, "a", h.format(), format!("{} columns", wgrad_x.format));
         }
-        cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
+        cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
         let dh = grads.dh.take_rows("dgrad")?;
         let (rows, cols) = match &dh {
             Operand::Plain(dh) if !fused => gradient_operands(cx, &self.name, "dh", section, dh, groups)?,

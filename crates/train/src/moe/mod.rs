@@ -147,11 +147,11 @@ impl<B: LayerKernels> Moe<B> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let exchange = self.exchange(cx);
         if saved.experts.x.is_none() {
-            let (to, counted) = (section.at(Site::DispatchFwd), cx.counts.borrow().len());
-            let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
-            saved.experts.x = Some(self.experts.kept_input(cx, &section, &x_rd, &saved.plan)?);
-            // The forward pass has counted these conversions.
-            cx.counts.borrow_mut().truncate(counted);
+            saved.experts.x = Some(cx.uncounted(|| {
+                let to = section.at(Site::DispatchFwd);
+                let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
+                self.experts.kept_input(cx, &section, &x_rd, &saved.plan)
+            })?);
         }
         let to = section.at(Site::DispatchBwd);
         let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;

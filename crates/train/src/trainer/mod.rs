@@ -1,25 +1,31 @@
-//! Training, one rank's view of it: a step, an evaluation, and what goes into a checkpoint.
+//! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
 mod checks;
+mod recorded;
 mod run;
 mod setup;
-mod tally;
+mod step;
 mod weights;
 
 pub use checks::load_recipe;
 pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;
-use crate::cx::Event;
+use crate::cx::{Cx, Event, Shards};
 use crate::data::Dataset;
 use crate::error::Result;
 use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
 use crate::model::Decoder;
+use crate::record::Report;
 use crate::tokenizer::Tokenizer;
-use nibble_core::{Comm, Kernels, Recipe};
+use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use recorded::Recorded;
 use setup::Setup;
 use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+use step::{Step, StepBuffers};
 
 /// One rank of a training run.
 #[derive(Debug)]
@@ -27,6 +33,26 @@ pub struct Trainer<'a, B: Kernels> {
     setup: Setup<'a, B>,
     /// The model, this rank's part of it.
     pub model: Decoder<B>,
+    /// Made by the first step, or by loading a checkpoint.
+    buffers: Option<StepBuffers<B>>,
+    /// The steps' recordings, where the backend can record. Gone before the memory that they were recorded with.
+    recorded: Option<Recorded<B>>,
+    /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
+    activations: B::Arena,
+    /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
+    issued: VecDeque<Issued<B>>,
+    /// When the last record was read, if nothing but steps has come since.
+    settled: Option<Instant>,
+}
+
+/// A step on its way.
+#[derive(Debug)]
+struct Issued<B: Kernels> {
+    report: B::Pending<f64>,
+    lr: f64,
+    started: Instant,
+    /// How long the host took to issue it.
+    issuing: Duration,
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
@@ -48,14 +74,29 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let recipe = load_recipe(&config.recipe)?;
         checks::check_blocks(config, &recipe)?;
         checks::check_memory(b, config)?;
-        let model = Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)?;
-        let setup = Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 };
-        Ok(Self { setup, model })
+        let weights = b.arena("weights")?;
+        let model = b.within(&weights, || {
+            Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)
+        })?;
+        Ok(Self {
+            setup: Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 },
+            model,
+            buffers: None,
+            recorded: None,
+            activations: b.arena("activations")?,
+            issued: VecDeque::new(),
+            settled: None,
+        })
     }
 
-    /// Optimizer steps done.
+    /// Optimizer steps issued.
     pub fn step(&self) -> u64 {
         self.setup.step
+    }
+
+    /// Steps issued whose record has not been read.
+    pub fn unread(&self) -> usize {
+        self.issued.len()
     }
 
     /// The run's configuration.
@@ -86,11 +127,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum()
     }
 
-    /// One optimizer step.
+    /// One optimizer step, and its record.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, before any weight has changed; errors of
-    /// other ranks.
+    /// As [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
         self.traced_step(None)
     }
@@ -100,16 +140,102 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::train_step`].
     pub fn traced_step(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
-        let started = std::time::Instant::now();
-        let mut metrics = self.setup.train_step(&mut self.model, trace)?;
-        let setup = &mut self.setup;
+        self.issue(trace)?;
+        let mut last = None;
+        while let Some(metrics) = self.settle()? {
+            last = Some(metrics);
+        }
+        // The step just issued has a record.
+        last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
+    }
+
+    /// Issues an optimizer step. The host waits for nothing: what the step found is for [`Trainer::settle`] to tell, at the
+    /// latest before the step after the next. A step whose gradients are not finite changes no weight, and neither does any
+    /// later one.
+    ///
+    /// # Errors
+    /// From the backend, the data, or other ranks; if two steps' records have not been read.
+    pub fn issue_step(&mut self) -> Result<()> {
+        self.issue(None)
+    }
+
+    fn issue(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+        const RING: usize = 2;
+        if self.issued.len() >= RING {
+            let expected = format!("fewer than {RING}: settle one first");
+            return Err(CoreError::shape("issue_step", "unread records", self.issued.len(), expected).into());
+        }
+        let started = Instant::now();
+        self.make_buffers()?;
+        let Self { setup, model, buffers: Some(buffers), recorded, activations, .. } = self else {
+            return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
+        };
+        let lr = setup.config.schedule().lr(setup.step);
+        buffers.write_inputs(setup, lr)?;
+        let alone = setup.comm.world() == 1;
+        let mut whole = || -> Result<()> {
+            if setup.b.can_record() && alone && trace.is_none() {
+                return Recorded::run(recorded, setup, model, buffers);
+            }
+            let mut step = Step::new(setup, model, buffers, trace)?;
+            step.run()?;
+            step.end();
+            Ok(())
+        };
+        setup.b.within(activations, || Ok(whole()))??;
+        let len = buffers.optimizer.report_len();
+        let first = setup.step as usize % RING * len;
+        let report = setup.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
         setup.step += 1;
-        let seconds = started.elapsed().as_secs_f64();
-        metrics.step = setup.step;
-        metrics.n_tokens_seen = Some(setup.step * setup.config.tokens_per_step());
-        metrics.tps = Some(setup.config.tokens_per_step() as f64 / seconds);
-        metrics.seconds = Some(seconds);
-        Ok(metrics)
+        self.issued.push_back(Issued { report, lr, started, issuing: started.elapsed() });
+        Ok(())
+    }
+
+    /// Waits for the oldest step whose record has not been read, and reads it; none if there is no such step.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
+    /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer had more rows than its buffers hold.
+    pub fn settle(&mut self) -> Result<Option<Metrics>> {
+        let (Some(issued), Some(buffers)) = (self.issued.pop_front(), &self.buffers) else { return Ok(None) };
+        let Issued { report, lr, started, issuing } = issued;
+        let values = self.setup.b.finish_download(report)?;
+        let report = Report::new(buffers.layout, buffers.sites(), &values)?;
+        report.verify()?;
+        // From record to record; a backend that computes while the host issues has spent that time on the step after.
+        let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
+        let since = self.settled.map_or(started, |settled| settled.max(started));
+        let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
+        self.settled = Some(now);
+        let config = &self.setup.config;
+        let step = report.step() + 1;
+        Ok(Some(Metrics {
+            step,
+            lr: Some(lr),
+            n_tokens_seen: Some(step * config.tokens_per_step()),
+            tps: Some(config.tokens_per_step() as f64 / seconds),
+            seconds: Some(seconds),
+            ..Metrics::of_step(&report, config)
+        }))
+    }
+
+    /// Reads what steps have left, for what must come after them.
+    fn require_settled(&mut self, what: &'static str) -> Result<()> {
+        self.settled = None;
+        match self.issued.len() {
+            0 => Ok(()),
+            n => Err(CoreError::shape(what, "unread records", n, "none: settle every step first").into()),
+        }
+    }
+
+    /// The buffers of steps, if they have not been made.
+    fn make_buffers(&mut self) -> Result<()> {
+        if self.buffers.is_none() {
+            let mut buffers = StepBuffers::new(&self.setup, &mut self.model)?;
+            buffers.restart(self.setup.b, self.setup.step)?;
+            self.buffers = Some(buffers);
+        }
+        Ok(())
     }
 
     /// Mean cross-entropy in nats over held-out sequences, all ranks together: `batches` batches from all over the data,
@@ -118,7 +244,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
-        self.setup.evaluate(&mut self.model, batches)
+        self.require_settled("evaluate")?;
+        let Self { setup, model, activations, .. } = self;
+        setup.b.within(activations, || Ok(setup.evaluate(model, batches)))?
     }
 
     /// Logits of the last of these tokens, one sequence, every rank alike.
@@ -126,11 +254,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// From the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
-        let cx = self.setup.inference_cx(ids.len())?;
-        self.model.prepare(&cx)?;
-        let (logits, _) = self.model.forward(&cx, cx.b.upload(ids)?)?;
-        let all = logits.to_f32_vec(cx.b)?;
-        Ok(all[all.len() - logits.cols..].to_vec())
+        self.require_settled("next_logits")?;
+        let Self { setup, model, activations, .. } = self;
+        let cx = setup.inference_cx(ids.len())?;
+        let last = setup.b.within(activations, || {
+            model.prepare(&cx)?;
+            let (logits, _) = model.forward(&cx, cx.b.upload(ids)?)?;
+            model.release();
+            let all = logits.to_f32_vec(cx.b)?;
+            Ok(all[all.len() - logits.cols..].to_vec())
+        });
+        Ok(last?)
     }
 
     /// What a forward pass of this run keeps for its backward pass, measured by doing one; and the bytes the
@@ -139,18 +273,31 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
-        let cx = self.setup.cx(None)?;
-        self.model.prepare(&cx)?;
-        let ids = cx.b.upload(&self.setup.batch(0)?.inputs)?;
-        // Counts of conversions live until the end of the step; they are not for the backward pass.
-        cx.counts.borrow_mut().clear();
-        let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-        let (logits, saved) = self.model.forward(&cx, ids)?;
-        drop(logits);
-        cx.counts.borrow_mut().clear();
-        let live = cx.b.memory().live_bytes - before;
-        let mut ledger = Ledger::default();
-        saved.ledger(&mut ledger);
-        Ok((ledger, live))
+        self.require_settled("ledger")?;
+        let Self { setup, model, activations, .. } = self;
+        let t = &setup.config.train;
+        let (local, rows_each) =
+            (t.shards / setup.comm.world(), t.batch_size / t.shards * setup.config.data.seq_len);
+        let batch = setup.batch(0)?;
+        let measured = setup.b.within(activations, || {
+            let shards = Shards::new(setup.b, local, rows_each, setup.comm.rank())?;
+            let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
+            let cx = Cx { training: true, micro_batches: t.grad_accum, seed: setup.config.seed, ..inference };
+            model.prepare(&cx)?;
+            let ids = cx.b.upload(&batch.inputs)?;
+            // Counts of conversions live until the end of the step; they are not for the backward pass.
+            let forget = || cx.counted.borrow_mut().truncate(0);
+            forget();
+            let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
+            let (logits, saved) = model.forward(&cx, ids)?;
+            drop(logits);
+            forget();
+            let live = cx.b.memory().live_bytes - before;
+            let mut ledger = Ledger::default();
+            saved.ledger(&mut ledger);
+            Ok((ledger, live))
+        });
+        self.model.release();
+        Ok(measured?)
     }
 }

@@ -135,19 +135,27 @@ fn run_rank<B: Kernels>(
     let mut loss = None;
     let mut saved = None;
     while trainer.step() < config.train.steps {
-        let metrics = trainer.train_step()?;
-        loss = metrics.loss;
+        let issued = trainer.issue_step();
         let step = trainer.step();
-        if let Some(outputs) = &mut outputs {
-            outputs.log.write(&metrics)?;
-            observer.step(&metrics);
-        }
         let last = step == config.train.steps;
-        if !last && due(step, config.eval.every) {
+        let evaluate = !last && due(step, config.eval.every);
+        let save = !last && due(step, config.checkpoint.every);
+        // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
+        let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
+        while trainer.unread() > unread {
+            let Some(metrics) = trainer.settle()? else { break };
+            loss = metrics.loss;
+            if let Some(outputs) = &mut outputs {
+                outputs.log.write(&metrics)?;
+                observer.step(&metrics);
+            }
+        }
+        issued?;
+        if evaluate {
             let valid_loss = trainer.evaluate(config.eval.batches)?;
             report(&mut outputs, observer, step, valid_loss)?;
         }
-        if !last && due(step, config.checkpoint.every) {
+        if save {
             saved = checkpoint(&mut trainer, &outputs, observer)?;
         }
     }

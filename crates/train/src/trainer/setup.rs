@@ -1,18 +1,14 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
-use super::tally::Tally;
 use crate::config::Config;
-use crate::cx::{Cx, Event, Shards};
+use crate::cx::{Cx, Shards};
 use crate::data::{Batch, Dataset};
 use crate::error::Result;
-use crate::metrics::Metrics;
 use crate::model::Decoder;
-use crate::optim;
 use nibble_core::ops::CrossEntropy;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
-use std::cell::RefCell;
 
-/// Everything of a trainer but the model.
+/// Everything of a trainer but the model and the buffers of its steps.
 #[derive(Debug)]
 pub(super) struct Setup<'a, B: Kernels> {
     pub b: &'a B,
@@ -20,6 +16,7 @@ pub(super) struct Setup<'a, B: Kernels> {
     pub config: Config,
     pub recipe: Recipe,
     pub data: Option<Dataset>,
+    /// Steps issued.
     pub step: u64,
 }
 
@@ -29,30 +26,8 @@ impl<B: Kernels> Setup<'_, B> {
     }
 
     /// Step / steps.
-    fn progress(&self) -> f64 {
+    pub fn progress(&self) -> f64 {
         self.step as f64 / self.config.train.steps.max(1) as f64
-    }
-
-    /// This rank's tokens of a micro-batch.
-    fn shards(&self, micro: usize) -> Result<Shards<B>> {
-        let t = &self.config.train;
-        let local = t.shards / self.comm.world();
-        let rows_each = t.batch_size / t.shards * self.config.data.seq_len;
-        Ok(Shards::new(self.b, local, rows_each, micro * self.comm.world() + self.comm.rank())?)
-    }
-
-    /// The context of this step, at its first micro-batch.
-    pub fn cx<'t>(&'t self, trace: Option<&'t RefCell<Vec<Event>>>) -> Result<Cx<'t, B>> {
-        let t = &self.config.train;
-        let inference = Cx::inference(self.b, self.comm, &self.recipe, self.shards(0)?, self.progress());
-        Ok(Cx {
-            step: self.step,
-            seed: self.config.seed,
-            training: true,
-            micro_batches: t.grad_accum,
-            trace,
-            ..inference
-        })
     }
 
     /// This rank's part of a micro-batch.
@@ -61,45 +36,6 @@ impl<B: Kernels> Setup<'_, B> {
         let cursor = self.step * self.config.sequences_per_step() + (micro * size) as u64;
         let each = size / self.comm.world();
         Ok(self.data()?.train_batch(cursor, size).part(self.comm.rank() * each, each))
-    }
-
-    /// Forward, backward and optimizer step.
-    pub fn train_step(&self, model: &mut Decoder<B>, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
-        let mut cx = self.cx(trace)?;
-        let lr = self.config.schedule().lr(self.step);
-        model.prepare(&cx)?;
-        let mut tally = Tally::new();
-        for micro in 0..self.config.train.grad_accum {
-            cx.shards = self.shards(micro)?;
-            self.micro_batch(&cx, model, &self.batch(micro)?, &mut tally)?;
-        }
-        let mut metrics = tally.metrics(&cx, &self.config)?;
-        let grad_norm = optim::step(&cx, model.params(), &self.config.train, lr)?;
-        metrics.grad_norm = Some(grad_norm);
-        metrics.lr = Some(lr);
-        Ok(metrics)
-    }
-
-    /// Forward and backward of one micro-batch.
-    fn micro_batch(
-        &self,
-        cx: &Cx<'_, B>,
-        model: &mut Decoder<B>,
-        batch: &Batch,
-        tally: &mut Tally<B>,
-    ) -> Result<()> {
-        let (logits, saved) = model.forward(cx, self.b.upload(&batch.inputs)?)?;
-        let scale = 1.0 / self.config.tokens_per_step() as f32;
-        let targets = self.b.upload(&batch.targets)?;
-        let op =
-            CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(self.recipe.activations) };
-        let out = op.run(self.b)?;
-        drop(logits);
-        tally.keep(out.loss, &saved);
-        if let Some(dlogits) = out.dlogits {
-            model.backward(cx, saved, dlogits)?;
-        }
-        Ok(())
     }
 
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0).
@@ -122,6 +58,7 @@ impl<B: Kernels> Setup<'_, B> {
             nats += self.held_out_nats(model, &tail)?;
             tokens += tail.tokens();
         }
+        model.release();
         if !nats.is_finite() {
             let site = "held-out loss".into();
             return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());

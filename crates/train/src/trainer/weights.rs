@@ -4,18 +4,20 @@ use super::Trainer;
 use crate::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, Tensors, sha256_hex};
 use crate::error::Result;
 use crate::model::Named;
-use crate::param::{Param, Placement};
-use nibble_core::{Comm, Kernels, Tensor};
+use crate::param::{Moments, Param, Placement};
+use half::bf16;
+use nibble_core::ops::Cast;
+use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 use serde_json::json;
 use std::path::PathBuf;
 
 /// A parameter's values over all ranks.
 fn gather<B: Kernels>(b: &B, comm: &dyn Comm<B>, param: &Param<B>, tensor: &Tensor<B>) -> Result<Vec<f32>> {
-    let values = tensor.f32("checkpoint", "parameter")?;
-    Ok(match param.placement {
-        Placement::Replicated => b.download(values)?,
-        Placement::Experts(_) => b.download(&comm.all_gather(b, values)?)?,
-    })
+    if param.placement == Placement::Replicated || comm.world() == 1 {
+        return Ok(tensor.to_f32_vec(b)?);
+    }
+    let values = Cast { x: tensor, dtype: DType::F32 }.run(b)?;
+    Ok(b.download(&comm.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
 }
 
 /// The slices of `values` that checkpoint tensors name.
@@ -35,25 +37,33 @@ fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Vec<TensorRef
         .collect()
 }
 
-/// Puts checkpoint tensors together and returns this rank's rows.
+/// Puts checkpoint tensors together and writes this rank's rows to where they live.
 fn scatter<B: Kernels>(
     b: &B,
-    rank: usize,
-    param: &Param<B>,
+    (rank, placement): (usize, Placement),
+    to: &mut Tensor<B>,
     named: &[Named],
     suffix: &str,
     from: &mut Tensors,
-) -> Result<Tensor<B>> {
+) -> Result<()> {
     let mut whole = Vec::new();
     for tensor in named {
         whole.extend(from.take(&format!("{}{suffix}", tensor.name), &tensor.shape)?);
     }
-    let (rows, cols) = param.master.shape();
-    let first = match param.placement {
+    let len = to.rows * to.cols;
+    let first = match placement {
         Placement::Replicated => 0,
-        Placement::Experts(_) => rank * rows * cols,
+        Placement::Experts(_) => rank * len,
     };
-    Ok(Tensor::from_f32(b, &whole[first..first + rows * cols], rows, cols)?)
+    let values = &whole[first..first + len];
+    match &mut to.data {
+        Data::F32(buf) => b.write(buf, 0, values)?,
+        Data::Bf16(buf) => {
+            let rounded: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+            b.write(buf, 0, &rounded)?;
+        }
+    }
+    Ok(())
 }
 
 impl<B: Kernels> Trainer<'_, B> {
@@ -77,13 +87,16 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`crate::Error::Io`] if it cannot be written; errors of other ranks.
     pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
+        self.require_settled("save")?;
+        self.make_buffers()?;
         let (b, comm, position) = (self.setup.b, self.setup.comm, self.position()?);
         let config_json = self.config_json();
         let named = self.model.named_tensors();
         let mut gathered = Vec::new();
         for param in self.model.params() {
             let values = |tensor| gather(b, comm, param, tensor);
-            gathered.push([values(&param.master)?, values(&param.exp_avg)?, values(&param.exp_avg_sq)?]);
+            let Some(Moments { exp_avg, exp_avg_sq }) = &param.moments else { continue };
+            gathered.push([values(&param.master)?, values(exp_avg)?, values(exp_avg_sq)?]);
         }
         let mut model = Vec::new();
         let mut optim = Vec::new();
@@ -111,18 +124,27 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.require_settled("load")?;
+        self.make_buffers()?;
         let (b, rank) = (self.setup.b, self.setup.comm.rank());
         let (mut model, mut optim) = (checkpoint.model()?, checkpoint.optim()?);
         let named = self.model.named_tensors();
         for (param, named) in self.model.params().into_iter().zip(&named) {
-            param.master = scatter(b, rank, param, named, "", &mut model)?;
-            param.exp_avg = scatter(b, rank, param, named, ".exp_avg", &mut optim)?;
-            param.exp_avg_sq = scatter(b, rank, param, named, ".exp_avg_sq", &mut optim)?;
+            let Param { master, moments, placement, .. } = param;
+            let place = (rank, *placement);
+            scatter(b, place, master, named, "", &mut model)?;
+            if let Some(Moments { exp_avg, exp_avg_sq }) = moments {
+                scatter(b, place, exp_avg, named, ".exp_avg", &mut optim)?;
+                scatter(b, place, exp_avg_sq, named, ".exp_avg_sq", &mut optim)?;
+            }
         }
         model.finish()?;
         optim.finish()?;
         self.setup.step = checkpoint.position().step;
-        Ok(())
+        match &mut self.buffers {
+            Some(buffers) => buffers.restart(b, self.setup.step),
+            None => Ok(()),
+        }
     }
 
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.

@@ -97,11 +97,11 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
 
     /// A forward and a backward pass, which overwrites the gradients.
     pub fn step(&mut self) -> Result<()> {
-        self.cx.counts.borrow_mut().clear();
+        self.cx.counted.borrow_mut().truncate(0);
         let cx = &self.cx;
         match &mut self.parts {
             Parts::Experts { experts, section, plan, x, dy } => {
-                experts.params().into_iter().for_each(|param| param.grad = None);
+                experts.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
                 let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
                 let (y, saved) = experts.forward(cx, section, x, plan)?;
                 drop(y);
@@ -109,7 +109,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
                 experts.backward(cx, section, saved, dy, plan).map(drop)
             }
             Parts::Moe { moe, x, dy } => {
-                moe.params().into_iter().for_each(|param| param.grad = None);
+                moe.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
                 let (y, saved) = moe.forward(cx, x)?;
                 drop(y);
                 moe.backward(cx, saved, x, dy).map(drop)
@@ -120,7 +120,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
     /// What a forward pass keeps.
     pub fn kept(&self) -> Result<Kept> {
         let cx = &self.cx;
-        cx.counts.borrow_mut().clear();
+        cx.counted.borrow_mut().truncate(0);
         let before = cx.b.memory().live_bytes;
         let (y, saved): (Tensor<B>, Box<dyn Saved>) = match &self.parts {
             Parts::Experts { experts, section, plan, x, .. } => {
@@ -137,7 +137,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
         let mut ledger = Ledger::default();
         saved.ledger(&mut ledger);
         // Counts are the step's, not the layer's.
-        cx.counts.borrow_mut().clear();
+        cx.counted.borrow_mut().truncate(0);
         let live = cx.b.memory().live_bytes.saturating_sub(before + y.bytes());
         Ok(Kept { listed: ledger.bytes(), live })
     }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+use nibble_core::{Backend, DType, Tensor};
 
 const LR: f32 = 1e-3;
 const DECAY: f32 = 0.1;
@@ -15,19 +16,17 @@ fn trained(cpu: &Cpu, len: usize, steps: u32) -> [Tensor<Cpu>; 3] {
     for step in 1..=steps {
         let grad = Tensor::from_f32(cpu, &normals(10 + step, len), 1, len).unwrap();
         let bias = |beta: f32| 1.0 / (1.0 - beta.powi(step as i32));
+        let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
         let op = AdamW {
             param: &mut param,
             grad: &grad,
             exp_avg: &mut exp_avg,
             exp_avg_sq: &mut exp_avg_sq,
-            lr: LR,
+            control: &control,
             beta1: BETAS[0],
             beta2: BETAS[1],
-            bias1: bias(BETAS[0]),
-            bias2: bias(BETAS[1]),
             eps: EPS,
             weight_decay: DECAY,
-            grad_scale: GRAD_SCALE,
         };
         op.check().unwrap();
         adamw(cpu, op).unwrap();
@@ -73,14 +72,11 @@ fn a_shared_parameter_is_copied_before_it_changes() {
         grad: &grad,
         exp_avg: &mut exp_avg,
         exp_avg_sq: &mut exp_avg_sq,
-        lr: LR,
+        control: &cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap(),
         beta1: 0.9,
         beta2: 0.95,
-        bias1: 1.0,
-        bias2: 1.0,
         eps: EPS,
         weight_decay: 0.0,
-        grad_scale: 1.0,
     };
     adamw(&cpu, op).unwrap();
     assert!(bits(&kept) == before && bits(&param) != before);
@@ -96,15 +92,42 @@ fn a_moment_of_another_type_is_named() {
         grad: &f32s(),
         exp_avg: &mut exp_avg,
         exp_avg_sq: &mut Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap(),
-        lr: LR,
+        control: &cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap(),
         beta1: 0.9,
         beta2: 0.95,
-        bias1: 1.0,
-        bias2: 1.0,
         eps: EPS,
         weight_decay: 0.0,
-        grad_scale: 1.0,
     };
-    let error = adamw(&cpu, op).unwrap_err().to_string();
-    assert_eq!(error, "adamw: `exp_avg_sq` is bf16, expected f32");
+    let error = op.run(&cpu).unwrap_err().to_string();
+    assert_eq!(error, "adamw: `type of exp_avg_sq` is Bf16, expected F32");
+}
+
+/// BF16 moments are the F32 ones rounded after a step, whose update does not see the rounding.
+#[test]
+fn moments_in_bf16_are_rounded_once_a_step() {
+    let cpu = Cpu::new(1).unwrap();
+    let len = 1000;
+    let [w, m, v] = trained(&cpu, len, 1);
+    let mut param = Tensor::from_f32(&cpu, &normals(1, len), 1, len).unwrap();
+    let zeros = || Tensor::zeros(&cpu, DType::Bf16, 1, len).unwrap();
+    let (mut exp_avg, mut exp_avg_sq) = (zeros(), zeros());
+    let bias = |beta: f32| 1.0 / (1.0 - beta);
+    let op = AdamW {
+        param: &mut param,
+        grad: &Tensor::from_f32(&cpu, &normals(11, len), 1, len).unwrap(),
+        exp_avg: &mut exp_avg,
+        exp_avg_sq: &mut exp_avg_sq,
+        control: &cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap(),
+        beta1: BETAS[0],
+        beta2: BETAS[1],
+        eps: EPS,
+        weight_decay: DECAY,
+    };
+    op.run(&cpu).unwrap();
+    assert_eq!(bits(&param), bits(&w));
+    for (rounded, exact) in [(exp_avg, m), (exp_avg_sq, v)] {
+        let want: Vec<f32> =
+            exact.to_f32_vec(&cpu).unwrap().iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+        assert_eq!(rounded.to_f32_vec(&cpu).unwrap(), want);
+    }
 }

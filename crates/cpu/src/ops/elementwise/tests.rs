@@ -1,4 +1,5 @@
 use super::*;
+use nibble_core::Backend;
 use crate::gemm::Isa;
 use nibble_formats::{Purpose, Stream};
 
@@ -152,7 +153,9 @@ fn shards_are_summed_by_the_tree() {
             let x = normals(4, shards * len);
             let got = same_everywhere(|cpu| {
                 let t = Tensor::from_f32(cpu, &x, shards, len).unwrap();
-                bits(&sum_shards(cpu, SumShards { x: &t, shards }).unwrap())
+                let mut into = Tensor::zeros(cpu, DType::F32, 1, len).unwrap();
+                SumShards { x: &t, shards, into: &mut into }.run(cpu).unwrap();
+                bits(&into)
             });
             for (i, &got) in got.iter().enumerate() {
                 let mut level: Vec<f32> = (0..shards).map(|s| x[s * len + i]).collect();
@@ -166,18 +169,22 @@ fn shards_are_summed_by_the_tree() {
     // One large term and three that vanish beside it alone: only the tree keeps two of them.
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
-    let out = sum_shards(&cpu, SumShards { x: &t, shards: 4 }).unwrap();
-    assert_eq!(out.to_f32_vec(&cpu).unwrap(), [16_777_218.0]);
+    for (dtype, want) in [(DType::F32, 16_777_218.0), (DType::Bf16, 16_777_216.0)] {
+        let mut out = Tensor::zeros(&cpu, dtype, 1, 1).unwrap();
+        SumShards { x: &t, shards: 4, into: &mut out }.run(&cpu).unwrap();
+        assert_eq!(out.to_f32_vec(&cpu).unwrap(), [want]);
+    }
 }
 
 #[test]
 fn squares_are_summed_in_double_precision_part_by_part() {
     for (parts, len) in [(1, 0), (1, 1), (1, 17), (3, 33), (4, 4096), (2, 50_001)] {
-        let x: Vec<f32> = normals(5, parts * len).iter().map(|x| x * 1e20).collect();
+        let x: Vec<f32> = normals(5, parts * len).iter().map(|x| x * 1e15).collect();
         let got = same_everywhere(|cpu| {
             let t = Tensor::from_f32(cpu, &x, parts, len).unwrap();
-            let sums = sum_squares(cpu, SumSquares { x: &t, parts }).unwrap();
-            sums.into_iter().map(f64::to_bits).collect::<Vec<_>>()
+            let mut sums = cpu.zeros::<f32>(parts + 1).unwrap();
+            SumSquares { x: &t, parts, into: &mut sums, at: 1 }.run(cpu).unwrap();
+            sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
             // The tree, told from the top: each half as large as the next power of two of chunks.
@@ -196,11 +203,12 @@ fn squares_are_summed_in_double_precision_part_by_part() {
                 }
                 lanes[0]
             }
-            assert_eq!(f64::from_bits(got), sum(&x[part * len..][..len]), "{parts} × {len}");
+            assert_eq!(f32::from_bits(got), sum(&x[part * len..][..len]) as f32, "{parts} × {len}");
         }
     }
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[1.0; 6], 6, 1).unwrap();
-    let e = sum_squares(&cpu, SumSquares { x: &t, parts: 4 }).unwrap_err();
+    let mut into = cpu.zeros(4).unwrap();
+    let e = SumSquares { x: &t, parts: 4, into: &mut into, at: 0 }.run(&cpu).unwrap_err();
     assert!(e.to_string().contains("`parts` is 4"), "{e}");
 }

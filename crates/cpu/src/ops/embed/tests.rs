@@ -1,5 +1,6 @@
 use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
 use super::*;
+use half::bf16;
 use nibble_core::Backend;
 
 #[test]

@@ -1,0 +1,123 @@
+//! See [`nibble_core::ops::BeginStep`], [`nibble_core::ops::BeginMicroBatch`], [`nibble_core::ops::Collect`] and
+//! [`nibble_core::ops::EndStep`]: a few values each, so one plain body is specification and code.
+
+use super::elementwise::chunk_tree;
+use crate::Cpu;
+use crate::simd::{LANES, tree_sum};
+use nibble_core::ops::{
+    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
+    Source, SumSquares,
+};
+use nibble_core::{Error, Occupancy, Result};
+
+/// The slot of the step that the clock tells.
+fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32] {
+    let len = layout.slot_len();
+    &inputs[clock[Clock::STEP] as usize % 2 * len..][..len]
+}
+
+/// The scalars of the slot, a table of zeros, no micro-batch.
+pub(crate) fn begin_step(op: BeginStep<'_, Cpu>) -> Result<()> {
+    let clock = op.clock.as_mut_slice();
+    clock[Clock::MICRO] = 0;
+    let scalars = slot(op.inputs.as_slice(), &op.layout, clock);
+    let control = &mut op.control.as_mut_slice()[..Control::FROM_HOST];
+    for (control, &bits) in control.iter_mut().zip(scalars) {
+        *control = f32::from_bits(bits as u32);
+    }
+    op.table.as_mut_slice().fill(0.0);
+    Ok(())
+}
+
+/// Ids, targets and row numbers of the next micro-batch.
+pub(crate) fn begin_micro_batch(op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
+    const OP: &str = "begin_micro_batch";
+    let clock = op.clock.as_mut_slice();
+    let micro = clock[Clock::MICRO] as usize;
+    if micro >= op.layout.micro_batches {
+        let expected = format!("below the step's {}", op.layout.micro_batches);
+        return Err(Error::shape(OP, "micro-batch", micro, expected));
+    }
+    let slot = slot(op.inputs.as_slice(), &op.layout, clock);
+    let ids = op.layout.ids(micro);
+    let targets = ids.end..ids.end + op.layout.tokens;
+    op.ids.as_mut_slice().copy_from_slice(&slot[ids]);
+    op.targets.as_mut_slice().copy_from_slice(&slot[targets]);
+    let first = (micro * op.ranks + op.rank) * op.layout.tokens;
+    for (row, id) in op.row_id.as_mut_slice().iter_mut().enumerate() {
+        *id = (first + row) as i32;
+    }
+    clock[Clock::MICRO] += 1;
+    Ok(())
+}
+
+/// Every value to its cell.
+pub(crate) fn collect(op: Collect<'_, Cpu>) -> Result<()> {
+    let table = op.table.as_mut_slice();
+    for entry in op.entries {
+        let mut add = |i: usize, value: f64| table[entry.at + i % entry.cells * entry.stride] += value;
+        match &entry.source {
+            Source::U64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x as f64)),
+            Source::I32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
+            Source::F32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
+            Source::F64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x)),
+            Source::F32Runs(x) => {
+                let run = x.as_slice().len() / entry.cells;
+                x.as_slice()
+                    .chunks(run)
+                    .enumerate()
+                    .for_each(|(i, x)| add(i, x.iter().map(|x| f64::from(*x)).sum()));
+            }
+            Source::Occupancy(x) => misplaced(x).into_iter().enumerate().for_each(|(i, x)| add(i, x)),
+        }
+    }
+    Ok(())
+}
+
+/// See [`Source::Occupancy`].
+fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
+    let found = x.found.as_slice();
+    let [needed, occupied] = [0, 1].map(|i| found.get(i).map_or(0, |n| i64::from(*n)));
+    let fits = needed <= x.capacity as i64;
+    let [needed, capacity] = if fits { [0.0; 2] } else { [needed as f64, x.capacity as f64] };
+    [needed, capacity, (occupied - x.num_slots as i64).abs() as f64]
+}
+
+/// Norm, verdict, report.
+pub(crate) fn end_step(op: EndStep<'_, Cpu>) -> Result<()> {
+    const OP: &str = "end_step";
+    let squares = op.squares.as_slice();
+    let square = |&i: &i32| usize::try_from(i).ok().and_then(|i| squares.get(i)).map(|x| f64::from(*x));
+    let Some(squares) = op.order.as_slice().iter().map(square).collect::<Option<Vec<f64>>>() else {
+        return Err(Error::shape(OP, "order", "a place outside squares", format!("below {}", squares.len())));
+    };
+    let chunks = squares.chunks(SumSquares::<Cpu>::CHUNK).map(|chunk| {
+        let mut lanes = [0.0; LANES];
+        chunk.iter().enumerate().for_each(|(i, x)| lanes[i % LANES] += x);
+        tree_sum(lanes)
+    });
+    let norm = chunk_tree(chunks.collect()).sqrt();
+
+    let tables = op.tables.as_slice();
+    let fails = |table: &[f64]| {
+        table[op.alarms.clone()].iter().any(|x| *x != 0.0)
+            || table[op.finite.clone()].iter().any(|x| !x.is_finite())
+    };
+    let failed = tables.chunks((tables.len() / op.ranks).max(1)).any(fails) || !norm.is_finite();
+    let scale = if op.clip_norm > 0.0 && norm > op.clip_norm { (op.clip_norm / norm) as f32 } else { 1.0 };
+    let control = op.control.as_mut_slice();
+    control[Control::GRAD_SCALE] = scale;
+    if failed {
+        control[Control::STOP] = 1.0;
+    }
+
+    let clock = op.clock.as_mut_slice();
+    let step = clock[Clock::STEP];
+    let len = REPORT_HEAD + tables.len();
+    let report = &mut op.reports.as_mut_slice()[step as usize % 2 * len..][..len];
+    let (head, rest) = report.split_at_mut(REPORT_HEAD);
+    head.copy_from_slice(&[f64::from(step), f64::from(control[Control::STOP]), norm, f64::from(scale)]);
+    rest.copy_from_slice(tables);
+    clock[Clock::STEP] = step.wrapping_add(1);
+    Ok(())
+}

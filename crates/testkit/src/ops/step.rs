@@ -1,0 +1,231 @@
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::input::{Input, stream};
+use nibble_core::ops::{
+    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, REPORT_HEAD, Source,
+};
+use nibble_core::{Agreement, Backend, Model, Occupancy, Result};
+
+/// Words of a slot that say where they are.
+fn ring<B: Backend>(b: &B, layout: InputLayout) -> Result<B::Buf<i32>> {
+    let words: Vec<i32> = (0..2 * layout.slot_len()).map(|i| (1.0 + i as f32).to_bits() as i32).collect();
+    b.upload(&words)
+}
+
+#[derive(Debug)]
+struct Begun {
+    layout: InputLayout,
+    step: u32,
+}
+
+impl<B: Model> Case<B> for Begun {
+    fn agreement(&self) -> Agreement {
+        BeginStep::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let inputs = ring(b, self.layout)?;
+        let mut clock = b.upload(&[self.step, 7])?;
+        let mut control = b.upload(&[-1.0f32; Control::LEN])?;
+        let mut table = b.upload(&vec![f64::NAN; 300])?;
+        let (clock, control, table) = (&mut clock, &mut control, &mut table);
+        BeginStep { inputs: &inputs, layout: self.layout, clock, control, table }.run(b)?;
+        let mut out = Outputs::default();
+        out.values("clock", b.download(clock)?.into_iter().map(u64::from).collect());
+        out.buf(b, "control", control, None)?;
+        out.buf(b, "table", table, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`BeginStep`].
+pub fn begin_step<A: Model, B: Model>(pair: &Pair<A, B>) {
+    for step in [0, 1, 2, u32::MAX] {
+        pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2 }, step });
+    }
+}
+
+#[derive(Debug)]
+struct MicroBegun {
+    layout: InputLayout,
+    clock: [u32; Clock::LEN],
+    rank: usize,
+    ranks: usize,
+}
+
+impl<B: Model> Case<B> for MicroBegun {
+    fn agreement(&self) -> Agreement {
+        BeginMicroBatch::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (inputs, mut clock) = (ring(b, self.layout)?, b.upload(&self.clock)?);
+        let tokens = self.layout.tokens;
+        let [mut ids, mut targets, mut row_id] = [b.zeros(tokens)?, b.zeros(tokens)?, b.zeros(tokens)?];
+        BeginMicroBatch {
+            inputs: &inputs,
+            layout: self.layout,
+            clock: &mut clock,
+            ids: &mut ids,
+            targets: &mut targets,
+            row_id: &mut row_id,
+            rank: self.rank,
+            ranks: self.ranks,
+        }
+        .run(b)?;
+        let mut out = Outputs::default();
+        out.values("clock", b.download(&clock)?.into_iter().map(u64::from).collect());
+        for (name, buf) in [("ids", &ids), ("targets", &targets), ("row_id", &row_id)] {
+            out.buf(b, name, buf, None)?;
+        }
+        Ok(out)
+    }
+}
+
+/// Conformance of [`BeginMicroBatch`].
+pub fn begin_micro_batch<A: Model, B: Model>(pair: &Pair<A, B>) {
+    for tokens in [1, 33, 1024] {
+        for (clock, rank, ranks) in [([0, 0], 0, 1), ([3, 1], 0, 1), ([5, 2], 3, 4)] {
+            pair.check(&MicroBegun { layout: InputLayout { tokens, micro_batches: 3 }, clock, rank, ranks });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Collected {
+    capacity: usize,
+    found: [i32; 2],
+}
+
+impl<B: Model> Case<B> for Collected {
+    fn agreement(&self) -> Agreement {
+        Collect::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let counts = [b.upload(&[5u64, 3, 1])?, b.upload(&[1u64 << 40, 2, 0])?];
+        let load = b.upload(&(0..24).collect::<Vec<i32>>())?;
+        let losses = b.upload(&Input::HeavyTailed.values(&stream("collect"), 6))?;
+        let sums = b.upload(&[0.1f64, -3.5])?;
+        let found = b.upload(&self.found)?;
+        let occupancy = Occupancy { found, num_slots: 40, capacity: self.capacity };
+        let entry = |source, at, cells, stride| Entry { source, at, cells, stride };
+        let entries = [
+            entry(Source::U64(&counts[0]), 0, 3, 2),
+            entry(Source::U64(&counts[1]), 1, 3, 2),
+            entry(Source::U64(&counts[1]), 0, 3, 2),
+            entry(Source::I32(&load), 8, 8, 1),
+            entry(Source::F32(&losses), 16, 6, 1),
+            entry(Source::F64(&sums), 22, 2, 1),
+            entry(Source::Occupancy(&occupancy), 24, 3, 1),
+        ];
+        let mut table = b.upload(&(0..28).map(|i| f64::from(i) * 0.25).collect::<Vec<f64>>())?;
+        Collect { entries: &entries, table: &mut table }.run(b)?;
+        let mut out = Outputs::default();
+        out.buf(b, "table", &table, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`Collect`].
+pub fn collect<A: Model, B: Model>(pair: &Pair<A, B>) {
+    for (capacity, found) in [(64, [64, 40]), (64, [65, 40]), (128, [60, 39])] {
+        pair.check(&Collected { capacity, found });
+    }
+    let outside = |e: &nibble_core::Error| e.to_string().contains("last cell of an entry");
+    pair.check_refused(&TooFar, outside);
+}
+
+/// An entry past the table.
+#[derive(Debug)]
+struct TooFar;
+
+impl<B: Model> Case<B> for TooFar {
+    fn agreement(&self) -> Agreement {
+        Collect::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (counts, mut table) = (b.zeros(3)?, b.zeros(8)?);
+        let entries = [Entry { source: Source::U64(&counts), at: 0, cells: 3, stride: 4 }];
+        Collect { entries: &entries, table: &mut table }.run(b)?;
+        Ok(Outputs::default())
+    }
+}
+
+/// What is wrong in the tables.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Wrong {
+    Nothing,
+    Alarm,
+    NanAlarm,
+    Loss,
+    Norm,
+    Earlier,
+}
+
+#[derive(Debug)]
+struct Ended {
+    ranks: usize,
+    sums: usize,
+    clip_norm: f64,
+    step: u32,
+    wrong: Wrong,
+}
+
+const CELLS: usize = 40;
+
+impl<B: Model> Case<B> for Ended {
+    fn agreement(&self) -> Agreement {
+        EndStep::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let mut squares = Input::Normal.values(&stream("end.squares"), self.ranks * self.sums);
+        squares.iter_mut().for_each(|x| *x = x.abs());
+        let mut tables = vec![0.0f64; self.ranks * CELLS];
+        let last = (self.ranks - 1) * CELLS;
+        match self.wrong {
+            Wrong::Nothing | Wrong::Earlier => {}
+            Wrong::Alarm => tables[last + 13] = 2.0,
+            Wrong::NanAlarm => tables[last + 10] = f64::NAN,
+            Wrong::Loss => tables[last + 21] = f64::INFINITY,
+            Wrong::Norm => squares[0] = f32::INFINITY,
+        }
+        // Every sum once, and not in the order in which they lie.
+        let order: Vec<i32> = (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
+        let mut clock = b.upload(&[self.step, 1])?;
+        let stop = f32::from(u8::from(self.wrong == Wrong::Earlier));
+        let mut control = b.upload(&[1.0, 2.0, 3.0, 4.0, stop])?;
+        let mut reports = b.upload(&vec![-1.0f64; 2 * (REPORT_HEAD + tables.len())])?;
+        EndStep {
+            squares: &b.upload(&squares)?,
+            order: &b.upload(&order)?,
+            tables: &b.upload(&tables)?,
+            ranks: self.ranks,
+            alarms: 10..20,
+            finite: 20..22,
+            clip_norm: self.clip_norm,
+            clock: &mut clock,
+            control: &mut control,
+            reports: &mut reports,
+        }
+        .run(b)?;
+        let stopped = b.download(&control)?[Control::STOP];
+        assert_eq!(stopped, f32::from(u8::from(self.wrong != Wrong::Nothing)), "{self:?}: stop");
+        let mut out = Outputs::default();
+        out.values("clock", b.download(&clock)?.into_iter().map(u64::from).collect());
+        out.buf(b, "control", &control, None)?;
+        out.buf(b, "reports", &reports, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`EndStep`].
+pub fn end_step<A: Model, B: Model>(pair: &Pair<A, B>) {
+    use Wrong::*;
+    for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, Earlier] {
+        for (ranks, sums, clip_norm, step) in [(1, 1, 0.0, 0), (2, 300, 1.0, 1), (4, 2503, 1e9, 6)] {
+            pair.check(&Ended { ranks, sums, clip_norm, step, wrong });
+        }
+    }
+}

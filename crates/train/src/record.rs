@@ -1,0 +1,303 @@
+//! The step's record: one table of sums on the device, and what each cell of it means.
+//!
+//! Operations leave counts, loads and losses in small buffers. [`Counted`] remembers which site each of them belongs to;
+//! one operation a pass adds them to the table. At the end of a step the tables of all ranks lie in one report,
+//! which the host reads when it likes.
+
+use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::ops::{Counts, Entry, OCCUPANCY_VALUES, REPORT_HEAD, Source};
+use nibble_core::{Backend, Error, Result};
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+
+/// By what a tensor changes its representation at a site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Conversion {
+    /// A plain tensor becomes codes.
+    Quantize,
+    /// Codes along rows become other codes: MXFP4 is lifted, E4M3 is shifted to columns.
+    Transcode {
+        /// The format that it has.
+        from: Format,
+        /// Along what the blocks of the result run.
+        axis: BlockAxis,
+    },
+}
+
+/// A place in the model where blocks are counted.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Site {
+    /// The layer's name.
+    pub layer: String,
+    /// The tensor.
+    pub tensor: &'static str,
+    /// What happens to it.
+    pub conversion: Conversion,
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.layer, self.tensor)?;
+        match self.conversion {
+            Conversion::Quantize => Ok(()),
+            Conversion::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
+        }
+    }
+}
+
+impl Site {
+    /// The number of its decoder layer, or `-`.
+    fn layer_number(&self) -> String {
+        self.layer.split('.').find(|part| part.parse::<usize>().is_ok()).unwrap_or("-").to_owned()
+    }
+}
+
+/// Blocks of one site over a step, all ranks together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SiteCounts {
+    /// Blocks with a non-zero code.
+    pub non_zero: u64,
+    /// Of those, blocks in which a conversion changed a value.
+    pub inexact: u64,
+    /// Blocks that held a NaN or an infinity.
+    pub non_finite: u64,
+}
+
+/// The sites met so far, in the order of a step, and counts that have not been added to the table.
+#[derive(Debug)]
+pub struct Counted<B: Backend> {
+    sites: Vec<Site>,
+    numbers: HashMap<Site, usize>,
+    waiting: Vec<(usize, Counts<B>)>,
+}
+
+impl<B: Backend> Default for Counted<B> {
+    fn default() -> Self {
+        Self { sites: Vec::new(), numbers: HashMap::new(), waiting: Vec::new() }
+    }
+}
+
+impl<B: Backend> Counted<B> {
+    /// Every site that was met.
+    pub fn sites(&self) -> &[Site] {
+        &self.sites
+    }
+
+    /// Keeps what was counted at a site.
+    pub fn keep(&mut self, site: Site, counts: Counts<B>) {
+        let number = match self.numbers.get(&site) {
+            Some(number) => *number,
+            None => {
+                self.numbers.insert(site.clone(), self.sites.len());
+                self.sites.push(site);
+                self.sites.len() - 1
+            }
+        };
+        self.waiting.push((number, counts));
+    }
+
+    /// How many counts wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Forgets the counts after the first so many.
+    pub fn truncate(&mut self, waiting: usize) {
+        self.waiting.truncate(waiting);
+    }
+
+    /// Takes the counts that wait, as entries of a table, all of which lie in it.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] if the table has too few rows.
+    pub fn take(&mut self, layout: &Layout) -> Result<Vec<(usize, Counts<B>)>> {
+        if self.sites.len() > layout.sites {
+            let (needed, capacity) = (self.sites.len(), layout.sites);
+            return Err(Error::Capacity { op: "step record", needed, capacity });
+        }
+        Ok(std::mem::take(&mut self.waiting))
+    }
+}
+
+/// Where everything lies in a table of sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// Sites there is room for.
+    pub sites: usize,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Shards of a rank.
+    pub shards: usize,
+}
+
+impl Layout {
+    /// Sites of a decoder layer, at most: every weight, input and gradient, each quantized and converted.
+    pub const SITES_A_LAYER: usize = 64;
+
+    /// Cells of a table.
+    pub fn cells(&self) -> usize {
+        self.load(self.layers)
+    }
+
+    /// Cells that must be zero: blocks that are not finite, rows without a place, ids outside the table.
+    pub fn alarms(&self) -> Range<usize> {
+        2 * self.sites..self.nats()
+    }
+
+    /// Cells that must be finite: the losses.
+    pub fn finite(&self) -> Range<usize> {
+        self.nats()..self.router_losses(0)
+    }
+
+    /// Of a site: where its counts go.
+    pub fn counts<'a, B: Backend>(&self, site: usize, counts: &'a Counts<B>) -> Entry<'a, B> {
+        Entry { source: Source::U64(&counts.0), at: site, cells: 3, stride: self.sites }
+    }
+
+    /// First of the three cells of a layer's occupancy.
+    pub fn occupancy(&self, layer: usize) -> usize {
+        3 * self.sites + OCCUPANCY_VALUES * layer
+    }
+
+    /// The number of ids outside the embedding.
+    pub fn bad_ids(&self) -> usize {
+        self.occupancy(self.layers)
+    }
+
+    /// First of the sums of losses, one a shard.
+    pub fn nats(&self) -> usize {
+        self.bad_ids() + 1
+    }
+
+    /// First of a layer's router losses, two a shard.
+    pub fn router_losses(&self, layer: usize) -> usize {
+        self.nats() + self.shards + 2 * self.shards * layer
+    }
+
+    /// First of a layer's loads, one an expert.
+    pub fn load(&self, layer: usize) -> usize {
+        self.router_losses(self.layers) + self.experts * layer
+    }
+}
+
+/// What a step left, read from the device: of every rank its table.
+#[derive(Debug)]
+pub struct Report<'a> {
+    layout: Layout,
+    sites: &'a [Site],
+    head: &'a [f64],
+    tables: Vec<&'a [f64]>,
+}
+
+impl<'a> Report<'a> {
+    /// The parts of a report of so many ranks.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it has another length.
+    pub fn new(layout: Layout, sites: &'a [Site], values: &'a [f64]) -> Result<Self> {
+        let cells = layout.cells();
+        match values.split_at_checked(REPORT_HEAD) {
+            Some((head, tables)) if cells > 0 && !tables.is_empty() && tables.len().is_multiple_of(cells) => {
+                Ok(Self { layout, sites, head, tables: tables.chunks_exact(cells).collect() })
+            }
+            _ => {
+                let expected = format!("{REPORT_HEAD} and a multiple of {cells} for the ranks");
+                Err(Error::shape("report", "values.len()", values.len(), expected))
+            }
+        }
+    }
+
+    /// The number of the step.
+    pub fn step(&self) -> u64 {
+        self.head[0] as u64
+    }
+
+    /// Norm of the gradient.
+    pub fn norm(&self) -> f64 {
+        self.head[2]
+    }
+
+    /// Whether the step counts.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] naming the first site of the first rank that held a NaN or an infinity, or the loss, or the norm;
+    /// [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside the
+    /// vocabulary.
+    pub fn verify(&self) -> Result<()> {
+        if self.head[1] == 0.0 {
+            return Ok(());
+        }
+        let step = self.step();
+        for table in &self.tables {
+            self.verify_placed(table)?;
+            let found = |site: &usize| table[2 * self.layout.sites + site] != 0.0;
+            if let Some(site) = (0..self.sites.len()).find(found).map(|number| &self.sites[number]) {
+                return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
+            }
+        }
+        let finite = |table: &&[f64]| table[self.layout.finite()].iter().all(|x| x.is_finite());
+        let site = if self.tables.iter().all(finite) { "gradient norm" } else { "loss" };
+        Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
+    }
+
+    /// Every row has a place, every id a row.
+    fn verify_placed(&self, table: &[f64]) -> Result<()> {
+        const OP: &str = "plan_permute";
+        for layer in 0..self.layout.layers {
+            let cells = &table[self.layout.occupancy(layer)..][..OCCUPANCY_VALUES];
+            if cells[0] != 0.0 {
+                let [needed, capacity] = [0, 1].map(|i| cells[i] as usize);
+                return Err(Error::Capacity { op: OP, needed, capacity });
+            }
+            if cells[2] != 0.0 {
+                let got = format!("{} more or fewer in layer {layer}", cells[2]);
+                return Err(Error::shape(OP, "occupied slots", got, "as many as the plan was told of"));
+            }
+        }
+        let bad_ids = table[self.layout.bad_ids()];
+        if bad_ids != 0.0 {
+            let expected = "token ids below the vocabulary";
+            return Err(Error::shape("embed", "ids", format!("outside it {bad_ids} times"), expected));
+        }
+        Ok(())
+    }
+
+    /// Counts of every site, all ranks together.
+    pub fn counts(&self) -> impl Iterator<Item = (&'a Site, SiteCounts)> + '_ {
+        let sum = |cell: usize| self.tables.iter().map(|table| table[cell] as u64).sum::<u64>();
+        let sites = self.layout.sites;
+        self.sites.iter().enumerate().map(move |(number, site)| {
+            let [non_zero, inexact, non_finite] = [0, 1, 2].map(|plane| sum(plane * sites + number));
+            (site, SiteCounts { non_zero, inexact, non_finite })
+        })
+    }
+
+    /// Nats of every shard, in the order of the tokens.
+    pub fn nats(&self) -> Vec<f64> {
+        let of = |table: &&'a [f64]| &table[self.layout.finite()];
+        self.tables.iter().flat_map(of).copied().collect()
+    }
+
+    /// Load-balancing loss and z-loss, summed over layers and shards.
+    pub fn router_losses(&self) -> [f64; 2] {
+        let losses = self.layout.router_losses(0)..self.layout.load(0);
+        let sum = |i: usize| {
+            self.tables.iter().flat_map(|table| table[losses.clone()].iter().skip(i).step_by(2)).sum()
+        };
+        [sum(0), sum(1)]
+    }
+
+    /// Slots that chose each expert, by layer, all ranks together.
+    pub fn load(&self) -> Vec<Vec<f64>> {
+        let sum = |cell: usize| self.tables.iter().map(|table| table[cell]).sum();
+        (0..self.layout.layers)
+            .map(|layer| {
+                let first = self.layout.load(layer);
+                (first..first + self.layout.experts).map(sum).collect()
+            })
+            .collect()
+    }
+}

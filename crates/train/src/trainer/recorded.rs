@@ -1,0 +1,79 @@
+//! A step recorded once and replayed: its parts at one point of the precision schedule.
+
+use super::setup::Setup;
+use super::step::{Step, StepBuffers};
+use crate::error::Result;
+use crate::model::{Decoder, layer_names};
+use nibble_core::recipe::Section;
+use nibble_core::{Error as CoreError, Kernels};
+
+/// The recordings of a step's parts. With one micro-batch there is none of the others.
+#[derive(Debug)]
+pub(super) struct Recorded<B: Kernels> {
+    /// What every layer's precisions were.
+    precisions: Vec<Section>,
+    first: B::Recording,
+    next: Option<B::Recording>,
+    optimize: B::Recording,
+}
+
+impl<B: Kernels> Recorded<B> {
+    /// Replays a step. It is recorded first, if it has not been or the precisions have changed since; the old recording is gone
+    /// before the new one is made.
+    pub fn run(
+        recorded: &mut Option<Self>,
+        setup: &Setup<'_, B>,
+        model: &mut Decoder<B>,
+        buffers: &mut StepBuffers<B>,
+    ) -> Result<()> {
+        let precisions: Vec<Section> = layer_names(&setup.config.model)
+            .iter()
+            .map(|(kind, layer)| setup.recipe.section(*kind, layer, setup.progress()))
+            .collect();
+        let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
+        let recorded = recorded.insert(match kept {
+            Some(kept) => kept,
+            None => Self::record(setup, model, buffers, precisions)?,
+        });
+        let b = setup.b;
+        b.replay(&recorded.first)?;
+        if let Some(next) = &recorded.next {
+            (1..setup.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
+        }
+        Ok(b.replay(&recorded.optimize)?)
+    }
+
+    /// Records the parts one after the other. Nothing is executed: no weight, no gradient and no clock changes.
+    fn record(
+        setup: &Setup<'_, B>,
+        model: &mut Decoder<B>,
+        buffers: &mut StepBuffers<B>,
+        precisions: Vec<Section>,
+    ) -> Result<Self> {
+        let mut step = Step::new(setup, model, buffers, None)?;
+        let first = part(setup.b, || step.first_micro_batch())?;
+        let next = match setup.config.train.grad_accum {
+            1 => None,
+            _ => Some(part(setup.b, || step.next_micro_batch())?),
+        };
+        let optimize = part(setup.b, || step.optimize())?;
+        step.end();
+        Ok(Self { precisions, first, next, optimize })
+    }
+}
+
+/// Records one part. The error of the part itself, where it has one, is the one to report.
+fn part<B: Kernels>(b: &B, mut work: impl FnMut() -> Result<()>) -> Result<B::Recording> {
+    let mut failed = None;
+    let recording = b.record(&mut || {
+        work().map_err(|error| {
+            let why = error.to_string();
+            failed = Some(error);
+            CoreError::Device { call: "record".into(), why }
+        })
+    });
+    match failed {
+        Some(error) => Err(error),
+        None => Ok(recording?),
+    }
+}

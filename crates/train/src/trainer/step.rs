@@ -1,0 +1,247 @@
+//! One training step on the device: the buffers it lives in, its three parts, and the record it leaves.
+//!
+//! The host writes a step's tokens and scalars into one slot of a ring and issues the step's parts; it reads the record of
+//! the step before. Nothing in between waits for the host.
+
+use super::setup::Setup;
+use crate::config::Config;
+use crate::cx::{Cx, Event, Shards};
+use crate::error::Result;
+use crate::model::{Decoder, DecoderSaved};
+use crate::optim::{self, OptimizerState};
+use crate::param::{GradientPlan, Param};
+use crate::record::{Counted, Layout};
+use nibble_core::ops::{
+    BeginMicroBatch, BeginStep, Clock, Collect, CrossEntropy, Entry, InputLayout, OCCUPANCY_VALUES, Source,
+};
+use nibble_core::{Error as CoreError, Kernels};
+use std::cell::RefCell;
+
+/// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
+#[derive(Debug)]
+pub(super) struct StepBuffers<B: Kernels> {
+    /// A ring of two slots that the host writes.
+    inputs: B::Buf<i32>,
+    input_layout: InputLayout,
+    /// Tokens of the micro-batch under way.
+    ids: B::Buf<i32>,
+    targets: B::Buf<i32>,
+    /// This rank's sums of the step under way.
+    table: B::Buf<f64>,
+    pub layout: Layout,
+    pub optimizer: OptimizerState<B>,
+    /// What a context of the step takes over while it lives.
+    place: Option<Place<B>>,
+}
+
+/// What changes hands between the buffers and the context of a step.
+#[derive(Debug)]
+struct Place<B: Kernels> {
+    shards: Shards<B>,
+    clock: B::Buf<u32>,
+    counted: Counted<B>,
+}
+
+impl<B: Kernels> StepBuffers<B> {
+    /// Buffers for this rank's part of this configuration, and of the parameters their gradients and moments.
+    pub fn new(setup: &Setup<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
+        let (b, ranks, config) = (setup.b, setup.comm.world(), &setup.config);
+        let t = &config.train;
+        let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
+        let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
+        let layout = Layout {
+            sites: Layout::SITES_A_LAYER * (config.model.layers + 1),
+            layers: config.model.layers,
+            experts: config.model.experts,
+            shards: shards.local,
+        };
+        place_parameters(b, config, model, shards.local)?;
+        Ok(Self {
+            inputs: b.zeros(2 * input_layout.slot_len())?,
+            input_layout,
+            ids: b.zeros(shards.tokens())?,
+            targets: b.zeros(shards.tokens())?,
+            table: b.zeros(layout.cells())?,
+            layout,
+            optimizer: OptimizerState::new(b, &model.params(), ranks, &layout)?,
+            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default() }),
+        })
+    }
+
+    /// The sites met so far.
+    pub fn sites(&self) -> &[crate::record::Site] {
+        self.place.as_ref().map_or(&[], |place| place.counted.sites())
+    }
+
+    /// The device's clock begins at this step, and nothing has gone wrong yet.
+    pub fn restart(&mut self, b: &B, step: u64) -> Result<()> {
+        b.clear(&mut self.optimizer.control)?;
+        match &mut self.place {
+            Some(place) => Ok(b.write(&mut place.clock, 0, &[step as u32, 0])?),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the slot of the step that is to be issued: its scalars and this rank's tokens.
+    pub fn write_inputs(&mut self, setup: &Setup<'_, B>, lr: f64) -> Result<()> {
+        let config = &setup.config;
+        let scalars = optim::scalars(&config.train, lr, setup.step);
+        let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
+        words.resize(InputLayout::SCALARS, 0);
+        for micro in 0..config.train.grad_accum {
+            let batch = setup.batch(micro)?;
+            words.extend(&batch.inputs);
+            words.extend(&batch.targets);
+        }
+        let slot = setup.step as usize % 2 * self.input_layout.slot_len();
+        Ok(setup.b.write(&mut self.inputs, slot, &words)?)
+    }
+}
+
+/// Gradients and moments of all parameters, each kind in an arena of its own.
+fn place_parameters<B: Kernels>(b: &B, config: &Config, model: &mut Decoder<B>, shards: usize) -> Result<()> {
+    let t = &config.train;
+    let tied = config.model.tie_embeddings.then(|| model.embed.weight.name.clone());
+    let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
+    let mut params: Vec<&mut Param<B>> = model.params();
+    b.within(&gradients, || {
+        params.iter_mut().try_for_each(|param| {
+            // The head and the embedding both add to a tied table.
+            let at_once = t.grad_accum == 1 && tied.as_ref() != Some(&param.name);
+            param.place_gradient(b, GradientPlan { dtype: t.grad_dtype.into(), at_once }, shards)
+        })
+    })?;
+    b.within(&moments, || {
+        params.iter_mut().try_for_each(|param| param.place_moments(b, t.moment_dtype.into()))
+    })?;
+    Ok(())
+}
+
+/// The parts of a step over one model and its buffers.
+pub(super) struct Step<'s, 'a, B: Kernels> {
+    setup: &'s Setup<'a, B>,
+    model: &'s mut Decoder<B>,
+    buffers: &'s mut StepBuffers<B>,
+    cx: Cx<'s, B>,
+    micro: usize,
+}
+
+impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
+    /// A step of this trainer, as its recipe is now. Ended by [`Step::end`].
+    pub fn new(
+        setup: &'s Setup<'a, B>,
+        model: &'s mut Decoder<B>,
+        buffers: &'s mut StepBuffers<B>,
+        trace: Option<&'s RefCell<Vec<Event>>>,
+    ) -> Result<Self> {
+        let Some(Place { shards, clock, counted }) = buffers.place.take() else {
+            let got = "taken by a step that failed";
+            return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
+        };
+        let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
+        let cx = Cx {
+            step: setup.step,
+            seed: setup.config.seed,
+            training: true,
+            micro_batches: setup.config.train.grad_accum,
+            clock: Some(clock),
+            counted: RefCell::new(counted),
+            trace,
+            ..inference
+        };
+        Ok(Self { setup, model, buffers, cx, micro: 0 })
+    }
+
+    /// Gives the buffers back.
+    pub fn end(self) {
+        let Cx { shards, clock, counted, .. } = self.cx;
+        let counted = counted.into_inner();
+        // Put there by `new`.
+        self.buffers.place = clock.map(|clock| Place { shards, clock, counted });
+    }
+
+    /// Everything, one part after the other.
+    pub fn run(&mut self) -> Result<()> {
+        self.first_micro_batch()?;
+        for _ in 1..self.setup.config.train.grad_accum {
+            self.next_micro_batch()?;
+        }
+        self.optimize()
+    }
+
+    /// Makes the weights' copies; forward and backward of the first micro-batch, which overwrites the gradients.
+    pub fn first_micro_batch(&mut self) -> Result<()> {
+        let Self { model, buffers, cx, .. } = self;
+        let StepBuffers { inputs, input_layout, table, optimizer, .. } = &mut **buffers;
+        let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
+        let control = &mut optimizer.control;
+        BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.setup.b)?;
+        model.prepare(cx)?;
+        self.next_micro_batch()
+    }
+
+    /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
+    pub fn next_micro_batch(&mut self) -> Result<()> {
+        let Self { setup, model, buffers, cx, micro } = self;
+        let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
+        let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
+        let Cx { clock, shards, .. } = cx;
+        shards.first_token = (*micro * ranks + rank) * shards.tokens();
+        *micro += 1;
+        let op = BeginMicroBatch {
+            inputs,
+            layout: *input_layout,
+            clock: clock.as_mut().ok_or_else(no_clock)?,
+            ids,
+            targets,
+            row_id: &mut shards.groups.row_id,
+            rank,
+            ranks,
+        };
+        op.run(setup.b)?;
+
+        let (logits, saved) = model.forward(cx, buffers.ids.clone())?;
+        let scale = 1.0 / setup.config.tokens_per_step() as f32;
+        let grad = Some(setup.recipe.activations);
+        let op = CrossEntropy { logits: &logits, targets: &buffers.targets, scale, grad };
+        let out = op.run(setup.b)?;
+        drop(logits);
+        self.collect(Some((&out.loss, &saved)))?;
+        if let Some(dlogits) = out.dlogits {
+            self.model.backward(&self.cx, saved, dlogits)?;
+        }
+        self.collect(None)
+    }
+
+    /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
+    fn collect(&mut self, forward: Option<(&B::Buf<f32>, &DecoderSaved<B>)>) -> Result<()> {
+        let layout = self.buffers.layout;
+        let counts = self.cx.counted.borrow_mut().take(&layout)?;
+        let mut entries: Vec<Entry<'_, B>> = counts.iter().map(|(site, c)| layout.counts(*site, c)).collect();
+        let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
+        if let Some((losses, saved)) = forward {
+            entries.push(entry(Source::F32Runs(losses), layout.nats(), layout.shards));
+            for (layer, moe) in saved.blocks.iter().map(|block| &block.moe).enumerate() {
+                let (losses, load) = (layout.router_losses(layer), layout.load(layer));
+                entries.push(entry(Source::F32(moe.losses()), losses, 2 * layout.shards));
+                entries.push(entry(Source::I32(moe.load()), load, layout.experts));
+                let occupancy = Source::Occupancy(moe.occupancy());
+                entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
+            }
+        }
+        Ok(Collect { entries: &entries, table: &mut self.buffers.table }.run(self.setup.b)?)
+    }
+
+    /// Reduces the gradients, takes an AdamW step, reports.
+    pub fn optimize(&mut self) -> Result<()> {
+        self.model.release();
+        let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
+        let train = &self.setup.config.train;
+        optim::step(&mut self.cx, self.model.params(), train, optimizer, table, layout)?;
+        Ok(())
+    }
+}
+
+fn no_clock() -> CoreError {
+    CoreError::shape("step", "clock", "none", "the device's count of steps")
+}
