@@ -115,7 +115,11 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn arena(&self, name: &'static str) -> Result<Self::Arena>;
     /// Runs `work`; what it allocates lies in the arena, where the lifetimes of what is there already leave room. Work that
     /// allocates and frees the same sizes in the same order, and finds the arena as it was, finds the same addresses. One
-    /// thread at a time works within arenas of a backend. Inside another `within` the inner arena counts.
+    /// thread at a time works within arenas of a backend, and what others allocate meanwhile lies there, too (see
+    /// [`crate::Scope`]). Inside another `within` the inner arena counts; the outer one is back afterwards, also after a panic.
+    ///
+    /// # Errors
+    /// What `work` returns; [`crate::Error::Device`] while another thread works within an arena.
     fn within<R>(&self, arena: &Self::Arena, work: impl FnOnce() -> Result<R>) -> Result<R>;
     /// What lies in the arena now, the most that ever did, and as `total_bytes` the memory it takes.
     fn arena_memory(&self, arena: &Self::Arena) -> MemoryStats;

@@ -1,11 +1,12 @@
 use crate::gemm::Isa;
+use crate::memory::{Arena, Memory, Words};
 use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -150,11 +151,11 @@ impl Cpu {
     /// A buffer that an operation will overwrite entirely. Its contents are unspecified; in debug builds every byte is
     /// 0xFF (NaN), so that an element left unwritten shows.
     pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
-        let mut words = self.inner.memory.take(words_for::<T>(len));
+        let mut buf = Buf::new(len, &self.inner.memory);
         if cfg!(debug_assertions) {
-            words.fill(u64::MAX);
+            bytemuck::cast_slice_mut::<T, u8>(buf.as_mut_slice()).fill(0xFF);
         }
-        Buf::new(words, len, &self.inner.memory)
+        buf
     }
 }
 
@@ -165,58 +166,6 @@ fn machine_memory() -> Option<usize> {
     line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-fn words_for<T>(len: usize) -> usize {
-    (len * size_of::<T>()).div_ceil(8)
-}
-
-/// Counts live bytes and keeps freed allocations for the next tensor of about the same size: training asks for the same
-/// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
-#[derive(Default)]
-struct Memory {
-    live: AtomicUsize,
-    peak: AtomicUsize,
-    copies_on_write: AtomicU64,
-    free: Mutex<Free>,
-}
-
-/// Freed allocations by size class.
-#[derive(Default)]
-struct Free {
-    by_class: HashMap<usize, Vec<Vec<u64>>>,
-    bytes: usize,
-}
-
-/// Words rounded up to one of eight sizes an octave: ragged tensors have a new length every step.
-fn size_class(words: usize) -> usize {
-    let step = 1 << words.max(1).ilog2().saturating_sub(3);
-    words.next_multiple_of(step)
-}
-
-impl Memory {
-    /// At least so many words of unspecified contents.
-    fn take(&self, words: usize) -> Vec<u64> {
-        let class = size_class(words);
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        match free.by_class.get_mut(&class).and_then(Vec::pop) {
-            Some(words) => {
-                free.bytes -= 8 * class;
-                words
-            }
-            None => vec![0; class],
-        }
-    }
-
-    /// Keeps an allocation, unless more would lie idle than was ever in use at once.
-    fn give(&self, words: Vec<u64>) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = 8 * words.len();
-        if free.bytes + bytes <= self.peak.load(Ordering::Relaxed) {
-            free.bytes += bytes;
-            free.by_class.entry(words.len()).or_default().push(words);
-        }
-    }
-}
-
 /// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies first.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
@@ -225,43 +174,42 @@ pub struct Buf<T: Plain> {
 }
 
 struct Storage {
-    words: Vec<u64>,
+    words: Words,
     bytes: usize,
     memory: Arc<Memory>,
 }
 
 impl Drop for Storage {
     fn drop(&mut self) {
-        self.memory.live.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.memory.give(std::mem::take(&mut self.words));
+        self.memory.give(std::mem::replace(&mut self.words, Words::Pool(Vec::new())), self.bytes);
     }
 }
 
 impl<T: Plain> Buf<T> {
-    fn new(words: Vec<u64>, len: usize, memory: &Arc<Memory>) -> Self {
-        let storage = Storage { words, bytes: len * size_of::<T>(), memory: memory.clone() };
-        let live = memory.live.fetch_add(storage.bytes, Ordering::Relaxed) + storage.bytes;
-        memory.peak.fetch_max(live, Ordering::Relaxed);
+    /// Of unspecified contents.
+    fn new(len: usize, memory: &Arc<Memory>) -> Self {
+        let bytes = len * size_of::<T>();
+        let storage = Storage { words: memory.take(bytes.div_ceil(8), bytes), bytes, memory: memory.clone() };
         Self { storage: Arc::new(storage), len, element: PhantomData }
     }
 
     /// The values.
     pub fn as_slice(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.storage.words)[..self.len]
+        &bytemuck::cast_slice(self.storage.words.as_slice())[..self.len]
     }
 
     /// The values, for writing; copied first if another handle shares them.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         if Arc::get_mut(&mut self.storage).is_none() {
-            let memory = self.storage.memory.clone();
+            let memory = &self.storage.memory;
             memory.copies_on_write.fetch_add(1, Ordering::Relaxed);
-            let mut words = memory.take(self.storage.words.len());
-            words.copy_from_slice(&self.storage.words);
-            *self = Self::new(words, self.len, &memory);
+            let mut copy = Self::new(self.len, memory);
+            copy.as_mut_slice().copy_from_slice(self.as_slice());
+            *self = copy;
         }
         let len = self.len;
         match Arc::get_mut(&mut self.storage) {
-            Some(storage) => &mut bytemuck::cast_slice_mut(&mut storage.words)[..len],
+            Some(storage) => &mut bytemuck::cast_slice_mut(storage.words.as_mut_slice())[..len],
             // Made unique just above, and `&mut self` keeps anyone from cloning it in between.
             None => unreachable!("a buffer just made unique is shared"),
         }
@@ -283,7 +231,7 @@ impl<T: Plain> fmt::Debug for Buf<T> {
 
 impl Backend for Cpu {
     type Buf<T: Plain> = Buf<T>;
-    type Arena = ();
+    type Arena = Arena;
     type Pending<T: Plain> = Vec<T>;
     type Recording = Infallible;
 
@@ -296,9 +244,9 @@ impl Backend for Cpu {
     }
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
-        let mut words = self.inner.memory.take(words_for::<T>(len));
-        words.fill(0);
-        Ok(Buf::new(words, len, &self.inner.memory))
+        let mut buf = Buf::new(len, &self.inner.memory);
+        bytemuck::cast_slice_mut::<T, u8>(buf.as_mut_slice()).fill(0);
+        Ok(buf)
     }
 
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
@@ -306,8 +254,7 @@ impl Backend for Cpu {
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
-        let mut buf =
-            Buf::new(self.inner.memory.take(words_for::<T>(values.len())), values.len(), &self.inner.memory);
+        let mut buf = Buf::new(values.len(), &self.inner.memory);
         buf.as_mut_slice().copy_from_slice(values);
         self.inner.transfers.upload(values);
         Ok(buf)
@@ -324,16 +271,12 @@ impl Backend for Cpu {
     }
 
     fn buffer_id<T: Plain>(buf: &Buf<T>) -> u64 {
-        buf.storage.words.as_ptr() as usize as u64
+        buf.storage.words.as_slice().as_ptr() as usize as u64
     }
 
     fn memory(&self) -> MemoryStats {
-        let memory = &self.inner.memory;
-        MemoryStats {
-            live_bytes: memory.live.load(Ordering::Relaxed),
-            peak_bytes: memory.peak.load(Ordering::Relaxed),
-            total_bytes: machine_memory(),
-        }
+        let [live_bytes, peak_bytes] = self.inner.memory.live_and_peak();
+        MemoryStats { live_bytes, peak_bytes, total_bytes: machine_memory() }
     }
 
     fn traffic(&self) -> Traffic {
@@ -382,16 +325,16 @@ impl Backend for Cpu {
         Ok(Buf { storage: buf.storage.clone(), len: bytes / each, element: PhantomData })
     }
 
-    fn arena(&self, _: &'static str) -> Result<()> {
-        Ok(())
+    fn arena(&self, name: &'static str) -> Result<Arena> {
+        Ok(Arena::new(name))
     }
 
-    fn within<R>(&self, _: &(), work: impl FnOnce() -> Result<R>) -> Result<R> {
-        work()
+    fn within<R>(&self, arena: &Arena, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.inner.memory.scope.run(arena, work)
     }
 
-    fn arena_memory(&self, _: &()) -> MemoryStats {
-        MemoryStats::default()
+    fn arena_memory(&self, arena: &Arena) -> MemoryStats {
+        arena.stats()
     }
 
     fn can_record(&self) -> bool {
@@ -443,25 +386,5 @@ mod tests {
         assert_eq!(cpu.memory().live_bytes, 12);
         drop(c);
         assert_eq!((cpu.memory().live_bytes, cpu.memory().peak_bytes), (0, 25));
-    }
-
-    #[test]
-    fn what_lies_idle_never_exceeds_what_was_in_use() {
-        let cpu = Cpu::new(1).unwrap();
-        for len in 1..5000usize {
-            let both = (cpu.zeros::<f32>(len * 7).unwrap(), cpu.zeros::<u8>(len * 13).unwrap());
-            drop(both);
-            let idle = cpu.inner.memory.free.lock().unwrap().bytes;
-            assert!(idle <= cpu.memory().peak_bytes, "{idle} bytes idle after {len}");
-        }
-    }
-
-    #[test]
-    fn size_classes_waste_an_eighth_at_most_and_are_their_own_class() {
-        for words in 0..100_000 {
-            let class = size_class(words);
-            assert!(class >= words && class - words <= words / 8 + 1, "{words}: {class}");
-            assert_eq!(size_class(class), class, "{words}");
-        }
     }
 }

@@ -8,8 +8,10 @@ mod backend;
 mod comm;
 pub mod gemm;
 mod kernels;
+mod memory;
 pub mod ops;
 mod simd;
 
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;
+pub use memory::Arena;

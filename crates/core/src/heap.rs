@@ -1,0 +1,271 @@
+//! Which offset of a growing range of memory each allocation gets: arithmetic only, for the arenas of every backend.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Every offset that a [`Heap`] gives is a multiple of this, in bytes.
+pub const HEAP_ALIGN: usize = 256;
+
+/// A deterministic allocator of offsets: best fit, the lowest offset among equals, else at the end.
+///
+/// What it answers depends on the live blocks alone and not on how they came about: a hole is what lies free between live
+/// blocks, and everything above the highest of them counts as one hole larger than all others, however far the heap once
+/// reached. So the same allocations and frees, begun with the same live blocks, give the same offsets again.
+///
+/// ```
+/// # use nibble_core::Heap;
+/// let mut heap = Heap::new(1 << 20);
+/// let (a, b) = (heap.alloc(1000).unwrap(), heap.alloc(10).unwrap());
+/// assert_eq!((a, b), (0, 1024));
+/// heap.free(a, 1000);
+/// assert_eq!(heap.alloc(500), Some(0));
+/// ```
+#[derive(Debug, Clone)]
+pub struct Heap {
+    capacity: usize,
+    /// Holes below `top`, offset → bytes. No two touch, and none touches `top`.
+    holes: BTreeMap<usize, usize>,
+    /// The same as (bytes, offset).
+    by_size: BTreeSet<(usize, usize)>,
+    /// End of the highest live block.
+    top: usize,
+    extent: usize,
+    live: usize,
+    peak: usize,
+}
+
+/// Bytes that a block takes: an empty one takes an offset of its own, too.
+fn rounded(bytes: usize) -> Option<usize> {
+    bytes.max(1).checked_next_multiple_of(HEAP_ALIGN)
+}
+
+impl Heap {
+    /// An empty heap that may reach so many bytes.
+    pub fn new(capacity: usize) -> Self {
+        let (holes, by_size) = (BTreeMap::new(), BTreeSet::new());
+        Self { capacity, holes, by_size, top: 0, extent: 0, live: 0, peak: 0 }
+    }
+
+    /// The offset of a block of so many bytes, or `None` where it would reach beyond the capacity.
+    pub fn alloc(&mut self, bytes: usize) -> Option<usize> {
+        let size = rounded(bytes)?;
+        let offset = match self.by_size.range((size, 0)..).next().copied() {
+            Some((hole, offset)) => {
+                self.remove_hole(offset, hole);
+                if hole > size {
+                    self.insert_hole(offset + size, hole - size);
+                }
+                offset
+            }
+            None => {
+                let offset = self.top;
+                self.top = offset.checked_add(size).filter(|end| *end <= self.capacity)?;
+                self.extent = self.extent.max(self.top);
+                offset
+            }
+        };
+        self.live += bytes;
+        self.peak = self.peak.max(self.live);
+        Some(offset)
+    }
+
+    /// Takes a block back, by the offset and the bytes of its allocation.
+    ///
+    /// # Panics
+    /// In debug builds if no such block can be live.
+    pub fn free(&mut self, offset: usize, bytes: usize) {
+        // What was allocated could be rounded.
+        let Some(size) = rounded(bytes) else { return };
+        let (mut start, mut end) = (offset, offset + size);
+        let below = self.holes.range(..offset).next_back().map(|(at, hole)| (*at, *hole));
+        let above = self.holes.range(offset..).next().map(|(at, hole)| (*at, *hole));
+        debug_assert!(
+            end <= self.top
+                && below.is_none_or(|(at, hole)| at + hole <= offset)
+                && above.is_none_or(|(at, _)| end <= at),
+            "{bytes} bytes at {offset} are not live: {self:?}"
+        );
+        self.live -= bytes;
+        if let Some((at, hole)) = below.filter(|(at, hole)| at + hole == offset) {
+            self.remove_hole(at, hole);
+            start = at;
+        }
+        if let Some((at, hole)) = above.filter(|(at, _)| *at == end) {
+            self.remove_hole(at, hole);
+            end = at + hole;
+        }
+        if end == self.top {
+            self.top = start;
+        } else {
+            self.insert_hole(start, end - start);
+        }
+    }
+
+    /// Bytes in live blocks, as they were asked for.
+    pub fn live(&self) -> usize {
+        self.live
+    }
+
+    /// The most there ever were.
+    pub fn peak(&self) -> usize {
+        self.peak
+    }
+
+    /// The highest end that a block ever had: what must be backed by memory.
+    pub fn extent(&self) -> usize {
+        self.extent
+    }
+
+    fn insert_hole(&mut self, offset: usize, bytes: usize) {
+        self.holes.insert(offset, bytes);
+        self.by_size.insert((bytes, offset));
+    }
+
+    fn remove_hole(&mut self, offset: usize, bytes: usize) {
+        self.holes.remove(&offset);
+        self.by_size.remove(&(bytes, offset));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_formats::{Purpose, Stream};
+
+    /// Allocates and frees at random; gives every offset in turn, and checks each against the intervals that are live.
+    fn random_walk(heap: &mut Heap, seed: u64, steps: u64) -> Vec<usize> {
+        let draw = Stream::new(seed, Purpose::Data, 1, 0);
+        let mut live: Vec<(usize, usize)> = Vec::new();
+        let mut offsets = Vec::new();
+        for step in 0..steps {
+            let [kind, size, which, _] = draw.block(step).map(|word| word as usize);
+            // Grows to about 60 blocks, and goes on there.
+            if kind % 120 >= live.len() {
+                let bytes = size % (1 << ((size >> 20) % 18));
+                let offset = heap.alloc(bytes).unwrap();
+                let (start, end) = (offset, offset + bytes.max(1));
+                assert!(offset.is_multiple_of(HEAP_ALIGN) && end <= heap.extent());
+                let disjoint = |(at, bytes): &(usize, usize)| end <= *at || at + (*bytes).max(1) <= start;
+                assert!(live.iter().all(disjoint), "step {step}: {start}..{end} overlaps one of {live:?}");
+                live.push((offset, bytes));
+                offsets.push(offset);
+            } else {
+                let (offset, bytes) = live.swap_remove(which % live.len());
+                heap.free(offset, bytes);
+            }
+            assert_eq!(heap.live(), live.iter().map(|(_, bytes)| bytes).sum::<usize>());
+        }
+        for (offset, bytes) in live {
+            heap.free(offset, bytes);
+        }
+        offsets
+    }
+
+    #[test]
+    fn blocks_never_overlap_and_the_same_sequence_gives_the_same_offsets() {
+        for seed in 0..20 {
+            let mut heap = Heap::new(usize::MAX);
+            let first = random_walk(&mut heap, seed, 2000);
+            let extent = heap.extent();
+            // The second time it has been as far already, and answers all the same.
+            assert_eq!(random_walk(&mut heap, seed, 2000), first, "seed {seed}");
+            assert_eq!(heap.extent(), extent);
+            assert_eq!(random_walk(&mut Heap::new(usize::MAX), seed, 2000), first, "seed {seed}, a new heap");
+        }
+    }
+
+    #[test]
+    fn what_is_freed_becomes_one_again_whatever_the_order() {
+        let draw = Stream::new(3, Purpose::Data, 1, 0);
+        for seed in 0..50 {
+            let mut heap = Heap::new(1 << 20);
+            let mut blocks: Vec<_> =
+                (0..40).map(|i| 1 + i * 37).map(|bytes| (heap.alloc(bytes).unwrap(), bytes)).collect();
+            for i in 0..40u64 {
+                let which = draw.block(seed * 40 + i)[0] as usize % blocks.len();
+                let (offset, bytes) = blocks.swap_remove(which);
+                heap.free(offset, bytes);
+            }
+            assert!(heap.holes.is_empty() && heap.by_size.is_empty() && heap.top == 0 && heap.live() == 0);
+            assert_eq!(heap.alloc(1 << 20), Some(0), "all of it in one piece");
+        }
+    }
+
+    #[test]
+    fn the_smallest_hole_that_fits_is_taken_and_of_equals_the_lowest() {
+        let mut heap = Heap::new(usize::MAX);
+        let sizes = [1024, 256, 512, 256, 512, 256, 2048, 256];
+        let at: Vec<_> = sizes.iter().map(|bytes| heap.alloc(*bytes).unwrap()).collect();
+        for i in [6, 4, 2, 0] {
+            heap.free(at[i], sizes[i]);
+        }
+        assert_eq!(heap.alloc(300), Some(at[2]));
+        assert_eq!(heap.alloc(512), Some(at[4]));
+        assert_eq!(heap.alloc(512), Some(at[0]), "the rest of a hole stays one");
+        assert_eq!(heap.alloc(512), Some(at[0] + 512));
+        assert_eq!(heap.alloc(2049), Some(sizes.iter().sum()), "none fits: at the end");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_changes_nothing() {
+        let mut heap = Heap::new(1024);
+        let first = heap.alloc(700).unwrap();
+        let before = format!("{heap:?}");
+        assert_eq!([heap.alloc(257), heap.alloc(usize::MAX)], [None; 2]);
+        assert_eq!(format!("{heap:?}"), before);
+        assert_eq!(heap.alloc(0), Some(768));
+        heap.free(first, 700);
+        heap.free(768, 0);
+        assert_eq!((heap.alloc(1024), heap.peak(), heap.extent()), (Some(0), 1024, 1024));
+    }
+
+    /// A training step: what the layers keep piles up and is taken down from the other end, temporaries of many sizes come
+    /// and go in between, and gradients stay.
+    #[test]
+    fn a_training_step_needs_little_more_than_what_it_holds_at_once() {
+        let mut heap = Heap::new(usize::MAX);
+        let mut offsets = Vec::new();
+        for _ in 0..3 {
+            let mut taken = Vec::new();
+            let mut alloc = |heap: &mut Heap, bytes: usize| {
+                let offset = heap.alloc(bytes).unwrap();
+                taken.push(offset);
+                (offset, bytes)
+            };
+            let free = |heap: &mut Heap, (offset, bytes): (usize, usize)| heap.free(offset, bytes);
+            let (d, f, t) = (1024, 704, 4096);
+            let mut saved: Vec<Vec<(usize, usize)>> = Vec::new();
+            let mut x = alloc(&mut heap, 2 * t * d);
+            for layer in 0..12 {
+                let (normed, qkv) = (alloc(&mut heap, 2 * t * d), alloc(&mut heap, 6 * t * d));
+                let kept = alloc(&mut heap, t * d + t * d / 32);
+                let attended = alloc(&mut heap, 2 * t * d + 1000 * layer);
+                free(&mut heap, normed);
+                free(&mut heap, qkv);
+                let (h, codes) = (alloc(&mut heap, 4 * t * f), alloc(&mut heap, t * d + 77 * layer));
+                let (h4, y) = (alloc(&mut heap, t * f + t * f / 16), alloc(&mut heap, 2 * t * d));
+                free(&mut heap, h);
+                free(&mut heap, attended);
+                saved.push(vec![kept, codes, h4, std::mem::replace(&mut x, y)]);
+            }
+            let mut gradients = Vec::new();
+            while let Some(layer) = saved.pop() {
+                let (dy, dh, columns) =
+                    (alloc(&mut heap, 2 * t * d), alloc(&mut heap, 2 * t * f), alloc(&mut heap, t * d));
+                gradients.push(alloc(&mut heap, 4 * d * f));
+                for block in layer.into_iter().chain([dy, columns]) {
+                    free(&mut heap, block);
+                }
+                gradients.push(alloc(&mut heap, 4 * d * d));
+                free(&mut heap, dh);
+            }
+            for block in gradients.into_iter().chain([x]) {
+                free(&mut heap, block);
+            }
+            offsets.push(taken);
+        }
+        let overhead = heap.extent() as f64 / heap.peak() as f64;
+        println!("extent {} bytes, live peak {}: {overhead:.4}", heap.extent(), heap.peak());
+        assert!(overhead < 1.1, "{overhead}");
+        assert!(offsets.windows(2).all(|steps| steps[0] == steps[1]), "every step has the same addresses");
+    }
+}

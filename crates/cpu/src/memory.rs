@@ -1,0 +1,389 @@
+//! Where buffers lie: in a pool by size class, or in an arena.
+
+use nibble_core::{HEAP_ALIGN, Heap, MemoryStats, Scope};
+use std::collections::HashMap;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Counts live bytes and keeps freed allocations for the next tensor of about the same size: training asks for the same
+/// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
+#[derive(Default)]
+pub(crate) struct Memory {
+    live: AtomicUsize,
+    peak: AtomicUsize,
+    /// Whole buffers copied for a write through a shared handle.
+    pub copies_on_write: AtomicU64,
+    /// Where allocations go while someone works within an arena.
+    pub scope: Scope<Arena>,
+    free: Mutex<Free>,
+}
+
+/// Freed allocations by size class.
+#[derive(Default)]
+struct Free {
+    by_class: HashMap<usize, Vec<Vec<u64>>>,
+    bytes: usize,
+}
+
+/// Words rounded up to one of eight sizes an octave: ragged tensors have a new length every step.
+fn size_class(words: usize) -> usize {
+    let step = 1 << words.max(1).ilog2().saturating_sub(3);
+    words.next_multiple_of(step)
+}
+
+/// The memory of one buffer.
+pub(crate) enum Words {
+    /// Of the pool: as long as its size class.
+    Pool(Vec<u64>),
+    /// Of an arena.
+    Arena(Block),
+}
+
+impl Words {
+    pub fn as_slice(&self) -> &[u64] {
+        match self {
+            Self::Pool(words) => words,
+            Self::Arena(block) => block.as_slice(),
+        }
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [u64] {
+        match self {
+            Self::Pool(words) => words,
+            Self::Arena(block) => block.as_mut_slice(),
+        }
+    }
+}
+
+impl Memory {
+    /// At least so many words of unspecified contents, counted as this many live bytes.
+    pub fn take(&self, words: usize, bytes: usize) -> Words {
+        let taken = match self.scope.current() {
+            Some(arena) => Words::Arena(arena.take(words, bytes)),
+            None => Words::Pool(self.take_pooled(words)),
+        };
+        let live = self.live.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(live, Ordering::Relaxed);
+        taken
+    }
+
+    fn take_pooled(&self, words: usize) -> Vec<u64> {
+        let class = size_class(words);
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        match free.by_class.get_mut(&class).and_then(Vec::pop) {
+            Some(words) => {
+                free.bytes -= 8 * class;
+                words
+            }
+            None => vec![0; class],
+        }
+    }
+
+    /// Takes memory back, as it was taken with so many bytes. What is of the pool it keeps, unless more would lie idle than
+    /// was ever in use at once.
+    pub fn give(&self, words: Words, bytes: usize) {
+        self.live.fetch_sub(bytes, Ordering::Relaxed);
+        // A block of an arena goes back as it is dropped.
+        let Words::Pool(words) = words else { return };
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = 8 * words.len();
+        if free.bytes + bytes <= self.peak.load(Ordering::Relaxed) {
+            free.bytes += bytes;
+            free.by_class.entry(words.len()).or_default().push(words);
+        }
+    }
+
+    /// Live bytes now and at most, in the pool and in all arenas.
+    pub fn live_and_peak(&self) -> [usize; 2] {
+        [&self.live, &self.peak].map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+}
+
+/// Memory that work done over and over shares. Freed with its last handle and its last buffer.
+#[derive(Clone)]
+pub struct Arena {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    name: &'static str,
+    state: Mutex<State>,
+}
+
+/// Segments never move and never go away before the arena does. A block lies in the first that has room for it, so that where
+/// it lies depends on the live blocks alone: later segments do not change what the earlier ones answer.
+#[derive(Default)]
+struct State {
+    segments: Vec<Segment>,
+    live: usize,
+    peak: usize,
+}
+
+/// The smallest segment, in bytes. Each new one is as large as all before it, up to [`LARGEST_STEP`], and holds at least what
+/// was asked for. What is never touched costs addresses and no memory.
+const SMALLEST_SEGMENT: usize = 1 << 20;
+const LARGEST_STEP: usize = 1 << 30;
+
+struct Segment {
+    /// Owned; zeros when it was new, so that every byte is initialised.
+    memory: *mut [u64],
+    /// The first place in it that is aligned to [`HEAP_ALIGN`].
+    base: NonNull<u64>,
+    heap: Heap,
+}
+
+// SAFETY: the segment owns its memory. Blocks of it are disjoint and own their ranges.
+unsafe impl Send for Segment {}
+
+impl Segment {
+    fn new(bytes: usize) -> Self {
+        let memory: *mut [u64] = Box::into_raw(vec![0u64; (bytes + HEAP_ALIGN) / 8].into_boxed_slice());
+        let first = memory.cast::<u64>();
+        // Words are aligned to 8 bytes already: fewer than `HEAP_ALIGN` are skipped, and as many were added.
+        let skip = (first as usize).next_multiple_of(HEAP_ALIGN) - first as usize;
+        // SAFETY: within the allocation, which is not null.
+        let base = unsafe { NonNull::new_unchecked(first.byte_add(skip)) };
+        Self { memory, base, heap: Heap::new(bytes / HEAP_ALIGN * HEAP_ALIGN) }
+    }
+
+    fn bytes(&self) -> usize {
+        8 * self.memory.len()
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: made by `Box::into_raw` in `new` and dropped once; every block holds the arena, so none is left.
+        drop(unsafe { Box::from_raw(self.memory) });
+    }
+}
+
+impl Arena {
+    pub(crate) fn new(name: &'static str) -> Self {
+        Self { shared: Arc::new(Shared { name, state: Mutex::default() }) }
+    }
+
+    /// So many words of unspecified contents, counted as this many live bytes, of which they are at least as many.
+    fn take(&self, words: usize, bytes: usize) -> Block {
+        let mut state = self.shared.lock();
+        let size = 8 * words;
+        let found = state.segments.iter_mut().enumerate().find_map(|(i, s)| Some((i, s.heap.alloc(size)?)));
+        let (segment, offset) = found.unwrap_or_else(|| {
+            let taken: usize = state.segments.iter().map(Segment::bytes).sum();
+            let step = taken.clamp(SMALLEST_SEGMENT, LARGEST_STEP);
+            let mut segment = Segment::new(step.max(size.next_multiple_of(HEAP_ALIGN)));
+            // It was made as large as what is asked for.
+            let offset = segment.heap.alloc(size).expect("a new segment has room");
+            state.segments.push(segment);
+            (state.segments.len() - 1, offset)
+        });
+        state.live += bytes;
+        state.peak = state.peak.max(state.live);
+        // SAFETY: the heap gave offset and size within its capacity, which the segment has from `base` on.
+        let first = unsafe { state.segments[segment].base.byte_add(offset) };
+        drop(state);
+        Block { first, words, bytes, segment, offset, arena: self.clone() }
+    }
+
+    pub(crate) fn stats(&self) -> MemoryStats {
+        let state = self.shared.lock();
+        let total = state.segments.iter().map(|segment| segment.heap.extent()).sum();
+        MemoryStats { live_bytes: state.live, peak_bytes: state.peak, total_bytes: Some(total) }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics between two changes that belong together.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MemoryStats { live_bytes, peak_bytes, .. } = self.stats();
+        write!(f, "Arena({:?}, {live_bytes} bytes live, {peak_bytes} at most)", self.shared.name)
+    }
+}
+
+/// A range of an arena's memory, owned: nobody else reads or writes it.
+pub(crate) struct Block {
+    first: NonNull<u64>,
+    words: usize,
+    bytes: usize,
+    segment: usize,
+    offset: usize,
+    arena: Arena,
+}
+
+// SAFETY: a block owns its words as a box would.
+unsafe impl Send for Block {}
+// SAFETY: as above; a shared block is only read.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn as_slice(&self) -> &[u64] {
+        // SAFETY: `words` initialised words from `first` on, in a segment that `arena` keeps at its place; the heap gave this
+        // range to this block alone, and `&self` keeps it from being written.
+        unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.words) }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [u64] {
+        // SAFETY: as above; `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.first.as_ptr(), self.words) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let mut state = self.arena.shared.lock();
+        state.segments[self.segment].heap.free(self.offset, 8 * self.words);
+        state.live -= self.bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cpu;
+    use nibble_core::{Backend, Error, Result};
+
+    #[test]
+    fn what_lies_idle_never_exceeds_what_was_in_use() {
+        let memory = Memory::default();
+        for len in 1..5000usize {
+            for (words, bytes) in [(len * 7 / 2 + 1, len * 28), (len * 13 / 8 + 1, len * 13)] {
+                let taken = [memory.take(words, bytes), memory.take(words / 2, bytes / 2)];
+                let [first, second] = taken;
+                memory.give(first, bytes);
+                memory.give(second, bytes / 2);
+            }
+            let idle = memory.free.lock().unwrap().bytes;
+            assert!(idle <= memory.live_and_peak()[1], "{idle} bytes idle after {len}");
+        }
+    }
+
+    #[test]
+    fn size_classes_waste_an_eighth_at_most_and_are_their_own_class() {
+        for words in 0..100_000 {
+            let class = size_class(words);
+            assert!(class >= words && class - words <= words / 8 + 1, "{words}: {class}");
+            assert_eq!(size_class(class), class, "{words}");
+        }
+    }
+
+    /// Allocates a mixture, drops half of it on the way, writes all of it, and gives its addresses.
+    fn mixture(cpu: &Cpu) -> Result<Vec<u64>> {
+        let mut ids = Vec::new();
+        let mut kept = Vec::new();
+        for i in 0..200usize {
+            let mut a = cpu.alloc::<f32>(1 + i * 977 % 5000)?;
+            a.as_mut_slice().fill(i as f32);
+            let mut b = cpu.zeros::<u8>(i * i * 31 % 300_000)?;
+            assert!(
+                b.as_slice().iter().all(|byte| *byte == 0),
+                "zeros are zeros also where others have written"
+            );
+            b.as_mut_slice().fill(i as u8);
+            ids.extend([Cpu::buffer_id(&a), Cpu::buffer_id(&b)]);
+            if i % 3 == 0 {
+                let mut copy = a.clone();
+                copy.as_mut_slice()[0] = -1.0;
+                ids.push(Cpu::buffer_id(&copy));
+                kept.push((i, copy, b));
+            }
+            if i % 7 == 6 {
+                kept.swap_remove(i % kept.len());
+            }
+        }
+        for (i, a, b) in &kept {
+            assert!(a.as_slice()[0] == -1.0 && a.as_slice()[1..].iter().all(|x| *x == *i as f32));
+            assert!(b.as_slice().iter().all(|byte| *byte == *i as u8), "no other buffer wrote here");
+        }
+        Ok(ids)
+    }
+
+    #[test]
+    fn the_same_work_finds_the_same_addresses() {
+        let cpu = Cpu::new(2).unwrap();
+        let arena = cpu.arena("test").unwrap();
+        let first = cpu.within(&arena, || mixture(&cpu)).unwrap();
+        // It has grown meanwhile.
+        assert!(arena.shared.lock().segments.len() > 1);
+        assert_eq!(cpu.within(&arena, || mixture(&cpu)).unwrap(), first);
+        assert!(first.iter().all(|id| id.is_multiple_of(HEAP_ALIGN as u64)));
+        let MemoryStats { live_bytes, peak_bytes, total_bytes } = cpu.arena_memory(&arena);
+        assert_eq!((live_bytes, cpu.memory().live_bytes), (0, 0));
+        assert!(
+            0 < peak_bytes && peak_bytes <= total_bytes.unwrap() && peak_bytes == cpu.memory().peak_bytes
+        );
+        assert_eq!(cpu.traffic().copies_on_write, 2 * 67);
+    }
+
+    #[test]
+    fn buffers_of_an_arena_are_counted_and_keep_its_memory() {
+        let cpu = Cpu::new(1).unwrap();
+        let arena = cpu.arena("test").unwrap();
+        let outside = cpu.zeros::<u8>(100).unwrap();
+        let (kept, copy) = cpu
+            .within(&arena, || {
+                let mut copy = outside.clone();
+                copy.as_mut_slice()[0] = 3;
+                Ok((cpu.upload(&[1.5f32, 2.5])?, copy))
+            })
+            .unwrap();
+        assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 208));
+        assert_eq!(cpu.arena_memory(&arena).total_bytes, Some(512));
+        // A copy of it is made where its writer is: in the pool.
+        let mut again = copy.clone();
+        again.as_mut_slice()[1] = 4;
+        assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 308));
+        assert_eq!((&copy.as_slice()[..2], &again.as_slice()[..2]), (&[3, 0][..], &[3, 4][..]));
+        let alive = Arc::downgrade(&arena.shared);
+        drop((arena, copy));
+        assert_eq!(kept.as_slice(), [1.5, 2.5], "a buffer outlives the last handle");
+        drop(kept);
+        assert!(alive.upgrade().is_none(), "its memory is gone with the last buffer");
+        assert_eq!(cpu.memory().live_bytes, 200);
+    }
+
+    #[test]
+    fn after_an_error_and_a_panic_the_pool_is_back() {
+        let cpu = Cpu::new(1).unwrap();
+        let arena = cpu.arena("test").unwrap();
+        let refused: Result<()> = cpu.within(&arena, || {
+            let _inside = cpu.zeros::<u8>(10)?;
+            Err(Error::Device { call: "test".into(), why: "meant".into() })
+        });
+        assert!(refused.is_err());
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            cpu.within(&arena, || -> Result<()> {
+                let _inside = cpu.zeros::<u8>(10)?;
+                panic!("meant for this test")
+            })
+        }));
+        assert!(panicked.is_err());
+        let outside = cpu.zeros::<u8>(10).unwrap();
+        assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (0, 10));
+        drop(outside);
+    }
+
+    #[test]
+    fn blocks_of_several_threads_are_their_own() {
+        let cpu = Cpu::new(1).unwrap();
+        let arena = cpu.arena("test").unwrap();
+        cpu.within(&arena, || {
+            std::thread::scope(|threads| {
+                for _ in 0..4 {
+                    threads.spawn(|| mixture(&cpu).unwrap());
+                }
+            });
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(cpu.arena_memory(&arena).live_bytes, 0);
+        assert!(cpu.arena_memory(&arena).peak_bytes > 0);
+    }
+}
