@@ -10,6 +10,7 @@ pub mod gemm;
 mod kernels;
 pub mod ops;
 mod simd;
+mod sums;
 
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;

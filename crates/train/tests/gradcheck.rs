@@ -367,8 +367,8 @@ fn decoder_loss(
     let (logits, saved) = decoder.forward(cx, cx.b.upload(ids).unwrap()).unwrap();
     let targets = cx.b.upload(targets).unwrap();
     let scale = 1.0 / counted as f32;
-    let op = CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(DType::F32) };
-    let out = op.run(cx.b).unwrap();
+    let (shards, grad) = (cx.shards.local, Some(DType::F32));
+    let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(cx.b).unwrap();
     let nats: f64 = out.loss.as_slice().iter().map(|l| f64::from(*l)).sum();
     let shape = decoder.blocks[0].moe.router.shape;
     let extra: f64 = saved.blocks.iter().map(|b| router_losses(cx, &b.moe, &shape)).sum();

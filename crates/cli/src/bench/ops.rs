@@ -292,12 +292,12 @@ fn vocabulary(b: &Cpu) -> CoreResult<Vec<Case>> {
     ] {
         let logits = normal(b, DType::F32, rows, vocab)?;
         // Of every two tokens one is drawn from all symbols and the other from the first seven.
-        let token = |i: usize| (if i % 2 == 0 { i * 7919 % vocab } else { i % 7 }) as i32;
+        let token = |i: usize| (if i.is_multiple_of(2) { i * 7919 % vocab } else { i % 7 }) as i32;
         let ids = b.upload(&(0..rows).map(token).collect::<Vec<_>>())?;
         let targets = ids.clone();
         cases.push(case(loss, 6 * rows * vocab, move |b| {
-            let op = CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, grad: Some(DType::Bf16) };
-            op.run(b).map(drop)
+            let grad = Some(DType::Bf16);
+            CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, shards: 4, grad }.run(b).map(drop)
         }));
         let dy = normal(b, DType::Bf16, rows, d)?;
         cases.push(case(embed, 0, move |b| {

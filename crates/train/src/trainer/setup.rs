@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::metrics::Metrics;
 use crate::model::Decoder;
 use crate::optim;
-use nibble_core::ops::CrossEntropy;
+use nibble_core::ops::{CrossEntropy, verify_ids};
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use std::cell::RefCell;
 
@@ -91,11 +91,10 @@ impl<B: Kernels> Setup<'_, B> {
         let (logits, saved) = model.forward(cx, self.b.upload(&batch.inputs)?)?;
         let scale = 1.0 / self.config.tokens_per_step() as f32;
         let targets = self.b.upload(&batch.targets)?;
-        let op =
-            CrossEntropy { logits: &logits, targets: &targets, scale, grad: Some(self.recipe.activations) };
-        let out = op.run(self.b)?;
+        let (shards, grad) = (cx.shards.local, Some(self.recipe.activations));
+        let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(self.b)?;
         drop(logits);
-        tally.keep(out.loss, &saved);
+        tally.keep(out.shard_nats, out.bad_ids, &saved);
         if let Some(dlogits) = out.dlogits {
             model.backward(cx, saved, dlogits)?;
         }
@@ -147,12 +146,11 @@ impl<B: Kernels> Setup<'_, B> {
         let cx = self.inference_cx(tokens)?;
         let (logits, _) = model.forward(&cx, self.b.upload(&padded(&mine.inputs, 0))?)?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
-        let out = CrossEntropy { logits: &logits, targets: &targets, scale: 0.0, grad: None }.run(self.b)?;
-        let losses = self.b.download(&out.loss)?;
-        let sums: Vec<f32> = losses
-            .chunks(batch.seq_len)
-            .map(|s| s.iter().map(|l| f64::from(*l)).sum::<f64>() as f32)
-            .collect();
+        // A sum for each sequence.
+        let (scale, shards, grad) = (0.0, each, None);
+        let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(self.b)?;
+        verify_ids(self.b, "evaluate", "targets", &out.bad_ids, logits.cols)?;
+        let sums: Vec<f32> = self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
         let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
         Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())
     }

@@ -5,6 +5,7 @@ use crate::cx::{Cx, SiteCounts};
 use crate::error::Result;
 use crate::metrics::Metrics;
 use crate::model::DecoderSaved;
+use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels, Occupancy};
 use std::collections::BTreeMap;
 
@@ -17,8 +18,10 @@ pub(super) struct Tally<B: Kernels> {
 /// Handles of what one micro-batch leaves.
 #[derive(Debug)]
 struct MicroBatch<B: Kernels> {
-    /// Nats of each token.
-    nats: B::Buf<f32>,
+    /// Nats of each local shard.
+    shard_nats: B::Buf<f64>,
+    /// Targets outside the vocabulary.
+    bad_targets: B::Buf<u64>,
     layers: Vec<Layer<B>>,
 }
 
@@ -38,22 +41,23 @@ impl<B: Kernels> Tally<B> {
     }
 
     /// Keeps a micro-batch's losses and loads.
-    pub fn keep(&mut self, nats: B::Buf<f32>, saved: &DecoderSaved<B>) {
+    pub fn keep(&mut self, shard_nats: B::Buf<f64>, bad_targets: B::Buf<u64>, saved: &DecoderSaved<B>) {
         let layers = saved.blocks.iter().map(|block| Layer {
             losses: block.moe.losses().clone(),
             load: block.moe.load().clone(),
             occupancy: block.moe.occupancy().clone(),
         });
-        self.micro_batches.push(MicroBatch { nats, layers: layers.collect() });
+        self.micro_batches.push(MicroBatch { shard_nats, bad_targets, layers: layers.collect() });
     }
 
     /// The step's metrics, over all ranks, the same for any number of them.
     ///
     /// # Errors
-    /// [`CoreError::Capacity`] if an expert layer had more rows than its buffers hold; [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
+    /// [`CoreError::Shape`] if a target lies outside the vocabulary; [`CoreError::Capacity`] if an expert layer had more rows than its buffers hold; [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
     pub fn metrics(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
         let mut sums = Sums { counts: cx.site_counts()?, ..Sums::default() };
         for micro_batch in &self.micro_batches {
+            verify_ids(cx.b, "cross_entropy", "targets", &micro_batch.bad_targets, config.model.vocab_size)?;
             sums.add(cx, micro_batch)?;
         }
         sums.metrics(cx, config)
@@ -75,13 +79,11 @@ struct Sums {
 impl Sums {
     fn add<B: Kernels>(&mut self, cx: &Cx<'_, B>, micro_batch: &MicroBatch<B>) -> Result<()> {
         let shards = cx.shards.local;
-        let nats = cx.b.download(&micro_batch.nats)?;
+        let nats = cx.b.download(&micro_batch.shard_nats)?;
         self.shard_nats.resize(shards, 0.0);
         self.router_losses.resize(shards, [0.0; 2]);
         self.load.resize(micro_batch.layers.len(), Vec::new());
-        for (sum, nats) in self.shard_nats.iter_mut().zip(nats.chunks(nats.len() / shards)) {
-            *sum += nats.iter().map(|n| f64::from(*n)).sum::<f64>();
-        }
+        self.shard_nats.iter_mut().zip(nats).for_each(|(sum, nats)| *sum += nats);
         for (left, layer) in micro_batch.layers.iter().zip(&mut self.load) {
             left.occupancy.verify(cx.b)?;
             let losses = cx.b.download(&left.losses)?;
