@@ -74,7 +74,7 @@ impl Products for Cpu {
 }
 
 impl Model for Cpu {
-    fn embed(&self, op: Embed<'_, Self>) -> Result<Tensor<Self>> {
+    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
         self.timed("embed", || ops::embed::embed(self, op))
     }
     fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {

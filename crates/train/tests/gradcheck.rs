@@ -21,7 +21,7 @@ use nibble_cpu::Cpu;
 use nibble_train::config::ModelConfig;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
-use nibble_train::model::{Block, Decoder};
+use nibble_train::model::{Block, Decoder, DecoderOut};
 use nibble_train::moe::{Moe, MoeSaved, MoeShape};
 use nibble_train::param::{Param, Placement};
 use rig::{SOLO, cx, matrix, normals};
@@ -364,7 +364,8 @@ fn decoder_loss(
     backward: bool,
 ) -> f64 {
     use nibble_core::Backend;
-    let (logits, saved) = decoder.forward(cx, cx.b.upload(ids).unwrap()).unwrap();
+    let (DecoderOut { logits, bad_ids }, saved) = decoder.forward(cx, cx.b.upload(ids).unwrap()).unwrap();
+    assert_eq!(bad_ids.as_slice(), [0]);
     let targets = cx.b.upload(targets).unwrap();
     let scale = 1.0 / counted as f32;
     let (shards, grad) = (cx.shards.local, Some(DType::F32));

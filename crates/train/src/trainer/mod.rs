@@ -17,6 +17,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
 use crate::model::Decoder;
 use crate::tokenizer::Tokenizer;
+use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Kernels, Recipe};
 use setup::Setup;
 use std::cell::RefCell;
@@ -124,13 +125,14 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Logits of the last of these tokens, one sequence, every rank alike.
     ///
     /// # Errors
-    /// From the backend.
+    /// If an id is no token of the vocabulary; from the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let cx = self.setup.inference_cx(ids.len())?;
         self.model.prepare(&cx)?;
-        let (logits, _) = self.model.forward(&cx, cx.b.upload(ids)?)?;
-        let all = logits.to_f32_vec(cx.b)?;
-        Ok(all[all.len() - logits.cols..].to_vec())
+        let (out, _) = self.model.forward(&cx, cx.b.upload(ids)?)?;
+        verify_ids(cx.b, "embed", "ids", &out.bad_ids, out.logits.cols)?;
+        let all = out.logits.to_f32_vec(cx.b)?;
+        Ok(all[all.len() - out.logits.cols..].to_vec())
     }
 
     /// What a forward pass of this run keeps for its backward pass, measured by doing one; and the bytes the
@@ -145,8 +147,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         // Counts of conversions live until the end of the step; they are not for the backward pass.
         cx.counts.borrow_mut().clear();
         let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-        let (logits, saved) = self.model.forward(&cx, ids)?;
-        drop(logits);
+        let (out, saved) = self.model.forward(&cx, ids)?;
+        drop(out);
         cx.counts.borrow_mut().clear();
         let live = cx.b.memory().live_bytes - before;
         let mut ledger = Ledger::default();

@@ -20,8 +20,8 @@ pub(super) struct Tally<B: Kernels> {
 struct MicroBatch<B: Kernels> {
     /// Nats of each local shard.
     shard_nats: B::Buf<f64>,
-    /// Targets outside the vocabulary.
-    bad_targets: B::Buf<u64>,
+    /// Inputs and targets outside the vocabulary.
+    bad_ids: [B::Buf<u64>; 2],
     layers: Vec<Layer<B>>,
 }
 
@@ -41,23 +41,25 @@ impl<B: Kernels> Tally<B> {
     }
 
     /// Keeps a micro-batch's losses and loads.
-    pub fn keep(&mut self, shard_nats: B::Buf<f64>, bad_targets: B::Buf<u64>, saved: &DecoderSaved<B>) {
+    pub fn keep(&mut self, shard_nats: B::Buf<f64>, bad_ids: [B::Buf<u64>; 2], saved: &DecoderSaved<B>) {
         let layers = saved.blocks.iter().map(|block| Layer {
             losses: block.moe.losses().clone(),
             load: block.moe.load().clone(),
             occupancy: block.moe.occupancy().clone(),
         });
-        self.micro_batches.push(MicroBatch { shard_nats, bad_targets, layers: layers.collect() });
+        self.micro_batches.push(MicroBatch { shard_nats, bad_ids, layers: layers.collect() });
     }
 
     /// The step's metrics, over all ranks, the same for any number of them.
     ///
     /// # Errors
-    /// [`CoreError::Shape`] if a target lies outside the vocabulary; [`CoreError::Capacity`] if an expert layer had more rows than its buffers hold; [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
+    /// [`CoreError::Shape`] if an input or a target lies outside the vocabulary; [`CoreError::Capacity`] if an expert layer had more rows than its buffers hold; [`CoreError::NonFinite`] naming the first tensor that held a NaN or an infinity, or the loss.
     pub fn metrics(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
         let mut sums = Sums { counts: cx.site_counts()?, ..Sums::default() };
         for micro_batch in &self.micro_batches {
-            verify_ids(cx.b, "cross_entropy", "targets", &micro_batch.bad_targets, config.model.vocab_size)?;
+            for (argument, bad_ids) in ["inputs", "targets"].into_iter().zip(&micro_batch.bad_ids) {
+                verify_ids(cx.b, "train_step", argument, bad_ids, config.model.vocab_size)?;
+            }
             sums.add(cx, micro_batch)?;
         }
         sums.metrics(cx, config)
