@@ -191,7 +191,7 @@ pub trait Products: Backend {
 /// The rest of a transformer and of a training step.
 pub trait Model: Backend {
     /// See [`Embed`].
-    fn embed(&self, op: Embed<'_, Self>) -> Result<crate::Tensor<Self>>;
+    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>>;
     /// See [`EmbedBackward`].
     fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()>;
     /// See [`RmsNorm`].

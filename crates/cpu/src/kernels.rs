@@ -77,7 +77,7 @@ impl Products for Cpu {
 }
 
 impl Model for Cpu {
-    fn embed(&self, op: Embed<'_, Self>) -> Result<Tensor<Self>> {
+    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
         self.timed("embed", || ops::embed::embed(self, op))
     }
     fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
@@ -114,7 +114,7 @@ impl Model for Cpu {
         self.timed("sum_squares", || ops::elementwise::sum_squares(self, op))
     }
     fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
-        self.timed("end_step", || ops::step::end_step(op))
+        self.timed("end_step", || ops::step::end_step(self, op))
     }
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         self.timed("adamw", || ops::adamw::adamw(self, op))

@@ -11,6 +11,7 @@ mod kernels;
 mod memory;
 pub mod ops;
 mod simd;
+mod sums;
 
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;

@@ -120,6 +120,9 @@ impl<B: Backend> Counted<B> {
     }
 }
 
+/// Ids that are checked against the vocabulary.
+const BAD_IDS: [&str; 2] = ["inputs", "targets"];
+
 /// Where everything lies in a table of sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
@@ -162,14 +165,14 @@ impl Layout {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
 
-    /// The number of ids outside the embedding.
+    /// Two cells: how many inputs and how many targets lay outside the vocabulary.
     pub fn bad_ids(&self) -> usize {
         self.occupancy(self.layers)
     }
 
     /// First of the sums of losses, one a shard.
     pub fn nats(&self) -> usize {
-        self.bad_ids() + 1
+        self.bad_ids() + BAD_IDS.len()
     }
 
     /// First of a layer's router losses, two a shard.
@@ -257,10 +260,11 @@ impl<'a> Report<'a> {
                 return Err(Error::shape(OP, "occupied slots", got, "as many as the plan was told of"));
             }
         }
-        let bad_ids = table[self.layout.bad_ids()];
-        if bad_ids != 0.0 {
-            let expected = "token ids below the vocabulary";
-            return Err(Error::shape("embed", "ids", format!("outside it {bad_ids} times"), expected));
+        for (argument, bad) in BAD_IDS.into_iter().zip(&table[self.layout.bad_ids()..]) {
+            if *bad != 0.0 {
+                let got = format!("outside the vocabulary in {bad} places");
+                return Err(Error::shape("train_step", argument, got, "tokens of the vocabulary"));
+            }
         }
         Ok(())
     }

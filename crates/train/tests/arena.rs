@@ -6,6 +6,7 @@ use nibble_core::{Backend, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::param::{GradientPlan, Param};
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, matrix, small};
 
@@ -27,17 +28,21 @@ fn both_passes_of_an_expert_layer_find_the_same_addresses_every_time() {
         let mut moe = Moe::new(&cx, "mlp", shape, 0.05, 0.05).unwrap();
         moe.prepare(&cx).unwrap();
         let [x, dy] = ["x", "dy"].map(|what| matrix(&cpu, what, (256, 128), recipe.activations));
+        for param in moe.params() {
+            param.place_gradient(&cpu, GradientPlan::default(), cx.shards.local).unwrap();
+        }
         let arena = cpu.arena("layer").unwrap();
         let mut runs = Vec::new();
         for _ in 0..3 {
+            moe.params().into_iter().for_each(Param::clear_gradient);
             let made = cpu.within(&arena, || {
                 let (y, saved) = moe.forward(&cx, &x)?;
                 let mut ledger = Ledger::default();
                 saved.ledger(&mut ledger);
                 let dx = moe.backward(&cx, saved, &x, &dy)?;
-                let grads = moe.params().into_iter().flat_map(|param| param.grad.take());
+                let grads = moe.params().into_iter().flat_map(|param| param.grad().cloned());
                 let outputs: Vec<_> = [y, dx].into_iter().chain(grads).collect();
-                cx.counts.borrow_mut().clear();
+                cx.counted.borrow_mut().truncate(0);
                 let kept = ledger.entries.iter().map(|entry| entry.buffer_id);
                 let ids: Vec<u64> = kept.chain(outputs.iter().map(|x| x.buffer_id())).collect();
                 let values: Vec<_> = outputs.iter().map(|x| x.to_f32_vec(&cpu).unwrap()).collect();

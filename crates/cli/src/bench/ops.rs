@@ -85,6 +85,8 @@ fn cases(b: &Cpu) -> CoreResult<Vec<Case>> {
     all.extend(experts(b)?);
     all.extend(products(b)?);
     all.extend(model(b)?);
+    all.extend(norms(b)?);
+    all.extend(vocabulary(b)?);
     Ok(all)
 }
 
@@ -215,12 +217,8 @@ fn products(b: &Cpu) -> CoreResult<Vec<Case>> {
 
 fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     let x = normal(b, DType::Bf16, ROWS, COLS)?;
-    let weight = normal(b, DType::F32, 1, COLS)?;
     let mut cases = Vec::new();
-    let (input, bytes) = (x.clone(), 2 * x.bytes());
-    cases.push(case("rms norm bf16", bytes, move |b| {
-        RmsNorm { x: &input, weight: &weight, eps: 1e-6 }.run(b).map(drop)
-    }));
+    let bytes = 2 * x.bytes();
     let (input, table) = (x.clone(), normal(b, DType::F32, 256, 64)?);
     cases.push(case("rope bf16, heads of 64", bytes, move |b| {
         Rope { x: &input, table: &table, seq_len: 256, first_position: 0, inverse: false }.run(b).map(drop)
@@ -235,12 +233,6 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     cases.push(case("attention backward, the same", 0, move |b| {
         let AttentionOut { out, lse } = &done;
         AttentionBackward { q: &q, k: &q, v: &q, out, lse, dout: &q, head_dim, seq_len }.run(b).map(drop)
-    }));
-    let logits = normal(b, DType::F32, ROWS, 256)?;
-    let targets = b.upload(&(0..ROWS as i32).map(|i| i % 256).collect::<Vec<_>>())?;
-    cases.push(case("cross-entropy, 256 symbols", 6 * ROWS * 256, move |b| {
-        let op = CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, grad: Some(DType::Bf16) };
-        op.run(b).map(drop)
     }));
     let grad = normal(b, DType::F32, ROWS, COLS)?;
     let state = [grad.clone(), grad.clone(), Tensor::zeros(b, DType::F32, ROWS, COLS)?];
@@ -263,5 +255,53 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     }));
     let y = x.clone();
     cases.push(case("add bf16", 3 * x.bytes(), move |b| Add { a: &x, b: &y }.run(b).map(drop)));
+    Ok(cases)
+}
+
+/// Whole rows, and rows as short as the default model's: its width and its heads.
+fn norms(b: &Cpu) -> CoreResult<Vec<Case>> {
+    let mut cases = Vec::new();
+    for (forward, backward, rows, d) in [
+        ("rms norm bf16", "rms norm backward bf16", ROWS, COLS),
+        ("rms norm, rows of 64", "rms norm backward, rows of 64", 8 * ROWS, 64),
+        ("rms norm, rows of 16", "rms norm backward, rows of 16", 32 * ROWS, 16),
+    ] {
+        let (x, weight) = (normal(b, DType::Bf16, rows, d)?, normal(b, DType::F32, 1, d)?);
+        let inv_rms = RmsNorm { x: &x, weight: &weight, eps: 1e-6 }.run(b)?.inv_rms;
+        let (input, scale) = (x.clone(), weight.clone());
+        cases.push(case(forward, 2 * x.bytes(), move |b| {
+            RmsNorm { x: &input, weight: &scale, eps: 1e-6 }.run(b).map(drop)
+        }));
+        cases.push(case(backward, 5 * x.bytes(), move |b| {
+            let dweight = &mut Tensor::zeros(b, DType::F32, 4, d)?;
+            RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight }.run(b).map(drop)
+        }));
+    }
+    Ok(cases)
+}
+
+/// What depends on the size of the vocabulary: the default model's, bytes, a tokenizer's.
+fn vocabulary(b: &Cpu) -> CoreResult<Vec<Case>> {
+    let mut cases = Vec::new();
+    for (loss, embed, vocab, rows, d) in [
+        ("cross-entropy, 64 symbols", "embed backward, 64 symbols · 64", 64, 2 * ROWS, 64),
+        ("cross-entropy, 256 symbols", "embed backward, 256 symbols", 256, ROWS, COLS),
+        ("cross-entropy, 32768 symbols", "embed backward, 32768 symbols · 64", 32768, 64, 64),
+    ] {
+        let logits = normal(b, DType::F32, rows, vocab)?;
+        // Of every two tokens one is drawn from all symbols and the other from the first seven.
+        let token = |i: usize| (if i.is_multiple_of(2) { i * 7919 % vocab } else { i % 7 }) as i32;
+        let ids = b.upload(&(0..rows).map(token).collect::<Vec<_>>())?;
+        let targets = ids.clone();
+        cases.push(case(loss, 6 * rows * vocab, move |b| {
+            let grad = Some(DType::Bf16);
+            CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, shards: 4, grad }.run(b).map(drop)
+        }));
+        let dy = normal(b, DType::Bf16, rows, d)?;
+        cases.push(case(embed, 0, move |b| {
+            let grad = &mut Tensor::zeros(b, DType::F32, 4 * vocab, d)?;
+            EmbedBackward { ids: &ids, dy: &dy, grad, shards: 4 }.run(b)
+        }));
+    }
     Ok(cases)
 }

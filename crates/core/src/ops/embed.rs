@@ -1,7 +1,10 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Model, Result, Tensor};
 
-/// Rows of a table: `out[i] = table[ids[i]]`, rounded to `dtype`.
+/// Rows of a table: `x[i] = table[ids[i]]`, rounded to `dtype`.
+///
+/// An id that is negative, or at or past the table's rows, reads as a row of zeros and is counted: whoever needs to know
+/// reads the count when waiting costs nothing ([`super::verify_ids`]).
 #[derive(Debug)]
 pub struct Embed<'a, B: Backend> {
     /// `[vocab, d]`, F32.
@@ -10,6 +13,15 @@ pub struct Embed<'a, B: Backend> {
     pub ids: &'a B::Buf<i32>,
     /// Type of the result.
     pub dtype: DType,
+}
+
+/// The result of [`Embed`].
+#[derive(Debug, Clone)]
+pub struct EmbedOut<B: Backend> {
+    /// `[t, d]`.
+    pub x: Tensor<B>,
+    /// How many ids are no row of the table: one value.
+    pub bad_ids: B::Buf<u64>,
 }
 
 impl<B: Backend> Embed<'_, B> {
@@ -21,8 +33,8 @@ impl<B: Backend> Embed<'_, B> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
     }
 
-    /// Checks and runs. An id outside the table is an error.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<EmbedOut<B>>
     where
         B: Model,
     {
@@ -31,7 +43,8 @@ impl<B: Backend> Embed<'_, B> {
     }
 }
 
-/// Adds dy to the rows of each shard's gradient table, row by row in order.
+/// Adds dy to the rows of each shard's gradient table, row by row in order. Rows of an id outside the table are passed
+/// over: [`Embed`] has counted the same ids.
 #[derive(Debug)]
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token of each row.

@@ -20,9 +20,9 @@ mod transcode;
 
 pub use adamw::AdamW;
 pub use attention::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
-pub use cross_entropy::{CrossEntropy, CrossEntropyOut};
+pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
-pub use embed::{Embed, EmbedBackward};
+pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize};

@@ -168,8 +168,6 @@ pub enum Source<'a, B: Backend> {
     F32(&'a B::Buf<f32>),
     /// Sums.
     F64(&'a B::Buf<f64>),
-    /// Losses in runs, one a cell.
-    F32Runs(&'a B::Buf<f32>),
     /// Three values, all 0 where every row found its place: the rows needed and the capacity they did not fit, and by how
     /// many the occupied slots differ from what the plan was told.
     Occupancy(&'a Occupancy<B>),
@@ -183,7 +181,6 @@ impl<B: Backend> Source<'_, B> {
             Self::I32(x) => B::len(x),
             Self::F32(x) => B::len(x),
             Self::F64(x) => B::len(x),
-            Self::F32Runs(x) => B::len(x),
             Self::Occupancy(_) => OCCUPANCY_VALUES,
         }
     }

@@ -132,6 +132,7 @@ struct Target {
     is_f32: bool,
     stride: usize,
     accumulate: bool,
+    resume: bool,
 }
 
 // SAFETY: the pointer comes from an exclusive borrow that outlives the job, and tasks write disjoint rectangles.
@@ -143,7 +144,7 @@ impl Target {
             OutputData::F32(x) => (x.as_mut_ptr().cast(), true),
             OutputData::Bf16(x) => (x.as_mut_ptr().cast(), false),
         };
-        Self { base, is_f32, stride: out.stride, accumulate: out.accumulate }
+        Self { base, is_f32, stride: out.stride, accumulate: out.accumulate, resume: out.resume }
     }
 
     /// Asks for the cache lines of a tile before its sums are formed: the stores then find them there.
@@ -159,6 +160,28 @@ impl Target {
                 }
                 #[cfg(not(target_arch = "x86_64"))]
                 let _ = line;
+            }
+        }
+    }
+
+    /// Copies the sums of a tile to a buffer of its own, zeros where the tile reaches past the output.
+    ///
+    /// # Safety
+    /// The output is F32; rows of `columns` elements from `at` on are this task's alone. `tile` has room for `height` rows of
+    /// `width`, at least as many.
+    unsafe fn load(
+        &self,
+        at: usize,
+        (rows, columns): (usize, usize),
+        tile: *mut f32,
+        (height, width): (usize, usize),
+    ) {
+        // SAFETY: as the caller promises; the buffer is not the output.
+        unsafe {
+            std::slice::from_raw_parts_mut(tile, height * width).fill(0.0);
+            for i in 0..rows {
+                let from = self.base.cast::<f32>().add(at + i * self.stride);
+                std::ptr::copy_nonoverlapping(from, tile.add(i * width), columns);
             }
         }
     }
@@ -274,7 +297,7 @@ impl Job<'_> {
 
     fn run(&self, task: &Task, target: &Target, scratch: &mut Scratch) {
         let p = &self.problems[task.problem];
-        if p.k == 0 && target.accumulate {
+        if p.k == 0 && (target.accumulate || target.resume) {
             return;
         }
         let x = self.extent(p);
@@ -370,15 +393,11 @@ impl Job<'_> {
                 let at = p.out + ap.first * target.stride + bp.first;
                 let whole = ap.rows == ap.width && bp.rows == bp.width;
                 let direct = target.is_f32 && !target.accumulate && whole;
-                let run = match x.kernels.run_flushing {
-                    Some(flushing) if pack::sums_may_be_tiny(a_lowest[i], b_lowest[j]) => flushing,
-                    _ => x.kernels.run,
-                };
                 if chunk.is_last {
                     target.prefetch(at, ap.rows, bp.rows);
                 }
                 // SAFETY: the panels lie where `pack_a` and `pack_b` put them, and the scales beside them; a tile's
-                // buffer holds the largest tile; a direct tile is within this task's rectangle of the output. The
+                // buffer holds the largest tile, and sums that are resumed are those of an F32 output; a direct tile is within this task's rectangle of the output. The
                 // machine has the kernel's instructions, and the widths are those of its kernels.
                 unsafe {
                     let (out, stride) = if direct {
@@ -387,13 +406,23 @@ impl Job<'_> {
                         let idx = if one_chunk { 0 } else { j * panels_down + i };
                         (tiles.add(idx * MAX_TILE), bp.width)
                     };
+                    if target.resume && chunk.is_first && !direct {
+                        target.load(at, (ap.rows, bp.rows), out, (ap.width, bp.width));
+                    }
+                    let small = |out| target.resume && sums_may_be_tiny(out, (ap.width, bp.width), stride);
+                    let run = match x.kernels.run_flushing {
+                        Some(flushing) if pack::sums_may_be_tiny(a_lowest[i], b_lowest[j]) || small(out) => {
+                            flushing
+                        }
+                        _ => x.kernels.run,
+                    };
                     let tile = Tile {
                         a: a.add(row * chunk.units),
                         b: b.add(column * x.units + chunk.first_unit * bp.width),
                         units: chunk.units,
                         out,
                         stride,
-                        first: chunk.is_first,
+                        first: chunk.is_first && !target.resume,
                         scales: None,
                     };
                     if self.block.is_none() || chunk.units == 0 {
@@ -431,6 +460,18 @@ impl Job<'_> {
             to.finish(at, rows, columns, tile, stride);
         }
     }
+}
+
+/// Whether chains that go on from these sums can pass through a tiny number.
+///
+/// # Safety
+/// `rows` of `columns` sums, `stride` apart, are readable and initialised.
+unsafe fn sums_may_be_tiny(sums: *const f32, (rows, columns): (usize, usize), stride: usize) -> bool {
+    (0..rows).any(|i| {
+        // SAFETY: as the caller promises.
+        let row = unsafe { std::slice::from_raw_parts(sums.add(i * stride), columns) };
+        row.iter().fold(false, |tiny, &sum| tiny | pack::resumed_sum_may_be_tiny(sum))
+    })
 }
 
 /// Runs a tile block after block; `rows` and `columns` are the widths of its panels and their scales.

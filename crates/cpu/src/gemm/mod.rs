@@ -201,6 +201,10 @@ impl Engine {
                 return Err(GemmError::new("out", got, expected));
             }
         }
+        if out.resume && (out.accumulate || matches!(out.data, OutputData::Bf16(_))) {
+            let got = if out.accumulate { "to be added to and resumed" } else { "BF16, to be resumed" };
+            return Err(GemmError::new("out", got, "one of both, and F32: the sums as a chain left them"));
+        }
         Ok(Job { isa: self.isa, dot, block, problems })
     }
 }

@@ -253,17 +253,20 @@ pub struct Output<'a> {
     pub stride: usize,
     /// Add the product to what is there, with one F32 addition an element, instead of overwriting.
     pub accumulate: bool,
+    /// Go on with the chains that the F32 values there have left, instead of beginning new ones: the product of a whole
+    /// contraction is that of its parts, one after the other, to the bit (BF16: parts of an even length but the last).
+    pub resume: bool,
 }
 
 impl<'a> Output<'a> {
     /// An F32 matrix to overwrite.
     pub fn f32(data: &'a mut [f32], stride: usize) -> Self {
-        Self { data: OutputData::F32(data), offset: 0, stride, accumulate: false }
+        Self { data: OutputData::F32(data), offset: 0, stride, accumulate: false, resume: false }
     }
 
     /// A BF16 matrix to overwrite.
     pub fn bf16(data: &'a mut [bf16], stride: usize) -> Self {
-        Self { data: OutputData::Bf16(data), offset: 0, stride, accumulate: false }
+        Self { data: OutputData::Bf16(data), offset: 0, stride, accumulate: false, resume: false }
     }
 
     /// The same matrix with element (0, 0) at `offset`.
@@ -274,6 +277,11 @@ impl<'a> Output<'a> {
     /// The same matrix, added to.
     pub fn accumulate(self) -> Self {
         Self { accumulate: true, ..self }
+    }
+
+    /// The same matrix, whose chains go on.
+    pub fn resume(self) -> Self {
+        Self { resume: true, ..self }
     }
 
     /// Number of elements behind it.

@@ -132,6 +132,12 @@ pub(super) fn sums_may_be_tiny(a_lowest: u8, b_lowest: u8) -> bool {
     u32::from(a_lowest) + u32::from(b_lowest) < 268 - 126
 }
 
+/// The same for a chain that goes on from this sum. With e its exponent, it is a multiple of 2^(e−127−23), and so is every
+/// sum of it with multiples of 2⁻¹²⁶.
+pub(super) fn resumed_sum_may_be_tiny(sum: f32) -> bool {
+    (1..(150 - 126) << 23).contains(&(sum.to_bits() & 0x7FFF_FFFF))
+}
+
 /// F32 to BF16, nearest-even; NaN stays NaN.
 #[inline(always)]
 pub(super) fn round_to_bf16(x: f32) -> bf16 {

@@ -1,3 +1,5 @@
+mod resume;
+
 use super::*;
 use half::bf16;
 use nibble_formats::{Element, e8m0};

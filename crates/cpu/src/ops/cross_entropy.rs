@@ -1,74 +1,112 @@
 //! See [`nibble_core::ops::CrossEntropy`].
 //!
-//! Of a row z with target y: e = exp(z − max), s = Σ e over 16 lanes (in order, then the tree 8, 4, 2, 1),
-//! loss = log s + (max − z_y), dz = scale · (e / s − [i = y]). One body serves as specification and as vectorised code.
+//! One body serves as specification and as vectorised code: a loop over rows, whose sum is [`wide_sum`].
 
-use crate::simd::{Real, per_isa, rows_per_task, softmax_terms};
+use crate::simd::{LANES, Real, exp_less, lane_max, per_isa, rows_per_task};
+use crate::sums::{WideLanes, sum_f64, wide_sum};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
-use nibble_core::{DType, Error, Result, Tensor};
+use nibble_core::{Backend, DType, Result, Tensor};
 use nibble_formats::math::log;
 use rayon::prelude::*;
 
 const OP: &str = "cross_entropy";
 
-/// The loss of each row, and dlogits if asked for.
+/// The loss of each row and shard, and dlogits if asked for.
 pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<CrossEntropyOut<Cpu>> {
-    let (rows, vocab) = op.logits.shape();
-    let wrong = |&(_, &target): &(usize, &i32)| usize::try_from(target).is_ok_and(|id| id >= vocab);
-    if let Some((row, target)) = op.targets.as_slice().iter().enumerate().find(wrong) {
-        let expected = format!("below the vocabulary of {vocab}, or negative for a row that does not count");
-        return Err(Error::shape(OP, "targets", format!("{target} in row {row}"), expected));
-    }
-    match op.grad {
-        None => Ok(CrossEntropyOut { loss: run::<f32>(cpu, &op, false)?.0, dlogits: None }),
-        Some(DType::F32) => with_gradient::<f32>(cpu, &op, rows, vocab),
-        Some(DType::Bf16) => with_gradient::<bf16>(cpu, &op, rows, vocab),
-    }
+    let rows = Rows::new(cpu, op.targets.as_slice(), op.logits.cols, op.scale);
+    let logits = op.logits.f32(OP, "logits")?.as_slice();
+    let mut loss = cpu.scratch::<f32>(op.logits.rows);
+    let dlogits = match op.grad {
+        None => {
+            rows.run::<f32>(logits, loss.as_mut_slice(), &mut []);
+            None
+        }
+        Some(DType::F32) => Some(with_gradient::<f32>(&rows, &op, logits, loss.as_mut_slice())?),
+        Some(DType::Bf16) => Some(with_gradient::<bf16>(&rows, &op, logits, loss.as_mut_slice())?),
+    };
+    let shard_nats = shard_sums(cpu, loss.as_slice(), op.shards)?;
+    let bad_ids = cpu.upload(&[rows.bad_ids()])?;
+    Ok(CrossEntropyOut { loss, shard_nats, bad_ids, dlogits })
 }
 
 fn with_gradient<T: Real>(
-    cpu: &Cpu,
+    rows: &Rows<'_>,
     op: &CrossEntropy<'_, Cpu>,
-    rows: usize,
+    logits: &[f32],
+    loss: &mut [f32],
+) -> Result<Tensor<Cpu>> {
+    let mut dlogits = rows.cpu.scratch::<T>(logits.len());
+    rows.run(logits, loss, dlogits.as_mut_slice());
+    Tensor::new(T::data(dlogits), op.logits.rows, op.logits.cols)
+}
+
+/// The losses of each shard, summed in F64.
+pub(super) fn shard_sums(cpu: &Cpu, loss: &[f32], shards: usize) -> Result<Buf<f64>> {
+    let each = loss.len() / shards.max(1);
+    let sums: Vec<f64> = (0..shards).map(|s| sum_f64(cpu.isa(), &loss[s * each..][..each])).collect();
+    cpu.upload(&sums)
+}
+
+/// Some rows of a cross-entropy, by their targets.
+pub(super) struct Rows<'a> {
+    cpu: &'a Cpu,
+    targets: &'a [i32],
     vocab: usize,
-) -> Result<CrossEntropyOut<Cpu>> {
-    let (loss, dlogits) = run::<T>(cpu, op, true)?;
-    Ok(CrossEntropyOut { loss, dlogits: Some(Tensor::new(T::data(dlogits), rows, vocab)?) })
+    scale: f32,
 }
 
-/// The loss, and the gradient: empty unless `wanted`.
-fn run<T: Real>(cpu: &Cpu, op: &CrossEntropy<'_, Cpu>, wanted: bool) -> Result<(Buf<f32>, Buf<T>)> {
-    let (rows, vocab) = op.logits.shape();
-    let logits = op.logits.f32(OP, "logits")?.as_slice();
-    let targets = op.targets.as_slice();
-    let mut loss = cpu.scratch::<f32>(rows);
-    let mut grad = cpu.scratch::<T>(if wanted { rows * vocab } else { 0 });
-    let (isa, scale, step) = (cpu.isa(), op.scale, rows_per_task(cpu, rows, vocab));
-    let (losses, mut grads) = (loss.as_mut_slice(), grad.as_mut_slice());
-    if vocab == 0 || step >= rows {
-        loss_rows(isa, logits, targets, scale, losses, grads, &mut vec![0.0; vocab]);
-        return Ok((loss, grad));
+impl<'a> Rows<'a> {
+    pub fn new(cpu: &'a Cpu, targets: &'a [i32], vocab: usize, scale: f32) -> Self {
+        Self { cpu, targets, vocab, scale }
     }
-    let mut tasks = Vec::with_capacity(rows.div_ceil(step));
-    for ((z, y), loss) in logits.chunks(step * vocab).zip(targets.chunks(step)).zip(losses.chunks_mut(step)) {
-        let (grad, rest) = grads.split_at_mut(if wanted { z.len() } else { 0 });
-        grads = rest;
-        tasks.push((z, y, loss, grad));
+
+    /// Targets at or past the vocabulary.
+    pub fn bad_ids(&self) -> u64 {
+        self.targets.iter().filter(|&&t| usize::try_from(t).is_ok_and(|t| t >= self.vocab)).count() as u64
     }
-    cpu.pool().install(|| {
-        tasks.into_par_iter().for_each_init(
-            || vec![0.0; vocab],
-            |e, (z, y, loss, grad)| loss_rows(isa, z, y, scale, loss, grad, e),
-        );
-    });
-    Ok((loss, grad))
+
+    /// The loss of each row, and the gradient of its logits unless there is no room for it.
+    pub fn run<T: Real>(&self, logits: &[f32], losses: &mut [f32], mut grads: &mut [T]) {
+        let Self { cpu, targets, vocab, scale } = *self;
+        let (isa, rows, wanted) = (cpu.isa(), targets.len(), !grads.is_empty());
+        let step = rows_per_task(cpu, rows, vocab);
+        if vocab == 0 || step >= rows {
+            return loss_rows(isa, logits, targets, scale, losses, grads, &mut Room::new(vocab));
+        }
+        let mut tasks = Vec::with_capacity(rows.div_ceil(step));
+        let chunks = logits.chunks(step * vocab).zip(targets.chunks(step)).zip(losses.chunks_mut(step));
+        for ((z, y), loss) in chunks {
+            let (grad, rest) = grads.split_at_mut(if wanted { z.len() } else { 0 });
+            grads = rest;
+            tasks.push((z, y, loss, grad));
+        }
+        cpu.pool().install(|| {
+            tasks.into_par_iter().for_each_init(
+                || Room::new(vocab),
+                |room, (z, y, loss, grad)| loss_rows(isa, z, y, scale, loss, grad, room),
+            );
+        });
+    }
 }
 
-per_isa!(fn loss_rows<T: Real> = loss_rows_body; (logits: &[f32], targets: &[i32], scale: f32, loss: &mut [f32], grad: &mut [T], e: &mut [f32]));
+/// Room for one row.
+struct Room {
+    /// Its exponentials.
+    e: Vec<f32>,
+    lanes: WideLanes,
+}
 
-/// `e` is room for one row; `grad` may be empty.
+impl Room {
+    fn new(vocab: usize) -> Self {
+        Self { e: vec![0.0; vocab], lanes: [[0.0; LANES]; 1024 / LANES] }
+    }
+}
+
+per_isa!(fn loss_rows<T: Real> = loss_rows_body; (logits: &[f32], targets: &[i32], scale: f32, loss: &mut [f32], grad: &mut [T], room: &mut Room));
+
+/// `grad` may be empty.
 #[inline(always)]
 fn loss_rows_body<T: Real>(
     logits: &[f32],
@@ -76,23 +114,28 @@ fn loss_rows_body<T: Real>(
     scale: f32,
     loss: &mut [f32],
     grad: &mut [T],
-    e: &mut [f32],
+    room: &mut Room,
 ) {
+    let Room { e, lanes } = room;
     let vocab = e.len();
     for (row, (loss, &target)) in loss.iter_mut().zip(targets).enumerate() {
         let elements = row * vocab..(row + 1) * vocab;
         let z = &logits[elements.clone()];
         let grad = if grad.is_empty() { &mut [] } else { &mut grad[elements] };
-        let Ok(target) = usize::try_from(target) else {
+        // Negative ones are as large as it gets.
+        let target = target as usize;
+        if target >= vocab {
             *loss = 0.0;
             grad.fill(T::round(0.0));
             continue;
-        };
+        }
+        let max = lane_max(z);
         e.copy_from_slice(z);
-        let (max, sum) = softmax_terms(e);
+        exp_less(e, max);
+        let sum = wide_sum(e, lanes);
         *loss = log(sum) + (max - z[target]);
         if !grad.is_empty() {
-            for (grad, e) in grad.iter_mut().zip(&*e) {
+            for (grad, e) in grad.iter_mut().zip(e.iter()) {
                 *grad = T::round(scale * (e / sum));
             }
             grad[target] = T::round(scale * (e[target] / sum - 1.0));

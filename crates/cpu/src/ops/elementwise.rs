@@ -5,6 +5,7 @@
 
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
+use crate::sums::chunk_tree;
 use crate::{Buf, Cpu, Path};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares};
@@ -205,14 +206,6 @@ fn sum_squares_body<T: Real>(x: &[T]) -> f64 {
 }
 per_isa!(fn squares_f32 = sum_squares_body::<f32>; (x: &[f32]) -> f64);
 per_isa!(fn squares_bf16 = sum_squares_body::<bf16>; (x: &[bf16]) -> f64);
-
-/// Closes the sums of chunks by the tree ((0+1)+(2+3))…; an odd one out goes up as it is.
-pub(super) fn chunk_tree(mut level: Vec<f64>) -> f64 {
-    while level.len() > 1 {
-        level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
-    }
-    level.first().copied().unwrap_or(0.0)
-}
 
 /// Σ x² of each part; threads divide the chunks, never a sum.
 pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<()> {

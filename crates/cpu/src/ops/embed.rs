@@ -4,19 +4,24 @@ use super::elementwise::{accumulate_bf16, accumulate_f32, for_rows, round_bf16, 
 use crate::gemm::Isa;
 use crate::simd::{Real, rows_per_task};
 use crate::{Buf, Cpu};
-use nibble_core::ops::{Embed, EmbedBackward};
-use nibble_core::{DType, Data, Error, Result, Tensor};
+use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
+use nibble_core::{Backend, DType, Data, Error, Result, Tensor};
 
 /// Copies rows, rounding them on the way.
-pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<Tensor<Cpu>> {
+pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
     let table = op.table.f32("embed", "table")?.as_slice();
-    let (ids, d) = (op.ids.as_slice(), op.table.cols);
-    check_ids("embed", ids, op.table.rows)?;
+    let (ids, vocab, d) = (op.ids.as_slice(), op.table.rows, op.table.cols);
+    let bad = ids.iter().filter(|&&id| row_of(id, vocab).is_none()).count() as u64;
     let data = match op.dtype {
         DType::F32 => Data::F32(look_up(cpu, table, ids, d, round_f32)),
         DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d, round_bf16)),
     };
-    Tensor::new(data, ids.len(), d)
+    Ok(EmbedOut { x: Tensor::new(data, ids.len(), d)?, bad_ids: cpu.upload(&[bad])? })
+}
+
+/// The row of a table that an id stands for, if it does.
+fn row_of(id: i32, vocab: usize) -> Option<usize> {
+    usize::try_from(id).ok().filter(|&row| row < vocab)
 }
 
 fn look_up<T: Real>(
@@ -27,24 +32,16 @@ fn look_up<T: Real>(
     round: fn(Isa, &[f32], &mut [T]),
 ) -> Buf<T> {
     let mut out = cpu.scratch::<T>(ids.len() * d);
+    let vocab = table.len() / d.max(1);
     for_rows(cpu, out.as_mut_slice(), d, |first, out| {
         for (out, &id) in out.chunks_exact_mut(d).zip(&ids[first..]) {
-            // Not negative, and a row of the table: `check_ids`.
-            round(cpu.isa(), &table[id as usize * d..][..d], out);
+            match row_of(id, vocab) {
+                Some(row) => round(cpu.isa(), &table[row * d..][..d], out),
+                None => out.fill(T::round(0.0)),
+            }
         }
     });
     out
-}
-
-/// Every id a row of the table.
-fn check_ids(op: &'static str, ids: &[i32], vocab: usize) -> Result<()> {
-    match ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab)) {
-        None => Ok(()),
-        Some(row) => {
-            let got = format!("{} in row {row}", ids[row]);
-            Err(Error::shape(op, "ids", got, format!("a row of the table, at least 0 and below {vocab}")))
-        }
-    }
 }
 
 /// Threads divide the rows of the table; each adds to its own in the order of the tokens.
@@ -55,7 +52,6 @@ pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()
     }
     let ids = op.ids.as_slice();
     let (vocab, dtype) = (op.grad.rows / op.shards, op.grad.dtype());
-    check_ids(OP, ids, vocab)?;
     let Data::F32(grad) = &mut op.grad.data else {
         return Err(Error::shape(OP, "type of grad", dtype, DType::F32));
     };
@@ -95,6 +91,7 @@ impl Tokens<'_> {
         let body = |(shard, first, grad): (usize, usize, &mut [f32])| {
             let tokens = shard * per_shard..(shard + 1) * per_shard;
             for token in tokens {
+                // A negative id is past every share.
                 let row = (self.ids[token] as usize).wrapping_sub(first);
                 if row < grad.len() / d {
                     add(cpu.isa(), &dy[token * d..][..d], &mut grad[row * d..][..d]);

@@ -1,12 +1,11 @@
 //! See [`nibble_core::ops::BeginStep`], [`nibble_core::ops::BeginMicroBatch`], [`nibble_core::ops::Collect`] and
 //! [`nibble_core::ops::EndStep`]: a few values each, so one plain body is specification and code.
 
-use super::elementwise::chunk_tree;
 use crate::Cpu;
-use crate::simd::{LANES, tree_sum};
+use crate::sums::sum_f64;
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
-    Source, SumSquares,
+    Source,
 };
 use nibble_core::{Error, Occupancy, Result};
 
@@ -61,13 +60,6 @@ pub(crate) fn collect(op: Collect<'_, Cpu>) -> Result<()> {
             Source::I32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
             Source::F32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
             Source::F64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x)),
-            Source::F32Runs(x) => {
-                let run = x.as_slice().len() / entry.cells;
-                x.as_slice()
-                    .chunks(run)
-                    .enumerate()
-                    .for_each(|(i, x)| add(i, x.iter().map(|x| f64::from(*x)).sum()));
-            }
             Source::Occupancy(x) => misplaced(x).into_iter().enumerate().for_each(|(i, x)| add(i, x)),
         }
     }
@@ -84,19 +76,14 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
 }
 
 /// Norm, verdict, report.
-pub(crate) fn end_step(op: EndStep<'_, Cpu>) -> Result<()> {
+pub(crate) fn end_step(cpu: &Cpu, op: EndStep<'_, Cpu>) -> Result<()> {
     const OP: &str = "end_step";
     let squares = op.squares.as_slice();
-    let square = |&i: &i32| usize::try_from(i).ok().and_then(|i| squares.get(i)).map(|x| f64::from(*x));
-    let Some(squares) = op.order.as_slice().iter().map(square).collect::<Option<Vec<f64>>>() else {
+    let square = |&i: &i32| usize::try_from(i).ok().and_then(|i| squares.get(i)).copied();
+    let Some(squares) = op.order.as_slice().iter().map(square).collect::<Option<Vec<f32>>>() else {
         return Err(Error::shape(OP, "order", "a place outside squares", format!("below {}", squares.len())));
     };
-    let chunks = squares.chunks(SumSquares::<Cpu>::CHUNK).map(|chunk| {
-        let mut lanes = [0.0; LANES];
-        chunk.iter().enumerate().for_each(|(i, x)| lanes[i % LANES] += x);
-        tree_sum(lanes)
-    });
-    let norm = chunk_tree(chunks.collect()).sqrt();
+    let norm = sum_f64(cpu.isa(), &squares).sqrt();
 
     let tables = op.tables.as_slice();
     let fails = |table: &[f64]| {

@@ -8,6 +8,7 @@ struct Rows {
     rows: usize,
     vocab: usize,
     input: Input,
+    shards: usize,
     grad: Option<DType>,
     /// The largest target; negative ones are among them too.
     max_target: usize,
@@ -30,10 +31,12 @@ impl<B: Model> Case<B> for Rows {
         let targets: Vec<i32> =
             (0..self.rows).map(|r| if r == 0 { self.max_target as i32 } else { target(r) }).collect();
         let targets = b.upload(&targets)?;
-        let made =
-            CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, grad: self.grad }.run(b)?;
+        let Self { shards, grad, .. } = *self;
+        let made = CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, shards, grad }.run(b)?;
         let mut out = Outputs::default();
         out.buf(b, "loss", &made.loss, None)?;
+        out.buf(b, "shard_nats", &made.shard_nats, None)?;
+        out.buf(b, "bad_ids", &made.bad_ids, None)?;
         if let Some(dlogits) = &made.dlogits {
             out.tensor(b, "dlogits", dlogits)?;
         }
@@ -41,14 +44,20 @@ impl<B: Model> Case<B> for Rows {
     }
 }
 
-/// Conformance of [`CrossEntropy`], and the refusal of a target outside the vocabulary.
+/// Conformance of [`CrossEntropy`], with targets outside the vocabulary too, and the refusal of shards that do not
+/// divide the tokens.
 pub fn cross_entropy<A: Model, B: Model>(pair: &Pair<A, B>) {
     for (i, input) in Input::ALL.into_iter().enumerate() {
-        for (rows, vocab) in [(1, 1), (5, 33), (70, 257), (96, 1000)] {
+        // Around the lanes of a vector and of a sum; two shards of more than one chunk.
+        for (rows, vocab, shards) in
+            [(1, 1, 1), (5, 33, 1), (70, 257, 2), (96, 1000, 4), (8, 1024, 1), (6, 5003, 2), (8400, 3, 2)]
+        {
             let grad = [None, Some(DType::F32), Some(DType::Bf16)][(i + rows) % 3];
-            pair.check(&Rows { rows, vocab, input, grad, max_target: vocab - 1 });
+            for max_target in [vocab - 1, vocab + 3] {
+                pair.check(&Rows { rows, vocab, input, shards, grad, max_target });
+            }
         }
     }
-    let outside = Rows { rows: 4, vocab: 7, input: Input::Normal, grad: None, max_target: 7 };
-    pair.check_refused(&outside, |e| matches!(e, Error::Shape { argument: "targets", .. }));
+    let uneven = Rows { rows: 4, vocab: 7, input: Input::Normal, shards: 3, grad: None, max_target: 6 };
+    pair.check_refused(&uneven, |e| matches!(e, Error::Shape { argument: "shards", .. }));
 }

@@ -14,7 +14,7 @@ use crate::layers::{
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, MoeShape};
 use crate::param::{Param, Placement, Writes};
-use nibble_core::ops::{Add, Embed, EmbedBackward};
+use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut};
 use nibble_core::recipe::Kind;
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
@@ -125,6 +125,15 @@ pub struct Decoder<B: Kernels> {
     pub norm: Norm<B>,
     /// `[v, d]`, unless tied to the embedding.
     pub head: Option<Linear<B>>,
+}
+
+/// What a forward pass gives.
+#[derive(Debug)]
+pub struct DecoderOut<B: Kernels> {
+    /// F32 `[t, v]`.
+    pub logits: Tensor<B>,
+    /// How many ids were no tokens of the vocabulary; one value.
+    pub bad_ids: B::Buf<u64>,
 }
 
 /// What the decoder keeps.
@@ -257,10 +266,10 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
-    /// Logits of every position, F32 `[t, v]`, from token ids.
-    pub fn forward(&self, cx: &Cx<'_, B>, ids: B::Buf<i32>) -> Result<(Tensor<B>, DecoderSaved<B>)> {
+    /// Logits of every position from token ids.
+    pub fn forward(&self, cx: &Cx<'_, B>, ids: B::Buf<i32>) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
         let op = Embed { table: &self.embed.weight.master, ids: &ids, dtype: cx.activations() };
-        let mut x_td = op.run(cx.b)?;
+        let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let (y_td, saved) = block.forward(cx, x_td)?;
@@ -269,7 +278,7 @@ impl<B: Kernels> Decoder<B> {
         }
         let (n_td, norm) = self.norm.forward(cx, x_td)?;
         let (logits, head) = self.head.as_ref().unwrap_or(&self.embed).forward(cx, n_td)?;
-        Ok((logits, DecoderSaved { ids, blocks, norm, head }))
+        Ok((DecoderOut { logits, bad_ids }, DecoderSaved { ids, blocks, norm, head }))
     }
 
     /// Adds every parameter's gradient, from the gradient of the logits.

@@ -19,6 +19,7 @@ use crate::metrics::Metrics;
 use crate::model::Decoder;
 use crate::record::Report;
 use crate::tokenizer::Tokenizer;
+use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use recorded::Recorded;
 use setup::Setup;
@@ -252,17 +253,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Logits of the last of these tokens, one sequence, every rank alike.
     ///
     /// # Errors
-    /// From the backend.
+    /// If an id is no token of the vocabulary; from the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
         let Self { setup, model, activations, .. } = self;
         let cx = setup.inference_cx(ids.len())?;
         let last = setup.b.within(activations, || {
             model.prepare(&cx)?;
-            let (logits, _) = model.forward(&cx, cx.b.upload(ids)?)?;
+            let (out, _) = model.forward(&cx, cx.b.upload(ids)?)?;
             model.release();
-            let all = logits.to_f32_vec(cx.b)?;
-            Ok(all[all.len() - logits.cols..].to_vec())
+            verify_ids(cx.b, "embed", "ids", &out.bad_ids, out.logits.cols)?;
+            let all = out.logits.to_f32_vec(cx.b)?;
+            Ok(all[all.len() - out.logits.cols..].to_vec())
         });
         Ok(last?)
     }
@@ -289,8 +291,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             let forget = || cx.counted.borrow_mut().truncate(0);
             forget();
             let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-            let (logits, saved) = model.forward(&cx, ids)?;
-            drop(logits);
+            let (out, saved) = model.forward(&cx, ids)?;
+            drop(out);
             forget();
             let live = cx.b.memory().live_bytes - before;
             let mut ledger = Ledger::default();

@@ -7,7 +7,7 @@ use super::setup::Setup;
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
 use crate::error::Result;
-use crate::model::{Decoder, DecoderSaved};
+use crate::model::{Decoder, DecoderOut, DecoderSaved};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout};
@@ -117,6 +117,15 @@ fn place_parameters<B: Kernels>(b: &B, config: &Config, model: &mut Decoder<B>, 
     Ok(())
 }
 
+/// What a forward pass leaves for the record.
+struct Forward<'a, B: Kernels> {
+    /// Sums of losses, one a shard.
+    shard_nats: &'a B::Buf<f64>,
+    /// Inputs and targets outside the vocabulary.
+    bad_ids: [&'a B::Buf<u64>; 2],
+    saved: &'a DecoderSaved<B>,
+}
+
 /// The parts of a step over one model and its buffers.
 pub(super) struct Step<'s, 'a, B: Kernels> {
     setup: &'s Setup<'a, B>,
@@ -200,13 +209,14 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         };
         op.run(setup.b)?;
 
-        let (logits, saved) = model.forward(cx, buffers.ids.clone())?;
+        let (DecoderOut { logits, bad_ids }, saved) = model.forward(cx, buffers.ids.clone())?;
         let scale = 1.0 / setup.config.tokens_per_step() as f32;
-        let grad = Some(setup.recipe.activations);
-        let op = CrossEntropy { logits: &logits, targets: &buffers.targets, scale, grad };
+        let (shards, grad) = (cx.shards.local, Some(setup.recipe.activations));
+        let op = CrossEntropy { logits: &logits, targets: &buffers.targets, scale, shards, grad };
         let out = op.run(setup.b)?;
         drop(logits);
-        self.collect(Some((&out.loss, &saved)))?;
+        let (shard_nats, bad_ids) = (&out.shard_nats, [&bad_ids, &out.bad_ids]);
+        self.collect(Some(Forward { shard_nats, bad_ids, saved: &saved }))?;
         if let Some(dlogits) = out.dlogits {
             self.model.backward(&self.cx, saved, dlogits)?;
         }
@@ -214,13 +224,16 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     }
 
     /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
-    fn collect(&mut self, forward: Option<(&B::Buf<f32>, &DecoderSaved<B>)>) -> Result<()> {
+    fn collect(&mut self, forward: Option<Forward<'_, B>>) -> Result<()> {
         let layout = self.buffers.layout;
         let counts = self.cx.counted.borrow_mut().take(&layout)?;
         let mut entries: Vec<Entry<'_, B>> = counts.iter().map(|(site, c)| layout.counts(*site, c)).collect();
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
-        if let Some((losses, saved)) = forward {
-            entries.push(entry(Source::F32Runs(losses), layout.nats(), layout.shards));
+        if let Some(Forward { shard_nats, bad_ids, saved }) = forward {
+            entries.push(entry(Source::F64(shard_nats), layout.nats(), layout.shards));
+            for (i, bad_ids) in bad_ids.into_iter().enumerate() {
+                entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
+            }
             for (layer, moe) in saved.blocks.iter().map(|block| &block.moe).enumerate() {
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
                 entries.push(entry(Source::F32(moe.losses()), losses, 2 * layout.shards));

@@ -10,7 +10,7 @@ fn on(cpu: &Cpu, z: &[f32], targets: &[i32], grad: Option<DType>) -> CrossEntrop
     let vocab = z.len().checked_div(targets.len()).unwrap_or(4);
     let logits = Tensor::from_f32(cpu, z, targets.len(), vocab).unwrap();
     let targets = cpu.upload(targets).unwrap();
-    let op = CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, grad };
+    let op = CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards: 1, grad };
     op.check().unwrap();
     cross_entropy(cpu, op).unwrap()
 }
@@ -116,14 +116,90 @@ fn large_logits_neither_overflow_nor_vanish() {
     assert!(on(&cpu, &[1.0, f32::NAN, 0.0], &[0], None).loss.as_slice()[0].is_nan());
 }
 
+/// The definition, with all 1024 lanes of it.
+fn lanes_of(z: &[f32], target: usize) -> (f32, Vec<f32>) {
+    let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let e: Vec<f32> = z.iter().map(|z| nibble_formats::math::exp(z - max)).collect();
+    let mut lanes = [0.0f32; 1024];
+    e.iter().enumerate().for_each(|(i, e)| lanes[i % 1024] += e);
+    for half in [512, 256, 128, 64, 32, 16, 8, 4, 2, 1] {
+        (0..half).for_each(|l| lanes[l] += lanes[l + half]);
+    }
+    let kronecker = |i| if i == target { 1.0 } else { 0.0 };
+    let dz = e.iter().enumerate().map(|(i, e)| SCALE * (e / lanes[0] - kronecker(i))).collect();
+    (log(lanes[0]) + (max - z[target]), dz)
+}
+
 #[test]
-fn a_target_outside_the_vocabulary_is_named() {
+fn sums_run_over_1024_lanes_and_a_halving_tree() {
+    for vocab in [1, 3, 16, 17, 64, 100, 256, 1000, 1024, 1030, 2048, 3000] {
+        let (z, targets) = (normals(1, 5 * vocab), below(2, vocab, 5));
+        let (loss, grad) = same_everywhere(|cpu| {
+            let got = on(cpu, &z, &targets, Some(DType::F32));
+            (loss_bits(&got), bits(&got.dlogits.unwrap()))
+        });
+        for (row, z) in z.chunks_exact(vocab).enumerate() {
+            let (want, dz) = lanes_of(z, targets[row] as usize);
+            assert_eq!(loss[row], want.to_bits(), "loss of row {row} of {vocab}");
+            let dz: Vec<u32> = dz.into_iter().map(f32::to_bits).collect();
+            assert!(grad[row * vocab..][..vocab] == dz, "gradient of row {row} of {vocab}");
+        }
+    }
+}
+
+#[test]
+fn losses_are_summed_by_shard() {
+    let (rows, vocab) = (3 * 9000, 3);
+    let (z, targets) = (normals(1, rows * vocab), below(2, vocab, rows));
+    let (loss, nats) = same_everywhere(|cpu| {
+        let logits = Tensor::from_f32(cpu, &z, rows, vocab).unwrap();
+        let op = CrossEntropy {
+            logits: &logits,
+            targets: &cpu.upload(&targets).unwrap(),
+            scale: SCALE,
+            shards: 3,
+            grad: None,
+        };
+        let out = op.run(cpu).unwrap();
+        (loss_bits(&out), out.shard_nats.as_slice().iter().map(|n| n.to_bits()).collect::<Vec<_>>())
+    });
+    let loss: Vec<f64> = loss.into_iter().map(|l| f64::from(f32::from_bits(l))).collect();
+    for (shard, loss) in loss.chunks_exact(9000).enumerate() {
+        let chunk = |x: &[f64]| {
+            let mut lanes = [0.0; 16];
+            x.iter().enumerate().for_each(|(i, x)| lanes[i % 16] += x);
+            for half in [8, 4, 2, 1] {
+                (0..half).for_each(|l| lanes[l] += lanes[l + half]);
+            }
+            lanes[0]
+        };
+        let want = (chunk(&loss[..4096]) + chunk(&loss[4096..8192])) + chunk(&loss[8192..]);
+        assert_eq!(nats[shard], want.to_bits(), "shard {shard}");
+    }
+}
+
+#[test]
+fn a_target_outside_the_vocabulary_is_counted_and_nothing_else() {
+    let (rows, vocab) = (6, 8);
+    let z = normals(1, rows * vocab);
+    let targets = [1, -4, 8, i32::MAX, 7, i32::MIN];
+    for dtype in [DType::F32, DType::Bf16] {
+        let (loss, grad) = same_everywhere(|cpu| {
+            let got = on(cpu, &z, &targets, Some(dtype));
+            assert_eq!(got.bad_ids.as_slice(), [2]);
+            (loss_bits(&got), bits(&got.dlogits.unwrap()))
+        });
+        for row in 0..rows {
+            let counts = [0, 4].contains(&row);
+            assert_eq!(loss[row] != 0, counts, "row {row}");
+            assert_eq!(grad[row * vocab..][..vocab].iter().all(|&g| g != 0), counts, "row {row}");
+        }
+    }
     let cpu = Cpu::new(1).unwrap();
-    let logits = Tensor::zeros(&cpu, DType::F32, 3, 8).unwrap();
-    let targets = cpu.upload(&[1, -4, 8]).unwrap();
-    let op = CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, grad: None };
-    let error = cross_entropy(&cpu, op).unwrap_err().to_string();
-    let want = "cross_entropy: `targets` is 8 in row 2, expected below the vocabulary of 8, or negative for a row \
-                that does not count";
-    assert_eq!(error, want);
+    let bad = on(&cpu, &z, &targets, None).bad_ids;
+    let error = nibble_core::ops::verify_ids(&cpu, "cross_entropy", "targets", &bad, vocab).unwrap_err();
+    let want = "cross_entropy: `targets` is outside the vocabulary in 2 places, expected tokens below 8";
+    assert_eq!(error.to_string(), want);
+    let good = on(&cpu, &z[..vocab], &[7], None).bad_ids;
+    nibble_core::ops::verify_ids(&cpu, "cross_entropy", "targets", &good, vocab).unwrap();
 }
