@@ -170,6 +170,12 @@ pub trait Convert: Backend {
     fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Self::Buf<u8>>;
     /// See [`UnpackRows`].
     fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<crate::Operand<Self>>;
+    /// See [`AssignRanks`].
+    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>>;
+    /// See [`PackSlots`].
+    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Self::Buf<i32>>;
+    /// See [`UnpackSlots`].
+    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>>;
     /// See [`Swiglu`].
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>>;
     /// See [`SwigluBackward`].

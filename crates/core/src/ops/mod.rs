@@ -14,6 +14,7 @@ mod quantize;
 mod rms_norm;
 mod rope;
 mod route;
+mod slots;
 mod step;
 mod swiglu;
 mod transcode;
@@ -29,6 +30,7 @@ pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};
+pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 pub use step::{
     BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, OCCUPANCY_VALUES,
     REPORT_HEAD, Source,

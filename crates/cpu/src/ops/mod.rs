@@ -11,6 +11,7 @@ pub mod quantize;
 pub mod rms_norm;
 pub mod rope;
 pub mod route;
+pub mod slots;
 pub mod step;
 pub mod swiglu;
 pub mod transcode;
