@@ -101,7 +101,7 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     assert_eq!(gathered.as_slice(), (0..world).flat_map(of).collect::<Vec<_>>());
     // Numbers that F32 has no room for, and a NaN that says who sent it.
     let wide = |rank: usize| {
-        let nan = f64::from_bits(0x7FF8_0000_0000_0000 | rank as u64 + 1);
+        let nan = f64::from_bits(0x7FF8_0000_0000_0001 + rank as u64);
         (0..len).map(move |i| f64::from(value(rank, i)).sqrt()).chain([nan])
     };
     let gathered = comm.all_gather_f64(cpu, &cpu.upload(&wide(me).collect::<Vec<_>>()).unwrap()).unwrap();
