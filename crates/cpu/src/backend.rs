@@ -157,6 +157,14 @@ impl Cpu {
         }
         buf
     }
+
+    /// A buffer of what an operation computed. Unlike [`Backend::upload`] it is no copy from the host to the device, and not
+    /// counted as one.
+    pub(crate) fn computed<T: Plain>(&self, values: &[T]) -> Buf<T> {
+        let mut buf = Buf::new(values.len(), &self.inner.memory);
+        buf.as_mut_slice().copy_from_slice(values);
+        buf
+    }
 }
 
 /// Bytes of this machine's memory, where the system says.
@@ -254,10 +262,8 @@ impl Backend for Cpu {
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
-        let mut buf = Buf::new(values.len(), &self.inner.memory);
-        buf.as_mut_slice().copy_from_slice(values);
         self.inner.transfers.upload(values);
-        Ok(buf)
+        Ok(self.computed(values))
     }
 
     fn download<T: Plain>(&self, buf: &Buf<T>) -> Result<Vec<T>> {
