@@ -466,5 +466,6 @@ fn the_number_of_shards_changes_the_rounding_only() {
         assert_close(&format!("{shards} shards"), &of(shards), &one);
     }
     let shards = Shards::new(&cpu, 2, 3, 1).unwrap();
-    assert_eq!((shards.first_token, shards.tokens()), (6, 6), "the second rank's tokens follow the first's");
+    let rows = shards.groups.row_id.as_slice();
+    assert_eq!((rows, shards.tokens()), (&[6, 7, 8, 9, 10, 11][..], 6), "the second rank's tokens follow");
 }

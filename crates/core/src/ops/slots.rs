@@ -93,8 +93,8 @@ pub struct PackSlots<'a, B: Backend> {
     pub top_k: usize,
     /// As given to [`AssignRanks`].
     pub experts_each: usize,
-    /// Global number of token 0.
-    pub first_token: usize,
+    /// Global number of each token. `[t]`
+    pub token_id: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackSlots<'_, B> {
@@ -109,10 +109,7 @@ impl<B: Backend> PackSlots<'_, B> {
         if self.experts_each == 0 || self.experts_each >= 1 << 31 {
             return Err(Error::shape(OP, "experts_each", self.experts_each, "1 to 2^31 − 1"));
         }
-        if self.first_token.saturating_add(tokens) > 1 << 31 {
-            let got = format!("{} before {tokens} tokens", self.first_token);
-            return Err(Error::shape(OP, "first_token", got, "numbers of tokens below 2^31"));
-        }
+        expect_eq(OP, "token_id.len()", B::len(self.token_id), tokens)?;
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
 

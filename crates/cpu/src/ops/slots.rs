@@ -36,6 +36,7 @@ pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRa
 pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
     let (slots, expert, weight) = (op.slot.as_slice(), op.expert.as_slice(), op.weight.as_slice());
+    let token_id = op.token_id.as_slice();
     let rank_of = |e: i32| usize::try_from(e).ok().map(|e| e / op.experts_each);
     let mut out = cpu.scratch::<i32>(slots.len() * words);
     for_rows(cpu, out.as_mut_slice(), words, |first, out| {
@@ -55,7 +56,7 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
             for (to, w) in weights.iter_mut().zip(&weight[token * k..]) {
                 *to = w.to_bits() as i32;
             }
-            record[0] = (op.first_token + token) as i32; // below 2^31: `PackSlots::check`
+            record[0] = token_id[token];
         }
     });
     Ok(out)

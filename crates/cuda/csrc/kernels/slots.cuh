@@ -4,7 +4,7 @@
 // assign_ranks: rank[s] = the rank of expert[s], -1 where that is not below `experts`; first[s] the same, -1 where an earlier slot of the token
 //   has that rank; adds to counts[2 * rank] the tokens, to counts[2 * rank + 1] the slots of each rank, of sums a cta.
 //   256 threads; any grid, best a thread a slot up to a few ctas a multiprocessor. Dynamic shared memory: 8 bytes a rank.
-// pack_slots: record i [1 + 2 * top_k] is first_token + token of slot[i]; for each slot of that token its expert less the first of the rank that
+// pack_slots: record i [1 + 2 * top_k] is token_id of the token of slot[i]; for each slot of that token its expert less the first of the rank that
 //   expert[slot[i]] has, -1 where it is another rank's; the bits of each weight. Of a slot that is not below `slots`: -1, -1 ..., 0 ...
 // unpack_slots: records to token_id, expert and weight, word by word.
 //   256 threads a cta; grid ceil(words / 256), words = those of all records, below 2^31.
@@ -52,8 +52,9 @@ struct RecordWord {
 };
 
 __global__ void __launch_bounds__(kSlotThreads)
-    pack_slots(const int* __restrict__ slot, const int* __restrict__ expert, const float* __restrict__ weight, int* __restrict__ records,
-               u32 words, u32 slots, u32 top_k, Divider by_words, Divider by_top_k, u32 experts_each, Divider by_experts_each, u32 first_token) {
+    pack_slots(const int* __restrict__ slot, const int* __restrict__ expert, const float* __restrict__ weight, const int* __restrict__ token_id,
+               int* __restrict__ records, u32 words, u32 slots, u32 top_k, Divider by_words, Divider by_top_k, u32 experts_each,
+               Divider by_experts_each) {
     const u32 i = blockIdx.x * kSlotThreads + threadIdx.x;
     if (i >= words) return;
     const RecordWord at(i, top_k, by_words);
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kSlotThreads)
     const u32 token = present ? by_top_k.divide(from) : 0;
     int value = at.word <= top_k ? -1 : 0;
     if (present && at.word == 0) {
-        value = int(first_token + token);
+        value = __ldg(token_id + token);
     } else if (present && at.word <= top_k) {
         const int mine = __ldg(expert + from), other = __ldg(expert + token * top_k + at.word - 1);
         if (mine >= 0 && other >= 0) {

@@ -66,18 +66,19 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
     let held = Held::by("pack_slots", cuda);
     let (slot, expert) = (held.buffer("slot", op.slot)?, held.buffer("expert", op.expert)?);
     let weight = held.values("weight", op.weight, expert.len())?;
+    let token_id = held.values("token_id", op.token_id, expert.len() / op.top_k)?;
     let (device, per_record) = (cuda.device(), record_words(op.top_k));
     let records = device.alloc::<i32>(slot.len() * per_record)?;
     if !records.is_empty() {
-        // `check` held them below 2^31; the sum of a token's number and the first one's, too.
-        let [words, slots, top_k, per_record, experts_each, first_token] =
-            [records.len(), expert.len(), op.top_k, per_record, op.experts_each, op.first_token]
-                .map(|n| n as u32);
+        // `check` held them below 2^31.
+        let [words, slots, top_k, per_record, experts_each] =
+            [records.len(), expert.len(), op.top_k, per_record, op.experts_each].map(|n| n as u32);
         let [by_words, by_top_k, by_experts_each] = [per_record, top_k, experts_each].map(Divider::by);
         let args: [&dyn KernelArg; 12] = [
             slot,
             expert,
             weight,
+            token_id,
             &records,
             &words,
             &slots,
@@ -86,10 +87,9 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
             &by_top_k,
             &experts_each,
             &by_experts_each,
-            &first_token,
         ];
         // SAFETY: all on this device (`Held`); `records` has `words` values, as many records as `slot` has slots. Whatever those are,
-        // the kernel reads `expert` and `weight` within the token of one below `slots`, a multiple of `top_k` by `check`.
+        // the kernel reads `expert`, `weight` and `token_id` within the token of one below `slots`, a multiple of `top_k` by `check`.
         unsafe {
             device.kernel(&spec("nib::pack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
         }

@@ -95,13 +95,15 @@ impl<B: Convert> Case<B> for Packing {
         let Sent { top_k, experts_each, .. } = self.0;
         let (slot, expert) = (b.upload(&self.0.chosen())?, b.upload(&self.0.experts())?);
         let weight = b.upload(&Input::NonFinite.values(&stream("gates"), self.0.slots()))?;
+        let tokens = self.0.slots() / top_k;
+        let token_id = b.upload(&(0..tokens).map(|t| (1 << 20) + 3 * t as i32).collect::<Vec<_>>())?;
         let op = PackSlots {
             slot: &slot,
             expert: &expert,
             weight: &weight,
             top_k,
             experts_each,
-            first_token: 1 << 20,
+            token_id: &token_id,
         };
         let mut out = Outputs::default();
         out.buf(b, "records", &op.run(b)?, None)?;

@@ -168,7 +168,7 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
             weight: &routing.weight,
             top_k,
             experts_each,
-            first_token: self.cx.shards.first_token,
+            token_id: &self.cx.shards.groups.row_id,
         };
         let sent = b.reinterpret(&records.run(b)?)?;
         let record_bytes = size_of::<i32>() * record_words(top_k);

@@ -132,7 +132,6 @@ pub(super) struct Step<'s, 'a, B: Kernels> {
     model: &'s mut Decoder<B>,
     buffers: &'s mut StepBuffers<B>,
     cx: Cx<'s, B>,
-    micro: usize,
 }
 
 impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
@@ -158,7 +157,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             trace,
             ..inference
         };
-        Ok(Self { setup, model, buffers, cx, micro: 0 })
+        Ok(Self { setup, model, buffers, cx })
     }
 
     /// Gives the buffers back.
@@ -191,12 +190,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
     pub fn next_micro_batch(&mut self) -> Result<()> {
-        let Self { setup, model, buffers, cx, micro } = self;
+        let Self { setup, model, buffers, cx } = self;
         let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
         let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
         let Cx { clock, shards, .. } = cx;
-        shards.first_token = (*micro * ranks + rank) * shards.tokens();
-        *micro += 1;
         let op = BeginMicroBatch {
             inputs,
             layout: *input_layout,

@@ -70,8 +70,10 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
         let (records, back) = same_everywhere(|cpu| {
             let (slot, expert, weight) =
                 (cpu.upload(&slot).unwrap(), cpu.upload(&expert).unwrap(), cpu.upload(&weight).unwrap());
+            let ids: Vec<i32> = (0..tokens).map(|token| (FIRST + 3 * token) as i32).collect();
+            let token_id = &cpu.upload(&ids).unwrap();
             let (slot, expert, weight) = (&slot, &expert, &weight);
-            let op = PackSlots { slot, expert, weight, top_k, experts_each: each, first_token: FIRST };
+            let op = PackSlots { slot, expert, weight, top_k, experts_each: each, token_id };
             let records = op.run(cpu).unwrap();
             let back = UnpackSlots { records: &records, top_k }.run(cpu).unwrap();
             let bits: Vec<u32> = back.weight.as_slice().iter().map(|w| w.to_bits()).collect();
@@ -95,7 +97,7 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
                     };
                     let experts = expert[of_token.clone()].iter().map(local);
                     let weights = weight[of_token].iter().map(|w| w.to_bits() as i32);
-                    std::iter::once((FIRST + token) as i32).chain(experts).chain(weights).collect()
+                    std::iter::once((FIRST + 3 * token) as i32).chain(experts).chain(weights).collect()
                 }
             };
             assert_eq!(record, want, "{case:?}, {world} ranks, record {i} of slot {slot}");
@@ -120,18 +122,14 @@ fn mistakes_are_errors() {
         let e = assign(2, each, world);
         assert!(e.starts_with(&format!("assign_ranks: `(experts_each, world)` is ({each}, {world})")), "{e}");
     }
-    let pack = |weights: usize, experts_each, first_token| {
-        let weight = &cpu.zeros::<f32>(weights).unwrap();
-        let op = PackSlots { slot: &expert, expert: &expert, weight, top_k: 2, experts_each, first_token };
+    let pack = |weights: usize, experts_each, tokens| {
+        let (weight, token_id) = (&cpu.zeros::<f32>(weights).unwrap(), &cpu.zeros(tokens).unwrap());
+        let op = PackSlots { slot: &expert, expert: &expert, weight, top_k: 2, experts_each, token_id };
         op.run(&cpu).unwrap_err().to_string()
     };
-    assert_eq!(pack(5, 1, 0), "pack_slots: `weight.len()` is 5, expected 6");
-    assert_eq!(pack(6, 0, 0), "pack_slots: `experts_each` is 0, expected 1 to 2^31 − 1");
-    let e = pack(6, 1, (1 << 31) - 2);
-    assert_eq!(
-        e,
-        "pack_slots: `first_token` is 2147483646 before 3 tokens, expected numbers of tokens below 2^31"
-    );
+    assert_eq!(pack(5, 1, 3), "pack_slots: `weight.len()` is 5, expected 6");
+    assert_eq!(pack(6, 0, 3), "pack_slots: `experts_each` is 0, expected 1 to 2^31 − 1");
+    assert_eq!(pack(6, 1, 2), "pack_slots: `token_id.len()` is 2, expected 3");
     let e = UnpackSlots { records: &expert, top_k: 2 }.run(&cpu).unwrap_err().to_string();
     assert_eq!(e, "unpack_slots: `records.len() modulo the record's words` is 1, expected 0");
 }
