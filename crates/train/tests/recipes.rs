@@ -154,7 +154,7 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
     ] {
         let config = small(recipe, &[]);
-        for linear in ["q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.gate_up_proj"] {
+        for linear in [".self_attn", "o_proj", "shared_expert.gate_up_proj"] {
             assert_eq!(kept(&config, linear, "x"), one(linear_x), "{recipe}: {linear}");
         }
         assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
@@ -226,7 +226,7 @@ fn an_override_for_one_product_keeps_the_others() {
         set = { recipe = "bf16" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
-    for layer in [".mlp.experts", "q_proj", "down_proj"] {
+    for layer in [".mlp.experts", ".self_attn", "down_proj"] {
         assert_eq!(kept(&config, layer, "x"), one("bf16"), "{layer}");
     }
     let want = [
