@@ -198,6 +198,8 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
+    /// See [`HeadLoss`].
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`SumShards`].
     fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`SumSquares`].

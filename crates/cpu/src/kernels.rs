@@ -98,6 +98,9 @@ impl Model for Cpu {
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
     }
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+        self.timed("head_loss", || ops::head_loss::head_loss(self, op))
+    }
     fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("sum_shards", || ops::elementwise::sum_shards(self, op))
     }
