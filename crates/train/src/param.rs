@@ -153,14 +153,27 @@ impl<B: LayerKernels> Param<B> {
         x: &Operand<B>,
         groups: &Groups<B>,
     ) -> Result<()> {
-        let rows = groups.num_groups * (self.master.rows / self.stack());
+        self.add_to_grad(cx, groups.num_groups, |_, grad, accumulate| {
+            GroupedWgrad { dy, x, groups, grad, accumulate }.run(cx.b)
+        })
+    }
+
+    /// Runs an operation that adds to the gradients of so many groups, or overwrites them where there are none yet (the last
+    /// argument is false).
+    pub fn add_to_grad<R>(
+        &mut self,
+        cx: &Cx<'_, B>,
+        groups: usize,
+        op: impl FnOnce(&Self, &mut Tensor<B>, bool) -> Result<R>,
+    ) -> Result<R> {
+        let rows = groups * (self.master.rows / self.stack());
         let accumulate = self.grad.is_some();
         let mut grad = match self.grad.take() {
             Some(grad) => grad,
             None => Tensor::new(Data::F32(cx.b.alloc(rows * self.master.cols)?), rows, self.master.cols)?,
         };
-        let done = GroupedWgrad { dy, x, groups, grad: &mut grad, accumulate }.run(cx.b);
-        // What a failed product did not write is no gradient.
+        let done = op(self, &mut grad, accumulate);
+        // What a failed operation did not write is no gradient.
         if done.is_ok() || accumulate {
             self.grad = Some(grad);
         }

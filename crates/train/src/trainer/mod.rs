@@ -129,10 +129,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let cx = self.setup.inference_cx(ids.len())?;
         self.model.prepare(&cx)?;
-        let (out, _) = self.model.forward(&cx, cx.b.upload(ids)?)?;
-        verify_ids(cx.b, "embed", "ids", &out.bad_ids, out.logits.cols)?;
-        let all = out.logits.to_f32_vec(cx.b)?;
-        Ok(all[all.len() - out.logits.cols..].to_vec())
+        let (logits, bad_ids) = self.model.last_logits(&cx, &cx.b.upload(ids)?)?;
+        verify_ids(cx.b, "next_logits", "ids", &bad_ids, logits.cols)?;
+        Ok(logits.to_f32_vec(cx.b)?)
     }
 
     /// What a forward pass of this run keeps for its backward pass, measured by doing one; and the bytes the
@@ -143,12 +142,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         let cx = self.setup.cx(None)?;
         self.model.prepare(&cx)?;
-        let ids = cx.b.upload(&self.setup.batch(0)?.inputs)?;
+        let batch = self.setup.batch(0)?;
+        let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
         // Counts of conversions live until the end of the step; they are not for the backward pass.
         cx.counts.borrow_mut().clear();
         let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-        let (out, saved) = self.model.forward(&cx, ids)?;
+        let (out, saved) = self.model.forward(&cx, ids, &targets, 0.0)?;
         drop(out);
+        // The head's gradient is no part of what a backward pass reads; before a step there is none.
+        self.model.clear_grads();
         cx.counts.borrow_mut().clear();
         let live = cx.b.memory().live_bytes - before;
         let mut ledger = Ledger::default();

@@ -6,9 +6,8 @@ use crate::cx::{Cx, Event, Shards};
 use crate::data::{Batch, Dataset};
 use crate::error::Result;
 use crate::metrics::Metrics;
-use crate::model::{Decoder, DecoderOut};
+use crate::model::Decoder;
 use crate::optim;
-use nibble_core::ops::{CrossEntropy, verify_ids};
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use std::cell::RefCell;
 
@@ -88,16 +87,11 @@ impl<B: Kernels> Setup<'_, B> {
         batch: &Batch,
         tally: &mut Tally<B>,
     ) -> Result<()> {
-        let (DecoderOut { logits, bad_ids }, saved) = model.forward(cx, self.b.upload(&batch.inputs)?)?;
+        let (ids, targets) = (self.b.upload(&batch.inputs)?, self.b.upload(&batch.targets)?);
         let scale = 1.0 / self.config.tokens_per_step() as f32;
-        let targets = self.b.upload(&batch.targets)?;
-        let (shards, grad) = (cx.shards.local, Some(self.recipe.activations));
-        let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(self.b)?;
-        drop(logits);
-        tally.keep(out.shard_nats, [bad_ids, out.bad_ids], &saved);
-        if let Some(dlogits) = out.dlogits {
-            model.backward(cx, saved, dlogits)?;
-        }
+        let (out, saved) = model.forward(cx, ids, &targets, scale)?;
+        tally.keep(out, &saved);
+        model.backward(cx, saved)?;
         Ok(())
     }
 
@@ -144,14 +138,11 @@ impl<B: Kernels> Setup<'_, B> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
         let cx = self.inference_cx(tokens)?;
-        let (DecoderOut { logits, bad_ids }, _) =
-            model.forward(&cx, self.b.upload(&padded(&mine.inputs, 0))?)?;
+        let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.
-        let (scale, shards, grad) = (0.0, each, None);
-        let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(self.b)?;
-        verify_ids(self.b, "evaluate", "inputs", &bad_ids, logits.cols)?;
-        verify_ids(self.b, "evaluate", "targets", &out.bad_ids, logits.cols)?;
+        let out = model.losses(&cx, &ids, &targets, each)?;
+        out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
         let sums: Vec<f32> = self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
         let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
         Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())

@@ -4,8 +4,7 @@ use crate::config::Config;
 use crate::cx::{Cx, SiteCounts};
 use crate::error::Result;
 use crate::metrics::Metrics;
-use crate::model::DecoderSaved;
-use nibble_core::ops::verify_ids;
+use crate::model::{DecoderOut, DecoderSaved};
 use nibble_core::{Error as CoreError, Kernels, Occupancy};
 use std::collections::BTreeMap;
 
@@ -18,10 +17,7 @@ pub(super) struct Tally<B: Kernels> {
 /// Handles of what one micro-batch leaves.
 #[derive(Debug)]
 struct MicroBatch<B: Kernels> {
-    /// Nats of each local shard.
-    shard_nats: B::Buf<f64>,
-    /// Inputs and targets outside the vocabulary.
-    bad_ids: [B::Buf<u64>; 2],
+    out: DecoderOut<B>,
     layers: Vec<Layer<B>>,
 }
 
@@ -41,13 +37,13 @@ impl<B: Kernels> Tally<B> {
     }
 
     /// Keeps a micro-batch's losses and loads.
-    pub fn keep(&mut self, shard_nats: B::Buf<f64>, bad_ids: [B::Buf<u64>; 2], saved: &DecoderSaved<B>) {
+    pub fn keep(&mut self, out: DecoderOut<B>, saved: &DecoderSaved<B>) {
         let layers = saved.blocks.iter().map(|block| Layer {
             losses: block.moe.losses().clone(),
             load: block.moe.load().clone(),
             occupancy: block.moe.occupancy().clone(),
         });
-        self.micro_batches.push(MicroBatch { shard_nats, bad_ids, layers: layers.collect() });
+        self.micro_batches.push(MicroBatch { out, layers: layers.collect() });
     }
 
     /// The step's metrics, over all ranks, the same for any number of them.
@@ -57,9 +53,7 @@ impl<B: Kernels> Tally<B> {
     pub fn metrics(self, cx: &Cx<'_, B>, config: &Config) -> Result<Metrics> {
         let mut sums = Sums { counts: cx.site_counts()?, ..Sums::default() };
         for micro_batch in &self.micro_batches {
-            for (argument, bad_ids) in ["inputs", "targets"].into_iter().zip(&micro_batch.bad_ids) {
-                verify_ids(cx.b, "train_step", argument, bad_ids, config.model.vocab_size)?;
-            }
+            micro_batch.out.verify_ids(cx.b, "train_step", config.model.vocab_size)?;
             sums.add(cx, micro_batch)?;
         }
         sums.metrics(cx, config)
@@ -81,7 +75,7 @@ struct Sums {
 impl Sums {
     fn add<B: Kernels>(&mut self, cx: &Cx<'_, B>, micro_batch: &MicroBatch<B>) -> Result<()> {
         let shards = cx.shards.local;
-        let nats = cx.b.download(&micro_batch.shard_nats)?;
+        let nats = cx.b.download(&micro_batch.out.shard_nats)?;
         self.shard_nats.resize(shards, 0.0);
         self.router_losses.resize(shards, [0.0; 2]);
         self.load.resize(micro_batch.layers.len(), Vec::new());
