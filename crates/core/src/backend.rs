@@ -180,6 +180,8 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
+    /// See [`HeadLoss`].
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`BeginStep`].
     fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()>;
     /// See [`BeginMicroBatch`].

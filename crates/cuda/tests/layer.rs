@@ -175,7 +175,7 @@ fn both_passes_are_one_graph() {
         let arena = cuda.arena("layer").unwrap();
         let mut pass = || {
             let outputs = scene.pass(&cx)?;
-            cx.counts.borrow_mut().clear();
+            cx.counted.borrow_mut().truncate(0);
             Ok(outputs)
         };
         let issued = cuda.within(&arena, &mut pass).unwrap();
@@ -232,11 +232,11 @@ fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
         ) -> Result<()> {
             let (_, saved) = moe.forward(cx, x)?;
             moe.backward(cx, saved, x, dy)?;
-            cx.counts.borrow_mut().clear();
+            cx.counted.borrow_mut().truncate(0);
             Ok(())
         }
         let gradients = |moe: &mut Moe<Cuda>| -> Vec<Vec<f32>> {
-            let grads = moe.params().into_iter().flat_map(|param| &param.grad);
+            let grads = moe.params().into_iter().flat_map(|param| param.grad());
             grads.map(|x| x.to_f32_vec(&cuda).unwrap()).collect()
         };
         micro_batch(moe, &cx, x, dy).unwrap();

@@ -161,7 +161,7 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
         // The output head and the norms stay plain, the router's probabilities F32.
         let plain = if recipe == "f32" { "f32" } else { "bf16" };
-        assert_eq!(kept(&config, "model.embed_tokens", "x"), one(plain), "{recipe}");
+        assert_eq!(kept(&config, "model.embed_tokens", "dx"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "layernorm", "x"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "mlp.gate", "probs"), one("f32"), "{recipe}");
         let events = traces(&config, 1).remove(0);

@@ -6,6 +6,7 @@ pub mod cross_entropy;
 pub mod elementwise;
 pub mod embed;
 pub mod gemm;
+pub mod head_loss;
 pub mod permute;
 pub mod quantize;
 pub mod rms_norm;
