@@ -2,13 +2,13 @@
 
 use super::median;
 use crate::checkpoint;
-use crate::console::{say, thousands};
+use crate::console::{bytes, say, thousands};
 use crate::error::Result;
-use nibble_core::{Backend, DType, Recipe, SoloComm};
+use nibble_core::{Backend, DType, MemoryStats, Recipe, SoloComm};
 use nibble_cpu::Cpu;
 use nibble_cpu::gemm::peak::{Dot, measure};
 use nibble_train::config::Config;
-use nibble_train::trainer::Trainer;
+use nibble_train::trainer::{RunMemory, Trainer};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -94,7 +94,7 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
     let step = median(seconds);
     let rate = if trainer.recipe().activations == DType::F32 { rates[0] } else { rates[1] };
     let (floor, tps) = (flops / rate, config.tokens_per_step() as f64 / step);
-    let name = &trainer.recipe().name;
+    let name = trainer.recipe().name.clone();
     say!(
         "{name:<14} {:>9} tokens/s  {:>8.2} ms a step; floor {:.2} ms: {:.1} % of the peak",
         thousands(tps as u64),
@@ -112,6 +112,7 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
         each(traffic.waits),
         each(traffic.copies_on_write)
     );
+    let memory = memory(&mut trainer)?;
     let mut rest = total;
     let mut ops = Vec::new();
     for (op, spent) in &profile {
@@ -131,7 +132,30 @@ fn one(cpu: &Cpu, config: &Config, steps: usize, flops: f64, rates: [f64; 2]) ->
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor / step, "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
-        "waits": each(traffic.waits), "copies_on_write": each(traffic.copies_on_write), "profile": ops, "profiled_seconds": total,
+        "waits": each(traffic.waits), "copies_on_write": each(traffic.copies_on_write), "memory": memory, "profile": ops, "profiled_seconds": total,
+    }))
+}
+
+/// Where the memory is: bytes a parameter, and what a step makes and drops, beside what a forward pass keeps by the ledger.
+fn memory(trainer: &mut Trainer<'_, Cpu>) -> Result<Value> {
+    let RunMemory { weights, gradients, moments, activations } = trainer.memory();
+    let parameters = trainer.parameters() as f64;
+    let (ledger, _) = trainer.ledger()?;
+    let a_parameter = |memory: MemoryStats| memory.live_bytes as f64 / parameters;
+    say!(
+        "    bytes a parameter: {:.2} weights, {:.2} gradients, {:.2} moments; activations and copies: {} at most, {} taken; \
+         a forward pass keeps {}",
+        a_parameter(weights),
+        a_parameter(gradients),
+        a_parameter(moments),
+        bytes(activations.peak_bytes as u64),
+        bytes(activations.total_bytes.unwrap_or_default() as u64),
+        bytes(ledger.bytes() as u64)
+    );
+    Ok(json!({
+        "weight_bytes": weights.live_bytes, "gradient_bytes": gradients.live_bytes, "moment_bytes": moments.live_bytes,
+        "activation_peak_bytes": activations.peak_bytes, "activation_bytes_taken": activations.total_bytes,
+        "kept_bytes": ledger.bytes(),
     }))
 }
 

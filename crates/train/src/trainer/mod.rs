@@ -20,7 +20,7 @@ use crate::model::Decoder;
 use crate::record::Report;
 use crate::tokenizer::Tokenizer;
 use nibble_core::ops::verify_ids;
-use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe};
 use recorded::Recorded;
 use setup::Setup;
 use std::cell::RefCell;
@@ -34,6 +34,8 @@ pub struct Trainer<'a, B: Kernels> {
     setup: Setup<'a, B>,
     /// The model, this rank's part of it.
     pub model: Decoder<B>,
+    /// Where the weights lie.
+    weights: B::Arena,
     /// Made by the first step, or by loading a checkpoint.
     buffers: Option<StepBuffers<B>>,
     /// The steps' recordings, where the backend can record. Gone before the memory that they were recorded with.
@@ -44,6 +46,19 @@ pub struct Trainer<'a, B: Kernels> {
     issued: VecDeque<Issued<B>>,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
+}
+
+/// The arenas of a run, on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunMemory {
+    /// F32 masters, and RoPE's table.
+    pub weights: MemoryStats,
+    /// Gradients that live through a step.
+    pub gradients: MemoryStats,
+    /// AdamW's.
+    pub moments: MemoryStats,
+    /// What a step or an evaluation makes and drops again: copies of the weights, activations, temporary gradients.
+    pub activations: MemoryStats,
 }
 
 /// A step on its way.
@@ -74,7 +89,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
         let recipe = load_recipe(&config.recipe)?;
         checks::check_blocks(config, &recipe)?;
-        checks::check_memory(b, config)?;
+        checks::check_memory(b, config, &recipe)?;
         let weights = b.arena("weights")?;
         let model = b.within(&weights, || {
             Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)
@@ -82,6 +97,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(Self {
             setup: Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 },
             model,
+            weights,
             buffers: None,
             recorded: None,
             activations: b.arena("activations")?,
@@ -227,6 +243,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             0 => Ok(()),
             n => Err(CoreError::shape(what, "unread records", n, "none: settle every step first").into()),
         }
+    }
+
+    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
+    pub fn memory(&self) -> RunMemory {
+        let b = self.setup.b;
+        let [gradients, moments] = match &self.buffers {
+            Some(buffers) => [&buffers.gradients, &buffers.moments].map(|arena| b.arena_memory(arena)),
+            None => [MemoryStats::default(); 2],
+        };
+        let (weights, activations) = (b.arena_memory(&self.weights), b.arena_memory(&self.activations));
+        RunMemory { weights, gradients, moments, activations }
     }
 
     /// The buffers of steps, if they have not been made.

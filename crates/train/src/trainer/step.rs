@@ -30,6 +30,9 @@ pub(super) struct StepBuffers<B: Kernels> {
     table: B::Buf<f64>,
     pub layout: Layout,
     pub optimizer: OptimizerState<B>,
+    /// Where the parameters' gradients and moments lie.
+    pub gradients: B::Arena,
+    pub moments: B::Arena,
     /// What a context of the step takes over while it lives.
     place: Option<Place<B>>,
 }
@@ -55,8 +58,11 @@ impl<B: Kernels> StepBuffers<B> {
             experts: config.model.experts,
             shards: shards.local,
         };
-        place_parameters(b, config, model, shards.local)?;
+        let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
+        place_parameters(b, config, model, shards.local, [&gradients, &moments])?;
         Ok(Self {
+            gradients,
+            moments,
             inputs: b.zeros(2 * input_layout.slot_len())?,
             input_layout,
             ids: b.zeros(shards.tokens())?,
@@ -99,19 +105,24 @@ impl<B: Kernels> StepBuffers<B> {
 }
 
 /// Gradients and moments of all parameters, each kind in an arena of its own.
-fn place_parameters<B: Kernels>(b: &B, config: &Config, model: &mut Decoder<B>, shards: usize) -> Result<()> {
+fn place_parameters<B: Kernels>(
+    b: &B,
+    config: &Config,
+    model: &mut Decoder<B>,
+    shards: usize,
+    [gradients, moments]: [&B::Arena; 2],
+) -> Result<()> {
     let t = &config.train;
     let tied = config.model.tie_embeddings.then(|| model.embed.weight.name.clone());
-    let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
     let mut params: Vec<&mut Param<B>> = model.params();
-    b.within(&gradients, || {
+    b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {
             // The head and the embedding both add to a tied table.
             let at_once = t.grad_accum == 1 && tied.as_ref() != Some(&param.name);
             param.place_gradient(b, GradientPlan { dtype: t.grad_dtype.into(), at_once }, shards)
         })
     })?;
-    b.within(&moments, || {
+    b.within(moments, || {
         params.iter_mut().try_for_each(|param| param.place_moments(b, t.moment_dtype.into()))
     })?;
     Ok(())
