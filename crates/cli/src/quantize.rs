@@ -189,8 +189,10 @@ fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output
             continue;
         }
         let x = Tensor::from_f32(cpu, &values, rows, cols)?;
-        let random =
-            args.round.is_random().then(|| Stream::new(args.seed, Purpose::Rounding, fnv1a32(name), 0));
+        let random = args
+            .round
+            .is_random()
+            .then(|| Stream::new(args.seed, Purpose::Rounding, fnv1a32(name), 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, planes(args.axis)) };
         if let Err(why) = op.check() {
             if !args.skip_unfit {

@@ -1,5 +1,6 @@
 //! Typed launches: the arguments are checked against the sizes the cubin declares, before the driver reads them.
 
+use crate::Cuda;
 use crate::buffer::Buffer;
 use crate::device::{Device, Module};
 use crate::driver::{check, named};
@@ -7,7 +8,7 @@ use crate::jit::KernelSpec;
 use crate::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
-use nibble_core::ops::Hadamard;
+use nibble_core::ops::{Hadamard, Random};
 use nibble_core::{Error, Result};
 use nibble_formats::{Rounding, Stream, hadamard};
 use std::ffi::c_void;
@@ -100,17 +101,21 @@ impl StreamArg {
 pub struct RoundingArg {
     stream: StreamArg,
     delta_q16: u32,
+    /// Where the step lies on the device; 0: it is the stream's.
+    step_at: u64,
 }
 
 impl RoundingArg {
     /// `random` is read by the random roundings only, which are let in with a stream.
-    pub fn new(rounding: Rounding, random: Option<&Stream>) -> Self {
+    pub fn new(rounding: Rounding, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
+        let Random { stream, step } = random.unwrap_or(unused.into());
         let delta_q16 = match rounding {
             Rounding::Dither { delta_q16 } => u32::from(delta_q16),
             Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
         };
-        Self { stream: StreamArg::new(random.unwrap_or(&unused)), delta_q16 }
+        let step_at = step.map_or(0, |step| step.get().address());
+        Self { stream: StreamArg::new(&stream), delta_q16, step_at }
     }
 
     /// The policy's name on the device, for [`TemplateArg::Type`](crate::jit::TemplateArg::Type).
@@ -337,6 +342,7 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::mem::offset_of;
 
     #[test]
     fn keys_are_those_of_the_rounds_of_philox() {
@@ -373,6 +379,9 @@ mod tests {
             assert!(text.contains(&format!("struct {name} {{")), "{name}");
         }
         assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
+        // As the compiler lays the device's struct out: nothing between the fields.
+        let offsets = [offset_of!(RoundingArg, delta_q16), offset_of!(RoundingArg, step_at)];
+        assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96], 104));
     }
 
     #[test]

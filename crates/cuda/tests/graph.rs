@@ -5,8 +5,8 @@ mod gpu;
 
 use gpu::device;
 use half::bf16;
-use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
-use nibble_core::ops::{Emitted, Planes, Quantize};
+use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
+use nibble_core::ops::{Emitted, Planes, Quantize, Random};
 use nibble_core::{Backend, Data, Result, Tensor};
 use nibble_cuda::{Cuda, Recording};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -61,6 +61,37 @@ fn a_recording_executes_nothing_and_its_replays_follow_its_input() {
     }
     assert_eq!(b.traffic().copies_on_write, 0, "the input stayed at its address");
     assert_eq!(b.download(&kept).unwrap(), [1, 2, 3]);
+}
+
+/// The step of stochastic rounding lies on the device: every replay draws the bits of the step it finds there.
+#[test]
+fn a_replay_draws_the_random_bits_of_the_step_it_finds() {
+    let Some(device) = device("recorded random bits") else { return };
+    let b = Cuda::on(device);
+    let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
+    let x = Tensor::from_bf16(&b, &values(3, 128 * 256), 128, 256).unwrap();
+    let at = |step| Stream::new(7, Purpose::Rounding, 0x5EED, step);
+    let op = |random| Quantize { random: Some(random), ..Quantize::new(&x, codec, Planes::Rows) };
+    let mut step = b.upload(&[0u32]).unwrap();
+    let arena = b.arena("recorded").unwrap();
+    let mut made = None;
+    let recording = b.within(&arena, || {
+        b.record(&mut || {
+            let random = Some(Random { stream: at(99), step: Some(&step) });
+            made = Some(Quantize { random, ..Quantize::new(&x, codec, Planes::Rows) }.run(&b)?);
+            Ok(())
+        })
+    });
+    let (recording, made) = (recording.unwrap(), made.unwrap());
+    let mut all = Vec::new();
+    for number in [1, 2, u32::MAX] {
+        b.write(&mut step, 0, &[number]).unwrap();
+        b.replay(&recording).unwrap();
+        let got = read(&b, &made);
+        assert_eq!(got, read(&b, &op(at(number).into()).run(&b).unwrap()), "step {number}");
+        all.push(got.0);
+    }
+    assert!(all[0] != all[1] && all[1] != all[2], "the step decides");
 }
 
 #[test]

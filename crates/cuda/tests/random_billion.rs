@@ -134,7 +134,7 @@ impl Conversion {
         match self {
             Self::Quantize { from, codec, planes, transform } => {
                 let random =
-                    codec.rounding().is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3));
+                    codec.rounding().is_random().then(|| Stream::new(7, Purpose::Rounding, 0x5EED, 3).into());
                 let hadamard = transform.map(|len| Hadamard { len, ..Hadamard::new(7, 0x5EED) });
                 let op = Quantize { random, hadamard, ..Quantize::new(plain_of(from), codec, planes) };
                 op.run(b).map(emitted)

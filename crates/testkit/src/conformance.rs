@@ -131,11 +131,11 @@ pub(crate) trait Case<B: Backend>: Debug {
 }
 
 /// Results on the host, by name.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq)]
 pub(crate) struct Outputs(Vec<(String, Values)>);
 
 /// The values of one result.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(crate) enum Values {
     U8(Vec<u8>),
     I32(Vec<i32>),

@@ -3,7 +3,7 @@
 use crate::record::{Conversion, Counted, Site};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
-use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Transcode};
+use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Random, Transcode};
 use nibble_core::recipe::{Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
@@ -192,6 +192,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
         let random = self.random(layer, tensor, to.round);
+        let random = random.map(Random::from);
         let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
         self.note(

@@ -105,6 +105,7 @@ fn conversions(b: &Cpu) -> CoreResult<Vec<Case>> {
         let random = round.is_random().then(|| Stream::new(1, Purpose::Rounding, 2, 3));
         let bytes = x.bytes() + planes_written * ROWS * format.row_code_bytes(COLS);
         cases.push(case(name, bytes, move |b| {
+            let random = random.map(Random::from);
             Quantize { random, ..Quantize::new(&x, codec, planes) }.run(b).map(drop)
         }));
     }

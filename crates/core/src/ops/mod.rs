@@ -28,7 +28,7 @@ pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadLoss, HeadLossGrad, HeadLossOut};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
-pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize};
+pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};

@@ -97,6 +97,31 @@ impl Hadamard {
     }
 }
 
+/// Random bits for a rounding, by element: a function of seed, site and step.
+#[derive(Debug)]
+pub struct Random<'a, B: Backend> {
+    /// Seed, purpose, site, and the step where it does not lie on the device.
+    pub stream: Stream,
+    /// The step, as the first value of a buffer, read as the operation runs: recorded work draws other bits each time it is
+    /// replayed. It replaces that of `stream`.
+    pub step: Option<&'a B::Buf<u32>>,
+}
+
+impl<B: Backend> Clone for Random<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Random<'_, B> {}
+
+impl<B: Backend> From<Stream> for Random<'_, B> {
+    /// At the stream's own step.
+    fn from(stream: Stream) -> Self {
+        Self { stream, step: None }
+    }
+}
+
 /// Quantizes a matrix `[rows, cols]`.
 ///
 /// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
@@ -119,7 +144,7 @@ pub struct Quantize<'a, B: Backend> {
     /// Matrices stacked in `x` (tiles only).
     pub stack: usize,
     /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col.
-    pub random: Option<Stream>,
+    pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard>,
 }
@@ -160,6 +185,9 @@ impl<'a, B: Backend> Quantize<'a, B> {
                 "none",
                 format!("a stream: rounding is {}", self.codec.rounding()),
             ));
+        }
+        if self.random.and_then(|random| random.step).is_some_and(|step| B::len(step) == 0) {
+            return Err(Error::shape(OP, "random.step", "an empty buffer", "the step"));
         }
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
     }

@@ -20,7 +20,7 @@ pub(crate) use dequantize::{decodable, dequantize};
 use crate::{Cpu, Path};
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
-use nibble_core::ops::{Emit, Emitted, Planes, Quantize};
+use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
 use nibble_core::{Error, Groups, Result};
 use nibble_formats::{Codec, Stream};
 use source::Source;
@@ -33,7 +33,8 @@ const ROW_COLS: usize = 1024;
 /// See [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
-    check_random(OP, op.codec, op.random)?;
+    let random = drawn(&op)?;
+    check_random(OP, op.codec, random)?;
     if op.planes == Planes::Tiles && op.groups.is_some() {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
@@ -43,28 +44,50 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
         let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
         let spans = Spans::new(OP, op.x.rows, op.groups, block)?;
         let (x, spans) = hadamard::transform(cpu, op.x, op.planes, transform, &spans)?;
-        return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, emit, &spans);
+        return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, random, emit, &spans);
     }
-    encode(cpu, &op, emit, &Spans::new(OP, op.x.rows, op.groups, block)?)
+    encode(cpu, &op, random, emit, &Spans::new(OP, op.x.rows, op.groups, block)?)
+}
+
+/// The stream of random bits, at the step that counts now.
+fn drawn(op: &Quantize<'_, Cpu>) -> Result<Option<Stream>> {
+    let Some(Random { stream, step }) = op.random else { return Ok(None) };
+    let Some(step) = step else { return Ok(Some(stream)) };
+    match step.as_slice().first() {
+        Some(&step) => Ok(Some(Stream { step, ..stream })),
+        None => Err(Error::shape("quantize", "random.step", "an empty buffer", "the step")),
+    }
 }
 
 /// Quantizes values as they stand.
-fn encode(cpu: &Cpu, op: &Quantize<'_, Cpu>, emit: Emit, spans: &Spans) -> Result<Emitted<Cpu>> {
+fn encode(
+    cpu: &Cpu,
+    op: &Quantize<'_, Cpu>,
+    random: Option<Stream>,
+    emit: Emit,
+    spans: &Spans,
+) -> Result<Emitted<Cpu>> {
     match (cpu.path(), op.planes) {
         (Path::Scalar, Planes::Tiles) => {
-            let casting = Casting { codec: op.codec, random: op.random, spans };
+            let casting = Casting { codec: op.codec, random, spans };
             spec::tiles(cpu, &Matrix::of(op.x, spans), op.stack, &casting)
         }
-        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, op.random),
-        (Path::Simd, Planes::Tiles) => square_tiles(cpu, op),
-        (Path::Simd, _) => strips(cpu, op, emit, spans),
+        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, random),
+        (Path::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
+        (Path::Simd, _) => strips(cpu, op, random, emit, spans),
     }
 }
 
 /// Rows, columns or both, vectorised.
-fn strips(cpu: &Cpu, op: &Quantize<'_, Cpu>, emit: Emit, spans: &Spans) -> Result<Emitted<Cpu>> {
+fn strips(
+    cpu: &Cpu,
+    op: &Quantize<'_, Cpu>,
+    random: Option<Stream>,
+    emit: Emit,
+    spans: &Spans,
+) -> Result<Emitted<Cpu>> {
     let (isa, cols, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
-    let sink = Sink::new(cpu, spans, cols, emit, op.random);
+    let sink = Sink::new(cpu, spans, cols, emit, random);
     let tile_cols = if has_cols(emit) { TILE_COLS } else { ROW_COLS };
     let height = strip_rows(has_cols(emit), cols.min(tile_cols));
     let scratch = || (vec![0.0; height * tile_cols.min(cols)], SinkWork::default());
@@ -82,11 +105,11 @@ fn strips(cpu: &Cpu, op: &Quantize<'_, Cpu>, emit: Emit, spans: &Spans) -> Resul
 }
 
 /// Square tiles of stacked matrices, vectorised.
-fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
+fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>, random: Option<Stream>) -> Result<Emitted<Cpu>> {
     let (isa, k, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
     let n = op.x.rows / op.stack.max(1);
     let spans = Spans::stacked(op.stack, n);
-    let sink = SquareSink::new(cpu, &spans, (op.stack, n, k), op.codec, op.random);
+    let sink = SquareSink::new(cpu, &spans, (op.stack, n, k), op.codec, random);
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], SinkWork::default());
     for_strips(cpu, &spans, (STRIP_ROWS, k), scratch, |(values, memory), strip| {
         for col in (0..k).step_by(TILE_COLS) {

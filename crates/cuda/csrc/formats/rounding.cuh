@@ -33,7 +33,11 @@ namespace nib {
 /// What a rounding needs beside its kind; `RoundingArg` in src/launch.rs.
 struct RoundingArg {
     Stream stream;
-    u32 delta_q16;  // of dither
+    u32 delta_q16;       // of dither
+    const u32* step_at;  // null: the stream's own step
+
+    /// The step of the random bits: read once, at the kernel's start.
+    __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
 /// x · inverse, saturated where the scale rule leaves numbers above the largest: a scale that is rounded does so as well.
@@ -141,7 +145,8 @@ struct Stochastic {
     using Bits = RandomBits;
     const Stream stream;
 
-    __device__ __forceinline__ explicit Stochastic(const RoundingArg& arg) : stream(arg.stream) {}
+    __device__ __forceinline__ explicit Stochastic(const RoundingArg& arg) : Stochastic(arg, arg.step()) {}
+    __device__ __forceinline__ Stochastic(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)) {}
 
     template <bool kAligned>
     __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {
@@ -198,7 +203,8 @@ struct Dither {
     const Stream stream;
     const u32 delta_q16;
 
-    __device__ __forceinline__ explicit Dither(const RoundingArg& arg) : stream(arg.stream), delta_q16(arg.delta_q16) {}
+    __device__ __forceinline__ explicit Dither(const RoundingArg& arg) : Dither(arg, arg.step()) {}
+    __device__ __forceinline__ Dither(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)), delta_q16(arg.delta_q16) {}
 
     template <bool kAligned>
     __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {

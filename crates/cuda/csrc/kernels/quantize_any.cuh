@@ -70,6 +70,7 @@ struct AnyScale {
 struct AnyRounding {
     const RoundingArg& arg;
     int policy;
+    u32 step;
 
     /// The code of v * inverse; `element` is the number's index for random bits.
     template <class E>
@@ -78,8 +79,8 @@ struct AnyRounding {
         switch (policy) {
             case kNearestEven: return first<E>(NearestEven(arg), v, inverse, element);
             case kNearestAway: return first<E>(NearestAway(arg), v, inverse, element);
-            case kStochastic: return first<E>(Stochastic(arg), v, inverse, element);
-            default: return first<E>(Dither(arg), v, inverse, element);
+            case kStochastic: return first<E>(Stochastic(arg, step), v, inverse, element);
+            default: return first<E>(Dither(arg, step), v, inverse, element);
         }
     }
 
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(128)
     }
     __syncthreads();
 
-    const AnyRounding round{rounding, policy};
+    const AnyRounding round{rounding, policy, rounding.step()};
     constexpr int kPerByte = 8 / E::kCodeBits;
     const u64 row_bytes = u64(cols) / kPerByte, col_bytes = u64(capacity) / kPerByte;
 #pragma unroll

@@ -29,6 +29,13 @@ struct Stream {
     u32 site;
     u32 step;
 
+    /// The same at another step.
+    __device__ __forceinline__ Stream at(u32 other) const {
+        Stream stream = *this;
+        stream.step = other;
+        return stream;
+    }
+
     /// What blocks have in common whose numbers differ in the low word alone: half of the second round.
     struct High {
         u32 c2, c3;

@@ -57,6 +57,9 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     let (device, held) = (cuda.device(), Held::by(OP, cuda));
     held.tensor("x", op.x)?;
     held.groups(op.groups)?;
+    if let Some(step) = op.random.and_then(|random| random.step) {
+        held.buffer("random.step", step)?;
+    }
     let desc = Desc::of(&op);
     desc.check()?;
     let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
@@ -208,7 +211,7 @@ fn launch(
     let Source { x, row_id, start, num_groups, .. } = *source;
     let (every_row, counts) = (i32::from(source.every_row), out.counts);
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
-    let rounding = RoundingArg::new(op.codec.rounding(), op.random.as_ref());
+    let rounding = RoundingArg::new(op.codec.rounding(), op.random);
     let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
     let ([row_codes, row_scales], [col_codes, col_scales]) =
         (planes_or_nulls(out.rows), planes_or_nulls(out.cols));

@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
+use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, Convert, DType, Result};
 
 /// Every rule of every block format, to nearest.
@@ -50,11 +50,63 @@ impl<B: Convert> Case<B> for Dense {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, planes, rows, cols, .. } = *self;
         let x = plain(b, self.dtype, &self.input.values(&stream("quantize"), rows * cols), rows, cols)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let made = Quantize { stack: self.stack, random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
         Ok(out)
+    }
+}
+
+/// The step of random bits out of a buffer of the backend's, of which the first value counts.
+#[derive(Debug)]
+struct StepOnDevice {
+    codec: Codec,
+    planes: Planes,
+    hadamard: Option<Hadamard>,
+    step: u32,
+}
+
+impl<B: Convert> Case<B> for StepOnDevice {
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { codec, planes, hadamard, step } = *self;
+        let (rows, cols) = (96, 128);
+        let x = Input::Normal.values(&stream("quantize"), rows * cols);
+        let x = plain(b, DType::Bf16, &x, rows, cols)?;
+        let made = |random| {
+            let op = Quantize { random: Some(random), hadamard, ..Quantize::new(&x, codec, planes) };
+            let mut out = Outputs::default();
+            out.emitted(b, "out", &op.run(b)?)?;
+            Ok::<_, nibble_core::Error>(out)
+        };
+        let at = |step| Stream { step, ..stream("quantize.random") };
+        let on_device = b.upload(&[step, 12345])?;
+        let device = made(Random { stream: at(777), step: Some(&on_device) })?;
+        let (host, other) = (made(at(step).into())?, made(at(777).into())?);
+        assert!(device == host, "{self:?}: the device's step gives the bits of the host's");
+        assert!(device != other, "{self:?}: the step decides");
+        Ok(device)
+    }
+}
+
+/// The step of a recorded training step lies on the device.
+fn step_on_device<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
+    for rounding in [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x4000 }] {
+        for format in [Format::Mxfp4, Format::E4m3] {
+            let codec = codec(format, ScaleRule::Rceil, rounding);
+            for (i, planes) in [Planes::Rows, Planes::Cols, Planes::Both].into_iter().enumerate() {
+                pair.check(&StepOnDevice { codec, planes, hadamard: None, step: 1 + i as u32 });
+            }
+            for planes in [Planes::Rows, Planes::Cols] {
+                let hadamard = Some(Hadamard { len: 32, signs });
+                pair.check(&StepOnDevice { codec, planes, hadamard, step: u32::MAX });
+            }
+        }
     }
 }
 
@@ -83,7 +135,7 @@ impl<B: Convert> Case<B> for Ragged {
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
         let groups = rows.upload(b)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let made = Quantize { groups: Some(&groups), random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
@@ -123,7 +175,7 @@ impl<B: Convert> Case<B> for Transformed {
         };
         let x = plain(b, self.dtype, &x, rows, cols)?;
         let groups = ragged.as_ref().map(|rows| rows.upload(b)).transpose()?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random"));
+        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let hadamard = Some(Hadamard { len, signs });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
@@ -266,6 +318,7 @@ pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             }
         }
     }
+    step_on_device(pair);
     transformed(pair);
     wide(pair);
 }

@@ -2,7 +2,7 @@
 
 use super::operands::{Operands, codec};
 use super::traffic::Block;
-use nibble_core::ops::{Planes, Quantize, Transcode};
+use nibble_core::ops::{Planes, Quantize, Random, Transcode};
 use nibble_core::{Convert, Result};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 
@@ -27,6 +27,7 @@ impl Conversion {
                 let (x, codec) = (o.x()?, codec(to, round)?);
                 let random = round.is_random().then(|| Stream::new(1, Purpose::Rounding, 2, 3));
                 Box::new(move |b| {
+                    let random = random.map(Random::from);
                     let op = Quantize { groups: groups.as_ref(), random, ..Quantize::new(&x, codec, planes) };
                     op.run(b).map(drop)
                 })

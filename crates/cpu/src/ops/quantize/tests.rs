@@ -15,7 +15,7 @@ fn op<'a>(
     planes: Planes,
     groups: Option<&'a Groups<Cpu>>,
 ) -> Quantize<'a, Cpu> {
-    Quantize { groups, random: Some(STREAM), ..Quantize::new(x, codec, planes) }
+    Quantize { groups, random: Some(STREAM.into()), ..Quantize::new(x, codec, planes) }
 }
 
 const PLANES: [Planes; 3] = [Planes::Rows, Planes::Cols, Planes::Both];
