@@ -50,7 +50,7 @@ impl Heap {
                 let hole = &mut self.holes[i];
                 let offset = hole.start;
                 hole.start += size;
-                if hole.is_empty() {
+                if hole.start == hole.end {
                     self.holes.remove(i);
                 }
                 offset

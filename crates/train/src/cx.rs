@@ -171,11 +171,14 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         done
     }
 
-    /// The random bits of a tensor, if its rounding is stochastic.
-    pub fn random(&self, layer: &str, tensor: &str, round: Rounding) -> Option<Stream> {
-        (round != Rounding::NearestEven && round != Rounding::NearestAway).then(|| {
+    /// The random bits of a tensor, if its rounding is stochastic. In training their step is the device's own count of steps.
+    pub fn random(&self, layer: &str, tensor: &str, round: Rounding) -> Option<Random<'_, B>> {
+        let drawn = round != Rounding::NearestEven && round != Rounding::NearestAway;
+        drawn.then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
-            Stream::new(self.seed, Purpose::Rounding, site, self.step as u32)
+            let step = if self.clock.is_some() { 0 } else { self.step as u32 };
+            let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
+            Random { stream, step: self.clock.as_ref() }
         })
     }
 
@@ -192,7 +195,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
         let random = self.random(layer, tensor, to.round);
-        let random = random.map(Random::from);
         let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
         self.note(

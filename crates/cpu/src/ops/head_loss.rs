@@ -133,7 +133,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     }
     Ok(HeadLossOut {
         shard_nats: shard_sums(cpu, loss.as_slice(), op.shards)?,
-        bad_ids: cpu.upload(&[Rows::new(cpu, targets, vocab, scale).bad_ids()])?,
+        bad_ids: cpu.computed(&[Rows::new(cpu, targets, vocab, scale).bad_ids()]),
         dx: gradients.map(|g| Tensor::new(T::data(g.dx), tokens, d)).transpose()?,
     })
 }
