@@ -116,11 +116,14 @@ impl<B: Backend> Backend for Recorder<B> {
         let under_way = UnderWay(&self.shared);
         work()?;
         let entries = under_way.0.lock().recording.take().unwrap_or_default();
-        Ok(Recording { entries })
+        Ok(Recording::new(entries, self.shared.clone()))
     }
 
     fn replay(&self, recording: &Recording<B>) -> Result<()> {
         self.refuse_while_recording("replay")?;
+        if std::mem::take(&mut self.shared.lock().refuses_replay) {
+            return Err(device("replay", "refused, as it was asked to be"));
+        }
         self.execute(&recording.entries)
     }
 }

@@ -3,7 +3,7 @@
 use super::buf::{Buf, Cell, Output};
 use super::fault::{Struck, spoil};
 use super::mapping::{Made, Open, Over, Plane, Seal, Store, Wrap};
-use super::{Event, Mode, Recorder};
+use super::{Event, Mode, Recorder, Recordings, Shared};
 use nibble_core::{Backend, Data, Plain, Result, Tensor};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -21,6 +21,22 @@ pub(super) enum Run {
 /// Work to be replayed.
 pub struct Recording<B: Backend> {
     pub(super) entries: Vec<Entry<B>>,
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: Backend> Recording<B> {
+    pub(super) fn new(entries: Vec<Entry<B>>, shared: Arc<Shared<B>>) -> Self {
+        let Recordings { made, alive, most } = &mut shared.lock().recordings;
+        (*made, *alive) = (*made + 1, *alive + 1);
+        *most = (*most).max(*alive);
+        Self { entries, shared: shared.clone() }
+    }
+}
+
+impl<B: Backend> Drop for Recording<B> {
+    fn drop(&mut self) {
+        self.shared.lock().recordings.alive -= 1;
+    }
 }
 
 impl<B: Backend> fmt::Debug for Recording<B> {
@@ -163,7 +179,10 @@ impl<B: Backend> Call<'_, B> {
             recorder.executed(&op, inputs)?;
             return Ok(wrapped);
         }
-        let (wrapped, made) = recorder.wrap(&run(&recorder.inner, Run::Dry)?)?;
+        let (wrapped, made) = match M::nothing() {
+            Some(nothing) => (nothing, Vec::new()),
+            None => recorder.wrap(&run(&recorder.inner, Run::Dry)?)?,
+        };
         op.made = made.clone();
         let replay = move |b: &B| {
             let out = run(b, Run::Real)?;

@@ -149,12 +149,17 @@ pub(super) trait Made<B: Backend> {
     /// The same, of the recorder's handles.
     type Wrapped;
     fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped>;
+    /// What is returned by an operation that returns nothing: there is nothing to learn of it before a replay.
+    fn nothing() -> Option<Self::Wrapped>;
 }
 
 impl<B: Backend, X: Over<A = B>> Made<B> for X {
     type Wrapped = X::On<Recorder<B>>;
     fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped> {
         self.mapped(m)
+    }
+    fn nothing() -> Option<Self::Wrapped> {
+        None
     }
 }
 
@@ -163,6 +168,9 @@ impl<B: Backend> Made<B> for () {
     type Wrapped = ();
     fn wrapped(&self, _: &mut impl Mapping<B, Recorder<B>>) -> Result<()> {
         Ok(())
+    }
+    fn nothing() -> Option<()> {
+        Some(())
     }
 }
 

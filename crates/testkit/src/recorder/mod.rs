@@ -3,10 +3,11 @@
 //! * **Watch**: [`Recorder::watch`] begins a log of every operation and transfer: its name, the buffers it reads and writes, and
 //!   every argument that is no buffer. Two steps that issue the same work leave equal logs.
 //! * **Record and replay**: [`Backend::record`] runs work once and executes nothing that changes a value; [`Backend::replay`]
-//!   executes it. A handle stands for a *cell* that holds a buffer of the inner backend. While work is recorded, an operation runs
-//!   on clones, only to learn what its results look like, and a closure is kept that runs it on what the cells hold then. What a
-//!   GPU cannot record is an error: uploads, writes and downloads. A buffer that lives no longer than the recorded work is
-//!   given back at the same place of every replay, so that replays find the addresses of the work itself.
+//!   executes it. A handle stands for a *cell* that holds a buffer of the inner backend. While work is recorded, an operation that
+//!   returns something runs on copies, only to learn what its results look like, and a closure is kept that runs it on what the
+//!   cells hold in a replay. What a GPU cannot record is an error: uploads, writes and downloads. A buffer that lives no longer
+//!   than the recorded work is given back at the same place of every replay, so that replays find the addresses of the work
+//!   itself.
 //! * **Faults**: [`Recorder::poison`] makes one element of one operation's result NaN, as it is issued or in a replay.
 //!
 //! ```text
@@ -67,6 +68,19 @@ struct State<B: Backend> {
     /// The fault to make, until it is made.
     fault: Option<Fault>,
     struck: Option<Struck>,
+    refuses_replay: bool,
+    recordings: Recordings,
+}
+
+/// How many recordings there were and are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Recordings {
+    /// Made so far.
+    pub made: usize,
+    /// Not dropped yet.
+    pub alive: usize,
+    /// The most that were alive at once.
+    pub most: usize,
 }
 
 /// An operation or a transfer, as it was executed.
@@ -107,7 +121,9 @@ impl<B: Backend> Recorder<B> {
     }
 
     fn with(inner: B, mode: Mode) -> Self {
-        let state = State { recording: None, log: None, fault: None, struck: None };
+        let (recording, log, fault, struck) = (None, None, None, None);
+        let recordings = Recordings::default();
+        let state = State { recording, log, fault, struck, refuses_replay: false, recordings };
         Self { inner, shared: Arc::new(Shared { mode, state: Mutex::new(state) }) }
     }
 
@@ -135,6 +151,16 @@ impl<B: Backend> Recorder<B> {
     /// What the fault hit, if its operation has come.
     pub fn struck(&self) -> Option<Struck> {
         self.shared.lock().struck.clone()
+    }
+
+    /// Has the next replay fail before it executes anything.
+    pub fn refuse_replay(&self) {
+        self.shared.lock().refuses_replay = true;
+    }
+
+    /// How many recordings there were and are.
+    pub fn recordings(&self) -> Recordings {
+        self.shared.lock().recordings
     }
 
     /// Notes an execution, if anyone watches.
