@@ -1,5 +1,5 @@
-use crate::Result;
 use crate::ops::*;
+use crate::{Result, Traffic};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -22,39 +22,6 @@ pub struct MemoryStats {
     pub peak_bytes: usize,
     /// What the device has altogether, where it says.
     pub total_bytes: Option<usize>,
-}
-
-/// What went between host and device since the backend was made. A difference of two is what lies between them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Copies from the host to the device.
-    pub uploads: u64,
-    /// Their bytes.
-    pub upload_bytes: u64,
-    /// Copies from the device to the host.
-    pub downloads: u64,
-    /// Their bytes.
-    pub download_bytes: u64,
-    /// How often the host waited for the device: once for each [`Backend::download`] and [`Backend::finish_download`].
-    pub waits: u64,
-    /// Writes through a handle that another one shared, each of which copied the whole buffer first.
-    pub copies_on_write: u64,
-}
-
-impl std::ops::Sub for Traffic {
-    type Output = Self;
-
-    /// What came after `earlier`.
-    fn sub(self, earlier: Self) -> Self {
-        Self {
-            uploads: self.uploads - earlier.uploads,
-            upload_bytes: self.upload_bytes - earlier.upload_bytes,
-            downloads: self.downloads - earlier.downloads,
-            download_bytes: self.download_bytes - earlier.download_bytes,
-            waits: self.waits - earlier.waits,
-            copies_on_write: self.copies_on_write - earlier.copies_on_write,
-        }
-    }
 }
 
 /// Memory and order only; nothing numeric.
@@ -132,7 +99,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// What `work` returns; [`crate::Error::Device`] where nothing can be recorded, or for what cannot be.
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Self::Recording>;
-    /// Issues recorded work, on the very buffers that it was recorded with.
+    /// Issues recorded work, on the very buffers that it was recorded with. Their arena is its own meanwhile: what it dropped, or
+    /// was dropped since, is overwritten, whoever in the arena was given that memory.
     fn replay(&self, recording: &Self::Recording) -> Result<()>;
 }
 
@@ -170,6 +138,12 @@ pub trait Convert: Backend {
     fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Self::Buf<u8>>;
     /// See [`UnpackRows`].
     fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<crate::Operand<Self>>;
+    /// See [`AssignRanks`].
+    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>>;
+    /// See [`PackSlots`].
+    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Self::Buf<i32>>;
+    /// See [`UnpackSlots`].
+    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>>;
     /// See [`Swiglu`].
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>>;
     /// See [`SwigluBackward`].
@@ -206,6 +180,8 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
+    /// See [`HeadLoss`].
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`BeginStep`].
     fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()>;
     /// See [`BeginMicroBatch`].

@@ -7,7 +7,9 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn rank(&self) -> usize;
     /// Number of ranks.
     fn world(&self) -> usize;
-    /// Exchanges how many rows go where: `send[p]` rows to rank `p`; returns how many come from each.
+    /// Tells all ranks how many rows go where. `send` has as many counts, n, for each rank, those for rank `p` from `p · n` on; the
+    /// answer is every rank's, in rank order: `[world, world · n]`. A rank's own line of it says what it sends, and column `p` what
+    /// comes to rank `p`, so that its host learns both by one read.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
     /// Sends rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; returns the `recv_rows[p]` rows
     /// from each rank, in rank order.

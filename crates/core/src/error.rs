@@ -1,4 +1,5 @@
 use nibble_formats::Format;
+use std::ops::Range;
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -120,4 +121,15 @@ pub(crate) fn expect_eq<T: PartialEq + std::fmt::Debug>(
         return Ok(());
     }
     Err(Error::shape(op, argument, format!("{got:?}"), format!("{expected:?}")))
+}
+
+/// The range, if `len` values have it.
+///
+/// # Errors
+/// [`Error::Shape`] of the argument `range` if they do not.
+pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<Range<usize>> {
+    if range.start > range.end || range.end > len {
+        return Err(Error::shape(op, "range", format!("{range:?}"), format!("within 0..{len}")));
+    }
+    Ok(range)
 }

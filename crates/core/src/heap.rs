@@ -100,6 +100,16 @@ impl Heap {
         }
     }
 
+    /// Where a block of so many bytes would end if no hole took it; `None` beyond the end of all addresses.
+    pub fn end_with(&self, bytes: usize) -> Option<usize> {
+        self.top.checked_add(rounded(bytes)?)
+    }
+
+    /// Lets the heap reach so many bytes, if that is more than before. Answers do not change but for those that were `None`.
+    pub fn raise_capacity(&mut self, capacity: usize) {
+        self.capacity = self.capacity.max(capacity);
+    }
+
     /// Bytes in live blocks, as they were asked for.
     pub fn live(&self) -> usize {
         self.live
@@ -212,10 +222,14 @@ mod tests {
         let before = format!("{heap:?}");
         assert_eq!([heap.alloc(257), heap.alloc(usize::MAX)], [None; 2]);
         assert_eq!(format!("{heap:?}"), before);
+        assert_eq!((heap.end_with(257), heap.end_with(usize::MAX)), (Some(768 + 512), None));
         assert_eq!(heap.alloc(0), Some(768));
         heap.free(first, 700);
         heap.free(768, 0);
         assert_eq!((heap.alloc(1024), heap.peak(), heap.extent()), (Some(0), 1024, 1024));
+        heap.raise_capacity(2048);
+        heap.raise_capacity(512);
+        assert_eq!([heap.alloc(1024), heap.alloc(1)], [Some(1024), None]);
     }
 
     /// A training step: what the layers keep piles up and is taken down from the other end, temporaries of many sizes come

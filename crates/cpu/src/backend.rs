@@ -1,12 +1,11 @@
 use crate::gemm::Isa;
 use crate::memory::{Arena, Memory, Words};
-use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic};
+use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic, check_range};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,36 +27,9 @@ pub struct Cpu {
 struct Inner {
     pool: rayon::ThreadPool,
     memory: Arc<Memory>,
-    transfers: Transfers,
     profile: Mutex<BTreeMap<&'static str, OpTime>>,
     isa: Isa,
     path: Path,
-}
-
-/// Copies between the host and this device, which happens to be the host.
-#[derive(Default)]
-struct Transfers {
-    uploads: AtomicU64,
-    upload_bytes: AtomicU64,
-    downloads: AtomicU64,
-    download_bytes: AtomicU64,
-    waits: AtomicU64,
-}
-
-impl Transfers {
-    fn upload<T>(&self, values: &[T]) {
-        self.uploads.fetch_add(1, Ordering::Relaxed);
-        self.upload_bytes.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
-    }
-
-    fn download<T>(&self, values: &[T]) {
-        self.downloads.fetch_add(1, Ordering::Relaxed);
-        self.download_bytes.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
-    }
-
-    fn wait(&self) {
-        self.waits.fetch_add(1, Ordering::Relaxed);
-    }
 }
 
 /// How often an operation ran and how long it took.
@@ -108,8 +80,8 @@ impl Cpu {
             .thread_name(|i| format!("nibble-{i}"))
             .build()
             .map_err(|e| Error::Device { call: "starting threads".into(), why: e.to_string() })?;
-        let (memory, transfers, profile) = (Arc::default(), Transfers::default(), Mutex::default());
-        Ok(Self { inner: Arc::new(Inner { pool, memory, transfers, profile, isa, path }) })
+        let (memory, profile) = (Arc::default(), Mutex::default());
+        Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
     }
 
     /// Time of each operation since this backend was made or last asked, the longest first. Counting it costs a
@@ -157,6 +129,14 @@ impl Cpu {
         }
         buf
     }
+
+    /// A buffer of what an operation computed. Unlike [`Backend::upload`] it is no copy from the host to the device, and not
+    /// counted as one.
+    pub(crate) fn computed<T: Plain>(&self, values: &[T]) -> Buf<T> {
+        let mut buf = Buf::new(values.len(), &self.inner.memory);
+        buf.as_mut_slice().copy_from_slice(values);
+        buf
+    }
 }
 
 /// Bytes of this machine's memory, where the system says.
@@ -202,7 +182,7 @@ impl<T: Plain> Buf<T> {
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         if Arc::get_mut(&mut self.storage).is_none() {
             let memory = &self.storage.memory;
-            memory.copies_on_write.fetch_add(1, Ordering::Relaxed);
+            memory.traffic.copy_on_write();
             let mut copy = Self::new(self.len, memory);
             copy.as_mut_slice().copy_from_slice(self.as_slice());
             *self = copy;
@@ -254,15 +234,13 @@ impl Backend for Cpu {
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
-        let mut buf = Buf::new(values.len(), &self.inner.memory);
-        buf.as_mut_slice().copy_from_slice(values);
-        self.inner.transfers.upload(values);
-        Ok(buf)
+        self.inner.memory.traffic.upload(size_of_val(values));
+        Ok(self.computed(values))
     }
 
     fn download<T: Plain>(&self, buf: &Buf<T>) -> Result<Vec<T>> {
-        self.inner.transfers.download(buf.as_slice());
-        self.inner.transfers.wait();
+        self.inner.memory.traffic.download(size_of_val(buf.as_slice()));
+        self.inner.memory.traffic.wait();
         Ok(buf.as_slice().to_vec())
     }
 
@@ -280,24 +258,14 @@ impl Backend for Cpu {
     }
 
     fn traffic(&self) -> Traffic {
-        let transfers = &self.inner.transfers;
-        let [uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write] = [
-            &transfers.uploads,
-            &transfers.upload_bytes,
-            &transfers.downloads,
-            &transfers.download_bytes,
-            &transfers.waits,
-            &self.inner.memory.copies_on_write,
-        ]
-        .map(|count| count.load(Ordering::Relaxed));
-        Traffic { uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write }
+        self.inner.memory.traffic.so_far()
     }
 
     fn write<T: Plain>(&self, buf: &mut Buf<T>, at: usize, values: &[T]) -> Result<()> {
         let len = Self::len(buf);
-        let range = range_of("write", len, at..at.saturating_add(values.len()))?;
+        let range = check_range("write", len, at..at.saturating_add(values.len()))?;
         buf.as_mut_slice()[range].copy_from_slice(values);
-        self.inner.transfers.upload(values);
+        self.inner.memory.traffic.upload(size_of_val(values));
         Ok(())
     }
 
@@ -307,13 +275,13 @@ impl Backend for Cpu {
     }
 
     fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
-        let values = &buf.as_slice()[range_of("begin_download", Self::len(buf), range)?];
-        self.inner.transfers.download(values);
+        let values = &buf.as_slice()[check_range("begin_download", Self::len(buf), range)?];
+        self.inner.memory.traffic.download(size_of_val(values));
         Ok(values.to_vec())
     }
 
     fn finish_download<T: Plain>(&self, pending: Vec<T>) -> Result<Vec<T>> {
-        self.inner.transfers.wait();
+        self.inner.memory.traffic.wait();
         Ok(pending)
     }
 
@@ -348,14 +316,6 @@ impl Backend for Cpu {
     fn replay(&self, recording: &Infallible) -> Result<()> {
         match *recording {}
     }
-}
-
-/// The range, if the buffer has it.
-fn range_of(op: &'static str, len: usize, range: Range<usize>) -> Result<Range<usize>> {
-    if range.start > range.end || range.end > len {
-        return Err(Error::shape(op, "range", format!("{range:?}"), format!("within 0..{len}")));
-    }
-    Ok(range)
 }
 
 #[cfg(test)]

@@ -53,6 +53,15 @@ impl Convert for Cpu {
     fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
         self.timed("unpack_rows", || ops::wire::unpack_rows(self, op))
     }
+    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
+        self.timed("assign_ranks", || ops::slots::assign_ranks(self, op))
+    }
+    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Buf<i32>> {
+        self.timed("pack_slots", || ops::slots::pack_slots(self, op))
+    }
+    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
+        self.timed("unpack_slots", || ops::slots::unpack_slots(self, op))
+    }
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         self.timed("swiglu", || ops::swiglu::swiglu(self, op))
     }
@@ -100,6 +109,9 @@ impl Model for Cpu {
     }
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
+    }
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+        self.timed("head_loss", || ops::head_loss::head_loss(self, op))
     }
     fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
         self.timed("begin_step", || ops::step::begin_step(op))

@@ -1,10 +1,10 @@
 //! Where buffers lie: in a pool by size class, or in an arena.
 
-use nibble_core::{HEAP_ALIGN, Heap, MemoryStats, Scope};
+use nibble_core::{HEAP_ALIGN, Heap, MemoryStats, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Counts live bytes and keeps freed allocations for the next tensor of about the same size: training asks for the same
@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    /// Whole buffers copied for a write through a shared handle.
-    pub copies_on_write: AtomicU64,
+    /// Copies between the host and this device, which happens to be the host.
+    pub traffic: TrafficCounter,
     /// Where allocations go while someone works within an arena.
     pub scope: Scope<Arena>,
     free: Mutex<Free>,

@@ -75,7 +75,12 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     let send: Vec<i32> = (0..world).map(|to| rows_sent(round, me, to) as i32).collect();
     let counts = comm.counts(cpu, &cpu.upload(&send).unwrap()).unwrap();
     let recv: Vec<usize> = (0..world).map(|from| rows_sent(round, from, me)).collect();
-    assert_eq!(counts.as_slice(), recv.iter().map(|&n| n as i32).collect::<Vec<_>>());
+    let lines = || (0..world).flat_map(|from| (0..world).map(move |to| rows_sent(round, from, to) as i32));
+    assert_eq!(counts.as_slice(), lines().collect::<Vec<_>>());
+    // Two counts for each rank.
+    let both: Vec<i32> = send.iter().flat_map(|&n| [n, -n]).collect();
+    let counts = comm.counts(cpu, &cpu.upload(&both).unwrap()).unwrap();
+    assert_eq!(counts.as_slice(), lines().flat_map(|n| [n, -n]).collect::<Vec<_>>());
 
     let send: Vec<usize> = send.into_iter().map(|n| n as usize).collect();
     let rows_between = |from: usize, to: usize| {
@@ -101,7 +106,7 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     assert_eq!(gathered.as_slice(), (0..world).flat_map(of).collect::<Vec<_>>());
     // Numbers that F32 has no room for, and a NaN that says who sent it.
     let wide = |rank: usize| {
-        let nan = f64::from_bits(0x7FF8_0000_0000_0000 | rank as u64 + 1);
+        let nan = f64::from_bits(0x7FF8_0000_0000_0001 + rank as u64);
         (0..len).map(move |i| f64::from(value(rank, i)).sqrt()).chain([nan])
     };
     let gathered = comm.all_gather_f64(cpu, &cpu.upload(&wide(me).collect::<Vec<_>>()).unwrap()).unwrap();
@@ -224,7 +229,7 @@ fn contributions_of_different_lengths_fail_all_ranks() {
 }
 
 #[test]
-fn counts_need_one_number_a_rank() {
+fn counts_need_as_many_numbers_for_each_rank() {
     for len in [1, 3] {
         let all = ranks(2, move |cpu, comm| why(comm.counts(cpu, &cpu.zeros(len).unwrap())));
         for got in all {

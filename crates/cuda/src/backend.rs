@@ -1,13 +1,16 @@
 //! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
 
-use crate::device::{Buffer, Device};
+use crate::arena::{Arena, Entered};
+use crate::buffer::Buffer;
+use crate::device::Device;
+use crate::download::Pending;
+use crate::driver::failed;
 use crate::profile::Marks;
-use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic};
-use std::convert::Infallible;
+use crate::recording::Recording;
+use nibble_core::{Backend, MemoryStats, Plain, Result, Traffic, check_range};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One GPU as a backend.
 #[derive(Clone)]
@@ -49,41 +52,33 @@ impl fmt::Debug for Cuda {
 
 /// A reference-counted device buffer; a clone shares the bytes.
 pub struct Buf<T: Plain> {
-    shared: Arc<Allocation<T>>,
-}
-
-struct Allocation<T: Plain> {
     buffer: Buffer<T>,
-    id: u64,
 }
 
 impl<T: Plain> Buf<T> {
     /// Takes over a buffer.
     pub fn new(buffer: Buffer<T>) -> Self {
-        // Addresses come back; numbers do not.
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { shared: Arc::new(Allocation { buffer, id }) }
+        Self { buffer }
     }
 
     /// To read.
     pub fn get(&self) -> &Buffer<T> {
-        &self.shared.buffer
+        &self.buffer
     }
 
     /// To write: a copy of its own first, where another handle shares the bytes.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
-        if Arc::get_mut(&mut self.shared).is_none() {
-            *self = Self::new(self.get().copied()?);
+        if !self.buffer.is_sole() {
+            self.buffer.device().traffic().copy_on_write();
+            self.buffer = self.buffer.copied()?;
         }
-        // The handle was alone, or has just been made.
-        Ok(&mut Arc::get_mut(&mut self.shared).expect("a sole handle").buffer)
+        Ok(&mut self.buffer)
     }
 }
 
 impl<T: Plain> Clone for Buf<T> {
     fn clone(&self) -> Self {
-        Self { shared: self.shared.clone() }
+        Self { buffer: self.buffer.shared() }
     }
 }
 
@@ -95,9 +90,9 @@ impl<T: Plain> fmt::Debug for Buf<T> {
 
 impl Backend for Cuda {
     type Buf<T: Plain> = Buf<T>;
-    type Arena = ();
-    type Pending<T: Plain> = Vec<T>;
-    type Recording = Infallible;
+    type Arena = Arena;
+    type Pending<T: Plain> = Pending<T>;
+    type Recording = Recording;
 
     fn name(&self) -> String {
         let info = self.device.info();
@@ -125,60 +120,63 @@ impl Backend for Cuda {
     }
 
     fn buffer_id<T: Plain>(buf: &Buf<T>) -> u64 {
-        buf.shared.id
+        buf.get().address()
     }
 
     fn memory(&self) -> MemoryStats {
         self.device.memory()
     }
+
     fn traffic(&self) -> Traffic {
-        Traffic::default()
+        self.device.traffic().so_far()
     }
 
     fn write<T: Plain>(&self, buf: &mut Buf<T>, at: usize, values: &[T]) -> Result<()> {
-        if (at, values.len()) != (0, buf.get().len()) {
-            return Err(Error::shape("write", "range", at, "the whole buffer"));
-        }
-        buf.make_mut()?.write(values)
+        check_range("write", buf.get().len(), at..at.saturating_add(values.len()))?;
+        buf.make_mut()?.write_at(at, values)
     }
 
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         buf.make_mut()?.fill(0)
     }
 
-    fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {
-        Ok(buf.get().download()?[range].to_vec())
+    fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Pending<T>> {
+        buf.get().begin_download(range)
     }
 
-    fn finish_download<T: Plain>(&self, pending: Vec<T>) -> Result<Vec<T>> {
-        Ok(pending)
+    fn finish_download<T: Plain>(&self, pending: Pending<T>) -> Result<Vec<T>> {
+        pending.finish()
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {
-        self.upload(&bytemuck::pod_collect_to_vec::<T, U>(&buf.get().download()?))
+        buf.get().reinterpreted().map(Buf::new)
     }
 
-    fn arena(&self, _: &'static str) -> Result<()> {
-        Ok(())
+    fn arena(&self, name: &'static str) -> Result<Arena> {
+        Arena::new(&self.device, name)
     }
 
-    fn within<R>(&self, _: &(), work: impl FnOnce() -> Result<R>) -> Result<R> {
-        work()
+    fn within<R>(&self, arena: &Arena, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        if !arena.device().is_same(&self.device) {
+            let why = format!("it is of {:?}, another device than {:?}", arena.device(), self.device);
+            return Err(failed(format!("within({arena:?})"), why));
+        }
+        self.device.scope().run(&Entered::new(arena.clone()), work)
     }
 
-    fn arena_memory(&self, _: &()) -> MemoryStats {
-        MemoryStats::default()
+    fn arena_memory(&self, arena: &Arena) -> MemoryStats {
+        arena.stats()
     }
 
     fn can_record(&self) -> bool {
-        false
+        true
     }
 
-    fn record(&self, _: &mut dyn FnMut() -> Result<()>) -> Result<Infallible> {
-        Err(Error::Device { call: "record".into(), why: "not through this trait yet".into() })
+    fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Recording> {
+        self.device.record(work)
     }
 
-    fn replay(&self, recording: &Infallible) -> Result<()> {
-        match *recording {}
+    fn replay(&self, recording: &Recording) -> Result<()> {
+        self.device.replay(recording)
     }
 }

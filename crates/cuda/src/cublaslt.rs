@@ -1,7 +1,7 @@
 //! Dense products by cuBLASLt, as a reference: D = A·Bᵀ of BF16 or of E4M3 with one scale a tensor, D in BF16.
 
-use crate::device::{Buffer, Device};
 use crate::driver::failed;
+use crate::{Buffer, Device};
 use bytemuck::Pod;
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Attribute};

@@ -1,22 +1,24 @@
-//! A GPU: its context, one stream, a memory pool ordered by that stream, events, and loaded kernels.
+//! A GPU: its context, its streams, a memory pool ordered by the first of them, events, and loaded kernels.
 //!
-//! Everything is issued on the device's one stream, so that a buffer freed after a launch is reused only by what comes
-//! later. Calls that wait: [`Device::synchronize`], [`Buffer::download`] and [`Event::elapsed_ms`]; and an upload, where
-//! megabytes of others before it are still on their way.
+//! Everything is issued on the device's first stream, so that a buffer freed after a launch is reused only by what comes
+//! later. The second one only brings copies to the host ([`download`](crate::download)). Calls that wait:
+//! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before, and
+//! [`Event::elapsed_ms`]; and an upload, where megabytes of others before it are still on their way.
 
+use crate::arena::Entered;
+use crate::buffer::PooledZeros;
+use crate::download::Landing;
 use crate::driver::{check, failed, named};
-use crate::graph::GraphMemory;
 use crate::jit::{Cubin, Jit, KernelSpec};
 use crate::launch::Kernel;
 use crate::probe::GpuInfo;
+use crate::recording::Recordings;
 use crate::staging::Staging;
-use bytemuck::Pod;
 use cudarc::driver::{result, sys};
-use nibble_core::{Error, MemoryStats, Result};
+use nibble_core::{Error, MemoryStats, Result, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
-use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -31,16 +33,22 @@ struct Inner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// Of copies to the host.
+    copies: sys::CUstream,
     pool: sys::CUmemoryPool,
     jit: Jit,
     /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
     /// Zeroed words that counters are cut from.
-    zeros: Mutex<Option<(Arc<ZeroWords>, usize)>>,
+    zeros: Mutex<Option<(Arc<PooledZeros>, usize)>>,
     /// Made by the first copy.
     staging: Mutex<Option<Staging>>,
-    /// Where memory comes from while work is recorded.
-    recording: Mutex<Option<Arc<GraphMemory>>>,
+    /// Pinned memory of downloads that nobody waits for.
+    landings: Mutex<Vec<Landing>>,
+    /// Where memory comes from, if not from the pool.
+    scope: Scope<Entered>,
+    recordings: Recordings,
+    traffic: TrafficCounter,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -98,12 +106,11 @@ impl Device {
         // all of it is given back in `Inner::drop`, in the opposite order.
         unsafe {
             let context = named("cuDevicePrimaryCtxRetain", result::primary_ctx::retain(device))?;
+            let stream =
+                || named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking));
             let made = named("cuCtxSetCurrent", result::ctx::set_current(context))
-                .and_then(|()| {
-                    named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))
-                })
-                .and_then(|stream| Ok((stream, create_pool(ordinal)?)));
-            let (stream, pool) = made.inspect_err(|_| {
+                .and_then(|()| Ok((stream()?, stream()?, create_pool(ordinal)?)));
+            let (stream, copies, pool) = made.inspect_err(|_| {
                 // The first error is the one to report.
                 let _ = result::primary_ctx::release(device);
             })?;
@@ -112,12 +119,16 @@ impl Device {
                 device,
                 context,
                 stream,
+                copies,
                 pool,
                 jit,
                 modules: Mutex::default(),
                 zeros: Mutex::default(),
                 staging: Mutex::default(),
-                recording: Mutex::default(),
+                landings: Mutex::default(),
+                scope: Scope::default(),
+                recordings: Recordings::default(),
+                traffic: TrafficCounter::default(),
                 live_bytes: AtomicUsize::new(0),
                 peak_bytes: AtomicUsize::new(0),
             };
@@ -155,60 +166,45 @@ impl Device {
         Ok(self.inner.stream)
     }
 
-    /// Waits for everything issued so far, and reports what went wrong in it.
+    /// Waits for everything issued so far, and reports what went wrong in it. Not for copies to the host that are under way.
+    ///
+    /// # Errors
+    /// [`Error::Device`], also while work is recorded.
     pub fn synchronize(&self) -> Result<()> {
+        self.not_recording("Device::synchronize")?;
         // SAFETY: the stream lives as long as `self`.
         named("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream()?) })
     }
 
-    /// A buffer whose content is undefined: for outputs that a kernel writes in full.
-    pub fn alloc<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .ok_or_else(|| Error::shape("Device::alloc", "len", len, "a size in bytes below 2^64"))?;
-        let stream = self.stream()?;
-        let recording = self.recording().clone();
-        let (address, memory) = match recording {
-            Some(graph) => (graph.alloc(bytes)?, Memory::Graph(graph)),
-            None => {
-                // The driver has no empty allocations; one byte stands for them.
-                // SAFETY: pool and stream live as long as the device, which the buffer keeps.
-                let address = unsafe { result::mem_pool::alloc_async(self.inner.pool, bytes.max(1), stream) };
-                self.count_live(bytes);
-                let address = named(&format!("cuMemAllocFromPoolAsync({bytes} bytes)"), address)
-                    .inspect_err(|_| self.uncount_live(bytes))?;
-                (address, Memory::Pool)
-            }
-        };
-        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
+    /// The stream of copies to the host.
+    pub(crate) fn copies(&self) -> sys::CUstream {
+        self.inner.copies
     }
 
-    /// A few words of zeros, without a fill of their own: counters of a conversion. Recorded work fills its own, at each launch.
-    pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
-        if len > ZEROS || self.recording().is_some() {
-            return self.filled(len, 0);
-        }
-        let stream = self.stream()?;
-        let mut zeros = self.inner.zeros.lock().unwrap_or_else(PoisonError::into_inner);
-        let (words, first) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
-            Some(left) => left,
-            None => {
-                let bytes = ZEROS * size_of::<u64>();
-                // SAFETY: pool and stream are alive; the range is that of the allocation.
-                let words = unsafe {
-                    let address = result::mem_pool::alloc_async(self.inner.pool, bytes, stream);
-                    let address = named("cuMemAllocFromPoolAsync", address)?;
-                    let words = ZeroWords { address, stream };
-                    named("cuMemsetD8Async", result::memset_d8_async(address, 0, bytes, stream))?;
-                    words
-                };
-                (Arc::new(words), 0)
-            }
-        };
-        let address = words.address + (first * size_of::<u64>()) as u64;
-        let memory = Memory::Zeros(words.clone());
-        *zeros = Some((words, first + len));
-        Ok(Buffer { address, len, memory, device: self.clone(), element: PhantomData })
+    pub(crate) fn pool(&self) -> sys::CUmemoryPool {
+        self.inner.pool
+    }
+
+    pub(crate) fn zeros(&self) -> &Mutex<Option<(Arc<PooledZeros>, usize)>> {
+        &self.inner.zeros
+    }
+
+    pub(crate) fn landings(&self) -> MutexGuard<'_, Vec<Landing>> {
+        self.inner.landings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where memory comes from, if not from the pool.
+    pub(crate) fn scope(&self) -> &Scope<Entered> {
+        &self.inner.scope
+    }
+
+    pub(crate) fn recordings(&self) -> &Recordings {
+        &self.inner.recordings
+    }
+
+    /// What went between host and device.
+    pub fn traffic(&self) -> &TrafficCounter {
+        &self.inner.traffic
     }
 
     pub(crate) fn count_live(&self, bytes: usize) {
@@ -220,45 +216,19 @@ impl Device {
         self.inner.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    fn recording(&self) -> MutexGuard<'_, Option<Arc<GraphMemory>>> {
-        self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins or ends a recording.
-    pub(crate) fn set_recording(&self, memory: Option<Arc<GraphMemory>>) -> Result<()> {
-        let mut recording = self.recording();
-        if memory.is_some() && recording.is_some() {
-            return Err(failed("Device::capture", "a recording is under way"));
-        }
-        *recording = memory;
-        Ok(())
-    }
-
     /// Copies go through the host now, which a recording cannot hold.
-    fn with_staging<R>(&self, call: &str, copy: impl FnOnce(&mut Staging) -> Result<R>) -> Result<R> {
-        if self.recording().is_some() {
-            return Err(failed(call, "not while work is being recorded"));
-        }
+    pub(crate) fn with_staging<R>(
+        &self,
+        call: &str,
+        copy: impl FnOnce(&mut Staging) -> Result<R>,
+    ) -> Result<R> {
+        self.not_recording(call)?;
         let mut staging = self.inner.staging.lock().unwrap_or_else(PoisonError::into_inner);
         if staging.is_none() {
             *staging = Some(Staging::new()?);
         }
         // Just made, if it was not there.
         copy(staging.as_mut().expect("staging memory"))
-    }
-
-    /// A buffer with every byte set to `byte`: 0, or a poison.
-    pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
-        let mut buffer = self.alloc(len)?;
-        buffer.fill(byte)?;
-        Ok(buffer)
-    }
-
-    /// A buffer with these values; the slice may be reused when this returns.
-    pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
-        let mut buffer = self.alloc(values.len())?;
-        buffer.write(values)?;
-        Ok(buffer)
     }
 
     /// A point in the stream, marked now.
@@ -338,12 +308,17 @@ impl Drop for Inner {
         unsafe {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
-            drop(self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+            let _ = result::stream::synchronize(self.copies);
+            if let Some((words, _)) = self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+                let _ = result::free_async(words.address(), self.stream);
+            }
+            self.landings.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
             drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
                 let _ = result::module::unload(module.module);
             }
             let _ = result::mem_pool::destroy(self.pool);
+            let _ = result::stream::destroy(self.copies);
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }
@@ -380,154 +355,6 @@ fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<us
             check("cuFuncGetParamInfo", code).map(|()| bytes)
         })
         .collect()
-}
-
-/// A typed allocation. Dropping it frees the bytes once the stream has come so far.
-pub struct Buffer<T: Pod> {
-    address: sys::CUdeviceptr,
-    len: usize,
-    /// Given back before the device's handle is.
-    memory: Memory,
-    device: Device,
-    element: PhantomData<T>,
-}
-
-/// Where a buffer's bytes are from.
-enum Memory {
-    /// The pool: freed by the buffer.
-    Pool,
-    /// A recorded graph's.
-    Graph(Arc<GraphMemory>),
-    /// Cut from zeroed words, which outlive it.
-    Zeros(#[expect(dead_code, reason = "kept, not read")] Arc<ZeroWords>),
-}
-
-/// Zeroed words that are handed out once each. Without a handle of the device, which holds one of these: freed by the last
-/// buffer that was cut from it, or by the device.
-struct ZeroWords {
-    address: sys::CUdeviceptr,
-    stream: sys::CUstream,
-}
-
-// SAFETY: an address and a driver's handle, used with the context current.
-unsafe impl Send for ZeroWords {}
-// SAFETY: as above.
-unsafe impl Sync for ZeroWords {}
-
-impl Drop for ZeroWords {
-    fn drop(&mut self) {
-        // SAFETY: allocated from the pool and freed once, behind everything issued that may use it; whoever holds the last
-        // handle, a buffer or the device itself, still keeps the stream alive. An error has nobody to go to.
-        let _ = unsafe { result::free_async(self.address, self.stream) };
-    }
-}
-
-/// Words zeroed at a time: enough for the conversions of a training step.
-const ZEROS: usize = 6 << 10;
-
-impl<T: Pod> Buffer<T> {
-    /// Number of values.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.len * size_of::<T>()
-    }
-
-    /// Where it is on the device.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// The field itself: a launch passes a pointer to it.
-    pub(crate) fn address_ref(&self) -> &u64 {
-        &self.address
-    }
-
-    /// The device it is on.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Sets every byte, after everything issued so far.
-    pub fn fill(&mut self, byte: u8) -> Result<()> {
-        let stream = self.device.stream()?;
-        // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
-        let set = unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream) };
-        named("cuMemsetD8Async", set)
-    }
-
-    /// Another buffer with the same values.
-    pub fn copied(&self) -> Result<Self> {
-        let copy = self.device.alloc(self.len)?;
-        let stream = self.device.stream()?;
-        // SAFETY: both ranges are whole buffers of one size, alive until the stream has passed the copy.
-        let copied = unsafe { result::memcpy_dtod_async(copy.address, self.address, self.bytes(), stream) };
-        named("cuMemcpyDtoDAsync", copied)?;
-        Ok(copy)
-    }
-
-    /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] unless there are as many.
-    pub fn write(&mut self, values: &[T]) -> Result<()> {
-        if values.len() != self.len {
-            let expected = format!("the buffer's {}", self.len);
-            return Err(Error::shape("Buffer::write", "values.len()", values.len(), expected));
-        }
-        let stream = self.device.stream()?;
-        // SAFETY: as many bytes as the buffer has, which is freed behind the copy in the stream.
-        self.device.with_staging("Buffer::write", |staging| unsafe {
-            staging.upload(self.address, bytemuck::cast_slice(values), stream)
-        })
-    }
-
-    /// The values, after everything issued so far.
-    pub fn download(&self) -> Result<Vec<T>> {
-        let mut values = vec![T::zeroed(); self.len];
-        let stream = self.device.stream()?;
-        // SAFETY: as many bytes as the buffer has.
-        self.device.with_staging("Buffer::download", |staging| unsafe {
-            staging.download(bytemuck::cast_slice_mut(&mut values), self.address, stream)
-        })?;
-        Ok(values)
-    }
-}
-
-impl<T: Pod> fmt::Debug for Buffer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer<{}>[{}]", std::any::type_name::<T>(), self.len)
-    }
-}
-
-impl<T: Pod> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        match &self.memory {
-            Memory::Graph(graph) => graph.release(self.address, self.bytes()),
-            // The words may go with it: they want the context current.
-            Memory::Zeros(_) => drop(self.device.stream()),
-            Memory::Pool => {
-                // What is being recorded may use it at every launch.
-                if let Some(graph) = &*self.device.recording() {
-                    return graph.keep(self.address, self.bytes());
-                }
-                self.device.uncount_live(self.bytes());
-                if let Ok(stream) = self.device.stream() {
-                    // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it. A
-                    // failure means the context is lost, and the memory with it.
-                    let _ = unsafe { result::free_async(self.address, stream) };
-                }
-            }
-        }
-    }
 }
 
 /// A marked point in the stream.

@@ -54,6 +54,15 @@ impl Convert for Cuda {
     fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
         self.timed("unpack_rows", || ops::wire::unpack_rows(self, op))
     }
+    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
+        self.timed("assign_ranks", || ops::slots::assign_ranks(self, op))
+    }
+    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Buf<i32>> {
+        self.timed("pack_slots", || ops::slots::pack_slots(self, op))
+    }
+    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
+        self.timed("unpack_slots", || ops::slots::unpack_slots(self, op))
+    }
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         self.timed("swiglu", || ops::swiglu::swiglu(self, op))
     }

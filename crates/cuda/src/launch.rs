@@ -1,6 +1,7 @@
 //! Typed launches: the arguments are checked against the sizes the cubin declares, before the driver reads them.
 
-use crate::device::{Buffer, Device, Module};
+use crate::buffer::Buffer;
+use crate::device::{Device, Module};
 use crate::driver::{check, named};
 use crate::jit::KernelSpec;
 use crate::tensor_map::TensorMap;
@@ -270,9 +271,11 @@ impl Kernel {
             return Ok(clusters);
         }
         let mut clusters = 0;
-        // SAFETY: writes one int; launches nothing.
-        let code = self.configured(launch, Start::InOrder, |config| unsafe {
-            sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, config)
+        let code = self.configured(launch, Start::InOrder, |config| {
+            // Of the whole device, and nothing to do with the stream, which may be recording.
+            let config = sys::CUlaunchConfig { hStream: std::ptr::null_mut(), ..*config };
+            // SAFETY: writes one int; launches nothing.
+            unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, &config) }
         })?;
         self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;

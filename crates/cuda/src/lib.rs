@@ -10,8 +10,11 @@
 //! | [`probe`](mod@probe) | what CUDA there is here |
 //! | [`source`] | the embedded kernel sources and what each includes |
 //! | [`jit`] | instance → cubin: NVRTC, the cache on disk, one compilation at a time per instance |
-//! | [`device`] | context, stream, memory pool, pinned staging, typed buffers, events, loaded kernels |
-//! | [`graph`] | work recorded once and issued as a whole |
+//! | [`device`] | context, streams, memory pool, pinned staging, events, loaded kernels |
+//! | [`buffer`] | typed buffers: of the pool, or of an arena |
+//! | [`arena`] | memory at addresses that come back, for work done over and over |
+//! | [`recording`] | work recorded once and issued as a whole |
+//! | [`download`] | copies to the host on a stream of their own |
 //! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
 //! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
@@ -19,13 +22,15 @@
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
 
+pub mod arena;
 pub mod backend;
+pub mod buffer;
 mod cubin_cache;
 pub mod cublaslt;
 pub mod device;
+pub mod download;
 mod driver;
 pub mod env;
-pub mod graph;
 pub mod jit;
 mod kernels;
 pub mod launch;
@@ -33,15 +38,18 @@ pub mod ops;
 mod power;
 pub mod probe;
 mod profile;
+pub mod recording;
 pub mod source;
 mod staging;
 pub mod tensor_map;
 pub mod timing;
 
+pub use arena::Arena;
 pub use backend::Cuda;
-pub use device::{Buffer, Device, Event};
-pub use graph::Graph;
+pub use buffer::Buffer;
+pub use device::{Device, Event};
 pub use jit::{Jit, KernelSpec};
 pub use nibble_core::{Error, Result};
 pub use probe::probe;
 pub use profile::OpTime;
+pub use recording::Recording;

@@ -5,11 +5,11 @@
 //! What a call allocates comes from a warm pool in stream order: the driver hands out an address and puts nothing on the
 //! stream, so a burst's window holds kernels and memsets alone.
 
-use crate::device::{Buffer, Device};
 use crate::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
 pub use crate::power::Draw;
 use crate::power::Meter;
+use crate::{Buffer, Device};
 use nibble_core::Result;
 use std::time::{Duration, Instant};
 

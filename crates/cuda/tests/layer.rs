@@ -6,7 +6,7 @@ mod gpu;
 
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Cast, InitNormal};
-use nibble_core::{DType, LayerKernels, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, LayerKernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_train::cx::{Cx, Shards};
@@ -163,7 +163,8 @@ fn gradients_add_up_over_micro_batches() {
     }
 }
 
-/// A recording refuses whatever waits for the host or copies from it: both passes have none.
+/// A recording refuses whatever waits for the host or copies from it: both passes have none. Its activations are those of the
+/// pass as it is issued, in the same memory.
 #[test]
 fn both_passes_are_one_graph() {
     let Some((cuda, _alone)) = cuda() else { return };
@@ -171,13 +172,82 @@ fn both_passes_are_one_graph() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = context(&cuda, &recipe, SHARDS, TOKENS);
         let mut scene = Scene::new(&cx).unwrap();
-        let want = bits(&host(&cuda, &scene.pass(&cx).unwrap()));
-        let graph = cuda.device().capture(|| scene.pass(&cx)).unwrap();
+        let arena = cuda.arena("layer").unwrap();
+        let mut pass = || {
+            let outputs = scene.pass(&cx)?;
+            cx.counted.borrow_mut().truncate(0);
+            Ok(outputs)
+        };
+        let issued = cuda.within(&arena, &mut pass).unwrap();
+        let (want, addresses) = (bits(&host(&cuda, &issued)), ids(&issued));
+        drop(issued);
+        let memory = cuda.arena_memory(&arena);
+        let again = cuda.within(&arena, &mut pass).unwrap();
+        assert_eq!(ids(&again), addresses, "{name}: the same addresses");
+        drop(again);
+        let mut outputs = Vec::new();
+        let recording = cuda.within(&arena, || {
+            cuda.record(&mut || {
+                outputs = pass()?;
+                Ok(())
+            })
+        });
+        let recording = recording.unwrap();
+        assert_eq!(ids(&outputs), addresses, "{name}: recorded at the addresses it is issued at");
+        let MemoryStats { live_bytes, peak_bytes, total_bytes } = cuda.arena_memory(&arena);
+        assert_eq!(
+            (peak_bytes, total_bytes),
+            (memory.peak_bytes, memory.total_bytes),
+            "{name}: no more memory"
+        );
+        let bytes: usize = outputs.iter().map(Tensor::bytes).sum();
+        assert_eq!(live_bytes, bytes, "{name}: the outputs are live");
+        println!("{name}: {peak_bytes} bytes live at most, {total_bytes:?} mapped");
         for launch in 1..=2 {
-            // SAFETY: the scene and the context outlive the download below, which waits.
-            unsafe { graph.launch() }.unwrap();
-            assert!(bits(&host(&cuda, &graph.outputs)) == want, "{name}: launch {launch}");
+            cuda.replay(&recording).unwrap();
+            assert!(bits(&host(&cuda, &outputs)) == want, "{name}: replay {launch}");
         }
+    }
+}
+
+fn ids(tensors: &[Tensor<Cuda>]) -> Vec<u64> {
+    tensors.iter().map(Tensor::buffer_id).collect()
+}
+
+/// Recording adds nothing to the gradients that are there, a replay adds once.
+#[test]
+fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
+    let Some((cuda, _alone)) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = context(&cuda, &recipe, SHARDS, TOKENS);
+        let mut scene = Scene::new(&cx).unwrap();
+        let arena = cuda.arena("layer").unwrap();
+        let (moe, x, dy) = (&mut scene.moe, &scene.x, &scene.dy);
+        fn micro_batch(
+            moe: &mut Moe<Cuda>,
+            cx: &Cx<'_, Cuda>,
+            x: &Tensor<Cuda>,
+            dy: &Tensor<Cuda>,
+        ) -> Result<()> {
+            let (_, saved) = moe.forward(cx, x)?;
+            moe.backward(cx, saved, x, dy)?;
+            cx.counted.borrow_mut().truncate(0);
+            Ok(())
+        }
+        let gradients = |moe: &mut Moe<Cuda>| -> Vec<Vec<f32>> {
+            let grads = moe.params().into_iter().flat_map(|param| param.grad());
+            grads.map(|x| x.to_f32_vec(&cuda).unwrap()).collect()
+        };
+        micro_batch(moe, &cx, x, dy).unwrap();
+        let once = gradients(moe);
+        let copies = cuda.traffic().copies_on_write;
+        let recording = cuda.within(&arena, || cuda.record(&mut || micro_batch(moe, &cx, x, dy))).unwrap();
+        assert!(bits(&gradients(moe)) == bits(&once), "{name}: recorded, and nothing has changed");
+        cuda.replay(&recording).unwrap();
+        let doubled: Vec<Vec<f32>> = once.iter().map(|x| x.iter().map(|x| 2.0 * x).collect()).collect();
+        assert!(bits(&gradients(moe)) == bits(&doubled), "{name}: replayed once");
+        assert_eq!(cuda.traffic().copies_on_write, copies, "{name}: gradients stay where they are");
     }
 }
 

@@ -326,6 +326,10 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
     match (agreement, got, want) {
         (Agreement::Ulps(max), Values::F32(got), Values::F32(want)) => compare_ulps(got, want, max),
         (Agreement::RelL2(max), Values::F32(got), Values::F32(want)) => compare_rel_l2(got, want, max),
+        (Agreement::RelL2(max), Values::F64(got), Values::F64(want)) => {
+            let narrow = |v: &[f64]| v.iter().map(|x| *x as f32).collect::<Vec<f32>>();
+            compare_rel_l2(&narrow(got), &narrow(want), max)
+        }
         (Agreement::RelL2(max), Values::Bf16(got), Values::Bf16(want)) => {
             compare_rel_l2(&widen(got), &widen(want), after_rounding_to_bf16(max))
         }
@@ -367,6 +371,7 @@ macro_rules! conformance {
         $crate::conformance! { @expand $what
             quantize dequantize transcode cast transpose add sum_shards init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
+            assign_ranks pack_slots unpack_slots
             swiglu swiglu_backward
         }
     };
@@ -376,7 +381,7 @@ macro_rules! conformance {
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward rope attention attention_backward cross_entropy
-            begin_step begin_micro_batch collect sum_squares end_step adamw
+            head_loss begin_step begin_micro_batch collect sum_squares end_step adamw
         }
     };
     (@expand (table) $($op:ident)*) => {

@@ -46,8 +46,6 @@ impl Event {
 pub struct Shards<B: LayerKernels> {
     /// Shards on this rank.
     pub local: usize,
-    /// Index of the first token in the step, over all ranks and micro-batches.
-    pub first_token: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
 }
@@ -62,7 +60,7 @@ impl<B: LayerKernels> Shards<B> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
         let groups = Groups::uniform(b, local, rows_each, align, run * tokens)?;
-        Ok(Self { local, first_token: run * tokens, groups })
+        Ok(Self { local, groups })
     }
 
     /// Tokens on this rank.

@@ -36,5 +36,5 @@ fn an_evaluation_and_a_prompt_fail_too() {
     assert!(error.starts_with("evaluate: `inputs` is outside the vocabulary in "), "{error}");
     trainer.next_logits(&[1, 0]).unwrap();
     let error = trainer.next_logits(&[1, -1, 2]).unwrap_err().to_string();
-    assert!(error.starts_with("embed: `ids` is outside the vocabulary in 2 places"), "{error}");
+    assert!(error.starts_with("next_logits: `ids` is outside the vocabulary in 2 places"), "{error}");
 }

@@ -3,7 +3,7 @@
 
 mod rig;
 
-use nibble_core::{Backend, Comm, DType, Error, Recipe, Result};
+use nibble_core::{Backend, Comm, DType, Error, Recipe, Result, Traffic};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
@@ -74,9 +74,23 @@ enum Also {
 struct Wrapped {
     inner: ThreadComm,
     also: Also,
+    /// What threads copy to and from the host, as their shared memory lies there; call by call.
+    transport: Mutex<Vec<Traffic>>,
 }
 
 impl Wrapped {
+    fn new(inner: ThreadComm, also: Also) -> Self {
+        Self { inner, also, transport: Mutex::default() }
+    }
+
+    /// Passes a call on and notes what it copied.
+    fn carry<R>(&self, b: &Cpu, call: impl FnOnce(&ThreadComm) -> R) -> R {
+        let before = b.traffic();
+        let result = call(&self.inner);
+        self.transport.lock().unwrap().push(b.traffic() - before);
+        result
+    }
+
     fn legs(&self) -> Vec<Leg> {
         match &self.also {
             Also::Count(legs) => legs.lock().unwrap().clone(),
@@ -93,7 +107,7 @@ impl Comm<Cpu> for Wrapped {
         Comm::<Cpu>::world(&self.inner)
     }
     fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
-        self.inner.counts(b, send)
+        self.carry(b, |inner| inner.counts(b, send))
     }
     fn all_to_all_v(
         &self,
@@ -118,16 +132,16 @@ impl Comm<Cpu> for Wrapped {
             }
             _ => {}
         }
-        self.inner.all_to_all_v(b, send, row_bytes, send_rows, recv_rows)
+        self.carry(b, |inner| inner.all_to_all_v(b, send, row_bytes, send_rows, recv_rows))
     }
     fn all_reduce_tree(&self, b: &Cpu, values: &mut Buf<f32>) -> Result<()> {
-        self.inner.all_reduce_tree(b, values)
+        self.carry(b, |inner| inner.all_reduce_tree(b, values))
     }
     fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
-        self.inner.all_gather(b, values)
+        self.carry(b, |inner| inner.all_gather(b, values))
     }
     fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
-        self.inner.all_gather_f64(b, values)
+        self.carry(b, |inner| inner.all_gather_f64(b, values))
     }
     fn barrier(&self) -> Result<()> {
         Comm::<Cpu>::barrier(&self.inner)
@@ -177,7 +191,7 @@ fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
     };
     let ranks: Vec<(Vec<Leg>, usize)> = std::thread::scope(|scope| {
         let one_rank = &one_rank;
-        let wrap = |inner| Wrapped { inner, also: Also::Count(Mutex::default()) };
+        let wrap = |inner| Wrapped::new(inner, Also::Count(Mutex::default()));
         let threads: Vec<_> =
             ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(wrap(c)))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -216,6 +230,53 @@ fn a_token_is_sent_once_to_each_rank_that_needs_it() {
     assert!(pairs < slots, "three of four experts on two ranks: some two are on one");
 }
 
+#[test]
+fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() {
+    const TOKENS: usize = 128;
+    let shape = MoeShape {
+        d_model: 64,
+        ffn: 32,
+        experts: 4,
+        top_k: 3,
+        normalize: true,
+        aux_coef: 0.01,
+        z_coef: 0.001,
+    };
+    let traffic = |recipe: &str, comm: &dyn Comm<Cpu>| {
+        let (cpu, recipe) = (cpu(), Recipe::builtin(recipe).unwrap());
+        let cx = rank_cx(&cpu, comm, &recipe, 1, TOKENS);
+        let mut moe = Moe::new(&cx, "moe", shape, 0.02, 0.02).unwrap();
+        moe.prepare(&cx).unwrap();
+        let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, shape.d_model), recipe.activations);
+        let before = cpu.traffic();
+        let (y, saved) = moe.forward(&cx, &x).unwrap();
+        moe.backward(&cx, saved, &x, &y).unwrap();
+        cpu.traffic() - before
+    };
+    for recipe in rig::recipes() {
+        assert_eq!(traffic(recipe, &rig::SOLO), Traffic::default(), "{recipe}, one rank");
+        for world in [2, 4] {
+            // Tokens and slots from every rank to every rank, read once.
+            let bytes = (world * world * 2 * size_of::<i32>()) as u64;
+            let counts = Traffic { downloads: 1, download_bytes: bytes, waits: 1, ..Traffic::default() };
+            let one_rank = |comm: ThreadComm| {
+                let comm = Wrapped::new(comm, Also::Count(Mutex::default()));
+                let all = traffic(recipe, &comm);
+                let transport = comm.transport.lock().unwrap();
+                assert_eq!(transport.len(), 7, "counts, records, four legs and gate gradients");
+                let own = transport.iter().fold(all, |rest, carried| rest - *carried);
+                assert_eq!(own, counts, "{recipe}, {world} ranks");
+            };
+            std::thread::scope(|scope| {
+                let one_rank = &one_rank;
+                let threads: Vec<_> =
+                    ThreadComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
+                threads.into_iter().for_each(|t| t.join().unwrap());
+            });
+        }
+    }
+}
+
 /// Sees nothing.
 struct Blind;
 
@@ -236,7 +297,7 @@ fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::R
         std::thread::spawn(move || {
             let also = if rank == 2 { also() } else { Also::Count(Mutex::default()) };
             let train = move || {
-                let comm = Wrapped { inner, also };
+                let comm = Wrapped::new(inner, also);
                 run(&cpu(), &comm, &config, Options::default(), &mut Blind).map(|_| ())
             };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(train)).ok();

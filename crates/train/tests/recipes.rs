@@ -146,14 +146,14 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
     ] {
         let config = small(recipe, &[]);
-        for linear in ["q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.gate_up_proj"] {
+        for linear in [".self_attn", "o_proj", "shared_expert.gate_up_proj"] {
             assert_eq!(kept(&config, linear, "x"), one(linear_x), "{recipe}: {linear}");
         }
         assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
         assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
         // The output head and the norms stay plain, the router's probabilities F32.
         let plain = if recipe == "f32" { "f32" } else { "bf16" };
-        assert_eq!(kept(&config, "model.embed_tokens", "x"), one(plain), "{recipe}");
+        assert_eq!(kept(&config, "model.embed_tokens", "dx"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "layernorm", "x"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "mlp.gate", "probs"), one("f32"), "{recipe}");
         let events = traces(&config, 1).remove(0);
@@ -218,7 +218,7 @@ fn an_override_for_one_product_keeps_the_others() {
         set = { recipe = "bf16" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
-    for layer in [".mlp.experts", "q_proj", "down_proj"] {
+    for layer in [".mlp.experts", ".self_attn", "down_proj"] {
         assert_eq!(kept(&config, layer, "x"), one("bf16"), "{layer}");
     }
     let want = [

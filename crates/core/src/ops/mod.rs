@@ -9,11 +9,13 @@ mod cross_entropy;
 mod elementwise;
 mod embed;
 mod gemm;
+mod head_loss;
 mod permute;
 mod quantize;
 mod rms_norm;
 mod rope;
 mod route;
+mod slots;
 mod step;
 mod swiglu;
 mod transcode;
@@ -24,11 +26,13 @@ pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
+pub use head_loss::{HeadLoss, HeadLossGrad, HeadLossOut};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};
+pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 pub use step::{
     BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, OCCUPANCY_VALUES,
     REPORT_HEAD, Source,

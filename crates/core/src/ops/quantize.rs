@@ -27,11 +27,6 @@ impl<B: Backend> Counts<B> {
     pub const INEXACT: usize = 1;
     /// Index of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
-
-    /// Counts with these values.
-    pub fn new(b: &B, non_zero: u64, inexact: u64, non_finite: u64) -> Result<Self> {
-        Ok(Self(b.upload(&[non_zero, inexact, non_finite])?))
-    }
 }
 
 /// In what form a fused kernel writes its result.

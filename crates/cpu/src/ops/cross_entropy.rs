@@ -7,7 +7,7 @@ use crate::sums::{WideLanes, sum_f64, wide_sum};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
-use nibble_core::{Backend, DType, Result, Tensor};
+use nibble_core::{DType, Result, Tensor};
 use nibble_formats::math::log;
 use rayon::prelude::*;
 
@@ -27,7 +27,7 @@ pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<Cros
         Some(DType::Bf16) => Some(with_gradient::<bf16>(&rows, &op, logits, loss.as_mut_slice())?),
     };
     let shard_nats = shard_sums(cpu, loss.as_slice(), op.shards)?;
-    let bad_ids = cpu.upload(&[rows.bad_ids()])?;
+    let bad_ids = cpu.computed(&[rows.bad_ids()]);
     Ok(CrossEntropyOut { loss, shard_nats, bad_ids, dlogits })
 }
 
@@ -46,7 +46,7 @@ fn with_gradient<T: Real>(
 pub(super) fn shard_sums(cpu: &Cpu, loss: &[f32], shards: usize) -> Result<Buf<f64>> {
     let each = loss.len() / shards.max(1);
     let sums: Vec<f64> = (0..shards).map(|s| sum_f64(cpu.isa(), &loss[s * each..][..each])).collect();
-    cpu.upload(&sums)
+    Ok(cpu.computed(&sums))
 }
 
 /// Some rows of a cross-entropy, by their targets.

@@ -5,7 +5,7 @@ use crate::gemm::Isa;
 use crate::simd::{Real, rows_per_task};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
-use nibble_core::{Backend, DType, Data, Error, Result, Tensor};
+use nibble_core::{DType, Data, Error, Result, Tensor};
 
 /// Copies rows, rounding them on the way.
 pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
@@ -16,7 +16,7 @@ pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
         DType::F32 => Data::F32(look_up(cpu, table, ids, d, round_f32)),
         DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d, round_bf16)),
     };
-    Ok(EmbedOut { x: Tensor::new(data, ids.len(), d)?, bad_ids: cpu.upload(&[bad])? })
+    Ok(EmbedOut { x: Tensor::new(data, ids.len(), d)?, bad_ids: cpu.computed(&[bad]) })
 }
 
 /// The row of a table that an id stands for, if it does.

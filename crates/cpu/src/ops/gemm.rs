@@ -80,11 +80,11 @@ fn product(
 }
 
 /// The scalar specification is the engine on portable code: the dots of [`crate::gemm::spec`], tile by tile.
-fn engine(cpu: &Cpu, op: &'static str) -> Result<Engine> {
+pub(super) fn engine(cpu: &Cpu, op: &'static str) -> Result<Engine> {
     Engine::with_isa(cpu.isa()).map_err(|e| refused(op, e))
 }
 
-fn refused(op: &'static str, e: GemmError) -> Error {
+pub(super) fn refused(op: &'static str, e: GemmError) -> Error {
     Error::shape(op, e.argument, e.got, e.expected)
 }
 

@@ -8,8 +8,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Add, CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{
-    Backend, BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
-    round_up,
+    BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor, round_up,
 };
 
 /// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
@@ -61,8 +60,8 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let as_i32 = |values: &[usize]| values.iter().map(|&v| v as i32).collect::<Vec<_>>();
     Ok(PermuteMap {
         groups: Groups {
-            start: cpu.upload(&as_i32(&start))?,
-            len: cpu.upload(&as_i32(&counts))?,
+            start: cpu.computed(&as_i32(&start)),
+            len: cpu.computed(&as_i32(&counts)),
             row_id,
             num_groups: op.num_groups,
             align: op.align,
@@ -73,7 +72,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
         num_slots: occupied,
         slot_row,
         occupancy: Occupancy {
-            found: cpu.upload(&as_i32(&[end, occupied]))?,
+            found: cpu.computed(&as_i32(&[end, occupied])),
             num_slots: occupied,
             capacity: op.capacity,
         },

@@ -50,7 +50,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         (None, BlockAxis::Col) => spec::to_cols(op.x, &spans, &mut out),
         (None, _) => spec::lift_rows(op.x, &spans, &mut out),
     };
-    Ok(Transcoded { out, transposed: None, counts: Counts::new(cpu, non_zero, inexact, non_finite)? })
+    Ok(Transcoded { out, transposed: None, counts: Counts(cpu.computed(&[non_zero, inexact, non_finite])) })
 }
 
 /// Both planes of a weight.
@@ -63,6 +63,6 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
         |rows, cols| unwritten(cpu, Format::E4m3, x.rule, BlockAxis::Tile, (stack * rows, cols, stack));
     let (mut out, mut transposed) = (plane(n, k), plane(k, n));
     let [non_zero, inexact, non_finite] = spec::lift_tiles(x, &mut out, &mut transposed);
-    let counts = Counts::new(cpu, non_zero, inexact, non_finite)?;
+    let counts = Counts(cpu.computed(&[non_zero, inexact, non_finite]));
     Ok(Transcoded { out, transposed: Some(transposed), counts })
 }

@@ -4,9 +4,9 @@
 use super::Instance;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
+use crate::{Buffer, Device};
 use bytemuck::Pod;
 use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
 use std::ffi::c_void;

@@ -5,9 +5,9 @@ pub use super::grouped_config::{Adds, Config, Order};
 use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product::{GroupsArg, same_device};
-use crate::device::{Buffer, Device};
 use crate::launch::KernelArg;
 use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
+use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::{Error, Result};
 

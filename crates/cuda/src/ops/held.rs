@@ -2,7 +2,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
+use crate::{Buffer, Device};
 use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Scales, Tensor};
 
 /// Holds the buffers of an operation to their lengths and to its device, before a kernel is told of them: their fields are

@@ -19,6 +19,7 @@ mod product_parts;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod route;
+pub(crate) mod slots;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
@@ -59,6 +60,7 @@ pub fn instances() -> Vec<Instance> {
         permute::instances(),
         plan_permute::instances(),
         route::instances(),
+        slots::instances(),
         elementwise::instances(),
         init_normal::instances(),
     ]

@@ -6,9 +6,9 @@
 use super::Instance;
 use super::copy_rows::{Order, Reorder};
 use super::held::Held;
+use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};

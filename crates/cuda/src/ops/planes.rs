@@ -2,9 +2,9 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
 use crate::jit::TemplateArg;
 use crate::launch::KernelArg;
+use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Data, Result, Scales, Tensor};

@@ -1,6 +1,6 @@
 //! What the products have in common: how scales and groups are passed, and what D may be.
 
-use crate::device::{Buffer, Device};
+use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::{Error, Result};
 

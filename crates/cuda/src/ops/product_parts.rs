@@ -4,9 +4,9 @@
 use super::gemm::Product;
 use super::grouped_product::{Desc, GroupedProduct, Kind, Operand as Factor, Out};
 use super::product::{GroupBuffers, Ragged, Target};
-use crate::device::{Buffer, Device};
 use crate::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg, Launch};
+use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::{Data, Error, Operand, Result, Tensor};
 

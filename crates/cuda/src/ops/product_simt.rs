@@ -2,9 +2,9 @@
 //! formats that the tensor-core kernels do not take.
 
 use super::product::{GroupBuffers, GroupsArg, Ragged, Scales, ScalesArg, Target, same_device};
-use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
+use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::{Error, Result};
 

@@ -6,7 +6,7 @@ pub(super) use config::instances;
 
 use super::held::Held;
 use super::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
-use crate::device::Buffer;
+use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};

@@ -10,10 +10,10 @@ use super::planes::{
 };
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
+use crate::{Buffer, Device};
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};

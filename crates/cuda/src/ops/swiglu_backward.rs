@@ -11,10 +11,10 @@ use super::swiglu::{
 };
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::{Buffer, Device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
+use crate::{Buffer, Device};
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
 use nibble_core::{BlockScaled, DType, Error, Operand, Result, Scales};

@@ -2,9 +2,9 @@
 
 use super::copy_rows::{CopyRows, Order, Plane, Span};
 use super::held::Held;
+use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::device::Buffer;
 use nibble_core::ops::{PackRows, UnpackRows};
 use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
 use nibble_formats::{Format, ScaleRule};

@@ -75,6 +75,9 @@ impl<B: Convert> Convert for Recorder<B> {
     op!(combine_slots(CombineSlots { reads rows; may_read index, plus; plain top_k; }) -> Tensor<Self>);
     op!(pack_rows(PackRows { reads rows, index; }) -> plane u8);
     op!(unpack_rows(UnpackRows { reads bytes; plain kind; }) -> Operand<Self>);
+    op!(assign_ranks(AssignRanks { reads expert; plain top_k, experts_each, world; }) -> SlotRanks<Self>);
+    op!(pack_slots(PackSlots { reads slot, expert, weight, token_id; plain top_k, experts_each; }) -> plane i32);
+    op!(unpack_slots(UnpackSlots { reads records; plain top_k; }) -> ReceivedSlots<Self>);
     op!(swiglu(Swiglu { reads h; may_read weight, groups; plain a, save_h; }) -> SwigluOut<Self>);
     op!(swiglu_backward(SwigluBackward {
         reads h, da; may_read weight, groups; plain dh, a;
@@ -117,6 +120,32 @@ impl<B: Model> Model for Recorder<B> {
         writes param, exp_avg, exp_avg_sq;
         plain beta1, beta2, eps, weight_decay;
     }) -> ());
+
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+        let mut call = self.call("head_loss", &op);
+        let HeadLoss { x, w, targets, shards, chunk, grad } = op;
+        let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
+        let grad = match grad {
+            Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
+                Some((call.reads(wt)?, scale, call.writes(dw)?, accumulate))
+            }
+            None => None,
+        };
+        call.issue(move |b: &B, run| {
+            let (x, w, targets) = (open(b, &x)?, open(b, &w)?, open(b, &targets)?);
+            let mut grad = match &grad {
+                Some((wt, scale, dw, accumulate)) => {
+                    Some((open(b, wt)?, *scale, Taken::new(b, dw, run)?, *accumulate))
+                }
+                None => None,
+            };
+            let grad = grad.as_mut().map(|(wt, scale, dw, accumulate)| {
+                let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
+                HeadLossGrad { wt, scale, dw, accumulate }
+            });
+            b.head_loss(HeadLoss { x: &x, w: &w, targets: &targets, shards, chunk, grad })
+        })
+    }
 
     fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
         let mut call = self.call("collect", &op);

@@ -143,6 +143,21 @@ over!(CrossEntropyOut, |x, m| CrossEntropyOut {
     bad_ids: m.buf(&x.bad_ids)?,
     dlogits: x.dlogits.mapped(m)?,
 });
+over!(HeadLossOut, |x, m| HeadLossOut {
+    shard_nats: m.buf(&x.shard_nats)?,
+    bad_ids: m.buf(&x.bad_ids)?,
+    dx: x.dx.mapped(m)?,
+});
+over!(SlotRanks, |x, m| SlotRanks {
+    rank: m.buf(&x.rank)?,
+    first: m.buf(&x.first)?,
+    counts: m.buf(&x.counts)?
+});
+over!(ReceivedSlots, |x, m| ReceivedSlots {
+    token_id: m.buf(&x.token_id)?,
+    expert: m.buf(&x.expert)?,
+    weight: m.buf(&x.weight)?,
+});
 
 /// What an operation of the inner backend returns.
 pub(super) trait Made<B: Backend> {

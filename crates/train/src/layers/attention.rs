@@ -1,14 +1,14 @@
 //! Causal self-attention with grouped query heads, RMSNorm on each query and key head, and RoPE (Qwen3).
 //! t tokens, d model, h heads, g key/value heads, c head_dim.
 
-use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved};
+use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
 use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, Rope};
 use nibble_core::recipe::Kind;
-use nibble_core::{DType, Kernels, Result, Tensor};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Sizes of an attention layer.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +68,8 @@ pub struct Attention<B: Kernels> {
 #[derive(Debug)]
 pub struct AttentionSaved<B: Kernels> {
     layer: String,
-    qkv: [LinearSaved<B>; 3],
+    /// The input of queries, keys and values, once for all three.
+    x: Operand<B>,
     q_norm: NormSaved<B>,
     k_norm: NormSaved<B>,
     v: Tensor<B>,
@@ -79,7 +80,7 @@ pub struct AttentionSaved<B: Kernels> {
 
 impl<B: Kernels> Saved for AttentionSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        self.qkv.iter().for_each(|s| s.ledger(ledger));
+        ledger.operand(&self.layer, "x", &self.x);
         self.q_norm.ledger(ledger);
         self.k_norm.ledger(ledger);
         ledger.tensor(&self.layer, "v", &self.v);
@@ -169,9 +170,10 @@ impl<B: Kernels> Layer<B> for Attention<B> {
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
         let groups = cx.training.then_some(&cx.shards.groups);
         let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td, groups)?;
-        let (q, q_saved) = self.q.forward_shared(cx, &input)?;
-        let (k, k_saved) = self.k.forward_shared(cx, &input)?;
-        let (v, v_saved) = self.v.forward_shared(cx, &input)?;
+        let Input { fprop, saved: x } = input;
+        let [q, k, v] =
+            [self.q.product(cx, &fprop)?, self.k.product(cx, &fprop)?, self.v.product(cx, &fprop)?];
+        drop(fprop);
         let (q, q_norm) = self.heads(cx, &self.q_norm, q)?;
         let (k, k_norm) = self.heads(cx, &self.k_norm, k)?;
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
@@ -179,7 +181,7 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         let (y_td, o) = self.o.forward(cx, attended.out.clone())?;
         let saved = AttentionSaved {
             layer: self.name.clone(),
-            qkv: [q_saved, k_saved, v_saved],
+            x,
             q_norm,
             k_norm,
             v,
@@ -211,9 +213,12 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         let dk = self.rotate(cx, &grads.dk, true)?.reshape(t * self.shape.kv_heads, head_dim)?;
         let dq = self.q_norm.backward(cx, saved.q_norm, dq)?.reshape(t, self.shape.heads * head_dim)?;
         let dk = self.k_norm.backward(cx, saved.k_norm, dk)?.reshape(t, self.shape.kv_heads * head_dim)?;
-        let [q_saved, k_saved, v_saved] = saved.qkv;
-        let dx = self.q.backward(cx, q_saved, dq)?;
-        let dx = Add { a: &dx, b: &self.k.backward(cx, k_saved, dk)? }.run(cx.b)?;
-        Add { a: &dx, b: &self.v.backward(cx, v_saved, grads.dv)? }.run(cx.b)
+        // One lift for all three. It has a name of its own, and so random bits, should it draw any.
+        let section = cx.section(Kind::Linear, &self.name);
+        let x = wgrad_x(cx, &format!("{}.qkv", self.name), &section, &saved.x, &cx.shards.groups)?;
+        drop(saved.x);
+        let dx = self.q.gradients(cx, &x, &dq)?;
+        let dx = Add { a: &dx, b: &self.k.gradients(cx, &x, &dk)? }.run(cx.b)?;
+        Add { a: &dx, b: &self.v.gradients(cx, &x, &grads.dv)? }.run(cx.b)
     }
 }

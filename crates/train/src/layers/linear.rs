@@ -96,10 +96,19 @@ impl<B: LayerKernels> Linear<B> {
         self.weight.prepare(cx, &section)
     }
 
-    /// The forward pass from an input that other layers share.
-    pub fn forward_shared(&self, cx: &Cx<'_, B>, x: &Input<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
-        let y_tn = Gemm { a: &x.fprop, b: self.weight.w()?, out: self.out }.run(cx.b)?;
-        Ok((y_tn, LinearSaved { layer: self.site().to_owned(), x: x.saved.clone() }))
+    /// Y, from an input that other layers may share.
+    pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
+        Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)
+    }
+
+    /// dX, and the weight's gradient, from an input that other layers may share, as wgrad takes it.
+    pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
+        let section = self.section(cx);
+        let groups = &cx.shards.groups;
+        let (rows, cols) = gradient_operands(cx, self.site(), "dy", &section, dy_tn, groups)?;
+        let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
+        self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
+        Ok(dx_tk)
     }
 }
 
@@ -110,18 +119,15 @@ impl<B: LayerKernels> Layer<B> for Linear<B> {
 
     fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
         let groups = cx.training.then_some(&cx.shards.groups);
-        let input = Input::new(cx, self.site(), &self.section(cx), &x_tk, groups)?;
-        self.forward_shared(cx, &input)
+        let x = Input::new(cx, self.site(), &self.section(cx), &x_tk, groups)?;
+        let y_tn = self.product(cx, &x.fprop)?;
+        Ok((y_tn, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
-        let section = self.section(cx);
-        let groups = &cx.shards.groups;
-        let (rows, cols) = gradient_operands(cx, self.site(), "dy", &section, &dy_tn, groups)?;
-        let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, self.site(), &section, &saved.x, groups)?;
-        self.weight.accumulate_wgrad(cx, &cols, &x, groups)?;
-        Ok(dx_tk)
+        let x = wgrad_x(cx, self.site(), &self.section(cx), &saved.x, &cx.shards.groups)?;
+        drop(saved);
+        self.gradients(cx, &x, &dy_tn)
     }
 }
 

@@ -1,11 +1,13 @@
 //! Layers with hand-written backward passes. A layer gives back what its backward pass needs, and keeps nothing.
 
 mod attention;
+mod head;
 mod linear;
 mod mlp;
 mod norm;
 
 pub use attention::{Attention, AttentionSaved, AttentionShape, rope_table};
+pub use head::{HeadInput, HeadSaved};
 pub use linear::{Input, Linear, LinearSaved};
 pub(crate) use linear::{gradient_operands, one_read, wgrad_x};
 pub use mlp::{Mlp, MlpSaved};

@@ -8,15 +8,15 @@ pub use names::Named;
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionSaved, AttentionShape, Layer, Linear, LinearSaved, Mlp, MlpSaved, Norm, NormSaved,
-    rope_table,
+    Attention, AttentionSaved, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, MlpSaved, Norm,
+    NormSaved, rope_table,
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, MoeShape};
 use crate::param::{Param, Placement, Writes};
-use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut};
+use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut, verify_ids};
 use nibble_core::recipe::Kind;
-use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
+use nibble_core::{Comm, DType, Data, Kernels, Plain, Recipe, Result, Tensor};
 
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
@@ -127,13 +127,24 @@ pub struct Decoder<B: Kernels> {
     pub head: Option<Linear<B>>,
 }
 
-/// What a forward pass gives.
+/// What a pass over tokens gives, still on the device.
 #[derive(Debug)]
 pub struct DecoderOut<B: Kernels> {
-    /// F32 `[t, v]`.
-    pub logits: Tensor<B>,
-    /// How many ids were no tokens of the vocabulary; one value.
-    pub bad_ids: B::Buf<u64>,
+    /// Nats of each shard.
+    pub shard_nats: B::Buf<f64>,
+    /// How many inputs, and how many targets, are no tokens of the vocabulary; one value each.
+    pub bad_ids: [B::Buf<u64>; 2],
+}
+
+impl<B: Kernels> DecoderOut<B> {
+    /// Reads the counts from the device, waiting for the pass.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Shape`] naming `op` and the first of inputs and targets that has a bad one.
+    pub fn verify_ids(&self, b: &B, op: &'static str, vocab: usize) -> Result<()> {
+        let mut counts = ["inputs", "targets"].into_iter().zip(&self.bad_ids);
+        counts.try_for_each(|(argument, bad)| verify_ids(b, op, argument, bad, vocab))
+    }
 }
 
 /// What the decoder keeps.
@@ -143,7 +154,7 @@ pub struct DecoderSaved<B: Kernels> {
     /// One a decoder layer.
     pub blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
-    head: LinearSaved<B>,
+    head: HeadSaved<B>,
 }
 
 impl<B: Kernels> Saved for DecoderSaved<B> {
@@ -266,9 +277,52 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
-    /// Logits of every position from token ids.
-    pub fn forward(&self, cx: &Cx<'_, B>, ids: B::Buf<i32>) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
-        let op = Embed { table: &self.embed.weight.master, ids: &ids, dtype: cx.activations() };
+    /// Forgets every gradient.
+    pub fn clear_gradients(&mut self) {
+        self.params().into_iter().for_each(Param::clear_gradient);
+    }
+
+    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are made here, while
+    /// there are logits, of `scale` · the sum of the losses.
+    pub fn forward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        ids: B::Buf<i32>,
+        targets: &B::Buf<i32>,
+        scale: f32,
+    ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
+        let Trunk { x_td, bad_ids, blocks, norm } = self.trunk(cx, &ids)?;
+        let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
+        let head = self.head.as_mut().unwrap_or(&mut self.embed);
+        let (loss, head) = head.losses_and_gradients(cx, &input, scale)?;
+        let out = DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] };
+        Ok((out, DecoderSaved { ids, blocks, norm, head }))
+    }
+
+    /// The losses of these tokens, summed over `shards` equal runs of them.
+    pub fn losses(
+        &self,
+        cx: &Cx<'_, B>,
+        ids: &B::Buf<i32>,
+        targets: &B::Buf<i32>,
+        shards: usize,
+    ) -> Result<DecoderOut<B>> {
+        let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let loss = head.losses(cx, &HeadInput { x_td: &x_td, targets, shards })?;
+        Ok(DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] })
+    }
+
+    /// Logits after the last of these tokens, F32 `[1, v]`; and how many of them are no tokens of the vocabulary.
+    pub fn last_logits(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, B::Buf<u64>)> {
+        let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        Ok((head.logits(cx, last_row(cx.b, &x_td)?)?, bad_ids))
+    }
+
+    /// All but the head.
+    fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
+        let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
         let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
@@ -276,16 +330,13 @@ impl<B: Kernels> Decoder<B> {
             x_td = y_td;
             blocks.push(saved);
         }
-        let (n_td, norm) = self.norm.forward(cx, x_td)?;
-        let (logits, head) = self.head.as_ref().unwrap_or(&self.embed).forward(cx, n_td)?;
-        Ok((DecoderOut { logits, bad_ids }, DecoderSaved { ids, blocks, norm, head }))
+        let (x_td, norm) = self.norm.forward(cx, x_td)?;
+        Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 
-    /// Adds every parameter's gradient, from the gradient of the logits.
-    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: DecoderSaved<B>, dlogits: Tensor<B>) -> Result<()> {
-        let head = self.head.as_mut().unwrap_or(&mut self.embed);
-        let dn_td = head.backward(cx, saved.head, dlogits)?;
-        let mut dx_td = self.norm.backward(cx, saved.norm, dn_td)?;
+    /// Adds every parameter's gradient but the head's, which has it since the forward pass.
+    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: DecoderSaved<B>) -> Result<()> {
+        let mut dx_td = self.norm.backward(cx, saved.norm, saved.head.dx)?;
         for (block, saved) in self.blocks.iter_mut().zip(saved.blocks).rev() {
             dx_td = block.backward(cx, saved, dx_td)?;
         }
@@ -294,4 +345,26 @@ impl<B: Kernels> Decoder<B> {
             EmbedBackward { ids: &saved.ids, dy: &dx_td, grad, shards }.run(cx.b)
         })
     }
+}
+
+/// What all but the head gives and keeps.
+struct Trunk<B: Kernels> {
+    /// The head's input, `[t, d]`.
+    x_td: Tensor<B>,
+    bad_ids: B::Buf<u64>,
+    blocks: Vec<BlockSaved<B>>,
+    norm: NormSaved<B>,
+}
+
+/// The last row, by way of the host: one row is no reason for an operation of its own.
+fn last_row<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<Tensor<B>> {
+    fn tail<B: Kernels, T: Plain>(b: &B, x: &B::Buf<T>, len: usize) -> Result<B::Buf<T>> {
+        let all = B::len(x);
+        b.upload(&b.finish_download(b.begin_download(x, all - len.min(all)..all)?)?)
+    }
+    let data = match &x.data {
+        Data::F32(data) => Data::F32(tail(b, data, x.cols)?),
+        Data::Bf16(data) => Data::Bf16(tail(b, data, x.cols)?),
+    };
+    Tensor::new(data, 1, x.cols)
 }

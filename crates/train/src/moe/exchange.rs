@@ -6,10 +6,12 @@
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
+use nibble_core::formats::Format;
 use nibble_core::ops::{
-    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, Routing, UnpackRows, Unpermute,
+    AssignRanks, CombineSlots, GatherScalars, PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows,
+    UnpackSlots, record_words,
 };
-use nibble_core::{Error, LayerKernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use nibble_core::{Data, Error, LayerKernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
@@ -26,16 +28,10 @@ pub struct Plan<B: LayerKernels> {
 struct Wire<B: LayerKernels> {
     /// Token of each row sent, by destination.
     send_token: B::Buf<i32>,
-    /// Token rows to and from each rank.
-    send_rows: Vec<usize>,
-    recv_rows: Vec<usize>,
-    /// Slot rows that come back from, and go back to, each rank.
-    slots_from: Vec<usize>,
-    slots_to: Vec<usize>,
-    /// For each (token, slot), its place among the slot rows that come back.
+    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
     slot_place: B::Buf<i32>,
-    /// 0, 1, 2 …: all slot rows in order.
-    all_slots: B::Buf<i32>,
+    /// How many rows: what the transport needs to know on the host.
+    rows: RowCounts,
 }
 
 impl<B: LayerKernels> Saved for Plan<B> {
@@ -55,71 +51,44 @@ impl<B: LayerKernels> Saved for Plan<B> {
         }
         ledger.words::<B, f32>(LAYER, "plan", &self.gate_r);
         if let Some(wire) = &self.wire {
-            for index in [&wire.send_token, &wire.slot_place, &wire.all_slots] {
+            for index in [&wire.send_token, &wire.slot_place] {
                 ledger.words::<B, i32>(LAYER, "plan", index);
             }
         }
     }
 }
 
-/// What one rank sends: built from its routing, on the host, as the transport needs it there.
-struct Outbox {
-    /// Tokens for each rank, ascending.
-    tokens: Vec<Vec<usize>>,
-    /// For each (token, slot), its rank and its place among the slots of that rank.
-    slot: Vec<(usize, usize)>,
-    /// Slots on each rank.
-    slots: Vec<usize>,
+/// Rows that go between this rank and each of all, itself among them.
+#[derive(Debug, PartialEq, Eq)]
+struct RowCounts {
+    /// Tokens sent.
+    tokens_to: Vec<usize>,
+    /// Tokens that arrive.
+    tokens_from: Vec<usize>,
+    /// Slots that come back.
+    slots_from: Vec<usize>,
+    /// Slots that go back.
+    slots_to: Vec<usize>,
 }
 
-impl Outbox {
-    fn new(expert: &[i32], top_k: usize, experts_each: usize, world: usize) -> Self {
-        let mut outbox = Self { tokens: vec![Vec::new(); world], slot: Vec::new(), slots: vec![0; world] };
-        for (token, experts) in expert.chunks(top_k).enumerate() {
-            for &e in experts {
-                let rank = e as usize / experts_each;
-                if outbox.tokens[rank].last() != Some(&token) {
-                    outbox.tokens[rank].push(token);
-                }
-                outbox.slot.push((rank, outbox.slots[rank]));
-                outbox.slots[rank] += 1;
-            }
+impl RowCounts {
+    /// From every rank's tokens and slots to every rank, `[world, world, 2]`.
+    fn of(table: &[i32], rank: usize, world: usize) -> Result<Self> {
+        let error = |why| Error::Comm { call: "counts", rank, why };
+        if table.len() != 2 * world * world {
+            return Err(error(format!("{} counts among {world} ranks", table.len())));
         }
-        outbox
-    }
-
-    /// Token of each row sent, by destination.
-    fn send_token(&self) -> Vec<i32> {
-        self.tokens.iter().flatten().map(|t| *t as i32).collect()
-    }
-
-    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
-    fn slot_place(&self) -> Vec<i32> {
-        let first_of: Vec<usize> =
-            self.slots.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n))).collect();
-        self.slot.iter().map(|(rank, i)| (first_of[*rank] + i) as i32).collect()
-    }
-
-    /// Global token, then for each slot the expert local to `rank` or −1, then the slots' gate weights as bits.
-    fn records(
-        &self,
-        rank: usize,
-        first_token: usize,
-        expert: &[i32],
-        weight: &[f32],
-        top_k: usize,
-        experts_each: usize,
-    ) -> Vec<i32> {
-        let local = |e: i32| if e as usize / experts_each == rank { e % experts_each as i32 } else { -1 };
-        self.tokens[rank]
-            .iter()
-            .flat_map(|&t| {
-                let slots = t * top_k..(t + 1) * top_k;
-                let experts = expert[slots.clone()].iter().map(move |&e| local(e));
-                let weights = weight[slots].iter().map(|w| w.to_bits() as i32);
-                std::iter::once((first_token + t) as i32).chain(experts).chain(weights)
-            })
-            .collect()
+        if let Some(n) = table.iter().find(|n| **n < 0) {
+            return Err(error(format!("a negative number of rows: {n}")));
+        }
+        let between = |from: usize, to: usize, what: usize| table[(from * world + to) * 2 + what] as usize;
+        let all = |count: &dyn Fn(usize) -> usize| (0..world).map(count).collect();
+        Ok(Self {
+            tokens_to: all(&|peer| between(rank, peer, 0)),
+            tokens_from: all(&|peer| between(peer, rank, 0)),
+            slots_from: all(&|peer| between(rank, peer, 1)),
+            slots_to: all(&|peer| between(peer, rank, 1)),
+        })
     }
 }
 
@@ -170,64 +139,61 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
         op.run(self.cx.b)
     }
 
-    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
+    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. The host reads
+    /// how many, once; everything else stays on the device.
     fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
-        let (cx, k, world) = (self.cx, self.top_k, self.cx.comm.world());
-        let experts_each = self.experts / world;
-        let (expert, weight) = (cx.b.download(&routing.expert)?, cx.b.download(&routing.weight)?);
-        let outbox = Outbox::new(&expert, k, experts_each, world);
-        let send_rows: Vec<usize> = outbox.tokens.iter().map(Vec::len).collect();
-        let recv_rows = self.counts(&send_rows)?;
-        let records: Vec<i32> = (0..world)
-            .flat_map(|p| outbox.records(p, cx.shards.first_token, &expert, &weight, k, experts_each))
-            .collect();
-        let sent = cx.b.upload(bytemuck::cast_slice::<i32, u8>(&records))?;
-        let record = 1 + 2 * k;
-        let received = cx.comm.all_to_all_v(cx.b, &sent, 4 * record, &send_rows, &recv_rows)?;
-        let received: Vec<i32> = bytemuck::pod_collect_to_vec(&cx.b.download(&received)?);
-
-        let token_id: Vec<i32> = received.chunks(record).map(|r| r[0]).collect();
-        let expert: Vec<i32> = received.chunks(record).flat_map(|r| r[1..=k].to_vec()).collect();
-        let weight: Vec<f32> = received
-            .chunks(record)
-            .flat_map(|r| r[1 + k..].iter().map(|&w| f32::from_bits(w as u32)))
-            .collect();
-        let mut slots_to = Vec::with_capacity(world);
-        let mut rest = expert.as_slice();
-        for rows in &recv_rows {
-            let (mine, tail) = rest.split_at(rows * k);
-            slots_to.push(mine.iter().filter(|e| **e >= 0).count());
-            rest = tail;
+        let (b, comm, top_k, world) = (self.cx.b, self.cx.comm, self.top_k, self.cx.comm.world());
+        let (expert, experts_each) = (&routing.expert, self.experts / world);
+        let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
+        let counts = comm.counts(b, &ranks.counts)?;
+        let counts = b.begin_download(&counts, 0..B::len(&counts))?;
+        // While the counts are under way: the slots by rank, whose number is known.
+        let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
+        let rows = RowCounts::of(&b.finish_download(counts)?, comm.rank(), world)?;
+        let placed: usize = rows.slots_from.iter().sum();
+        if placed != B::len(expert) {
+            let got = format!("an expert in {placed} of {} slots", B::len(expert));
+            return Err(Error::shape(
+                "exchange",
+                "routing.expert",
+                got,
+                format!("0 to {}", self.experts - 1),
+            ));
         }
-        let map =
-            self.sort(&cx.b.upload(&expert)?, &cx.b.upload(&token_id)?, slots_to.iter().sum(), align)?;
-        let gate_r = GatherScalars { values: &cx.b.upload(&weight)?, index: &map.row_slot }.run(cx.b)?;
-        let all_slots: Vec<i32> = (0..map.num_slots as i32).collect();
-        let wire = Wire {
-            send_token: cx.b.upload(&outbox.send_token())?,
-            slot_place: cx.b.upload(&outbox.slot_place())?,
-            all_slots: cx.b.upload(&all_slots)?,
-            send_rows,
-            recv_rows,
-            slots_from: outbox.slots,
-            slots_to,
+        let tokens = self.sort_by_rank(&ranks.first, rows.tokens_to.iter().sum())?;
+
+        let records = PackSlots {
+            slot: &tokens.row_slot,
+            expert,
+            weight: &routing.weight,
+            top_k,
+            experts_each,
+            token_id: &self.cx.shards.groups.row_id,
         };
+        let sent = b.reinterpret(&records.run(b)?)?;
+        let record_bytes = size_of::<i32>() * record_words(top_k);
+        let received = comm.all_to_all_v(b, &sent, record_bytes, &rows.tokens_to, &rows.tokens_from)?;
+        let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
+        let map = self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
+        let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
+        let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, rows };
         Ok(Plan { map, gate_r, wire: Some(wire) })
     }
 
-    /// How many rows come from each rank, given how many go there.
-    fn counts(&self, send: &[usize]) -> Result<Vec<usize>> {
-        let send: Vec<i32> = send.iter().map(|n| *n as i32).collect();
-        let received = self.cx.comm.counts(self.cx.b, &self.cx.b.upload(&send)?)?;
-        self.cx.b.download(&received)?.into_iter().map(|n| self.count(n)).collect()
-    }
-
-    fn count(&self, n: i32) -> Result<usize> {
-        usize::try_from(n).map_err(|_| Error::Comm {
-            call: "counts",
-            rank: self.cx.comm.rank(),
-            why: format!("a negative number of rows: {n}"),
-        })
+    /// Sorts this rank's slots by the rank they go to, −1 for none; `slots` of them go somewhere, and get a row each.
+    fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
+        let (top_k, num_groups) = (self.top_k, self.cx.comm.world());
+        let token_id = &self.cx.shards.groups.row_id;
+        let op = PlanPermute {
+            expert: rank,
+            token_id,
+            top_k,
+            num_slots: slots,
+            num_groups,
+            align: 1,
+            capacity: slots,
+        };
+        op.run(self.cx.b)
     }
 
     /// Sends each token's row to the ranks of its experts and sorts what arrives by expert: `[t, d] → [r, d]`.
@@ -237,13 +203,23 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
         };
         let kind = rows_td.row_kind();
         let sent = PackRows { rows: rows_td, index: &wire.send_token }.run(self.cx.b)?;
-        let received = self.send(&sent, kind, &wire.send_rows, &wire.recv_rows)?;
+        let received = self.send(&sent, kind, &wire.rows.tokens_to, &wire.rows.tokens_from)?;
         Permute { rows: &received, map: &plan.map }.run(self.cx.b)
     }
 
     fn send(&self, rows: &B::Buf<u8>, kind: RowKind, to: &[usize], from: &[usize]) -> Result<Operand<B>> {
-        let bytes = self.cx.comm.all_to_all_v(self.cx.b, rows, kind.row_bytes(), to, from)?;
-        UnpackRows { bytes: &bytes, kind }.run(self.cx.b)
+        let b = self.cx.b;
+        let bytes = self.cx.comm.all_to_all_v(b, rows, kind.row_bytes(), to, from)?;
+        if kind.row_bytes() > kind.code_bytes() {
+            return UnpackRows { bytes: &bytes, kind }.run(b);
+        }
+        // Nothing lies between the rows: they are what came.
+        let data = match kind.format {
+            Format::F32 => Data::F32(b.reinterpret(&bytes)?),
+            Format::Bf16 => Data::Bf16(b.reinterpret(&bytes)?),
+            _ => return UnpackRows { bytes: &bytes, kind }.run(b),
+        };
+        Tensor::new(data, from.iter().sum(), kind.cols).map(Operand::Plain)
     }
 
     /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`; adds `plus_td` to that.
@@ -258,9 +234,9 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
             return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
                 .run(b);
         };
-        let slots = Unpermute { rows: &Operand::Plain(rows_rd.clone()), map: &plan.map }.run(b)?;
-        let sent = PackRows { rows: &slots, index: &wire.all_slots }.run(b)?;
-        let received = self.send(&sent, slots.row_kind(), &wire.slots_to, &wire.slots_from)?;
+        let rows = Operand::Plain(rows_rd.clone());
+        let sent = PackRows { rows: &rows, index: &plan.map.slot_row }.run(b)?;
+        let received = self.send(&sent, rows.row_kind(), &wire.rows.slots_to, &wire.rows.slots_from)?;
         let rows = received.plain("combine")?;
         CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
     }
@@ -270,9 +246,11 @@ impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
         let b = self.cx.b;
         let slots = GatherScalars { values: values_r, index: &plan.map.slot_row }.run(b)?;
         let Some(wire) = &plan.wire else { return Ok(slots) };
-        let bytes = b.upload(bytemuck::cast_slice::<f32, u8>(&b.download(&slots)?))?;
-        let received = self.cx.comm.all_to_all_v(b, &bytes, 4, &wire.slots_to, &wire.slots_from)?;
-        let values: Vec<f32> = bytemuck::pod_collect_to_vec(&b.download(&received)?);
-        GatherScalars { values: &b.upload(&values)?, index: &wire.slot_place }.run(b)
+        let (bytes, to, from) = (b.reinterpret(&slots)?, &wire.rows.slots_to, &wire.rows.slots_from);
+        let received = self.cx.comm.all_to_all_v(b, &bytes, size_of::<f32>(), to, from)?;
+        GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -260,11 +260,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let cx = setup.inference_cx(ids.len())?;
         let last = setup.b.within(activations, || {
             model.prepare(&cx)?;
-            let (out, _) = model.forward(&cx, cx.b.upload(ids)?)?;
+            let (logits, bad_ids) = model.last_logits(&cx, &cx.b.upload(ids)?)?;
             model.release();
-            verify_ids(cx.b, "embed", "ids", &out.bad_ids, out.logits.cols)?;
-            let all = out.logits.to_f32_vec(cx.b)?;
-            Ok(all[all.len() - out.logits.cols..].to_vec())
+            verify_ids(cx.b, "next_logits", "ids", &bad_ids, logits.cols)?;
+            logits.to_f32_vec(cx.b)
         });
         Ok(last?)
     }
@@ -276,6 +275,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
+        // The forward pass makes the head's gradient: where it lives during the run.
+        self.make_buffers()?;
         let Self { setup, model, activations, .. } = self;
         let t = &setup.config.train;
         let (local, rows_each) =
@@ -286,12 +287,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
             let cx = Cx { training: true, micro_batches: t.grad_accum, seed: setup.config.seed, ..inference };
             model.prepare(&cx)?;
-            let ids = cx.b.upload(&batch.inputs)?;
+            let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
             // Counts of conversions live until the end of the step; they are not for the backward pass.
             let forget = || cx.counted.borrow_mut().truncate(0);
             forget();
             let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-            let (out, saved) = model.forward(&cx, ids)?;
+            let (out, saved) = model.forward(&cx, ids, &targets, 0.0)?;
             drop(out);
             forget();
             let live = cx.b.memory().live_bytes - before;
@@ -300,6 +301,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             Ok((ledger, live))
         });
         self.model.release();
+        self.model.clear_gradients();
         Ok(measured?)
     }
 }

@@ -4,8 +4,7 @@ use crate::config::Config;
 use crate::cx::{Cx, Shards};
 use crate::data::{Batch, Dataset};
 use crate::error::Result;
-use crate::model::{Decoder, DecoderOut};
-use nibble_core::ops::{CrossEntropy, verify_ids};
+use crate::model::Decoder;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 
 /// Everything of a trainer but the model and the buffers of its steps.
@@ -82,14 +81,11 @@ impl<B: Kernels> Setup<'_, B> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
         let cx = self.inference_cx(tokens)?;
-        let (DecoderOut { logits, bad_ids }, _) =
-            model.forward(&cx, self.b.upload(&padded(&mine.inputs, 0))?)?;
+        let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.
-        let (scale, shards, grad) = (0.0, each, None);
-        let out = CrossEntropy { logits: &logits, targets: &targets, scale, shards, grad }.run(self.b)?;
-        verify_ids(self.b, "evaluate", "inputs", &bad_ids, logits.cols)?;
-        verify_ids(self.b, "evaluate", "targets", &out.bad_ids, logits.cols)?;
+        let out = model.losses(&cx, &ids, &targets, each)?;
+        out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
         let sums: Vec<f32> = self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
         let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
         Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())

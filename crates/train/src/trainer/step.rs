@@ -12,7 +12,7 @@ use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout};
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Clock, Collect, CrossEntropy, Entry, InputLayout, OCCUPANCY_VALUES, Source,
+    BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, Source,
 };
 use nibble_core::{Error as CoreError, Kernels};
 use std::cell::RefCell;
@@ -117,22 +117,12 @@ fn place_parameters<B: Kernels>(b: &B, config: &Config, model: &mut Decoder<B>, 
     Ok(())
 }
 
-/// What a forward pass leaves for the record.
-struct Forward<'a, B: Kernels> {
-    /// Sums of losses, one a shard.
-    shard_nats: &'a B::Buf<f64>,
-    /// Inputs and targets outside the vocabulary.
-    bad_ids: [&'a B::Buf<u64>; 2],
-    saved: &'a DecoderSaved<B>,
-}
-
 /// The parts of a step over one model and its buffers.
 pub(super) struct Step<'s, 'a, B: Kernels> {
     setup: &'s Setup<'a, B>,
     model: &'s mut Decoder<B>,
     buffers: &'s mut StepBuffers<B>,
     cx: Cx<'s, B>,
-    micro: usize,
 }
 
 impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
@@ -158,7 +148,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             trace,
             ..inference
         };
-        Ok(Self { setup, model, buffers, cx, micro: 0 })
+        Ok(Self { setup, model, buffers, cx })
     }
 
     /// Gives the buffers back.
@@ -191,12 +181,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
     pub fn next_micro_batch(&mut self) -> Result<()> {
-        let Self { setup, model, buffers, cx, micro } = self;
+        let Self { setup, model, buffers, cx } = self;
         let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
         let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
         let Cx { clock, shards, .. } = cx;
-        shards.first_token = (*micro * ranks + rank) * shards.tokens();
-        *micro += 1;
         let op = BeginMicroBatch {
             inputs,
             layout: *input_layout,
@@ -209,29 +197,22 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         };
         op.run(setup.b)?;
 
-        let (DecoderOut { logits, bad_ids }, saved) = model.forward(cx, buffers.ids.clone())?;
         let scale = 1.0 / setup.config.tokens_per_step() as f32;
-        let (shards, grad) = (cx.shards.local, Some(setup.recipe.activations));
-        let op = CrossEntropy { logits: &logits, targets: &buffers.targets, scale, shards, grad };
-        let out = op.run(setup.b)?;
-        drop(logits);
-        let (shard_nats, bad_ids) = (&out.shard_nats, [&bad_ids, &out.bad_ids]);
-        self.collect(Some(Forward { shard_nats, bad_ids, saved: &saved }))?;
-        if let Some(dlogits) = out.dlogits {
-            self.model.backward(&self.cx, saved, dlogits)?;
-        }
+        let (out, saved) = model.forward(cx, buffers.ids.clone(), &buffers.targets, scale)?;
+        self.collect(Some((&out, &saved)))?;
+        self.model.backward(&self.cx, saved)?;
         self.collect(None)
     }
 
     /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
-    fn collect(&mut self, forward: Option<Forward<'_, B>>) -> Result<()> {
+    fn collect(&mut self, forward: Option<(&DecoderOut<B>, &DecoderSaved<B>)>) -> Result<()> {
         let layout = self.buffers.layout;
         let counts = self.cx.counted.borrow_mut().take(&layout)?;
         let mut entries: Vec<Entry<'_, B>> = counts.iter().map(|(site, c)| layout.counts(*site, c)).collect();
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
-        if let Some(Forward { shard_nats, bad_ids, saved }) = forward {
-            entries.push(entry(Source::F64(shard_nats), layout.nats(), layout.shards));
-            for (i, bad_ids) in bad_ids.into_iter().enumerate() {
+        if let Some((out, saved)) = forward {
+            entries.push(entry(Source::F64(&out.shard_nats), layout.nats(), layout.shards));
+            for (i, bad_ids) in out.bad_ids.iter().enumerate() {
                 entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
             }
             for (layer, moe) in saved.blocks.iter().map(|block| &block.moe).enumerate() {

@@ -11,7 +11,7 @@ use super::gpu::{Bench, COOL_DOWN, wanted};
 use crate::console::say;
 use crate::error::Result;
 use layer::{Kept, Layer, Shape};
-use nibble_core::{Recipe, Result as CoreResult};
+use nibble_core::{Backend, Recipe, Result as CoreResult};
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Cuda, OpTime};
 use serde_json::{Value, json};
@@ -154,9 +154,10 @@ fn measured(bench: &Bench, shape: Shape, recipe: &str, quick: bool) -> CoreResul
 
 /// Both passes recorded once and issued as a whole: what the host's part costs.
 fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained> {
-    let graph = bench.cuda.device().capture(|| layer.step())?;
-    // SAFETY: the layer's buffers outlive the last launch, for which the stopwatch waits; the rest is the graph's own.
-    bench.stopwatch.sustained(|| unsafe { graph.launch() })
+    let cuda = &bench.cuda;
+    let arena = cuda.arena("expert layer")?;
+    let recording = cuda.within(&arena, || cuda.record(&mut || layer.step()))?;
+    bench.stopwatch.sustained(|| cuda.replay(&recording))
 }
 
 /// The median of each call's times, summed by operation, in the order of their first calls.

@@ -328,10 +328,7 @@ impl<'a> Sink<'a> {
             None => None,
         };
         let block = |target: Option<Target>| target.map(|t| Operand::Block(t.finish()));
-        let counts = match self.codec {
-            Some(_) => Some(counts(cpu, &self.tally)?),
-            None => None,
-        };
+        let counts = self.codec.map(|_| counts(cpu, &self.tally));
         Ok(Emitted { rows: plain.or(block(self.row_plane)), cols: block(self.col_plane), counts })
     }
 }
@@ -346,9 +343,8 @@ pub(crate) fn add_tally(sum: &[AtomicU64; 3], tally: Tally) {
 }
 
 /// The counts of all tiles.
-pub(crate) fn counts(cpu: &Cpu, sum: &[AtomicU64; 3]) -> Result<Counts<Cpu>> {
-    let [non_zero, inexact, non_finite] = sum.each_ref().map(|count| count.load(Ordering::Relaxed));
-    Counts::new(cpu, non_zero, inexact, non_finite)
+pub(crate) fn counts(cpu: &Cpu, sum: &[AtomicU64; 3]) -> Counts<Cpu> {
+    Counts(cpu.computed(&sum.each_ref().map(|count| count.load(Ordering::Relaxed))))
 }
 
 /// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); none for nearest-even.
@@ -465,6 +461,6 @@ impl<'a> SquareSink<'a> {
     /// The planes, once every tile is written.
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
         let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
-        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)?) })
+        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)) })
     }
 }

@@ -39,7 +39,7 @@ fn rows_by_spec(cpu: &Cpu, x: &Tensor<Cpu>, spans: &Spans, sign: &[f32], len: us
     for row in spans.valid() {
         hadamard::rht(&mut values[row * x.cols..][..x.cols], sign, len)?;
     }
-    Tensor::from_f32(cpu, &values, x.rows, x.cols)
+    Tensor::new(Data::F32(cpu.computed(&values)), x.rows, x.cols)
 }
 
 /// The specification, block by block of each column.
@@ -65,7 +65,7 @@ fn cols_by_spec(
             }
         }
     }
-    Tensor::from_f32(cpu, &values, whole.rows, cols)
+    Tensor::new(Data::F32(cpu.computed(&values)), whole.rows, cols)
 }
 
 fn rows_vectorised(

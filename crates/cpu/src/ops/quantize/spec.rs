@@ -82,7 +82,7 @@ pub(crate) fn emit(
             Ok(Emitted {
                 rows: rows.map(|(plane, _)| Operand::Block(plane)),
                 cols: cols.map(|(plane, _)| Operand::Block(plane)),
-                counts: Some(Counts::new(cpu, non_zero, inexact, non_finite)?),
+                counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
             })
         }
     }
@@ -91,10 +91,10 @@ pub(crate) fn emit(
 /// A matrix as a plain tensor.
 pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<Tensor<Cpu>> {
     match dtype {
-        DType::F32 => Tensor::from_f32(cpu, &x.values, rows, x.cols),
+        DType::F32 => Tensor::new(Data::F32(cpu.computed(&x.values)), rows, x.cols),
         DType::Bf16 => {
             let values: Vec<bf16> = x.values.iter().map(|&v| bf16::from_f32(v)).collect();
-            Tensor::from_bf16(cpu, &values, rows, x.cols)
+            Tensor::new(Data::Bf16(cpu.computed(&values)), rows, x.cols)
         }
     }
 }
@@ -178,7 +178,7 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
     Ok(Emitted {
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
-        counts: Some(Counts::new(cpu, non_zero, inexact, non_finite)?),
+        counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
     })
 }
 

@@ -6,7 +6,7 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Matrix, decode, emit};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Emit, Emitted, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
-use nibble_core::{Backend, BlockScaled, Operand, Result};
+use nibble_core::{BlockScaled, Operand, Result};
 use nibble_formats::math::{sigmoid, silu};
 
 fn weight_of(weight: Option<&Buf<f32>>, row: usize) -> f32 {
@@ -74,6 +74,6 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     Ok(SwigluGrads {
         dh: emit(cpu, &dh, op.dh, spans, None)?,
         a: emit(cpu, &a, op.a, spans, None)?,
-        dweight: cpu.upload(&dweight)?,
+        dweight: cpu.computed(&dweight),
     })
 }

@@ -1,0 +1,100 @@
+use super::cross_entropy::check_shards;
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+
+/// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of `scale · Σ loss` with
+/// respect to x and w. The logits of all tokens never exist.
+///
+/// The tokens of a shard are taken in chunks; of each the logits (F32), the losses and their gradient (dlogits, rounded to
+/// the type of x), dx and a part of dw are made before the next chunk begins. As numbers it is
+///
+/// ```text
+/// logits  = Gemm { x, w }                      F32 [t, v]
+/// dlogits = CrossEntropy { logits, targets }   [t, v], type of x
+/// dx      = Gemm { dlogits, wt }               [t, d], type of x
+/// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
+/// ```
+///
+/// and where products are chains in ascending order (on the CPU) it is so to the bit, whatever the chunk: the chain of a
+/// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done.
+#[derive(Debug)]
+pub struct HeadLoss<'a, B: Backend> {
+    /// `[t, d]`, F32 or BF16.
+    pub x: &'a Tensor<B>,
+    /// The head's weight `[v, d]`, type of x.
+    pub w: &'a Tensor<B>,
+    /// The right token of each row; see [`super::CrossEntropy`] for one that is none.
+    pub targets: &'a B::Buf<i32>,
+    /// Number of shards; rows are divided evenly among them.
+    pub shards: usize,
+    /// Tokens whose logits exist at a time, at most; even, as the BF16 dot takes the contraction in pairs. No chunk has a
+    /// part of one shard and a part of another: long shards are cut, of short ones several may be taken at a time.
+    pub chunk: usize,
+    /// What the gradients need; none where the losses alone are wanted.
+    pub grad: Option<HeadLossGrad<'a, B>>,
+}
+
+/// What [`HeadLoss`] needs for the gradients.
+#[derive(Debug)]
+pub struct HeadLossGrad<'a, B: Backend> {
+    /// The head's weight transposed, `[d, v]`, type of x.
+    pub wt: &'a Tensor<B>,
+    /// Factor of the gradient, 1 / (tokens of the step) for a mean.
+    pub scale: f32,
+    /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
+    pub dw: &'a mut Tensor<B>,
+    /// Add to `dw` (one F32 addition an element, then rounded to its type) rather than overwrite it.
+    pub accumulate: bool,
+}
+
+/// The result of [`HeadLoss`].
+#[derive(Debug, Clone)]
+pub struct HeadLossOut<B: Backend> {
+    /// Nats of each shard, summed as [`super::CrossEntropyOut::shard_nats`] is. `shards` values.
+    pub shard_nats: B::Buf<f64>,
+    /// How many targets lie at or past the vocabulary: one value.
+    pub bad_ids: B::Buf<u64>,
+    /// `[t, d]`, type of x, if gradients were asked for.
+    pub dx: Option<Tensor<B>>,
+}
+
+impl<B: Backend> HeadLoss<'_, B> {
+    /// A chunk that suits the caches of a CPU: what is packed of the weight pays, and a row of logits is soon read again.
+    pub const CHUNK: usize = 512;
+
+    /// What backends owe each other, by the type of x. Of F32 the products' 1e-6, which the exponential makes larger. Of BF16,
+    /// gradients of logits that tensor cores make differ by 3e-5 and more, and are rounded to 8 bits: one in a hundred
+    /// falls on another side of a boundary.
+    pub fn agreement(x: DType) -> Agreement {
+        match x {
+            DType::F32 => Agreement::RelL2(1e-5),
+            DType::Bf16 => Agreement::RelL2(2e-3),
+        }
+    }
+
+    /// Checks shapes and types.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "head_loss";
+        let ((tokens, d), v) = (self.x.shape(), self.w.rows);
+        expect_eq(OP, "columns of w", self.w.cols, d)?;
+        expect_eq(OP, "type of w", self.w.dtype(), self.x.dtype())?;
+        expect_eq(OP, "targets.len()", B::len(self.targets), tokens)?;
+        check_shards(OP, tokens, self.shards)?;
+        if self.chunk == 0 || !self.chunk.is_multiple_of(2) {
+            return Err(Error::shape(OP, "chunk", self.chunk, "an even number of tokens, at least 2"));
+        }
+        let Some(grad) = &self.grad else { return Ok(()) };
+        expect_eq(OP, "shape of wt", grad.wt.shape(), (d, v))?;
+        expect_eq(OP, "type of wt", grad.wt.dtype(), self.x.dtype())?;
+        expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<HeadLossOut<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.head_loss(self)
+    }
+}

@@ -1,0 +1,163 @@
+use crate::Cpu;
+use crate::ops::elementwise::tests::{below, bits, normals, same_everywhere};
+use half::bf16;
+use nibble_core::ops::{CrossEntropy, Gemm, GroupedWgrad, HeadLoss, HeadLossGrad, HeadLossOut};
+use nibble_core::{Backend, DType, Groups, Operand, Tensor};
+
+const SCALE: f32 = 0.02;
+
+fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
+    let cols = x.len() / rows;
+    match dtype {
+        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
+        DType::Bf16 => {
+            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
+        }
+    }
+}
+
+fn transposed(w: &[f32], rows: usize) -> Vec<f32> {
+    let cols = w.len() / rows;
+    (0..w.len()).map(|i| w[i % rows * cols + i / rows]).collect()
+}
+
+/// A call, by its sizes.
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    tokens: usize,
+    d: usize,
+    vocab: usize,
+    shards: usize,
+    dtype: DType,
+    type_of_dw: DType,
+    accumulate: bool,
+}
+
+/// Nats, bad ids, dx and dw in bits.
+type Results = (Vec<u64>, u64, Vec<u32>, Vec<u32>);
+
+fn results(nats: &[f64], bad: &[u64], dx: &Tensor<Cpu>, dw: &Tensor<Cpu>) -> Results {
+    (nats.iter().map(|n| n.to_bits()).collect(), bad[0], bits(dx), bits(dw))
+}
+
+impl Call {
+    fn operands(&self, cpu: &Cpu) -> [Tensor<Cpu>; 4] {
+        let Self { tokens, d, vocab, shards, dtype, type_of_dw, .. } = *self;
+        let (x, w, dw) = (normals(1, tokens * d), normals(2, vocab * d), normals(3, shards * vocab * d));
+        [
+            tensor(cpu, &x, tokens, dtype),
+            tensor(cpu, &w, vocab, dtype),
+            tensor(cpu, &transposed(&w, vocab), d, dtype),
+            tensor(cpu, &dw, shards * vocab, type_of_dw),
+        ]
+    }
+
+    /// Some targets are negative, one is outside the vocabulary.
+    fn targets(&self) -> Vec<i32> {
+        let mut targets = below(4, self.vocab, self.tokens);
+        targets.iter_mut().step_by(7).for_each(|t| *t = -1);
+        targets[self.tokens - 1] = self.vocab as i32;
+        targets
+    }
+
+    fn in_chunks(&self, cpu: &Cpu, chunk: usize) -> Results {
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: self.accumulate };
+        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: self.shards, chunk, grad: Some(grad) };
+        let HeadLossOut { shard_nats, bad_ids, dx } = op.run(cpu).unwrap();
+        results(shard_nats.as_slice(), bad_ids.as_slice(), &dx.unwrap(), &dw)
+    }
+
+    /// By the operations that it unites.
+    fn apart(&self, cpu: &Cpu) -> Results {
+        let Self { tokens, shards, dtype, accumulate, .. } = *self;
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [x, w, wt] = [x, w, wt].map(Operand::Plain);
+        let logits = Gemm { a: &x, b: &w, out: DType::F32 }.run(cpu).unwrap();
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let loss =
+            CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards, grad: Some(dtype) }
+                .run(cpu)
+                .unwrap();
+        let dlogits = Operand::Plain(loss.dlogits.unwrap());
+        let dx = Gemm { a: &dlogits, b: &wt, out: dtype }.run(cpu).unwrap();
+        let groups = Groups::uniform(cpu, shards, tokens / shards, 1, 0).unwrap();
+        GroupedWgrad { dy: &dlogits, x: &x, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
+        results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw)
+    }
+}
+
+#[test]
+fn it_is_the_operations_that_it_unites_whatever_the_chunk() {
+    let sizes = [(64, 32, 64, 4), (90, 20, 33, 2), (75, 16, 300, 1), (260, 64, 48, 2)];
+    for (tokens, d, vocab, shards) in sizes {
+        for dtype in [DType::F32, DType::Bf16] {
+            for (type_of_dw, accumulate) in
+                [(DType::F32, false), (DType::F32, true), (DType::Bf16, false), (DType::Bf16, true)]
+            {
+                let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
+                let want = same_everywhere(|cpu| call.apart(cpu));
+                assert_eq!(want.1, 1);
+                // Shorter than a shard and not dividing it, dividing it, a shard, two shards, everything.
+                for chunk in [2, 12, tokens / shards / 2 * 2, 2 * tokens / shards, 512] {
+                    let got = same_everywhere(|cpu| call.in_chunks(cpu, chunk));
+                    assert!(got == want, "{call:?} in chunks of {chunk}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_alone_are_those_of_the_pass_with_gradients() {
+    let (type_of_dw, accumulate) = (DType::F32, false);
+    let call = Call { tokens: 90, d: 20, vocab: 33, shards: 3, dtype: DType::Bf16, type_of_dw, accumulate };
+    let want = call.in_chunks(&Cpu::scalar(1).unwrap(), 8);
+    let (nats, bad) = same_everywhere(|cpu| {
+        let [x, w, ..] = call.operands(cpu);
+        let targets = cpu.upload(&call.targets()).unwrap();
+        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: 3, chunk: 12, grad: None };
+        let out = op.run(cpu).unwrap();
+        assert!(out.dx.is_none());
+        let nats: Vec<u64> = out.shard_nats.as_slice().iter().map(|n| n.to_bits()).collect();
+        (nats, out.bad_ids.as_slice()[0])
+    });
+    assert_eq!((nats, bad), (want.0, want.1));
+}
+
+#[test]
+fn no_tokens_have_no_gradient() {
+    let cpu = Cpu::new(1).unwrap();
+    let empty = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
+    let (w, wt) = (tensor(&cpu, &[1.0; 12], 3, DType::F32), tensor(&cpu, &[1.0; 12], 4, DType::F32));
+    let mut dw = tensor(&cpu, &[5.0; 24], 6, DType::F32);
+    let grad = HeadLossGrad { wt: &wt, scale: 1.0, dw: &mut dw, accumulate: false };
+    let targets = cpu.upload::<i32>(&[]).unwrap();
+    let op = HeadLoss { x: &empty(4), w: &w, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
+    let out = op.run(&cpu).unwrap();
+    assert_eq!(out.shard_nats.as_slice(), [0.0, 0.0]);
+    assert_eq!(out.dx.unwrap().shape(), (0, 4));
+    assert_eq!(dw.to_f32_vec(&cpu).unwrap(), [0.0; 24]);
+}
+
+#[test]
+fn all_logits_never_exist_at_once() {
+    let (tokens, vocab, d) = (1024, 32_768, 16);
+    for (dtype, chunk) in [(DType::Bf16, HeadLoss::<Cpu>::CHUNK), (DType::F32, 128)] {
+        let cpu = Cpu::new(2).unwrap();
+        let w = normals(2, vocab * d);
+        let (x, wt) = (tensor(&cpu, &normals(1, tokens * d), tokens, dtype), transposed(&w, vocab));
+        let (w, wt) = (tensor(&cpu, &w, vocab, dtype), tensor(&cpu, &wt, d, dtype));
+        let mut dw = Tensor::zeros(&cpu, DType::F32, vocab, d).unwrap();
+        let targets = cpu.upload(&below(4, vocab, tokens)).unwrap();
+        let live = cpu.memory().live_bytes;
+        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: true };
+        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: 1, chunk, grad: Some(grad) };
+        op.run(&cpu).unwrap();
+        let (peak, logits) = (cpu.memory().peak_bytes, tokens * vocab * size_of::<f32>());
+        assert!(live < logits / 4, "the operands are small beside the logits");
+        assert!(peak < logits, "{dtype}, chunks of {chunk}: {peak} bytes, and the logits are {logits}");
+    }
+}

@@ -1,0 +1,94 @@
+// Which slots go to which rank, and the records that tell a rank of the tokens it is sent. Experts are divided evenly and in order:
+// an expert's rank is expert / experts_each.
+//
+// assign_ranks: rank[s] = the rank of expert[s], -1 where that is not below `experts`; first[s] the same, -1 where an earlier slot of the token
+//   has that rank; adds to counts[2 * rank] the tokens, to counts[2 * rank + 1] the slots of each rank, of sums a cta.
+//   256 threads; any grid, best a thread a slot up to a few ctas a multiprocessor. Dynamic shared memory: 8 bytes a rank.
+// pack_slots: record i [1 + 2 * top_k] is token_id of the token of slot[i]; for each slot of that token its expert less the first of the rank that
+//   expert[slot[i]] has, -1 where it is another rank's; the bits of each weight. Of a slot that is not below `slots`: -1, -1 ..., 0 ...
+// unpack_slots: records to token_id, expert and weight, word by word.
+//   256 threads a cta; grid ceil(words / 256), words = those of all records, below 2^31.
+#pragma once
+#include "math/reduce.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+constexpr int kSlotThreads = 256;
+
+__global__ void __launch_bounds__(kSlotThreads)
+    assign_ranks(const int* __restrict__ expert, int* __restrict__ rank_out, int* __restrict__ first_out, int* __restrict__ counts, u32 slots,
+                 u32 top_k, Divider by_top_k, u32 experts, Divider by_experts_each, u32 world) {
+    extern __shared__ int count[];
+    for (u32 i = threadIdx.x; i < 2 * world; i += kSlotThreads) count[i] = 0;
+    __syncthreads();
+    const auto rank_of = [&](u32 slot) {
+        const u32 e = u32(__ldg(expert + slot));
+        return e < experts ? int(by_experts_each.divide(e)) : -1;
+    };
+    for (u32 slot = blockIdx.x * kSlotThreads + threadIdx.x; slot < slots; slot += gridDim.x * kSlotThreads) {
+        const u32 earlier = slot - by_top_k.divide(slot) * top_k;
+        const int rank = rank_of(slot);
+        int first = rank;
+        for (u32 back = 1; back <= earlier; ++back)
+            if (rank_of(slot - back) == rank) first = -1;
+        rank_out[slot] = rank;
+        first_out[slot] = first;
+        if (first >= 0) atomicAdd(&count[2 * rank], 1);
+        if (rank >= 0) atomicAdd(&count[2 * rank + 1], 1);
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < 2 * world; i += kSlotThreads)
+        if (count[i] != 0) atomicAdd(&counts[i], count[i]);
+}
+
+/// Where a word lies in its record.
+struct RecordWord {
+    u32 record;
+    u32 word;
+
+    __device__ __forceinline__ RecordWord(u32 at, u32 top_k, Divider by_words)
+        : record(by_words.divide(at)), word(at - record * (1 + 2 * top_k)) {}
+};
+
+__global__ void __launch_bounds__(kSlotThreads)
+    pack_slots(const int* __restrict__ slot, const int* __restrict__ expert, const float* __restrict__ weight, const int* __restrict__ token_id,
+               int* __restrict__ records, u32 words, u32 slots, u32 top_k, Divider by_words, Divider by_top_k, u32 experts_each,
+               Divider by_experts_each) {
+    const u32 i = blockIdx.x * kSlotThreads + threadIdx.x;
+    if (i >= words) return;
+    const RecordWord at(i, top_k, by_words);
+    const u32 from = u32(__ldg(slot + at.record));
+    const bool present = from < slots;
+    const u32 token = present ? by_top_k.divide(from) : 0;
+    int value = at.word <= top_k ? -1 : 0;
+    if (present && at.word == 0) {
+        value = __ldg(token_id + token);
+    } else if (present && at.word <= top_k) {
+        const int mine = __ldg(expert + from), other = __ldg(expert + token * top_k + at.word - 1);
+        if (mine >= 0 && other >= 0) {
+            const u32 rank = by_experts_each.divide(u32(mine));
+            if (by_experts_each.divide(u32(other)) == rank) value = int(u32(other) - rank * experts_each);
+        }
+    } else if (present) {
+        value = __float_as_int(__ldg(weight + token * top_k + at.word - 1 - top_k));
+    }
+    records[i] = value;
+}
+
+__global__ void __launch_bounds__(kSlotThreads)
+    unpack_slots(const int* __restrict__ records, int* __restrict__ token_id, int* __restrict__ expert, float* __restrict__ weight, u32 words,
+                 u32 top_k, Divider by_words) {
+    const u32 i = blockIdx.x * kSlotThreads + threadIdx.x;
+    if (i >= words) return;
+    const RecordWord at(i, top_k, by_words);
+    const int value = __ldg(records + i);
+    if (at.word == 0)
+        token_id[at.record] = value;
+    else if (at.word <= top_k)
+        expert[at.record * top_k + at.word - 1] = value;
+    else
+        weight[at.record * top_k + at.word - 1 - top_k] = __int_as_float(value);
+}
+
+}  // namespace nib

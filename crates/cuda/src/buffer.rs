@@ -1,0 +1,314 @@
+//! Typed allocations on the device, and where their bytes are from.
+
+use crate::arena::Arena;
+use crate::device::Device;
+use crate::driver::{failed, named};
+use crate::recording::Kept;
+use bytemuck::Pod;
+use cudarc::driver::{result, sys};
+use nibble_core::{Error, Result, check_range};
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+/// A typed allocation. Dropping it frees the bytes once the stream has come so far.
+pub struct Buffer<T: Pod> {
+    address: sys::CUdeviceptr,
+    len: usize,
+    storage: Arc<Storage>,
+    element: PhantomData<T>,
+}
+
+/// The bytes of one buffer, or of several handles of the backend's.
+struct Storage {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    home: Home,
+    device: Device,
+}
+
+/// Where bytes are from.
+enum Home {
+    /// The pool, at a time when so many recordings had finished.
+    Pool { born: u64 },
+    /// An arena.
+    Arena(Arena),
+    /// Cut from zeroed words of the pool; `None` once they are given back.
+    PooledZeros(Option<Arc<PooledZeros>>),
+    /// Cut from zeroed words of an arena, which outlive it.
+    ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<Storage>),
+}
+
+impl Storage {
+    fn alloc(device: &Device, bytes: usize) -> Result<Self> {
+        let stream = device.stream()?;
+        let (address, home) = match device.scope().current() {
+            Some(entered) => {
+                let arena = entered.arena;
+                device.recordings().uses(&arena);
+                (arena.alloc(bytes)?, Home::Arena(arena))
+            }
+            None => (pooled(device, bytes, stream)?, Home::Pool { born: device.recordings().finished() }),
+        };
+        device.count_live(bytes);
+        Ok(Self { address, bytes, home, device: device.clone() })
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        match &mut self.home {
+            Home::Arena(arena) => {
+                self.device.uncount_live(self.bytes);
+                arena.release(self.address, self.bytes);
+            }
+            Home::Pool { born } => {
+                self.device.give_back(*born, Kept::Pooled { address: self.address, counted: self.bytes });
+            }
+            Home::PooledZeros(words) => self.device.release_zeros(words.take()),
+            Home::ArenaZeros(_) => {}
+        }
+    }
+}
+
+/// Memory of the pool.
+fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::CUdeviceptr> {
+    let call = || format!("cuMemAllocFromPoolAsync({bytes} bytes)");
+    if device.recordings().is_under_way() {
+        let why =
+            "what is allocated while work is recorded must lie in an arena: record within `Backend::within`";
+        return Err(failed(call(), why));
+    }
+    // SAFETY: pool and stream live as long as the device. The driver has no empty allocations; one byte stands for them.
+    let address = unsafe { result::mem_pool::alloc_async(device.pool(), bytes.max(1), stream) };
+    address.or_else(|error| named(&call(), Err(error)))
+}
+
+/// Words zeroed at a time: enough for the conversions of a training step.
+const ZEROS: usize = 6 << 10;
+
+/// Zeroed words that counters are cut from, each handed out once; and how many were.
+pub(crate) type Zeros = Option<(ArenaWords, usize)>;
+
+/// Zeroed words in an arena.
+pub(crate) struct ArenaWords(Arc<Storage>);
+
+/// Zeroed words of the pool. Without a handle of the device, which holds one of these.
+pub(crate) struct PooledZeros {
+    address: sys::CUdeviceptr,
+    born: u64,
+}
+
+impl PooledZeros {
+    pub fn address(&self) -> sys::CUdeviceptr {
+        self.address
+    }
+}
+
+impl Device {
+    /// A buffer whose content is undefined: for outputs that a kernel writes in full. In the arena that someone works within, else
+    /// of the pool.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where there is no memory left, and outside an arena while work is recorded.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or_else(|| Error::shape("Device::alloc", "len", len, "a size in bytes below 2^64"))?;
+        let storage = Storage::alloc(self, bytes)?;
+        Ok(Buffer { address: storage.address, len, storage: Arc::new(storage), element: PhantomData })
+    }
+
+    /// A few words of zeros, without a fill of their own: counters of a conversion. All those of one recording are zeroed by one
+    /// fill, at each replay.
+    pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
+        if len > ZEROS {
+            return self.filled(len, 0);
+        }
+        let stream = self.stream()?;
+        let bytes = ZEROS * size_of::<u64>();
+        let (first, home) = match self.scope().current() {
+            Some(entered) => {
+                let mut zeros = entered.zeros.lock().unwrap_or_else(PoisonError::into_inner);
+                let (ArenaWords(words), used) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
+                    Some(left) => left,
+                    None => (ArenaWords(self.filled::<u64>(ZEROS, 0)?.storage), 0),
+                };
+                let first = words.address + (used * size_of::<u64>()) as u64;
+                *zeros = Some((ArenaWords(words.clone()), used + len));
+                (first, Home::ArenaZeros(words))
+            }
+            // The fill of the pool's words would not be part of the recording: this is refused.
+            None if self.recordings().is_under_way() => return self.filled(len, 0),
+            None => {
+                let mut zeros = self.pooled_zeros();
+                let (words, used) = match zeros.take() {
+                    Some((words, used)) if used + len <= ZEROS => (words, used),
+                    spent => {
+                        self.release_zeros(spent.map(|(words, _)| words));
+                        let born = self.recordings().finished();
+                        let words = PooledZeros { address: pooled(self, bytes, stream)?, born };
+                        // SAFETY: the range is that of the allocation.
+                        let set = unsafe { result::memset_d8_async(words.address, 0, bytes, stream) };
+                        let words = Arc::new(words);
+                        if let Err(error) = named("cuMemsetD8Async", set) {
+                            self.release_zeros(Some(words));
+                            return Err(error);
+                        }
+                        (words, 0)
+                    }
+                };
+                let first = words.address + (used * size_of::<u64>()) as u64;
+                *zeros = Some((words.clone(), used + len));
+                (first, Home::PooledZeros(Some(words)))
+            }
+        };
+        let storage = Storage { address: first, bytes: len * size_of::<u64>(), home, device: self.clone() };
+        Ok(Buffer { address: first, len, storage: Arc::new(storage), element: PhantomData })
+    }
+
+    /// Gives zeroed words of the pool back with their last handle.
+    fn release_zeros(&self, words: Option<Arc<PooledZeros>>) {
+        if let Some(PooledZeros { address, born }) = words.and_then(Arc::into_inner) {
+            self.give_back(born, Kept::Pooled { address, counted: 0 });
+        }
+    }
+
+    fn pooled_zeros(&self) -> MutexGuard<'_, Option<(Arc<PooledZeros>, usize)>> {
+        self.zeros().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A buffer with every byte set to `byte`: 0, or a poison.
+    pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
+        let mut buffer = self.alloc(len)?;
+        buffer.fill(byte)?;
+        Ok(buffer)
+    }
+
+    /// A buffer with these values; the slice may be reused when this returns.
+    pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
+        let mut buffer = self.alloc(values.len())?;
+        buffer.write(values)?;
+        Ok(buffer)
+    }
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// Where it is on the device.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The field itself: a launch passes a pointer to it.
+    pub(crate) fn address_ref(&self) -> &u64 {
+        &self.address
+    }
+
+    /// The device it is on.
+    pub fn device(&self) -> &Device {
+        &self.storage.device
+    }
+
+    /// Another handle of the same bytes.
+    pub(crate) fn shared(&self) -> Self {
+        Self { storage: self.storage.clone(), ..*self }
+    }
+
+    /// Another handle of the same bytes as values of another type.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless they are a whole number of them.
+    pub(crate) fn reinterpreted<U: Pod>(&self) -> Result<Buffer<U>> {
+        let (bytes, each) = (self.bytes(), size_of::<U>());
+        if !bytes.is_multiple_of(each) {
+            return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
+        }
+        let storage = self.storage.clone();
+        Ok(Buffer { address: self.address, len: bytes / each, storage, element: PhantomData })
+    }
+
+    /// Whether no other handle has these bytes.
+    pub(crate) fn is_sole(&mut self) -> bool {
+        Arc::get_mut(&mut self.storage).is_some()
+    }
+
+    /// Sets every byte, after everything issued so far.
+    pub fn fill(&mut self, byte: u8) -> Result<()> {
+        let stream = self.device().stream()?;
+        // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
+        let set = unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream) };
+        named("cuMemsetD8Async", set)
+    }
+
+    /// Another buffer with the same values.
+    pub fn copied(&self) -> Result<Self> {
+        let copy = self.device().alloc(self.len)?;
+        let stream = self.device().stream()?;
+        // SAFETY: both ranges are whole buffers of one size, alive until the stream has passed the copy.
+        let copied = unsafe { result::memcpy_dtod_async(copy.address, self.address, self.bytes(), stream) };
+        named("cuMemcpyDtoDAsync", copied)?;
+        Ok(copy)
+    }
+
+    /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are as many.
+    pub fn write(&mut self, values: &[T]) -> Result<()> {
+        if values.len() != self.len {
+            let expected = format!("the buffer's {}", self.len);
+            return Err(Error::shape("Buffer::write", "values.len()", values.len(), expected));
+        }
+        self.write_at(0, values)
+    }
+
+    /// Overwrites the values from index `at` on, after everything issued so far; the slice may be reused when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if they do not fit.
+    pub fn write_at(&mut self, at: usize, values: &[T]) -> Result<()> {
+        check_range("write", self.len, at..at.saturating_add(values.len()))?;
+        let stream = self.device().stream()?;
+        let to = self.address + (at * size_of::<T>()) as u64;
+        // SAFETY: the range is the buffer's, which is freed behind the copy in the stream.
+        self.device().with_staging("Buffer::write", |staging| unsafe {
+            staging.upload(to, bytemuck::cast_slice(values), stream)
+        })?;
+        self.device().traffic().upload(size_of_val(values));
+        Ok(())
+    }
+
+    /// The values, after everything issued so far.
+    pub fn download(&self) -> Result<Vec<T>> {
+        let mut values = vec![T::zeroed(); self.len];
+        let stream = self.device().stream()?;
+        // SAFETY: as many bytes as the buffer has.
+        self.device().with_staging("Buffer::download", |staging| unsafe {
+            staging.download(bytemuck::cast_slice_mut(&mut values), self.address, stream)
+        })?;
+        self.device().traffic().download(self.bytes());
+        self.device().traffic().wait();
+        Ok(values)
+    }
+}
+
+impl<T: Pod> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer<{}>[{}]", std::any::type_name::<T>(), self.len)
+    }
+}

@@ -1,0 +1,219 @@
+//! Downloads that nobody waits for until their values are wanted, on a second stream.
+//!
+//! The first stream copies the range on the device and goes on; the second one brings the copy to pinned memory and then gives
+//! its memory back. So the range itself is used by the first stream alone: it may be overwritten, freed or used again at once,
+//! by replayed work, too.
+
+use crate::buffer::Buffer;
+use crate::device::Device;
+use crate::driver::{check, failed, named};
+use bytemuck::Pod;
+use cudarc::driver::{result, sys};
+use nibble_core::{Result, check_range};
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// The smallest pinned block; others are powers of two.
+const SMALLEST_LANDING: usize = 4 << 10;
+
+/// Pinned blocks up to this many bytes stay for the next download.
+const LARGEST_KEPT: usize = 16 << 20;
+
+/// Pinned host memory for one download.
+pub(crate) struct Landing {
+    bytes: NonNull<u8>,
+    size: usize,
+    /// Passed by the first stream when the copy on the device is made.
+    ready: sys::CUevent,
+    /// Passed by the second one when the copy has arrived.
+    done: sys::CUevent,
+}
+
+// SAFETY: host memory and drivers' handles, used by one owner at a time with the context current.
+unsafe impl Send for Landing {}
+
+impl Landing {
+    /// With the context current.
+    fn new(size: usize) -> Result<Self> {
+        let event =
+            || named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
+        let ready = event()?;
+        let done = event().inspect_err(|_| {
+            // SAFETY: made above. The first error is the one to report.
+            let _ = unsafe { result::event::destroy(ready) };
+        })?;
+        // SAFETY: no arguments to get wrong; freed in `drop`.
+        let bytes = named("cuMemHostAlloc", unsafe { result::malloc_host(size, 0) }).inspect_err(|_| {
+            // SAFETY: made above. The first error is the one to report.
+            unsafe {
+                let _ = result::event::destroy(ready);
+                let _ = result::event::destroy(done);
+            }
+        })?;
+        // The driver does not give null with success.
+        let bytes = NonNull::new(bytes.cast()).expect("pinned memory has an address");
+        Ok(Self { bytes, size, ready, done })
+    }
+
+    /// Whether its last copy has arrived.
+    fn is_free(&self) -> bool {
+        // SAFETY: the event is alive.
+        unsafe { result::event::query(self.done) }.is_ok()
+    }
+
+    /// Waits until its last copy has arrived: at once if there was none.
+    fn wait(&self) -> Result<()> {
+        // SAFETY: the event is alive.
+        named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        // SAFETY: made in `new` and given back once, when nothing copies to it any more. With the context current: by the device
+        // as it ends, or by `Device::land`. An error has nobody to go to.
+        unsafe {
+            let _ = result::event::synchronize(self.done);
+            let _ = result::event::destroy(self.ready);
+            let _ = result::event::destroy(self.done);
+            let _ = result::free_host(self.bytes.as_ptr().cast());
+        }
+    }
+}
+
+/// A download under way.
+pub struct Pending<T: Pod> {
+    device: Device,
+    /// `None` for no values.
+    landing: Option<Landing>,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending<{}>[{}]", std::any::type_name::<T>(), self.len)
+    }
+}
+
+impl<T: Pod> Drop for Pending<T> {
+    fn drop(&mut self) {
+        self.device.land(self.landing.take());
+    }
+}
+
+impl<T: Pod> Pending<T> {
+    /// The values, once they have arrived. Waits for this download alone.
+    pub(crate) fn finish(mut self) -> Result<Vec<T>> {
+        let mut values = vec![T::zeroed(); self.len];
+        if let Some(landing) = &mut self.landing {
+            self.device.stream()?;
+            landing.wait()?;
+            let to: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+            // SAFETY: the block has at least as many bytes, and the copy to it is done.
+            unsafe { std::ptr::copy_nonoverlapping(landing.bytes.as_ptr(), to.as_mut_ptr(), to.len()) };
+        }
+        self.device.traffic().wait();
+        Ok(values)
+    }
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Begins to bring values of this range to the host, as they are after everything issued so far.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Shape`] if the buffer has no such range; [`nibble_core::Error::Device`] while work is recorded.
+    pub(crate) fn begin_download(&self, range: Range<usize>) -> Result<Pending<T>> {
+        let Range { start, end } = check_range("begin_download", self.len(), range)?;
+        let device = self.device();
+        device.not_recording("begin_download")?;
+        let stream = device.stream()?;
+        let (len, bytes) = (end - start, (end - start) * size_of::<T>());
+        device.traffic().download(bytes);
+        let mut pending = Pending { device: device.clone(), landing: None, len, element: PhantomData };
+        if bytes > 0 {
+            let from = self.address() + (start * size_of::<T>()) as u64;
+            let landing = device.landing(bytes)?;
+            // SAFETY: the range is the buffer's, which is freed behind the copy in the stream.
+            unsafe { device.fetch(from, bytes, stream, &landing) }.inspect_err(|_| device.drain_copies())?;
+            pending.landing = Some(landing);
+        }
+        Ok(pending)
+    }
+}
+
+impl Device {
+    /// A free pinned block of at least so many bytes. With the context current.
+    fn landing(&self, bytes: usize) -> Result<Landing> {
+        let size = bytes.next_power_of_two().max(SMALLEST_LANDING);
+        let mut landings = self.landings();
+        match landings.iter().position(|landing| landing.size == size && landing.is_free()) {
+            Some(at) => Ok(landings.swap_remove(at)),
+            None => {
+                drop(landings);
+                Landing::new(size)
+            }
+        }
+    }
+
+    /// Takes a pinned block back. A copy to it may still be under way.
+    fn land(&self, landing: Option<Landing>) {
+        let Some(landing) = landing else { return };
+        if landing.size <= LARGEST_KEPT {
+            return self.landings().push(landing);
+        }
+        match self.stream() {
+            // Waits, and frees it.
+            Ok(_) => drop(landing),
+            // The context is lost, and the memory with it.
+            Err(_) => mem::forget(landing),
+        }
+    }
+
+    /// After a failure: waits for what may still copy to a block that is about to go.
+    fn drain_copies(&self) {
+        // SAFETY: the stream lives as long as the device. The first error is the one to report.
+        let _ = unsafe { result::stream::synchronize(self.copies()) };
+    }
+
+    /// Issues the copy of `bytes` at `from` to the block.
+    ///
+    /// # Safety
+    /// So many bytes are there, and stay until `stream` has passed what is issued here. The block has room for them, and lives
+    /// until its event `done` has passed.
+    unsafe fn fetch(&self, from: u64, bytes: usize, stream: sys::CUstream, to: &Landing) -> Result<()> {
+        let copies = self.copies();
+        // SAFETY: pool and stream live as long as the device.
+        let copy = unsafe { result::mem_pool::alloc_async(self.pool(), bytes, stream) };
+        let copy = copy.map_err(|error| {
+            let why = crate::driver::describe(error.0);
+            failed(format!("cuMemAllocFromPoolAsync({bytes} bytes) for a download"), why)
+        })?;
+        self.count_live(bytes);
+        let no_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: `copy` has as many bytes, and so have source and destination by the caller's promise; the events are the
+        // block's. The second stream begins when the first one has made the copy.
+        let issued = unsafe {
+            named("cuMemcpyDtoDAsync", result::memcpy_dtod_async(copy, from, bytes, stream))
+                .and_then(|()| named("cuEventRecord", result::event::record(to.ready, stream)))
+                .and_then(|()| {
+                    named("cuStreamWaitEvent", result::stream::wait_event(copies, to.ready, no_flags))
+                })
+                .and_then(|()| {
+                    let code = sys::cuMemcpyDtoHAsync_v2(to.bytes.as_ptr().cast(), copy, bytes, copies);
+                    check("cuMemcpyDtoHAsync", code)
+                })
+        };
+        self.uncount_live(bytes);
+        // SAFETY: freed once: behind the copy to the host, or, where that was not issued, behind what makes the copy. The pool gives
+        // it to the other stream only when it is free there, too.
+        let freed = unsafe { result::free_async(copy, if issued.is_ok() { copies } else { stream }) };
+        issued?;
+        named("cuMemFreeAsync", freed)?;
+        // SAFETY: event and stream are alive and of one context.
+        named("cuEventRecord", unsafe { result::event::record(to.done, copies) })
+    }
+}
