@@ -5,6 +5,7 @@
 //! * [`mod@assert`]: comparisons that say what an output can honestly be held to, with readable failures.
 //! * [`mod@conformance`]: every operation of two backends compared, one `#[test]` an operation.
 //! * [`gradient`]: finite differences against an analytic gradient.
+//! * [`mod@recorder`]: a backend that watches, records and replays another one, and makes faults.
 //! * [`timing`]: paired timing.
 //! * [`mod@testdata`]: golden vectors, where they are and how they are read.
 //!
@@ -16,6 +17,7 @@ pub mod gradient;
 pub mod host;
 pub mod input;
 mod ops;
+pub mod recorder;
 pub mod shapes;
 pub mod testdata;
 pub mod timing;
@@ -24,5 +26,6 @@ pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2, assert_ulps
 pub use conformance::Pair;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
+pub use recorder::Recorder;
 pub use testdata::{Vectors, skip, testdata};
 pub use timing::{Paired, paired};

@@ -8,7 +8,7 @@ use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::cx::{Event, Pass};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small, train};
+use rig::{SOLO, small, train, with_recipe};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
@@ -40,14 +40,6 @@ fn standalone(config: &Config, layer: &str) -> [usize; 2] {
         let of = |e: &&Event| e.layer == layer && e.pass == pass && e.is_standalone_quantization();
         events.iter().filter(of).count()
     })
-}
-
-/// A run under a recipe that is a file; the folder lives as long as the test needs it.
-fn with_recipe(text: &str, changes: &[&str]) -> (Config, tempfile::TempDir) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("mine.toml");
-    std::fs::write(&path, text).unwrap();
-    (small(path.to_str().unwrap(), changes), dir)
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #![allow(dead_code)] // every test file takes a part of it
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::{Comm, DType, Recipe, SoloComm, Tensor};
+use nibble_core::{Comm, DType, Kernels, Recipe, SoloComm, Tensor};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
@@ -93,13 +93,13 @@ struct Part {
 }
 
 /// Trains for `steps` on one rank.
-fn train_rank(
-    cpu: &Cpu,
-    comm: &dyn Comm<Cpu>,
+fn train_rank<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
     config: &Config,
     steps: u64,
 ) -> (Vec<f64>, Vec<f64>, Vec<Part>) {
-    let mut trainer = Trainer::new(cpu, comm, config).unwrap();
+    let mut trainer = Trainer::new(b, comm, config).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for _ in 0..steps {
         let metrics = trainer.train_step().unwrap();
@@ -109,9 +109,36 @@ fn train_rank(
     let parts = trainer.model.params().into_iter().map(|p| Part {
         name: p.name.clone(),
         divided: p.placement != Placement::Replicated,
-        values: p.master.to_f32_vec(cpu).unwrap(),
+        values: p.master.to_f32_vec(b).unwrap(),
     });
     (losses, norms, parts.collect())
+}
+
+/// Trains for `steps` on one rank, on any backend.
+pub fn train_alone<B: Kernels>(b: &B, config: &Config, steps: u64) -> Outcome {
+    let (losses, norms, parts) = train_rank(b, &SOLO, config, steps);
+    Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
+}
+
+/// The bits of every weight and both its moments, as this rank has them; no moments before the first step.
+pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Vec<u32>)> {
+    let bits = |x: &Tensor<B>| x.to_f32_vec(b).unwrap().into_iter().map(f32::to_bits);
+    let params = trainer.model.params().into_iter().map(|param| {
+        let mut values: Vec<u32> = bits(&param.master).collect();
+        if let Some(moments) = &param.moments {
+            values.extend(bits(&moments.exp_avg).chain(bits(&moments.exp_avg_sq)));
+        }
+        (param.name.clone(), values)
+    });
+    params.collect()
+}
+
+/// A run under a recipe that is a file; the folder lives as long as the test needs it.
+pub fn with_recipe(text: &str, changes: &[&str]) -> (Config, tempfile::TempDir) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("mine.toml");
+    std::fs::write(&path, text).unwrap();
+    (small(path.to_str().unwrap(), changes), dir)
 }
 
 /// Trains for `steps` with `world` ranks as threads, each on a backend of its own.

@@ -1,0 +1,326 @@
+//! One operation on its way: its arguments sealed, run now or kept for replays, noted, and poisoned.
+
+use super::buf::{Buf, Cell, Output};
+use super::fault::{Struck, spoil};
+use super::mapping::{Made, Open, Over, Plane, Seal, Store, Wrap};
+use super::{Event, Mode, Recorder, Recordings, Shared};
+use nibble_core::{Backend, Data, Plain, Result, Tensor};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// Whether an operation changes what it writes in place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Run {
+    /// It does.
+    Real,
+    /// It works on copies that are dropped: only the shapes of its results are wanted.
+    Dry,
+}
+
+/// Work to be replayed.
+pub struct Recording<B: Backend> {
+    pub(super) entries: Vec<Entry<B>>,
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: Backend> Recording<B> {
+    pub(super) fn new(entries: Vec<Entry<B>>, shared: Arc<Shared<B>>) -> Self {
+        let Recordings { made, alive, most } = &mut shared.lock().recordings;
+        (*made, *alive) = (*made + 1, *alive + 1);
+        *most = (*most).max(*alive);
+        Self { entries, shared: shared.clone() }
+    }
+}
+
+impl<B: Backend> Drop for Recording<B> {
+    fn drop(&mut self) {
+        self.shared.lock().recordings.alive -= 1;
+    }
+}
+
+impl<B: Backend> fmt::Debug for Recording<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.entries).finish()
+    }
+}
+
+/// Runs an operation on what its cells hold, and puts its results into theirs.
+type Replay<B> = Box<dyn Fn(&B) -> Result<()> + Send>;
+
+/// One thing that a replay does.
+pub(super) enum Entry<B: Backend> {
+    Op(Op<B>, Replay<B>),
+    /// The last handle of what recorded work made is dropped here.
+    Free(Arc<Cell<B>>),
+}
+
+impl<B: Backend> fmt::Debug for Entry<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Op(op, _) => write!(f, "{} {}", op.name, op.arguments),
+            Self::Free(_) => f.write_str("free"),
+        }
+    }
+}
+
+/// What is known of an operation.
+#[derive(Debug)]
+pub(super) struct Op<B: Backend> {
+    name: &'static str,
+    /// Empty unless someone watches or records.
+    arguments: String,
+    /// Cells of all it reads, in place too.
+    reads: Vec<Arc<Cell<B>>>,
+    /// What it writes in place.
+    writes: Vec<Output<B>>,
+    /// What it returns.
+    made: Vec<Output<B>>,
+    /// Whether it computes something: what only allocates or shares is neither noted nor poisoned.
+    computes: bool,
+}
+
+/// An operation whose arguments are being sealed.
+pub(super) struct Call<'a, B: Backend> {
+    recorder: &'a Recorder<B>,
+    op: Op<B>,
+}
+
+impl<B: Backend> Recorder<B> {
+    /// An operation with these arguments, whose `Debug` says all of them but the buffers' contents.
+    pub(super) fn call(&self, name: &'static str, arguments: &impl fmt::Debug) -> Call<'_, B> {
+        let told = self.is_watched() || self.shared.is_recording();
+        let arguments = if told { format!("{arguments:?}") } else { String::new() };
+        let (reads, writes, made) = (Vec::new(), Vec::new(), Vec::new());
+        Call { recorder: self, op: Op { name, arguments, reads, writes, made, computes: true } }
+    }
+
+    /// Executes recorded work.
+    pub(super) fn execute(&self, entries: &[Entry<B>]) -> Result<()> {
+        for entry in entries {
+            match entry {
+                Entry::Free(cell) => cell.free(),
+                Entry::Op(op, run) => {
+                    let inputs = self.inputs(op);
+                    run(&self.inner)?;
+                    self.executed(op, inputs)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What an operation is about to read, if anyone wants to know: writing may change where it lies.
+    fn inputs(&self, op: &Op<B>) -> Vec<u64> {
+        if self.is_watched() { op.reads.iter().map(|cell| cell.id()).collect() } else { Vec::new() }
+    }
+
+    /// Notes an operation, and makes the fault that was asked for here.
+    fn executed(&self, op: &Op<B>, inputs: Vec<u64>) -> Result<()> {
+        if !op.computes {
+            return Ok(());
+        }
+        let outputs = [&op.made[..], &op.writes].concat();
+        self.note(|| Event {
+            op: op.name,
+            arguments: op.arguments.clone(),
+            inputs,
+            outputs: outputs.iter().map(|output| output.cell.id()).collect(),
+        });
+        let strikes = self.shared.lock().fault.as_mut().is_some_and(|fault| fault.strikes(op.name));
+        if strikes {
+            let spoiled = spoil(&self.inner, &outputs)?;
+            let mut state = self.shared.lock();
+            (state.fault, state.struck) = (None, Some(Struck { op: op.name, spoiled }));
+        }
+        Ok(())
+    }
+
+    /// New handles for what the inner backend returned.
+    fn wrap<M: Made<B>>(&self, made: &M) -> Result<(M::Wrapped, Vec<Output<B>>)> {
+        let mut wrap = Wrap { recorder: self, made: Vec::new() };
+        let wrapped = made.wrapped(&mut wrap)?;
+        Ok((wrapped, wrap.made))
+    }
+}
+
+impl<B: Backend> Call<'_, B> {
+    /// It only allocates or shares.
+    pub fn silent(mut self) -> Self {
+        self.op.computes = false;
+        self
+    }
+
+    /// Something to be read.
+    pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
+        x.mapped(&mut Seal(&mut self.op.reads))
+    }
+
+    /// Something to be written in place; a copy of its own first, if another handle shares it.
+    pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
+        x.make_own(self.recorder)?;
+        let output = x.output();
+        self.op.reads.push(output.cell.clone());
+        self.op.writes.push(output);
+        Ok(x.unowned())
+    }
+
+    /// Runs the operation now, or keeps it for replays.
+    pub fn issue<M: Made<B> + 'static>(
+        self,
+        run: impl Fn(&B, Run) -> Result<M> + Send + 'static,
+    ) -> Result<M::Wrapped> {
+        let Self { recorder, mut op } = self;
+        let is_recording = recorder.shared.is_recording();
+        if !is_recording && recorder.shared.mode != Mode::EachReplayed {
+            let inputs = recorder.inputs(&op);
+            let (wrapped, made) = recorder.wrap(&run(&recorder.inner, Run::Real)?)?;
+            op.made = made;
+            recorder.executed(&op, inputs)?;
+            return Ok(wrapped);
+        }
+        let (wrapped, made) = match M::nothing() {
+            Some(nothing) => (nothing, Vec::new()),
+            None => recorder.wrap(&run(&recorder.inner, Run::Dry)?)?,
+        };
+        op.made = made.clone();
+        let replay = move |b: &B| {
+            let out = run(b, Run::Real)?;
+            out.wrapped(&mut Store { b, cells: made.iter() }).map(drop)
+        };
+        let entry = Entry::Op(op, Box::new(replay));
+        if !is_recording {
+            recorder.execute(&[entry])?;
+        } else if let Some(recording) = &mut recorder.shared.lock().recording {
+            recording.push(entry);
+        }
+        Ok(wrapped)
+    }
+}
+
+/// What the cells of a sealed argument hold.
+pub(super) fn open<B: Backend, X: Over<A = Recorder<B>>>(b: &B, x: &X) -> Result<X::On<B>> {
+    x.mapped(&mut Open(b))
+}
+
+/// Something that an operation writes in place.
+pub(super) trait Written<B: Backend>: Sized {
+    type Inner;
+    fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()>;
+    fn output(&self) -> Output<B>;
+    fn unowned(&self) -> Self;
+    /// Out of the cell, or a copy of what it holds.
+    fn take(&self, b: &B, run: Run) -> Result<Self::Inner>;
+    fn put(&self, b: &B, inner: &Self::Inner) -> Result<()>;
+}
+
+impl<T: Plain, B: Backend> Written<B> for Buf<T, B> {
+    type Inner = B::Buf<T>;
+
+    fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()> {
+        if self.is_shared() {
+            // The inner backend copies the bytes when they are written.
+            let mut call = recorder.call("share", self).silent();
+            let from = call.reads(&*self)?;
+            *self = call.issue(move |b, _| Ok(Plane::<B, T>(open(b, &from)?)))?.0;
+        }
+        Ok(())
+    }
+
+    fn output(&self) -> Output<B> {
+        Buf::output(self)
+    }
+
+    fn unowned(&self) -> Self {
+        Buf::unowned(self)
+    }
+
+    fn take(&self, b: &B, run: Run) -> Result<B::Buf<T>> {
+        match run {
+            Run::Real => Buf::take(self, b),
+            Run::Dry => self.inner(b),
+        }
+    }
+
+    fn put(&self, b: &B, inner: &B::Buf<T>) -> Result<()> {
+        Buf::put(self, b, inner)
+    }
+}
+
+impl<B: Backend> Written<B> for Tensor<Recorder<B>> {
+    type Inner = Tensor<B>;
+
+    fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()> {
+        match &mut self.data {
+            Data::F32(buf) => buf.make_own(recorder),
+            Data::Bf16(buf) => buf.make_own(recorder),
+        }
+    }
+
+    fn output(&self) -> Output<B> {
+        match &self.data {
+            Data::F32(buf) => buf.output(),
+            Data::Bf16(buf) => buf.output(),
+        }
+    }
+
+    fn unowned(&self) -> Self {
+        let data = match &self.data {
+            Data::F32(buf) => Data::F32(buf.unowned()),
+            Data::Bf16(buf) => Data::Bf16(buf.unowned()),
+        };
+        Self { data, ..*self }
+    }
+
+    fn take(&self, b: &B, run: Run) -> Result<Tensor<B>> {
+        let data = match &self.data {
+            Data::F32(buf) => Data::F32(Written::take(buf, b, run)?),
+            Data::Bf16(buf) => Data::Bf16(Written::take(buf, b, run)?),
+        };
+        Ok(Tensor { data, rows: self.rows, cols: self.cols })
+    }
+
+    fn put(&self, b: &B, inner: &Tensor<B>) -> Result<()> {
+        match (&self.data, &inner.data) {
+            (Data::F32(buf), Data::F32(inner)) => buf.put(b, inner),
+            (Data::Bf16(buf), Data::Bf16(inner)) => buf.put(b, inner),
+            _ => Err(super::device("an operation", "a tensor written in place has changed its type")),
+        }
+    }
+}
+
+/// What an operation writes in place, out of its cell while it runs; put back when this is dropped, errors included.
+pub(super) struct Taken<'a, B: Backend, W: Written<B>> {
+    of: &'a W,
+    inner: W::Inner,
+    b: &'a B,
+    run: Run,
+}
+
+impl<'a, B: Backend, W: Written<B>> Taken<'a, B, W> {
+    pub fn new(b: &'a B, of: &'a W, run: Run) -> Result<Self> {
+        Ok(Self { of, inner: of.take(b, run)?, b, run })
+    }
+}
+
+impl<B: Backend, W: Written<B>> Deref for Taken<'_, B, W> {
+    type Target = W::Inner;
+    fn deref(&self) -> &W::Inner {
+        &self.inner
+    }
+}
+
+impl<B: Backend, W: Written<B>> DerefMut for Taken<'_, B, W> {
+    fn deref_mut(&mut self) -> &mut W::Inner {
+        &mut self.inner
+    }
+}
+
+impl<B: Backend, W: Written<B>> Drop for Taken<'_, B, W> {
+    fn drop(&mut self) {
+        if self.run == Run::Real {
+            // If this cannot be done, the cell stays empty, and the next one that needs it gets an error.
+            let _ = self.of.put(self.b, &self.inner);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Faults: one element of one result becomes NaN.
+
+use super::buf::{Cell, Element, Output};
+use half::bf16;
+use nibble_core::{Backend, Plain, Result};
+
+/// After which operation, counted from 0 and from [`Recorder::poison`](super::Recorder::poison) on. What only allocates or moves
+/// bytes between host and device does not count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Point {
+    /// After so many others.
+    Op(usize),
+    /// After so many others of the same name.
+    Named(&'static str, usize),
+}
+
+/// What a fault hit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Struck {
+    /// The operation.
+    pub op: &'static str,
+    /// Whether it wrote something that can be NaN, of which element 0 now is: an element of a tensor, a scale, or a value of an F32
+    /// or F64 buffer.
+    pub spoiled: bool,
+}
+
+/// A fault to be made.
+#[derive(Debug)]
+pub(super) struct Fault {
+    point: Point,
+    /// Operations that counted so far.
+    passed: usize,
+}
+
+impl Fault {
+    pub fn new(point: Point) -> Self {
+        Self { point, passed: 0 }
+    }
+
+    /// Whether it follows this operation, the next one executed.
+    pub fn strikes(&mut self, op: &'static str) -> bool {
+        let after = match self.point {
+            Point::Op(after) => after,
+            Point::Named(name, after) if name == op => after,
+            Point::Named(..) => return false,
+        };
+        self.passed += 1;
+        self.passed > after
+    }
+}
+
+/// Makes element 0 of the first of these that can be NaN so; whether there is one.
+pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
+    for Output { cell, element } in outputs {
+        let spoiled = match element {
+            Element::F32 => first(b, cell, f32::NAN)?,
+            Element::F64 => first(b, cell, f64::NAN)?,
+            Element::Bf16 => first(b, cell, bf16::NAN)?,
+            Element::E8m0 => first(b, cell, 0xFFu8)?,
+            Element::Other => false,
+        };
+        if spoiled {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Writes element 0, if there is one.
+fn first<T: Plain, B: Backend>(b: &B, cell: &Cell<B>, value: T) -> Result<bool> {
+    let mut buf = b.reinterpret::<u8, T>(&cell.take()?)?;
+    let there = B::len(&buf) > 0;
+    let written = if there { b.write(&mut buf, 0, &[value]) } else { Ok(()) };
+    cell.put(b.reinterpret(&buf)?);
+    written.map(|()| there)
+}

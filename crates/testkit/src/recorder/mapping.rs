@@ -1,0 +1,245 @@
+//! What is made of buffers, brought from one backend to another buffer by buffer. A structure's parts are listed here, once.
+
+use super::buf::{Buf, Cell, Element, Output};
+use super::{Recorder, device};
+use nibble_core::ops::*;
+use nibble_core::{
+    Backend, BlockScaled, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
+};
+use std::sync::Arc;
+
+/// What becomes of each buffer.
+pub(super) trait Mapping<A: Backend, C: Backend> {
+    fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
+    /// A plane of E8M0 scales.
+    fn e8m0(&mut self, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
+        self.buf(buf)
+    }
+}
+
+/// Something made of buffers of the backend `A`.
+pub(super) trait Over: Sized {
+    type A: Backend;
+    /// The same, of buffers of another backend.
+    type On<C: Backend>;
+    fn mapped<C: Backend>(&self, m: &mut impl Mapping<Self::A, C>) -> Result<Self::On<C>>;
+}
+
+/// A buffer alone.
+#[derive(Debug)]
+pub(super) struct Plane<A: Backend, T: Plain>(pub A::Buf<T>);
+
+impl<A: Backend, T: Plain> Over for Plane<A, T> {
+    type A = A;
+    type On<C: Backend> = Plane<C, T>;
+    fn mapped<C: Backend>(&self, m: &mut impl Mapping<A, C>) -> Result<Plane<C, T>> {
+        Ok(Plane(m.buf(&self.0)?))
+    }
+}
+
+impl<T: Plain, B: Backend> Over for Buf<T, B> {
+    type A = Recorder<B>;
+    type On<C: Backend> = C::Buf<T>;
+    fn mapped<C: Backend>(&self, m: &mut impl Mapping<Recorder<B>, C>) -> Result<C::Buf<T>> {
+        m.buf(self)
+    }
+}
+
+impl<X: Over> Over for Option<X> {
+    type A = X::A;
+    type On<C: Backend> = Option<X::On<C>>;
+    fn mapped<C: Backend>(&self, m: &mut impl Mapping<X::A, C>) -> Result<Option<X::On<C>>> {
+        self.as_ref().map(|x| x.mapped(m)).transpose()
+    }
+}
+
+/// `Over` for a structure: what becomes of its parts, given a mapping.
+macro_rules! over {
+    ($name:ident, |$x:ident, $m:ident| $body:expr) => {
+        impl<A: Backend> Over for $name<A> {
+            type A = A;
+            type On<C: Backend> = $name<C>;
+            fn mapped<C: Backend>(&self, $m: &mut impl Mapping<A, C>) -> Result<$name<C>> {
+                let $x = self;
+                Ok($body)
+            }
+        }
+    };
+}
+
+over!(Tensor, |x, m| {
+    let data = match &x.data {
+        Data::F32(buf) => Data::F32(m.buf(buf)?),
+        Data::Bf16(buf) => Data::Bf16(m.buf(buf)?),
+    };
+    Tensor { data, rows: x.rows, cols: x.cols }
+});
+over!(BlockScaled, |x, m| {
+    let codes = m.buf(&x.codes)?;
+    let scales = match &x.scales {
+        Scales::E8m0(scales) => Scales::E8m0(m.e8m0(scales)?),
+        Scales::F32(scales) => Scales::F32(m.buf(scales)?),
+    };
+    let &BlockScaled { format, axis, rule, rows, cols, stack, scale_layout, shared_cols, .. } = x;
+    BlockScaled { format, axis, rule, rows, cols, stack, codes, scales, scale_layout, shared_cols }
+});
+over!(Operand, |x, m| match x {
+    Operand::Plain(x) => Operand::Plain(x.mapped(m)?),
+    Operand::Block(x) => Operand::Block(x.mapped(m)?),
+});
+over!(Groups, |x, m| Groups {
+    start: m.buf(&x.start)?,
+    len: m.buf(&x.len)?,
+    row_id: m.buf(&x.row_id)?,
+    num_groups: x.num_groups,
+    align: x.align,
+    capacity: x.capacity,
+});
+over!(Occupancy, |x, m| Occupancy { found: m.buf(&x.found)?, num_slots: x.num_slots, capacity: x.capacity });
+over!(PermuteMap, |x, m| PermuteMap {
+    groups: x.groups.mapped(m)?,
+    source_row: m.buf(&x.source_row)?,
+    row_slot: m.buf(&x.row_slot)?,
+    slot_row: m.buf(&x.slot_row)?,
+    num_slots: x.num_slots,
+    occupancy: x.occupancy.mapped(m)?,
+});
+over!(Counts, |x, m| Counts(m.buf(&x.0)?));
+over!(Emitted, |x, m| Emitted {
+    rows: x.rows.mapped(m)?,
+    cols: x.cols.mapped(m)?,
+    counts: x.counts.mapped(m)?
+});
+over!(Transcoded, |x, m| Transcoded {
+    out: x.out.mapped(m)?,
+    transposed: x.transposed.mapped(m)?,
+    counts: x.counts.mapped(m)?,
+});
+over!(Routing, |x, m| Routing {
+    expert: m.buf(&x.expert)?,
+    weight: m.buf(&x.weight)?,
+    probs: x.probs.mapped(m)?,
+    log_sum_exp: m.buf(&x.log_sum_exp)?,
+    load: m.buf(&x.load)?,
+    losses: m.buf(&x.losses)?,
+});
+over!(SwigluOut, |x, m| SwigluOut { a: x.a.mapped(m)?, h: x.h.mapped(m)? });
+over!(SwigluGrads, |x, m| SwigluGrads {
+    dh: x.dh.mapped(m)?,
+    a: x.a.mapped(m)?,
+    dweight: m.buf(&x.dweight)?
+});
+over!(EmbedOut, |x, m| EmbedOut { x: x.x.mapped(m)?, bad_ids: m.buf(&x.bad_ids)? });
+over!(RmsNormOut, |x, m| RmsNormOut { y: x.y.mapped(m)?, inv_rms: m.buf(&x.inv_rms)? });
+over!(AttentionOut, |x, m| AttentionOut { out: x.out.mapped(m)?, lse: m.buf(&x.lse)? });
+over!(AttentionGrads, |x, m| AttentionGrads {
+    dq: x.dq.mapped(m)?,
+    dk: x.dk.mapped(m)?,
+    dv: x.dv.mapped(m)?
+});
+over!(CrossEntropyOut, |x, m| CrossEntropyOut {
+    loss: m.buf(&x.loss)?,
+    shard_nats: m.buf(&x.shard_nats)?,
+    bad_ids: m.buf(&x.bad_ids)?,
+    dlogits: x.dlogits.mapped(m)?,
+});
+over!(HeadLossOut, |x, m| HeadLossOut {
+    shard_nats: m.buf(&x.shard_nats)?,
+    bad_ids: m.buf(&x.bad_ids)?,
+    dx: x.dx.mapped(m)?,
+});
+over!(SlotRanks, |x, m| SlotRanks {
+    rank: m.buf(&x.rank)?,
+    first: m.buf(&x.first)?,
+    counts: m.buf(&x.counts)?
+});
+over!(ReceivedSlots, |x, m| ReceivedSlots {
+    token_id: m.buf(&x.token_id)?,
+    expert: m.buf(&x.expert)?,
+    weight: m.buf(&x.weight)?,
+});
+
+/// What an operation of the inner backend returns.
+pub(super) trait Made<B: Backend> {
+    /// The same, of the recorder's handles.
+    type Wrapped;
+    fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped>;
+    /// What is returned by an operation that returns nothing: there is nothing to learn of it before a replay.
+    fn nothing() -> Option<Self::Wrapped>;
+}
+
+impl<B: Backend, X: Over<A = B>> Made<B> for X {
+    type Wrapped = X::On<Recorder<B>>;
+    fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped> {
+        self.mapped(m)
+    }
+    fn nothing() -> Option<Self::Wrapped> {
+        None
+    }
+}
+
+/// Everything was written in place.
+impl<B: Backend> Made<B> for () {
+    type Wrapped = ();
+    fn wrapped(&self, _: &mut impl Mapping<B, Recorder<B>>) -> Result<()> {
+        Ok(())
+    }
+    fn nothing() -> Option<()> {
+        Some(())
+    }
+}
+
+/// Handles that own nothing, and a list of their cells: what recorded work keeps of its arguments.
+pub(super) struct Seal<'a, B: Backend>(pub &'a mut Vec<Arc<Cell<B>>>);
+
+impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
+    fn buf<T: Plain>(&mut self, buf: &Buf<T, B>) -> Result<Buf<T, B>> {
+        self.0.push(buf.cell.clone());
+        Ok(buf.unowned())
+    }
+}
+
+/// What the cells hold.
+pub(super) struct Open<'a, B: Backend>(pub &'a B);
+
+impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
+    fn buf<T: Plain>(&mut self, buf: &Buf<T, B>) -> Result<B::Buf<T>> {
+        buf.inner(self.0)
+    }
+}
+
+/// New cells for what an operation returned.
+pub(super) struct Wrap<'a, B: Backend> {
+    pub recorder: &'a Recorder<B>,
+    pub made: Vec<Output<B>>,
+}
+
+impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
+    fn buf<T: Plain>(&mut self, buf: &B::Buf<T>) -> Result<Buf<T, B>> {
+        let wrapped = Buf::new(self.recorder, buf)?;
+        self.made.push(wrapped.output());
+        Ok(wrapped)
+    }
+
+    fn e8m0(&mut self, buf: &B::Buf<u8>) -> Result<Buf<u8, B>> {
+        let wrapped = Buf::new(self.recorder, buf)?;
+        self.made.push(Output { element: Element::E8m0, ..wrapped.output() });
+        Ok(wrapped)
+    }
+}
+
+/// What an operation returned, into the cells that it had in the recording.
+pub(super) struct Store<'a, B: Backend> {
+    pub b: &'a B,
+    pub cells: std::slice::Iter<'a, Output<B>>,
+}
+
+impl<B: Backend> Mapping<B, Recorder<B>> for Store<'_, B> {
+    fn buf<T: Plain>(&mut self, buf: &B::Buf<T>) -> Result<Buf<T, B>> {
+        let Some(Output { cell, .. }) = self.cells.next() else {
+            return Err(device("replay", "an operation returned more buffers than when it was recorded"));
+        };
+        cell.put(self.b.reinterpret(buf)?);
+        Ok(Buf::of_cell(cell.clone(), B::len(buf)))
+    }
+}
