@@ -1,6 +1,6 @@
 //! Which offset of a growing range of memory each allocation gets: arithmetic only, for the arenas of every backend.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Every offset that a [`Heap`] gives is a multiple of this, in bytes.
 pub const HEAP_ALIGN: usize = 256;
@@ -22,10 +22,8 @@ pub const HEAP_ALIGN: usize = 256;
 #[derive(Debug, Clone)]
 pub struct Heap {
     capacity: usize,
-    /// Holes below `top`, offset → bytes. No two touch, and none touches `top`.
-    holes: BTreeMap<usize, usize>,
-    /// The same as (bytes, offset).
-    by_size: BTreeSet<(usize, usize)>,
+    /// Holes below `top`, in order. No two touch, and none touches `top`.
+    holes: Vec<Range<usize>>,
     /// End of the highest live block.
     top: usize,
     extent: usize,
@@ -41,18 +39,19 @@ fn rounded(bytes: usize) -> Option<usize> {
 impl Heap {
     /// An empty heap that may reach so many bytes.
     pub fn new(capacity: usize) -> Self {
-        let (holes, by_size) = (BTreeMap::new(), BTreeSet::new());
-        Self { capacity, holes, by_size, top: 0, extent: 0, live: 0, peak: 0 }
+        Self { capacity, holes: Vec::new(), top: 0, extent: 0, live: 0, peak: 0 }
     }
 
     /// The offset of a block of so many bytes, or `None` where it would reach beyond the capacity.
     pub fn alloc(&mut self, bytes: usize) -> Option<usize> {
         let size = rounded(bytes)?;
-        let offset = match self.by_size.range((size, 0)..).next().copied() {
-            Some((hole, offset)) => {
-                self.remove_hole(offset, hole);
-                if hole > size {
-                    self.insert_hole(offset + size, hole - size);
+        let offset = match self.best_hole(size) {
+            Some(i) => {
+                let hole = &mut self.holes[i];
+                let offset = hole.start;
+                hole.start += size;
+                if hole.start == hole.end {
+                    self.holes.remove(i);
                 }
                 offset
             }
@@ -68,6 +67,21 @@ impl Heap {
         Some(offset)
     }
 
+    /// The smallest hole of at least so many bytes, and of equals the lowest. There are few: a scan is faster than an order.
+    fn best_hole(&self, size: usize) -> Option<usize> {
+        let mut best: Option<(usize, usize)> = None;
+        for (i, hole) in self.holes.iter().enumerate() {
+            let bytes = hole.end - hole.start;
+            if bytes == size {
+                return Some(i);
+            }
+            if bytes > size && best.is_none_or(|(_, smallest)| bytes < smallest) {
+                best = Some((i, bytes));
+            }
+        }
+        best.map(|(i, _)| i)
+    }
+
     /// Takes a block back, by the offset and the bytes of its allocation.
     ///
     /// # Panics
@@ -75,28 +89,33 @@ impl Heap {
     pub fn free(&mut self, offset: usize, bytes: usize) {
         // What was allocated could be rounded.
         let Some(size) = rounded(bytes) else { return };
-        let (mut start, mut end) = (offset, offset + size);
-        let below = self.holes.range(..offset).next_back().map(|(at, hole)| (*at, *hole));
-        let above = self.holes.range(offset..).next().map(|(at, hole)| (*at, *hole));
+        let end = offset + size;
+        // The first hole above the block, and the one below it.
+        let above = self.holes.partition_point(|hole| hole.start < offset);
+        let below = above.checked_sub(1);
         debug_assert!(
             end <= self.top
-                && below.is_none_or(|(at, hole)| at + hole <= offset)
-                && above.is_none_or(|(at, _)| end <= at),
+                && below.is_none_or(|i| self.holes[i].end <= offset)
+                && self.holes.get(above).is_none_or(|hole| end <= hole.start),
             "{bytes} bytes at {offset} are not live: {self:?}"
         );
         self.live -= bytes;
-        if let Some((at, hole)) = below.filter(|(at, hole)| at + hole == offset) {
-            self.remove_hole(at, hole);
-            start = at;
-        }
-        if let Some((at, hole)) = above.filter(|(at, _)| *at == end) {
-            self.remove_hole(at, hole);
-            end = at + hole;
-        }
+        let touched = below.filter(|i| self.holes[*i].end == offset);
         if end == self.top {
-            self.top = start;
-        } else {
-            self.insert_hole(start, end - start);
+            // What lies free below the end is no hole.
+            self.top = touched.map_or(offset, |i| self.holes[i].start);
+            self.holes.truncate(touched.unwrap_or(above));
+            return;
+        }
+        let reaches_above = self.holes.get(above).is_some_and(|hole| hole.start == end);
+        match (touched, reaches_above) {
+            (Some(i), true) => {
+                self.holes[i].end = self.holes[above].end;
+                self.holes.remove(above);
+            }
+            (Some(i), false) => self.holes[i].end = end,
+            (None, true) => self.holes[above].start = offset,
+            (None, false) => self.holes.insert(above, offset..end),
         }
     }
 
@@ -123,16 +142,6 @@ impl Heap {
     /// The highest end that a block ever had: what must be backed by memory.
     pub fn extent(&self) -> usize {
         self.extent
-    }
-
-    fn insert_hole(&mut self, offset: usize, bytes: usize) {
-        self.holes.insert(offset, bytes);
-        self.by_size.insert((bytes, offset));
-    }
-
-    fn remove_hole(&mut self, offset: usize, bytes: usize) {
-        self.holes.remove(&offset);
-        self.by_size.remove(&(bytes, offset));
     }
 }
 
@@ -195,7 +204,7 @@ mod tests {
                 let (offset, bytes) = blocks.swap_remove(which);
                 heap.free(offset, bytes);
             }
-            assert!(heap.holes.is_empty() && heap.by_size.is_empty() && heap.top == 0 && heap.live() == 0);
+            assert!(heap.holes.is_empty() && heap.top == 0 && heap.live() == 0);
             assert_eq!(heap.alloc(1 << 20), Some(0), "all of it in one piece");
         }
     }
