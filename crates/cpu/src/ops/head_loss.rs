@@ -10,7 +10,7 @@ use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{HeadLoss, HeadLossOut};
-use nibble_core::{Backend, DType, Data, Result, Tensor};
+use nibble_core::{DType, Data, Result, Tensor};
 use std::ops::Range;
 
 const OP: &str = "head_loss";

@@ -55,7 +55,6 @@ macro_rules! op {
 }
 
 impl<B: Convert> Convert for Recorder<B> {
-    op!(quantize(Quantize { reads x; may_read groups; plain codec, planes, stack, random, hadamard; }) -> Emitted<Self>);
     op!(dequantize(Dequantize { reads x; plain dtype; }) -> Tensor<Self>);
     op!(transcode(Transcode { reads x; may_read groups; plain to, axis, rule; }) -> Transcoded<Self>);
     op!(cast(Cast { reads x; plain dtype; }) -> Tensor<Self>);
@@ -82,6 +81,22 @@ impl<B: Convert> Convert for Recorder<B> {
     op!(swiglu_backward(SwigluBackward {
         reads h, da; may_read weight, groups; plain dh, a;
     }) -> SwigluGrads<Self>);
+
+    fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
+        let mut call = self.call("quantize", &op);
+        let Quantize { x, codec, planes, groups, stack, random, hadamard } = op;
+        let x = call.reads(x)?;
+        let groups = groups.map(|groups| call.reads(groups)).transpose()?;
+        let stream = random.map(|random| random.stream);
+        let step = random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?;
+        call.issue(move |b: &B, _| {
+            let x = open(b, &x)?;
+            let groups = groups.as_ref().map(|groups| open(b, groups)).transpose()?;
+            let step = step.as_ref().map(|step| open(b, step)).transpose()?;
+            let random = stream.map(|stream| Random { stream, step: step.as_ref() });
+            b.quantize(Quantize { x: &x, codec, planes, groups: groups.as_ref(), stack, random, hadamard })
+        })
+    }
 
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         issue!(self, op, init_normal, InitNormal, { plain stream, first, rows, cols, std; }, identity)
