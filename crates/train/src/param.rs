@@ -3,7 +3,7 @@
 use crate::cx::Cx;
 use crate::record::Conversion;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
+use nibble_core::ops::{Cast, GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Data, Error, Groups, LayerKernels, Operand, Result, Tensor};
 
@@ -232,10 +232,16 @@ impl<B: LayerKernels> Param<B> {
         }
         let accumulate = self.gradient.written;
         let values = self.values(cx.b, if at_once { 1 } else { shards })?;
-        if writes == Writes::Adds && !accumulate {
-            clear(cx.b, values)?;
-        }
-        let made = pass(values, accumulate)?;
+        let made = match writes {
+            Writes::Adds if dtype != DType::F32 => add_rounded(cx.b, values, accumulate, pass)?,
+            Writes::Adds => {
+                if !accumulate {
+                    clear(cx.b, values)?;
+                }
+                pass(values, accumulate)?
+            }
+            Writes::Overwrites => pass(values, accumulate)?,
+        };
         if at_once {
             all_reduce(cx, values)?;
         }
@@ -370,7 +376,7 @@ pub struct Optimized<'a, B: LayerKernels> {
 pub enum Writes {
     /// It can overwrite.
     Overwrites,
-    /// It always adds: what is there must be zero.
+    /// It always adds, to F32: what is there must be zero.
     Adds,
 }
 
@@ -381,6 +387,22 @@ fn uninitialized<B: LayerKernels>(b: &B, dtype: DType, rows: usize, cols: usize)
         DType::Bf16 => Data::Bf16(b.alloc(rows * cols)?),
     };
     Tensor::new(data, rows, cols)
+}
+
+/// A pass that adds to F32, on what `values` holds in another type (nothing unless it accumulates): rounded once.
+fn add_rounded<B: LayerKernels, R>(
+    b: &B,
+    values: &mut Tensor<B>,
+    accumulate: bool,
+    pass: impl FnOnce(&mut Tensor<B>, bool) -> Result<R>,
+) -> Result<R> {
+    let mut sum = match accumulate {
+        true => Cast { x: values, dtype: DType::F32 }.run(b)?,
+        false => Tensor::zeros(b, DType::F32, values.rows, values.cols)?,
+    };
+    let made = pass(&mut sum, accumulate)?;
+    SumShards { x: &sum, shards: 1, into: values }.run(b)?;
+    Ok(made)
 }
 
 fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
