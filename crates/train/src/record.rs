@@ -150,9 +150,9 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses.
+    /// Cells that must be finite: the losses, and the sum of the step's scalars.
     pub fn finite(&self) -> Range<usize> {
-        self.nats()..self.router_losses(0)
+        self.nats()..self.scalars() + 1
     }
 
     /// Of a site: where its counts go.
@@ -175,9 +175,15 @@ impl Layout {
         self.bad_ids() + BAD_IDS.len()
     }
 
+    /// The sum of what the optimizer multiplies with: of interest only where it is not finite, since it would make NaN of
+    /// every weight.
+    pub fn scalars(&self) -> usize {
+        self.nats() + self.shards
+    }
+
     /// First of a layer's router losses, two a shard.
     pub fn router_losses(&self, layer: usize) -> usize {
-        self.nats() + self.shards + 2 * self.shards * layer
+        self.scalars() + 1 + 2 * self.shards * layer
     }
 
     /// First of a layer's loads, one an expert.
@@ -226,7 +232,8 @@ impl<'a> Report<'a> {
     /// Whether the step counts.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] naming the first site of the first rank that held a NaN or an infinity, or the loss, or the norm;
+    /// [`Error::NonFinite`] naming the first site of the first rank that held a NaN or an infinity, or the loss, the optimizer's
+    /// scalars, or the norm;
     /// [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside the
     /// vocabulary.
     pub fn verify(&self) -> Result<()> {
@@ -241,8 +248,12 @@ impl<'a> Report<'a> {
                 return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
             }
         }
-        let finite = |table: &&[f64]| table[self.layout.finite()].iter().all(|x| x.is_finite());
-        let site = if self.tables.iter().all(finite) { "gradient norm" } else { "loss" };
+        let scalars = self.tables.iter().all(|table| table[self.layout.scalars()].is_finite());
+        let site = match (self.nats().iter().all(|x| x.is_finite()), scalars) {
+            (false, _) => "loss",
+            (true, false) => "learning rate or bias correction",
+            (true, true) => "gradient norm",
+        };
         Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
     }
 
@@ -281,7 +292,7 @@ impl<'a> Report<'a> {
 
     /// Nats of every shard, in the order of the tokens.
     pub fn nats(&self) -> Vec<f64> {
-        let of = |table: &&'a [f64]| &table[self.layout.finite()];
+        let of = |table: &&'a [f64]| &table[self.layout.nats()..self.layout.scalars()];
         self.tables.iter().flat_map(of).copied().collect()
     }
 

@@ -217,12 +217,13 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
     fn collect(&mut self, forward: Option<(&DecoderOut<B>, &DecoderSaved<B>)>) -> Result<()> {
-        let layout = self.buffers.layout;
-        let counts = self.cx.counted.borrow_mut().take(&layout)?;
+        let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
+        let counts = self.cx.counted.borrow_mut().take(layout)?;
         let mut entries: Vec<Entry<'_, B>> = counts.iter().map(|(site, c)| layout.counts(*site, c)).collect();
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
         if let Some((out, saved)) = forward {
             entries.push(entry(Source::F64(&out.shard_nats), layout.nats(), layout.shards));
+            entries.push(entry(Source::F32(&optimizer.control), layout.scalars(), 1));
             for (i, bad_ids) in out.bad_ids.iter().enumerate() {
                 entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
             }
@@ -234,7 +235,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
                 entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
             }
         }
-        Ok(Collect { entries: &entries, table: &mut self.buffers.table }.run(self.setup.b)?)
+        Ok(Collect { entries: &entries, table }.run(self.setup.b)?)
     }
 
     /// Reduces the gradients, takes an AdamW step, reports.
