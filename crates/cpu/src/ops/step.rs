@@ -80,17 +80,19 @@ pub(crate) fn end_step(cpu: &Cpu, op: EndStep<'_, Cpu>) -> Result<()> {
     const OP: &str = "end_step";
     let squares = op.squares.as_slice();
     let square = |&i: &i32| usize::try_from(i).ok().and_then(|i| squares.get(i)).copied();
-    let Some(squares) = op.order.as_slice().iter().map(square).collect::<Option<Vec<f32>>>() else {
+    let Some(ordered) = op.order.as_slice().iter().map(square).collect::<Option<Vec<f32>>>() else {
         return Err(Error::shape(OP, "order", "a place outside squares", format!("below {}", squares.len())));
     };
-    let norm = sum_f64(cpu.isa(), &squares).sqrt();
+    let norm = sum_f64(cpu.isa(), &ordered).sqrt();
 
     let tables = op.tables.as_slice();
     let fails = |table: &[f64]| {
         table[op.alarms.clone()].iter().any(|x| *x != 0.0)
             || table[op.finite.clone()].iter().any(|x| !x.is_finite())
     };
-    let failed = tables.chunks((tables.len() / op.ranks).max(1)).any(fails) || !norm.is_finite();
+    let failed = tables.chunks((tables.len() / op.ranks).max(1)).any(fails)
+        || !norm.is_finite()
+        || squares.iter().any(|x| !x.is_finite());
     let scale = if op.clip_norm > 0.0 && norm > op.clip_norm { (op.clip_norm / norm) as f32 } else { 1.0 };
     let control = op.control.as_mut_slice();
     control[Control::GRAD_SCALE] = scale;

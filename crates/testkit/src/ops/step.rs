@@ -160,6 +160,7 @@ enum Wrong {
     NanAlarm,
     Loss,
     Norm,
+    LeftOut,
     Earlier,
 }
 
@@ -190,9 +191,14 @@ impl<B: Model> Case<B> for Ended {
             Wrong::NanAlarm => tables[last + 10] = f64::NAN,
             Wrong::Loss => tables[last + 21] = f64::INFINITY,
             Wrong::Norm => squares[0] = f32::INFINITY,
+            Wrong::LeftOut => *squares.last_mut().expect("at least one sum") = f32::NAN,
         }
         // Every sum once, and not in the order in which they lie.
-        let order: Vec<i32> = (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
+        let mut order: Vec<i32> =
+            (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
+        if self.wrong == Wrong::LeftOut {
+            order.retain(|i| *i as usize + 1 < squares.len());
+        }
         let mut clock = b.upload(&[self.step, 1])?;
         let stop = f32::from(u8::from(self.wrong == Wrong::Earlier));
         let mut control = b.upload(&[1.0, 2.0, 3.0, 4.0, stop])?;
@@ -223,7 +229,7 @@ impl<B: Model> Case<B> for Ended {
 /// Conformance of [`EndStep`].
 pub fn end_step<A: Model, B: Model>(pair: &Pair<A, B>) {
     use Wrong::*;
-    for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, Earlier] {
+    for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, LeftOut, Earlier] {
         for (ranks, sums, clip_norm, step) in [(1, 1, 0.0, 0), (2, 300, 1.0, 1), (4, 2503, 1e9, 6)] {
             pair.check(&Ended { ranks, sums, clip_norm, step, wrong });
         }
