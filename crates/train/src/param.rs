@@ -219,12 +219,17 @@ impl<B: LayerKernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
-        // Ranks are added in F32, before anything is rounded.
-        let alone = shards == 1 && (cx.comm.world() == 1 || dtype == DType::F32);
+        // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
+        let one_product = writes == Writes::Overwrites;
+        let alone = shards == 1 && (dtype == DType::F32 || (cx.comm.world() == 1 && one_product));
+        if dtype == DType::Bf16 && !one_product && !at_once {
+            let got = format!("bf16 for {}, whose passes add several times", self.name);
+            return Err(Error::shape("add_gradient", "gradient", got, "f32"));
+        }
         if at_once && !alone {
             let (rows, cols) = (shards * self.master.rows, self.master.cols);
             let mut parts = match writes {
-                Writes::Overwrites => uninitialized(cx.b, DType::F32, rows, cols)?,
+                Writes::Overwrites | Writes::InParts => uninitialized(cx.b, DType::F32, rows, cols)?,
                 Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
             };
             let made = pass(&mut parts, false)?;
@@ -368,9 +373,11 @@ pub struct Optimized<'a, B: LayerKernels> {
 /// What a pass does with a gradient that holds nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
-    /// It can overwrite.
+    /// It can overwrite, with one product, rounded once.
     Overwrites,
-    /// It always adds: what is there must be zero.
+    /// It can overwrite, and adds to that: F32 alone.
+    InParts,
+    /// It always adds: what is there must be zero. F32 alone.
     Adds,
 }
 
