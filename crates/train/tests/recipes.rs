@@ -8,7 +8,7 @@ use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::cx::{Event, Pass};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small, train, with_recipe};
+use rig::{SOLO, STOCHASTIC, small, train, with_recipe};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
@@ -267,18 +267,6 @@ fn assert_same_on_two_ranks(config: &Config) {
     let cpu = || Cpu::new(1).unwrap();
     train(config, 1, 3, cpu).assert_same(&train(config, 2, 3, cpu), "two ranks");
 }
-
-/// `fp8-flow` with gradients rounded stochastically, in dense layers, on the wire, and between an expert's products.
-const STOCHASTIC: &str = r#"
-    extends = "fp8-flow"
-    [linear]
-    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
-    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic" }
-    [expert]
-    dispatch.bwd = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
-    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic", from = "dispatched" }
-    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic", from = "dispatched" }
-"#;
 
 #[test]
 fn stochastic_rounding_trains_and_is_a_function_of_seed_and_step_alone() {

@@ -33,6 +33,13 @@ fn replayed_steps_give_the_same_bits() {
     }
 }
 
+/// Every replay draws random bits of its own.
+#[test]
+fn replayed_steps_round_stochastically_as_issued_ones_do() {
+    let (config, _dir) = with_recipe(rig::STOCHASTIC, &["train.grad_accum=2"]);
+    train_alone(&recorder(), &config, 4).assert_same(&issued(&config, 4), "stochastic rounding");
+}
+
 /// The first step records its parts, and its first replay is refused: what the recording itself did can be seen.
 #[test]
 fn recording_changes_nothing() {

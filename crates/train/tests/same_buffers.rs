@@ -8,7 +8,7 @@ use nibble_testkit::Recorder;
 use nibble_testkit::recorder::Event;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
+use rig::{SOLO, small, with_recipe};
 use std::cell::RefCell;
 
 /// What a step issues, without the copies between host and device: those use the places of a ring in turn.
@@ -61,6 +61,13 @@ fn with_several_micro_batches_too() {
     for recipe in rig::recipes() {
         assert_steps_repeat(&small(recipe, &["train.grad_accum=2"]), recipe);
     }
+}
+
+/// The random bits of a step are the device's to know: its number is no argument of any operation.
+#[test]
+fn with_stochastic_rounding_too() {
+    let (config, _dir) = with_recipe(rig::STOCHASTIC, &[]);
+    assert_steps_repeat(&config, "stochastic rounding");
 }
 
 /// A replay issues what the step itself would, and its temporaries lie at the same addresses.

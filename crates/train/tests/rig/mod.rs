@@ -133,6 +133,18 @@ pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Ve
     params.collect()
 }
 
+/// `fp8-flow` with gradients rounded stochastically, in dense layers, on the wire, and between an expert's products.
+pub const STOCHASTIC: &str = r#"
+    extends = "fp8-flow"
+    [linear]
+    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
+    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic" }
+    [expert]
+    dispatch.bwd = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
+    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic", from = "dispatched" }
+    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic", from = "dispatched" }
+"#;
+
 /// A run under a recipe that is a file; the folder lives as long as the test needs it.
 pub fn with_recipe(text: &str, changes: &[&str]) -> (Config, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
