@@ -1,7 +1,7 @@
 //! Sums in orders that a GPU's threads can follow too: many lanes closed by a halving tree, and chunks of fixed size
 //! closed by the balanced tree over neighbours.
 //!
-//! `lanes of 16` of [`crate::simd`] are one vector; these are many vectors, so that a warp or a cta has a lane for each
+//! The 16 lanes of [`crate::simd`] are one vector; these are many vectors, so that a warp or a cta has a lane for each
 //! of its threads' elements, and a CPU many chains at once.
 
 use crate::simd::{LANES, per_isa, tree_sum};
@@ -9,54 +9,161 @@ use crate::simd::{LANES, per_isa, tree_sum};
 /// One vector of lanes.
 pub(crate) type Vector = [f32; LANES];
 
-/// Closes lanes by the halving tree (lane l with lane l + half, …, 1), given the vectors of them that are in use. The
-/// others count as zeros and are skipped; so no lane may be −0, or the caller accounts for it.
+/// Closes lanes by the halving tree (lane l with lane l + half, …, 1), given those that are in use: whole vectors, at least
+/// one. The others count as zeros and are skipped; so no lane may be −0, or the caller accounts for it.
 #[inline(always)]
-fn halving_sum(lanes: &mut [Vector]) -> f32 {
+fn halving_sum(lanes: &mut [f32]) -> f32 {
     let mut used = lanes.len();
-    let mut half = used.next_power_of_two() / 2;
-    while half > 0 {
+    while used > 256 {
+        let half = used.next_power_of_two() / 2;
         let (low, high) = lanes.split_at_mut(half);
         for (low, high) in low.iter_mut().zip(&high[..used - half]) {
-            for i in 0..LANES {
-                low[i] += high[i];
-            }
+            *low += *high;
         }
         used = half;
-        half /= 2;
     }
-    lanes.first().map_or(0.0, |last| tree_sum(*last))
+    let mut last = [[0.0; LANES]; 16];
+    last.as_flattened_mut()[..used].copy_from_slice(&lanes[..used]);
+    close_256(&last)
+}
+
+/// The halving tree over 256 lanes, a vector of them at a time: one expression, so that it needs no loop over vectors.
+#[inline(always)]
+fn close_256(l: &[Vector; 16]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for i in 0..LANES {
+        let a = (l[0][i] + l[8][i]) + (l[4][i] + l[12][i]);
+        let b = (l[2][i] + l[10][i]) + (l[6][i] + l[14][i]);
+        let c = (l[1][i] + l[9][i]) + (l[5][i] + l[13][i]);
+        let d = (l[3][i] + l[11][i]) + (l[7][i] + l[15][i]);
+        lanes[i] = (a + b) + (c + d);
+    }
+    tree_sum(lanes)
+}
+
+/// The halving tree over 64 lanes, 32 and 16 at once.
+#[inline(always)]
+fn close_64([a, b, c, d]: &[Vector; 4]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for i in 0..LANES {
+        lanes[i] = (a[i] + c[i]) + (b[i] + d[i]);
+    }
+    tree_sum(lanes)
 }
 
 /// Room for the lanes of [`wide_sum`].
-pub(crate) type WideLanes = [Vector; 1024 / LANES];
+pub(crate) type WideLanes = [f32; 1024];
 
 /// Σ x over 1024 lanes: element i goes to lane i mod 1024, each lane in order, closed by the halving tree 512, …, 1.
 /// No x may be −0: lanes past the row's end count as zeros, and are skipped.
 #[inline(always)]
 pub(crate) fn wide_sum(x: &[f32], lanes: &mut WideLanes) -> f32 {
-    let mut rounds = x.chunks(1024);
-    let Some(first) = rounds.next() else { return 0.0 };
-    let used = first.len().div_ceil(LANES);
-    let (whole, tail) = first.as_chunks::<LANES>();
-    lanes[..whole.len()].copy_from_slice(whole);
-    if !tail.is_empty() {
-        let last = &mut lanes[whole.len()];
-        *last = [0.0; LANES];
-        last[..tail.len()].copy_from_slice(tail);
+    if let (Ok(x), []) = (<&[Vector; 4]>::try_from(x.as_chunks().0), x.as_chunks::<LANES>().1) {
+        return close_64(x);
     }
-    for round in rounds {
-        let (whole, tail) = round.as_chunks::<LANES>();
-        for (lane, x) in lanes.iter_mut().zip(whole) {
+    // The first level of the tree, or the first two rounds, come straight from the row.
+    let half = (x.len().next_multiple_of(LANES).next_power_of_two() / 2).clamp(LANES, lanes.len());
+    let (a, rest) = x.split_at(half.min(x.len()));
+    let (b, rest) = rest.split_at(half.min(rest.len()));
+    let used = a.len().next_multiple_of(LANES);
+    for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+        *lane = a + b;
+    }
+    lanes[b.len()..a.len()].copy_from_slice(&a[b.len()..]);
+    lanes[a.len()..used].fill(0.0);
+    for round in rest.chunks(half) {
+        for (lane, x) in lanes.iter_mut().zip(round) {
+            *lane += x;
+        }
+    }
+    if used == 0 { 0.0 } else { halving_sum(&mut lanes[..used]) }
+}
+
+/// The products of a row that [`lanes_dot`] sums. A trait and no closures: those would not be compiled for the instruction
+/// set that they are used on.
+pub(crate) trait Terms {
+    /// Elements of the row.
+    fn len(&self) -> usize;
+    /// Adds the products of elements 16·v … 16·v + 15 to these lanes, by fma.
+    fn add(&self, v: usize, lanes: &mut Vector);
+    /// Adds those past the last whole vector.
+    fn add_tail(&self, lanes: &mut Vector);
+}
+
+/// Σ of products over 256 lanes: element i goes to lane i mod 256, each lane in order by fma from 0; closed by the halving
+/// tree 128, …, 1. D is the length where it is known to the compiler: 16, 32, 64; else 0.
+///
+/// Lanes past the row's end are zeros. Short rows skip them, and only the end says that they were there: a sum of lanes that
+/// are all −0 (products may underflow to it) is 0 if one of them is.
+#[inline(always)]
+pub(crate) fn lanes_dot<const D: usize>(terms: &impl Terms) -> f32 {
+    let [mut a, mut b, mut c, mut d] = [[0.0; LANES]; 4];
+    match D {
+        16 => {
+            terms.add(0, &mut a);
+            tree_sum(a) + 0.0
+        }
+        32 => {
+            terms.add(0, &mut a);
+            terms.add(1, &mut b);
             for i in 0..LANES {
-                lane[i] += x[i];
+                a[i] += b[i];
             }
+            tree_sum(a) + 0.0
         }
-        if !tail.is_empty() {
-            lanes[whole.len()].iter_mut().zip(tail).for_each(|(lane, x)| *lane += x);
+        64 => {
+            terms.add(0, &mut a);
+            terms.add(1, &mut b);
+            terms.add(2, &mut c);
+            terms.add(3, &mut d);
+            close_64(&[a, b, c, d]) + 0.0
+        }
+        _ => long_dot(terms),
+    }
+}
+
+#[inline(always)]
+fn long_dot(terms: &impl Terms) -> f32 {
+    let (len, vectors) = (terms.len(), terms.len() / LANES);
+    let mut lanes = [[0.0f32; LANES]; 16];
+    let rounds = vectors / lanes.len();
+    let done = rounds * lanes.len();
+    if rounds > 0 {
+        // One vector of lanes after the other, so that it stays in a register; they do not wait for each other.
+        for (v, lanes) in lanes.iter_mut().enumerate() {
+            let mut sums = [0.0; LANES];
+            for round in 0..rounds {
+                terms.add(16 * round + v, &mut sums);
+            }
+            *lanes = sums;
         }
     }
-    halving_sum(&mut lanes[..used])
+    for (v, lanes) in (done..vectors).zip(&mut lanes) {
+        let mut sums = *lanes;
+        terms.add(v, &mut sums);
+        *lanes = sums;
+    }
+    if !len.is_multiple_of(LANES) {
+        let mut sums = lanes[vectors - done];
+        terms.add_tail(&mut sums);
+        lanes[vectors - done] = sums;
+    }
+    close_256(&lanes)
+}
+
+/// Closes rows of `width` sums by the tree over neighbours ((0+1)+(2+3))…, in which an odd one out passes up unchanged.
+/// The first row becomes the sum of all.
+#[inline(always)]
+pub(crate) fn close_neighbours(rows: &mut [f32], width: usize) {
+    let count = rows.len() / width;
+    let mut step = 1;
+    while step < count {
+        for row in (0..count - step).step_by(2 * step) {
+            let (left, right) = rows.split_at_mut((row + step) * width);
+            left[row * width..][..width].iter_mut().zip(&right[..width]).for_each(|(a, b)| *a += b);
+        }
+        step *= 2;
+    }
 }
 
 /// Elements of a chunk of [`sum_f64`].
@@ -113,12 +220,83 @@ mod tests {
 
     #[test]
     fn a_wide_sum_is_1024_lanes_and_a_halving_tree() {
-        for len in [0, 1, 7, 16, 17, 33, 64, 100, 255, 256, 700, 1023, 1024, 1025, 1041, 2048, 5003, 32_768] {
+        for len in [
+            0, 1, 7, 15, 16, 17, 32, 33, 64, 65, 100, 128, 255, 256, 700, 1023, 1024, 1025, 1041, 2048, 5003,
+            32_768,
+        ] {
             let x: Vec<f32> = normals(len).into_iter().map(f32::abs).collect();
             let mut lanes = vec![0.0f32; 1024];
             x.iter().enumerate().for_each(|(i, x)| lanes[i % 1024] += x);
-            let mut room = [[f32::NAN; LANES]; 1024 / LANES];
+            let mut room = [f32::NAN; 1024];
             assert_eq!(wide_sum(&x, &mut room).to_bits(), closed(lanes).to_bits(), "{len}");
+        }
+    }
+
+    /// The definition, with all 256 lanes.
+    fn dot_of(a: &[f32], b: &[f32]) -> f32 {
+        let mut lanes = vec![0.0f32; 256];
+        a.iter().zip(b).enumerate().for_each(|(i, (a, b))| lanes[i % 256] = a.mul_add(*b, lanes[i % 256]));
+        closed(lanes)
+    }
+
+    struct Pairs<'a>(&'a [f32], &'a [f32]);
+
+    impl Terms for Pairs<'_> {
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+        fn add(&self, v: usize, lanes: &mut Vector) {
+            let pairs = self.0.iter().zip(self.1).skip(v * LANES);
+            lanes.iter_mut().zip(pairs).for_each(|(lane, (a, b))| *lane = a.mul_add(*b, *lane));
+        }
+        fn add_tail(&self, lanes: &mut Vector) {
+            self.add(self.len() / LANES, lanes);
+        }
+    }
+
+    fn dot(a: &[f32], b: &[f32]) -> f32 {
+        let pairs = Pairs(a, b);
+        let sum = lanes_dot::<0>(&pairs);
+        let known = match a.len() {
+            16 => lanes_dot::<16>(&pairs),
+            32 => lanes_dot::<32>(&pairs),
+            64 => lanes_dot::<64>(&pairs),
+            _ => sum,
+        };
+        assert_eq!(sum.to_bits(), known.to_bits(), "{}", a.len());
+        sum
+    }
+
+    #[test]
+    fn a_dot_is_256_lanes_and_a_halving_tree() {
+        for len in [
+            0, 1, 15, 16, 17, 32, 33, 48, 64, 65, 100, 128, 129, 200, 255, 256, 257, 300, 512, 777, 1024,
+            5000,
+        ] {
+            let (a, b) = (normals(len), normals(2 * len)[len..].to_vec());
+            assert_eq!(dot(&a, &b).to_bits(), dot_of(&a, &b).to_bits(), "{len}");
+            // Products that underflow to −0 in every lane that there is.
+            let (a, b) = (vec![-1e-30; len], vec![1e-30; len]);
+            assert_eq!(dot(&a, &b).to_bits(), dot_of(&a, &b).to_bits(), "{len} of −0");
+        }
+    }
+
+    #[test]
+    fn rows_are_summed_with_their_neighbours() {
+        for rows in 0..40 {
+            let x: Vec<[f32; 3]> =
+                (0..rows).map(|r| std::array::from_fn(|i| normals(200)[3 * r + i])).collect();
+            let mut got = x.concat();
+            close_neighbours(&mut got, 3);
+            let mut level = x;
+            while level.len() > 1 {
+                let pairs = level.chunks_exact(2);
+                let odd = pairs.remainder().to_vec();
+                level =
+                    pairs.map(|pair| std::array::from_fn(|i| pair[0][i] + pair[1][i])).chain(odd).collect();
+            }
+            let want = level.first().map_or(&[][..], |row| &row[..]);
+            assert_eq!(&got[..3.min(3 * rows)], want, "{rows}");
         }
     }
 

@@ -55,7 +55,7 @@ impl<B: LayerKernels> Shards<B> {
     /// of the step this is: micro-batch · ranks + rank.
     ///
     /// # Errors
-    /// [`Error::Device`] from the backend.
+    /// [`nibble_core::Error::Device`] from the backend.
     pub fn new(b: &B, local: usize, rows_each: usize, run: usize) -> Result<Self> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;

@@ -1,8 +1,9 @@
 //! Training: layers with hand-written backward passes, the mixture-of-experts layer, a Qwen3-MoE style decoder, AdamW,
 //! data, checkpoints and metrics. Generic over the backend; nothing here knows a CPU from a GPU.
 //!
-//! The life of a step: [`trainer::Trainer::train_step`] makes the weights' copies, runs forward (which returns what
-//! backward needs), cross-entropy, backward, and [`optim::step`].
+//! The life of a step: [`trainer::Trainer::issue_step`] hands tokens and scalars to the device and issues the weights' copies,
+//! forward (which returns what backward needs, the loss and the head's gradients), backward, and [`optim::step`], or replays
+//! them; [`trainer::Trainer::settle`] reads the [`record`] they leave.
 
 pub mod checkpoint;
 pub mod config;

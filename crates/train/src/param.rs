@@ -3,7 +3,7 @@
 use crate::cx::Cx;
 use crate::record::Conversion;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Cast, GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
+use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Data, Error, Groups, LayerKernels, Operand, Result, Tensor};
 
@@ -219,12 +219,17 @@ impl<B: LayerKernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
-        // Ranks are added in F32, before anything is rounded.
-        let alone = shards == 1 && (cx.comm.world() == 1 || dtype == DType::F32);
+        // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
+        let one_product = writes == Writes::Overwrites;
+        let alone = shards == 1 && (dtype == DType::F32 || (cx.comm.world() == 1 && one_product));
+        if dtype == DType::Bf16 && !one_product && !at_once {
+            let got = format!("bf16 for {}, whose passes add several times", self.name);
+            return Err(Error::shape("add_gradient", "gradient", got, "f32"));
+        }
         if at_once && !alone {
             let (rows, cols) = (shards * self.master.rows, self.master.cols);
             let mut parts = match writes {
-                Writes::Overwrites => uninitialized(cx.b, DType::F32, rows, cols)?,
+                Writes::Overwrites | Writes::InParts => uninitialized(cx.b, DType::F32, rows, cols)?,
                 Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
             };
             let made = pass(&mut parts, false)?;
@@ -232,16 +237,10 @@ impl<B: LayerKernels> Param<B> {
         }
         let accumulate = self.gradient.written;
         let values = self.values(cx.b, if at_once { 1 } else { shards })?;
-        let made = match writes {
-            Writes::Adds if dtype != DType::F32 => add_rounded(cx.b, values, accumulate, pass)?,
-            Writes::Adds => {
-                if !accumulate {
-                    clear(cx.b, values)?;
-                }
-                pass(values, accumulate)?
-            }
-            Writes::Overwrites => pass(values, accumulate)?,
-        };
+        if writes == Writes::Adds && !accumulate {
+            clear(cx.b, values)?;
+        }
+        let made = pass(values, accumulate)?;
         if at_once {
             all_reduce(cx, values)?;
         }
@@ -374,9 +373,11 @@ pub struct Optimized<'a, B: LayerKernels> {
 /// What a pass does with a gradient that holds nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
-    /// It can overwrite.
+    /// It can overwrite, with one product, rounded once.
     Overwrites,
-    /// It always adds, to F32: what is there must be zero.
+    /// It can overwrite, and adds to that: F32 alone.
+    InParts,
+    /// It always adds: what is there must be zero. F32 alone.
     Adds,
 }
 
@@ -387,22 +388,6 @@ fn uninitialized<B: LayerKernels>(b: &B, dtype: DType, rows: usize, cols: usize)
         DType::Bf16 => Data::Bf16(b.alloc(rows * cols)?),
     };
     Tensor::new(data, rows, cols)
-}
-
-/// A pass that adds to F32, on what `values` holds in another type (nothing unless it accumulates): rounded once.
-fn add_rounded<B: LayerKernels, R>(
-    b: &B,
-    values: &mut Tensor<B>,
-    accumulate: bool,
-    pass: impl FnOnce(&mut Tensor<B>, bool) -> Result<R>,
-) -> Result<R> {
-    let mut sum = match accumulate {
-        true => Cast { x: values, dtype: DType::F32 }.run(b)?,
-        false => Tensor::zeros(b, DType::F32, values.rows, values.cols)?,
-    };
-    let made = pass(&mut sum, accumulate)?;
-    SumShards { x: &sum, shards: 1, into: values }.run(b)?;
-    Ok(made)
 }
 
 fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {

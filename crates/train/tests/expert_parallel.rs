@@ -42,6 +42,24 @@ fn micro_batches_and_an_uneven_choice_of_experts_keep_the_bits() {
     }
 }
 
+/// Gradients and moments in BF16 are rounded after shards and ranks have met, or shard by shard: in neither case does it matter who
+/// has which shard.
+#[test]
+fn gradients_and_moments_in_bf16_keep_the_bits_too() {
+    let types = ["train.grad_dtype=bf16", "train.moment_dtype=bf16"];
+    for more in [&[][..], &["train.grad_accum=2"], &["model.tie_embeddings=false", "train.shards=4"]] {
+        let config = small("fp8-flow", &[&types[..], more].concat());
+        let one = train(&config, 1, 4, cpu);
+        assert!(one.losses[3] < one.losses[0], "{:?}", one.losses);
+        for world in [2, 4] {
+            one.assert_same(&train(&config, world, 4, cpu), &format!("{more:?}, {world} ranks"));
+        }
+    }
+    // The first step moves every weight by the learning rate, whatever its gradient.
+    let bits = |changes: &[&str]| train(&small("bf16", changes), 1, 4, cpu).losses[3].to_bits();
+    assert_ne!(bits(&[]), bits(&types[..1]), "rounded gradients are not the others");
+}
+
 #[test]
 fn an_input_that_is_made_again_gives_the_same_bits() {
     for recipe in rig::recipes() {

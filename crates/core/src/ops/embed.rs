@@ -43,8 +43,15 @@ impl<B: Backend> Embed<'_, B> {
     }
 }
 
-/// Adds dy to the rows of each shard's gradient table, row by row in order. Rows of an id outside the table are passed
-/// over: [`Embed`] has counted the same ids.
+/// Adds dy to the rows of each shard's gradient table.
+///
+/// For each shard and each id: the shard's tokens that have this id, in their order, form chunks of
+/// [`EmbedBackward::CHUNK`]; a chunk's rows of dy are summed in order from 0, the chunks' sums by the tree over neighbours
+/// ((0+1)+(2+3))…, in which an odd one out passes up unchanged; and the sum is added once to the id's row. An id without a
+/// token leaves its row as it is. Tokens of an id outside the table are passed over: [`Embed`] has counted the same ids.
+///
+/// A frequent id is so no long chain. A GPU may sort the tokens of a shard by id, stably; the chunks are then runs of the
+/// sorted tokens that begin with each id, each summed by itself, and a second pass closes the few ids of several chunks.
 #[derive(Debug)]
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token of each row.
@@ -58,6 +65,9 @@ pub struct EmbedBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> EmbedBackward<'_, B> {
+    /// Tokens of an id that are summed one after the other.
+    pub const CHUNK: usize = 64;
+
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 

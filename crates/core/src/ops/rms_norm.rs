@@ -3,8 +3,9 @@ use crate::{Agreement, Backend, DType, Model, Result, Tensor};
 
 /// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
 ///
-/// The sum of squares runs over 16 lanes (element i goes to lane i mod 16, in order, by fma), closed by the tree
-/// 8, 4, 2, 1.
+/// The sum of squares runs over 256 lanes: element i goes to lane i mod 256, each lane in order by fma from 0, and the
+/// lanes are closed by the halving tree 128, 64, …, 1 (lane l with lane l + 128, and so on). Lanes past the row's end are
+/// zeros. 256 lanes are the 32 threads of a warp with 8 elements each of a load of 16 bytes.
 #[derive(Debug)]
 pub struct RmsNorm<'a, B: Backend> {
     /// `[rows, d]`, F32 or BF16.
@@ -46,7 +47,10 @@ impl<B: Backend> RmsNorm<'_, B> {
 
 /// The backward pass of [`RmsNorm`]: returns dx and adds each shard's dweight.
 ///
-/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)); dw = Σ over the shard's rows, in order, of dy · x̂.
+/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)), whose sum is fma(dy·w, x̂, ·) over the lanes of
+/// [`RmsNorm`]. dw = Σ over the shard's rows of dy · x̂: rows in chunks of [`RmsNormBackward::CHUNK`], each summed in order
+/// by fma from 0; the chunks' sums by the tree over neighbours ((0+1)+(2+3))…, in which an odd one out passes up
+/// unchanged; then added once to dweight.
 #[derive(Debug)]
 pub struct RmsNormBackward<'a, B: Backend> {
     /// The input.
@@ -62,6 +66,9 @@ pub struct RmsNormBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> RmsNormBackward<'_, B> {
+    /// Rows of a chunk of dweight's sum.
+    pub const CHUNK: usize = 64;
+
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 

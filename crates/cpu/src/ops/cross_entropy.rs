@@ -1,8 +1,8 @@
 //! See [`nibble_core::ops::CrossEntropy`].
 //!
-//! One body serves as specification and as vectorised code: a loop over rows, whose sum is [`wide_sum`].
+//! One body serves as specification and as vectorised code: a loop over rows, whose sum is `wide_sum`.
 
-use crate::simd::{LANES, Real, exp_less, lane_max, per_isa, rows_per_task};
+use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
 use crate::sums::{WideLanes, sum_f64, wide_sum};
 use crate::{Buf, Cpu};
 use half::bf16;
@@ -100,7 +100,7 @@ struct Room {
 
 impl Room {
     fn new(vocab: usize) -> Self {
-        Self { e: vec![0.0; vocab], lanes: [[0.0; LANES]; 1024 / LANES] }
+        Self { e: vec![0.0; vocab], lanes: [0.0; 1024] }
     }
 }
 

@@ -114,13 +114,12 @@ per_isa!(fn add_f32 = add_body::<f32>; (a: &[f32], b: &[f32], out: &mut [f32]));
 per_isa!(fn add_bf16 = add_body::<bf16>; (a: &[bf16], b: &[bf16], out: &mut [bf16]));
 
 #[inline(always)]
-fn accumulate_body<T: Real>(x: &[T], sum: &mut [f32]) {
+fn accumulate_body(x: &[f32], sum: &mut [f32]) {
     for (sum, x) in sum.iter_mut().zip(x) {
-        *sum += x.widen();
+        *sum += x;
     }
 }
-per_isa!(pub(super) fn accumulate_f32 = accumulate_body::<f32>; (x: &[f32], sum: &mut [f32]));
-per_isa!(pub(super) fn accumulate_bf16 = accumulate_body::<bf16>; (x: &[bf16], sum: &mut [f32]));
+per_isa!(fn accumulate = accumulate_body; (x: &[f32], sum: &mut [f32]));
 
 /// a + b in F32, rounded once.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -186,7 +185,7 @@ impl Stack<'_> {
         let right = &mut right[..out.len()];
         self.sum(at, shards.start..middle, out);
         self.sum(at, middle..shards.end, right);
-        accumulate_f32(self.isa, right, out);
+        accumulate(self.isa, right, out);
     }
 }
 

@@ -1,9 +1,10 @@
 //! See [`nibble_core::ops::RmsNorm`].
 //!
-//! One body serves as specification and as vectorised code: it is a loop over the 16 lanes of a row.
+//! One body serves as specification and as vectorised code: its sums are those of [`crate::sums`].
 
 use crate::Cpu;
-use crate::simd::{LANES, Real, lane_dot, map_lanes, per_isa, rows_per_task, tree_sum};
+use crate::simd::{LANES, Real, map_lanes, per_isa, rows_per_task};
+use crate::sums::{Terms, Vector, close_neighbours, lanes_dot};
 use half::bf16;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
@@ -50,12 +51,35 @@ fn forward<T: Real>(cpu: &Cpu, op: &RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>>
 
 per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));
 
+/// Rows as long as heads and small models are wide are known to the compiler, and their sums stay in registers.
 #[inline(always)]
 fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]) {
+    match weight.len() {
+        16 => forward_rows_of::<T, 16>(x, weight, eps, y, inv_rms),
+        32 => forward_rows_of::<T, 32>(x, weight, eps, y, inv_rms),
+        64 => forward_rows_of::<T, 64>(x, weight, eps, y, inv_rms),
+        _ => forward_rows_of::<T, 0>(x, weight, eps, y, inv_rms),
+    }
+}
+
+#[inline(always)]
+fn forward_rows_of<T: Real, const D: usize>(
+    x: &[T],
+    weight: &[f32],
+    eps: f32,
+    y: &mut [T],
+    inv_rms: &mut [f32],
+) {
     let d = weight.len();
     for ((x, y), inv_rms) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(inv_rms) {
-        let inv = rsqrt(lane_dot(x, x) / d as f32 + eps);
-        map_lanes(x, weight, y, |x, w| x * inv * w);
+        let inv = rsqrt(lanes_dot::<D>(&Squares(x)) / d as f32 + eps);
+        if d < 64 {
+            map_lanes(x, weight, y, |x, w| x * inv * w);
+        } else {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                *y = T::round(x.widen() * inv * w);
+            }
+        }
         *inv_rms = inv;
     }
 }
@@ -109,10 +133,26 @@ per_isa!(fn backward_rows<T: Real> = backward_rows_body; (x: &[T], weight: &[f32
 /// dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)), x̂ = x · inv_rms.
 #[inline(always)]
 fn backward_rows_body<T: Real>(x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T], dx: &mut [T]) {
+    match weight.len() {
+        16 => backward_rows_of::<T, 16>(x, weight, inv_rms, dy, dx),
+        32 => backward_rows_of::<T, 32>(x, weight, inv_rms, dy, dx),
+        64 => backward_rows_of::<T, 64>(x, weight, inv_rms, dy, dx),
+        _ => backward_rows_of::<T, 0>(x, weight, inv_rms, dy, dx),
+    }
+}
+
+#[inline(always)]
+fn backward_rows_of<T: Real, const D: usize>(
+    x: &[T],
+    weight: &[f32],
+    inv_rms: &[f32],
+    dy: &[T],
+    dx: &mut [T],
+) {
     let d = weight.len();
     let rows = x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(dx.chunks_exact_mut(d)).zip(inv_rms);
     for (((x, dy), dx), &inv) in rows {
-        let mean = mean_product(x, dy, weight, inv);
+        let mean = lanes_dot::<D>(&Products { x, dy, weight, inv }) / d as f32;
         for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
             let normal = x.widen() * inv;
             *dx = T::round(inv * (dy.widen() * w - normal * mean));
@@ -120,45 +160,86 @@ fn backward_rows_body<T: Real>(x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T
     }
 }
 
-/// mean(dy · w · x̂) over the 16 lanes.
-#[inline(always)]
-fn mean_product<T: Real>(x: &[T], dy: &[T], weight: &[f32], inv: f32) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    let (full, tail) = x.as_chunks::<LANES>();
-    let (dy_full, dy_tail) = dy.as_chunks::<LANES>();
-    let (w_full, w_tail) = weight.as_chunks::<LANES>();
-    for ((x, dy), w) in full.iter().zip(dy_full).zip(w_full) {
+/// The squares of a row.
+struct Squares<'a, T>(&'a [T]);
+
+impl<T: Real> Terms for Squares<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    #[inline(always)]
+    fn add(&self, v: usize, lanes: &mut Vector) {
+        let x = &self.0.as_chunks::<LANES>().0[v];
         for i in 0..LANES {
-            lanes[i] = (dy[i].widen() * w[i]).mul_add(x[i].widen() * inv, lanes[i]);
+            lanes[i] = x[i].widen().mul_add(x[i].widen(), lanes[i]);
         }
     }
-    for (((lane, x), dy), w) in lanes.iter_mut().zip(tail).zip(dy_tail).zip(w_tail) {
-        *lane = (dy.widen() * w).mul_add(x.widen() * inv, *lane);
+    #[inline(always)]
+    fn add_tail(&self, lanes: &mut Vector) {
+        for (lane, x) in lanes.iter_mut().zip(self.0.as_chunks::<LANES>().1) {
+            *lane = x.widen().mul_add(x.widen(), *lane);
+        }
     }
-    tree_sum(lanes) / weight.len() as f32
+}
+
+/// dy·w times x̂ of a row.
+struct Products<'a, T> {
+    x: &'a [T],
+    dy: &'a [T],
+    weight: &'a [f32],
+    inv: f32,
+}
+
+impl<T: Real> Terms for Products<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.weight.len()
+    }
+    #[inline(always)]
+    fn add(&self, v: usize, lanes: &mut Vector) {
+        let (x, dy) = (&self.x.as_chunks::<LANES>().0[v], &self.dy.as_chunks::<LANES>().0[v]);
+        let w = &self.weight.as_chunks::<LANES>().0[v];
+        for i in 0..LANES {
+            lanes[i] = (dy[i].widen() * w[i]).mul_add(x[i].widen() * self.inv, lanes[i]);
+        }
+    }
+    #[inline(always)]
+    fn add_tail(&self, lanes: &mut Vector) {
+        let (x, dy) = (self.x.as_chunks::<LANES>().1, self.dy.as_chunks::<LANES>().1);
+        let w = self.weight.as_chunks::<LANES>().1;
+        for (((lane, x), dy), w) in lanes.iter_mut().zip(x).zip(dy).zip(w) {
+            *lane = (dy.widen() * w).mul_add(x.widen() * self.inv, *lane);
+        }
+    }
 }
 
 /// Columns of dweight for one task.
 const COLUMNS: usize = 64;
+
+/// Rows of a chunk of dweight's sum.
+const CHUNK: usize = RmsNormBackward::<Cpu>::CHUNK;
 
 per_isa!(fn add_dweight<T: Real> = add_dweight_body; (x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]));
 
 /// Adds Σ over the rows of dy · x̂ to the columns from `first` on.
 #[inline(always)]
 fn add_dweight_body<T: Real>(x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]) {
+    // A row of sums for each chunk.
+    let mut room = Vec::with_capacity(inv_rms.len().div_ceil(CHUNK) * COLUMNS);
     let (wide, rest) = sums.as_chunks_mut::<COLUMNS>();
     let mut column = first;
     for sums in wide {
-        add_columns(x, inv_rms, dy, d, column, sums);
+        add_columns(x, inv_rms, dy, d, column, sums, &mut room);
         column += COLUMNS;
     }
     let (vectors, rest) = rest.as_chunks_mut::<LANES>();
     for sums in vectors {
-        add_columns(x, inv_rms, dy, d, column, sums);
+        add_columns(x, inv_rms, dy, d, column, sums, &mut room);
         column += LANES;
     }
     for sum in rest {
-        add_columns(x, inv_rms, dy, d, column, std::array::from_mut(sum));
+        add_columns(x, inv_rms, dy, d, column, std::array::from_mut(sum), &mut room);
         column += 1;
     }
 }
@@ -171,17 +252,22 @@ fn add_columns<T: Real, const N: usize>(
     d: usize,
     first: usize,
     sums: &mut [f32; N],
+    room: &mut Vec<f32>,
 ) {
-    let mut acc = [0.0f32; N];
-    for ((x, dy), &inv) in x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(inv_rms) {
-        let (x, dy) = (&x[first..first + N], &dy[first..first + N]);
-        for i in 0..N {
-            acc[i] = dy[i].widen().mul_add(x[i].widen() * inv, acc[i]);
+    let chunk = CHUNK * d;
+    room.clear();
+    for ((x, dy), inv_rms) in x.chunks(chunk).zip(dy.chunks(chunk)).zip(inv_rms.chunks(CHUNK)) {
+        let mut acc = [0.0f32; N];
+        for ((x, dy), &inv) in x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(inv_rms) {
+            let (x, dy) = (&x[first..first + N], &dy[first..first + N]);
+            for i in 0..N {
+                acc[i] = dy[i].widen().mul_add(x[i].widen() * inv, acc[i]);
+            }
         }
+        room.extend_from_slice(&acc);
     }
-    for (sum, acc) in sums.iter_mut().zip(acc) {
-        *sum += acc;
-    }
+    close_neighbours(room, N);
+    sums.iter_mut().zip(room).for_each(|(sum, chunks)| *sum += *chunks);
 }
 
 fn expect_columns(op: &'static str, d: usize) -> Result<()> {

@@ -28,7 +28,7 @@ impl Tokens {
     }
 
     fn all() -> impl Iterator<Item = Tokens> {
-        let sizes = [(1, 1, 1, 1), (8, 3, 33, 4), (260, 50, 128, 4), (128, 300, 320, 2)];
+        let sizes = [(1, 1, 1, 1), (8, 3, 33, 4), (260, 50, 128, 4), (128, 300, 320, 2), (900, 3, 72, 2)];
         PLAIN.into_iter().flat_map(move |dtype| {
             Input::ALL.into_iter().flat_map(move |input| {
                 sizes.into_iter().map(move |(tokens, vocab, d, shards)| Tokens {

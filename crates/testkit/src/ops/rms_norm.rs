@@ -28,7 +28,8 @@ impl Rows {
     }
 
     fn all() -> impl Iterator<Item = Rows> {
-        let sizes = [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1)];
+        let sizes =
+            [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1), (450, 48, 2)];
         PLAIN.into_iter().flat_map(move |dtype| {
             Input::ALL.into_iter().flat_map(move |input| {
                 sizes.into_iter().map(move |(rows, d, shards)| Rows { rows, d, shards, dtype, input })

@@ -179,7 +179,8 @@ pub struct TrainConfig {
     pub eps: f64,
     /// Largest global gradient norm; 0 = no clipping.
     pub clip_norm: f64,
-    /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32.
+    /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
+    /// table or norm that is added to more than once a step keeps F32.
     pub grad_dtype: PlainType,
     /// Type of AdamW's moments: `f32`, or `bf16`, which halves them.
     pub moment_dtype: PlainType,

@@ -56,7 +56,7 @@ impl<B: Kernels> Linear<B> {
         let layer = self.weight.name.trim_end_matches(".weight").to_owned();
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
         let (w, wt) = (w.plain("head_loss")?, wt.plain("head_loss")?);
-        let mut out = self.weight.add_gradient(cx, Writes::Overwrites, |dw, accumulate| {
+        let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt, scale, dw, accumulate });
             HeadLoss { x, w, targets, shards, chunk, grad }.run(cx.b)
         })?;

@@ -14,7 +14,7 @@ use crate::record::{Counted, Layout};
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, Source,
 };
-use nibble_core::{Error as CoreError, Kernels};
+use nibble_core::{DType, Error as CoreError, Kernels};
 use std::cell::RefCell;
 
 /// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
@@ -113,13 +113,17 @@ fn place_parameters<B: Kernels>(
     [gradients, moments]: [&B::Arena; 2],
 ) -> Result<()> {
     let t = &config.train;
-    let tied = config.model.tie_embeddings.then(|| model.embed.weight.name.clone());
+    let [table, head] =
+        [&model.embed, model.head.as_ref().unwrap_or(&model.embed)].map(|layer| layer.weight.name.clone());
     let mut params: Vec<&mut Param<B>> = model.params();
     b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {
             // The head and the embedding both add to a tied table.
-            let at_once = t.grad_accum == 1 && tied.as_ref() != Some(&param.name);
-            param.place_gradient(b, GradientPlan { dtype: t.grad_dtype.into(), at_once }, shards)
+            let at_once = t.grad_accum == 1 && (param.name != table || table != head);
+            // Norms, the table and the head are added to more than once a micro-batch: in F32, unless that sum is for a moment.
+            let several = !param.decays || param.name == table || param.name == head;
+            let dtype = if several && !at_once { DType::F32 } else { t.grad_dtype.into() };
+            param.place_gradient(b, GradientPlan { dtype, at_once }, shards)
         })
     })?;
     b.within(moments, || {

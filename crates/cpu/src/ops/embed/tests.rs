@@ -30,10 +30,41 @@ fn rows_of_the_table_rounded_to_the_type_asked_for() {
 }
 
 #[test]
-fn gradients_are_added_in_the_order_of_the_tokens_shard_by_shard() {
-    for (vocab, d, tokens, shards) in
-        [(1, 1, 1, 1), (5, 3, 0, 2), (11, 16, 64, 2), (97, 33, 2000, 4), (9, 700, 60, 1)]
-    {
+fn both_sorts_by_id_are_the_same() {
+    let mut ids = below(6, 40, 300);
+    ids.iter_mut().step_by(11).for_each(|id| *id -= 20);
+    let (counted, compared) = (ById::counted(&ids, 37), ById::compared(&ids, 37));
+    assert_eq!((&counted.tokens, &counted.runs), (&compared.tokens, &compared.runs));
+    assert!(counted.tokens.len() < ids.len(), "some ids lie outside the table");
+    for (id, tokens) in counted.of(3..30) {
+        let want: Vec<u32> = (0..300).filter(|t| ids[*t as usize] == id as i32).collect();
+        assert_eq!(tokens, want, "{id}");
+    }
+}
+
+/// The definition of one element's sum over the tokens of an id.
+fn column_sum(tokens: &[usize], dy: impl Fn(usize) -> f32) -> Option<f32> {
+    let chunk = |tokens: &[usize]| tokens.iter().fold(0.0f32, |sum, t| sum + dy(*t));
+    let mut level: Vec<f32> = tokens.chunks(64).map(chunk).collect();
+    while level.len() > 1 {
+        let pairs = level.chunks_exact(2);
+        let odd = pairs.remainder().to_vec();
+        level = pairs.map(|pair| pair[0] + pair[1]).chain(odd).collect();
+    }
+    level.first().copied()
+}
+
+#[test]
+fn gradients_are_summed_in_chunks_of_64_tokens_of_an_id_shard_by_shard() {
+    for (vocab, d, tokens, shards) in [
+        (1, 1, 1, 1),
+        (5, 3, 0, 2),
+        (11, 16, 64, 2),
+        (97, 33, 2000, 4),
+        (9, 700, 60, 1),
+        (2, 81, 900, 1),
+        (1, 20, 65, 1),
+    ] {
         let (dy, ids) = (normals(3, tokens * d), below(4, vocab, tokens));
         let before = normals(5, shards * vocab * d);
         for dtype in [DType::F32, DType::Bf16] {
@@ -52,10 +83,13 @@ fn gradients_are_added_in_the_order_of_the_tokens_shard_by_shard() {
                 bits(&grad)
             });
             let mut want = before.clone();
-            for (t, &id) in ids.iter().enumerate() {
-                let shard = t / (tokens / shards);
-                for c in 0..d {
-                    want[(shard * vocab + id as usize) * d + c] += round(dy[t * d + c]);
+            let each = tokens / shards;
+            for (row, c) in (0..shards * vocab).flat_map(|row| (0..d).map(move |c| (row, c))) {
+                let (shard, id) = (row / vocab, (row % vocab) as i32);
+                let of_id: Vec<usize> =
+                    (shard * each..(shard + 1) * each).filter(|t| ids[*t] == id).collect();
+                if let Some(sum) = column_sum(&of_id, |t| round(dy[t * d + c])) {
+                    want[row * d + c] += sum;
                 }
             }
             assert!(

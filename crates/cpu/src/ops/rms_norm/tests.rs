@@ -148,6 +148,80 @@ fn backward_is_the_derivative_of_the_formula() {
     }
 }
 
+/// The definition of dweight, one column at a time.
+fn column_sum(x: &[f32], inv_rms: &[f32], dy: &[f32], d: usize, column: usize) -> f32 {
+    let rows: Vec<usize> = (0..inv_rms.len()).collect();
+    let chunk = |rows: &[usize]| {
+        rows.iter()
+            .fold(0.0f32, |sum, row| dy[row * d + column].mul_add(x[row * d + column] * inv_rms[*row], sum))
+    };
+    let mut level: Vec<f32> = rows.chunks(64).map(chunk).collect();
+    while level.len() > 1 {
+        let pairs = level.chunks_exact(2);
+        let odd = pairs.remainder().to_vec();
+        level = pairs.map(|pair| pair[0] + pair[1]).chain(odd).collect();
+    }
+    level.first().copied().unwrap_or(0.0)
+}
+
+#[test]
+fn dweight_is_summed_in_chunks_of_64_rows() {
+    for (rows, d, shards) in [(64, 5, 1), (65, 16, 1), (2 * 450, 81, 2), (4 * 128, 33, 4), (7 * 64, 20, 1)] {
+        let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
+        let (inv_rms, dweight) = same_everywhere(|cpu| {
+            let inv_rms = forward_on(cpu, &x, &weight, rows, DType::F32).inv_rms.as_slice().to_vec();
+            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], rows, shards, DType::F32).1))
+        });
+        let each = rows / shards;
+        for (shard, dweight) in dweight.chunks_exact(d).enumerate() {
+            let (rows, elements) =
+                (shard * each..(shard + 1) * each, shard * each * d..(shard + 1) * each * d);
+            for (column, got) in dweight.iter().enumerate() {
+                let sum = column_sum(
+                    &x[elements.clone()],
+                    &inv_rms[rows.clone()],
+                    &dy[elements.clone()],
+                    d,
+                    column,
+                );
+                assert_eq!(*got, (0.5 + sum).to_bits(), "{each} rows of {d}, shard {shard}, column {column}");
+            }
+        }
+    }
+}
+
+/// The sums of a row with all 256 lanes.
+fn lanes_sum(terms: impl Iterator<Item = (f32, f32)>) -> f32 {
+    let mut lanes = [0.0f32; 256];
+    terms.enumerate().for_each(|(i, (a, b))| lanes[i % 256] = a.mul_add(b, lanes[i % 256]));
+    for half in [128, 64, 32, 16, 8, 4, 2, 1] {
+        (0..half).for_each(|l| lanes[l] += lanes[l + half]);
+    }
+    lanes[0]
+}
+
+#[test]
+fn sums_of_a_row_run_over_256_lanes() {
+    for (rows, d) in [(3, 16), (3, 64), (2, 100), (3, 128), (2, 300), (2, 1024)] {
+        let (x, weight, dy) = (short(1, rows * d), short(2, d), short(3, rows * d));
+        let (inv_rms, dx) = same_everywhere(|cpu| {
+            let inv_rms = forward_on(cpu, &x, &weight, rows, DType::F32).inv_rms.as_slice().to_vec();
+            (inv_rms, bits(&backward_on(cpu, [&x, &weight, &dy], rows, 1, DType::F32).0))
+        });
+        for (row, inv) in inv_rms.iter().enumerate() {
+            let (x, dy) = (&x[row * d..][..d], &dy[row * d..][..d]);
+            let mean = lanes_sum(x.iter().map(|x| (*x, *x))) / d as f32;
+            assert_eq!(inv.to_bits(), rsqrt(mean + EPS).to_bits(), "row {row} of {d}");
+            let terms = x.iter().zip(dy).zip(&weight).map(|((x, dy), w)| (dy * w, x * inv));
+            let mean = lanes_sum(terms) / d as f32;
+            for i in 0..d {
+                let want = inv * (dy[i] * weight[i] - x[i] * inv * mean);
+                assert_eq!(dx[row * d + i], want.to_bits(), "row {row} of {d}, element {i}");
+            }
+        }
+    }
+}
+
 #[test]
 fn mistakes_are_named() {
     let cpu = Cpu::new(1).unwrap();
