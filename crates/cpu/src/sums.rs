@@ -91,35 +91,45 @@ pub(crate) trait Terms {
 }
 
 /// Σ of products over 256 lanes: element i goes to lane i mod 256, each lane in order by fma from 0; closed by the halving
-/// tree 128, …, 1. D is the length where it is known to the compiler: 16, 32, 64; else 0.
+/// tree 128, …, 1. D is the length of a row whose lanes fit the registers: 16, 32, 64, 128; else 0.
 ///
 /// Lanes past the row's end are zeros. Short rows skip them, and only the end says that they were there: a sum of lanes that
 /// are all −0 (products may underflow to it) is 0 if one of them is.
 #[inline(always)]
 pub(crate) fn lanes_dot<const D: usize>(terms: &impl Terms) -> f32 {
-    let [mut a, mut b, mut c, mut d] = [[0.0; LANES]; 4];
+    let mut sums = [0.0; LANES];
     match D {
-        16 => {
-            terms.add(0, &mut a);
-            tree_sum(a) + 0.0
-        }
+        16 => [sums] = rounds_of(terms),
         32 => {
-            terms.add(0, &mut a);
-            terms.add(1, &mut b);
+            let [a, b] = rounds_of(terms);
             for i in 0..LANES {
-                a[i] += b[i];
+                sums[i] = a[i] + b[i];
             }
-            tree_sum(a) + 0.0
         }
-        64 => {
-            terms.add(0, &mut a);
-            terms.add(1, &mut b);
-            terms.add(2, &mut c);
-            terms.add(3, &mut d);
-            close_64(&[a, b, c, d]) + 0.0
+        64 => return close_64(&rounds_of(terms)) + 0.0,
+        128 => {
+            let [a, b, c, d, e, f, g, h] = rounds_of(terms);
+            for i in 0..LANES {
+                let (even, odd) = ((a[i] + e[i]) + (c[i] + g[i]), (b[i] + f[i]) + (d[i] + h[i]));
+                sums[i] = even + odd;
+            }
         }
-        _ => long_dot(terms),
+        _ => return long_dot(terms),
     }
+    tree_sum(sums) + 0.0
+}
+
+/// The lanes of a row of 16·V elements, in registers. A loop of one round: straight code the compiler would take apart into
+/// single lanes again.
+#[inline(always)]
+fn rounds_of<const V: usize>(terms: &impl Terms) -> [Vector; V] {
+    let mut lanes = [[0.0; LANES]; V];
+    for round in 0..terms.len() / (LANES * V) {
+        for (v, lanes) in lanes.iter_mut().enumerate() {
+            terms.add(round * V + v, lanes);
+        }
+    }
+    lanes
 }
 
 #[inline(always)]
@@ -261,6 +271,7 @@ mod tests {
             16 => lanes_dot::<16>(&pairs),
             32 => lanes_dot::<32>(&pairs),
             64 => lanes_dot::<64>(&pairs),
+            128 => lanes_dot::<128>(&pairs),
             _ => sum,
         };
         assert_eq!(sum.to_bits(), known.to_bits(), "{}", a.len());

@@ -346,7 +346,7 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
 /// The relative L2 error that rounding to BF16 makes of `e`: values that differ by e fall on different sides of a
 /// rounding boundary once in u / e times (u the unit in the last place, up to 2⁻⁷ of the value), and are then u apart, so
 /// that the mean square is e · u. Twice its root, for luck of the draw.
-fn after_rounding_to_bf16(e: f64) -> f64 {
+pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
 

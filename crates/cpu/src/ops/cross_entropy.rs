@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::CrossEntropy`].
 //!
-//! One body serves as specification and as vectorised code: a loop over rows, whose sum is `wide_sum`.
+//! One body serves as specification and as vectorised code: a loop over rows, whose sum is `crate::sums::wide_sum`.
 
 use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
 use crate::sums::{WideLanes, sum_f64, wide_sum};

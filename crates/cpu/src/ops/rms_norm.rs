@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::RmsNorm`].
 //!
-//! One body serves as specification and as vectorised code: its sums are those of [`crate::sums`].
+//! One body serves as specification and as vectorised code: its sums are those of `crate::sums`.
 
 use crate::Cpu;
 use crate::simd::{LANES, Real, map_lanes, per_isa, rows_per_task};
@@ -51,13 +51,14 @@ fn forward<T: Real>(cpu: &Cpu, op: &RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>>
 
 per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));
 
-/// Rows as long as heads and small models are wide are known to the compiler, and their sums stay in registers.
+/// Rows as long as heads and small models are wide have bodies of their own, and their lanes stay in registers.
 #[inline(always)]
 fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]) {
     match weight.len() {
         16 => forward_rows_of::<T, 16>(x, weight, eps, y, inv_rms),
         32 => forward_rows_of::<T, 32>(x, weight, eps, y, inv_rms),
         64 => forward_rows_of::<T, 64>(x, weight, eps, y, inv_rms),
+        128 => forward_rows_of::<T, 128>(x, weight, eps, y, inv_rms),
         _ => forward_rows_of::<T, 0>(x, weight, eps, y, inv_rms),
     }
 }
@@ -70,6 +71,7 @@ fn forward_rows_of<T: Real, const D: usize>(
     y: &mut [T],
     inv_rms: &mut [f32],
 ) {
+    let weight = unknown_length(weight);
     let d = weight.len();
     for ((x, y), inv_rms) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(inv_rms) {
         let inv = rsqrt(lanes_dot::<D>(&Squares(x)) / d as f32 + eps);
@@ -137,6 +139,7 @@ fn backward_rows_body<T: Real>(x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T
         16 => backward_rows_of::<T, 16>(x, weight, inv_rms, dy, dx),
         32 => backward_rows_of::<T, 32>(x, weight, inv_rms, dy, dx),
         64 => backward_rows_of::<T, 64>(x, weight, inv_rms, dy, dx),
+        128 => backward_rows_of::<T, 128>(x, weight, inv_rms, dy, dx),
         _ => backward_rows_of::<T, 0>(x, weight, inv_rms, dy, dx),
     }
 }
@@ -149,6 +152,7 @@ fn backward_rows_of<T: Real, const D: usize>(
     dy: &[T],
     dx: &mut [T],
 ) {
+    let weight = unknown_length(weight);
     let d = weight.len();
     let rows = x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(dx.chunks_exact_mut(d)).zip(inv_rms);
     for (((x, dy), dx), &inv) in rows {
@@ -268,6 +272,13 @@ fn add_columns<T: Real, const N: usize>(
     }
     close_neighbours(room, N);
     sums.iter_mut().zip(room).for_each(|(sum, chunks)| *sum += *chunks);
+}
+
+/// The same slice, of a length that the compiler does not know. Told that a loop has one or two rounds, it takes vectors apart
+/// into single lanes.
+#[inline(always)]
+fn unknown_length(x: &[f32]) -> &[f32] {
+    &x[..std::hint::black_box(x.len())]
 }
 
 fn expect_columns(op: &'static str, d: usize) -> Result<()> {

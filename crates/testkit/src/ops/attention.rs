@@ -2,7 +2,7 @@ use super::PLAIN;
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
-use nibble_core::ops::{Attention, AttentionBackward, AttentionOut};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, attention_agreement};
 use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +40,7 @@ struct Forward(Heads);
 
 impl<B: Model> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
-        Attention::<B>::AGREEMENT
+        attention_agreement(self.0.dtype)
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
@@ -57,7 +57,7 @@ struct Backward(Heads);
 
 impl<B: Model> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
-        AttentionBackward::<B>::AGREEMENT
+        attention_agreement(self.0.dtype)
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {

@@ -1,3 +1,5 @@
+mod agreement;
+
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
