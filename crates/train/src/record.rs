@@ -298,11 +298,18 @@ impl<'a> Report<'a> {
 
     /// Load-balancing loss and z-loss, summed over layers and shards.
     pub fn router_losses(&self) -> [f64; 2] {
-        let losses = self.layout.router_losses(0)..self.layout.load(0);
-        let sum = |i: usize| {
-            self.tables.iter().flat_map(|table| table[losses.clone()].iter().skip(i).step_by(2)).sum()
+        let Layout { layers, shards, .. } = self.layout;
+        // Shard by shard, whichever rank has it: in the order of the tokens.
+        let of_shard = |table: &[f64], cell: usize| -> f64 {
+            (0..layers).map(|layer| table[self.layout.router_losses(layer) + cell]).sum()
         };
-        [sum(0), sum(1)]
+        let all = |i: usize| {
+            let of_rank = |table: &&[f64]| -> Vec<f64> {
+                (0..shards).map(|shard| of_shard(table, 2 * shard + i)).collect()
+            };
+            self.tables.iter().flat_map(of_rank).sum()
+        };
+        [all(0), all(1)]
     }
 
     /// Slots that chose each expert, by layer, all ranks together.

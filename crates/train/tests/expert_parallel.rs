@@ -42,6 +42,36 @@ fn micro_batches_and_an_uneven_choice_of_experts_keep_the_bits() {
     }
 }
 
+/// Everything a step tells, times aside, is of all ranks, and the same for any number of them.
+#[test]
+fn metrics_do_not_depend_on_the_number_of_ranks() {
+    let told = |config: &Config, world: usize| -> Vec<Metrics> {
+        let one_rank = |comm: ThreadComm| {
+            let cpu = cpu();
+            let mut trainer = Trainer::new(&cpu, &comm, config).unwrap();
+            let mut step = || Metrics { tps: None, seconds: None, ..trainer.train_step().unwrap() };
+            vec![step(), step()]
+        };
+        std::thread::scope(|scope| {
+            let one_rank = &one_rank;
+            let ranks = ThreadComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c)));
+            let ranks: Vec<_> = ranks.collect();
+            let mut told: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            assert!(told.iter().all(|other| *other == told[0]), "every rank tells the same");
+            told.swap_remove(0)
+        })
+    };
+    for recipe in rig::recipes() {
+        let config = small(recipe, &["train.grad_accum=2", "model.layers=3"]);
+        let one = told(&config, 1);
+        let quantized = ["fp8-flow", "mxfp4-hopper"].contains(&recipe);
+        assert_eq!(one[0].shift_inexact_fraction.is_some(), quantized, "{recipe}");
+        for world in [2, 4] {
+            assert_eq!(told(&config, world), one, "{recipe}, {world} ranks");
+        }
+    }
+}
+
 /// Gradients and moments in BF16 are rounded after shards and ranks have met, or shard by shard: in neither case does it matter who
 /// has which shard.
 #[test]
