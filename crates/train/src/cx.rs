@@ -1,6 +1,6 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
-use crate::record::{Conversion, Counted, Site};
+use crate::record::{Conversion, CountSite, Counted};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Random, Transcode};
@@ -158,7 +158,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         counts: Option<&Counts<B>>,
     ) {
         if let (true, Some(counts)) = (self.training, counts) {
-            let site = Site { layer: layer.to_owned(), tensor, conversion };
+            let site = CountSite { layer: layer.to_owned(), tensor, conversion };
             self.counted.borrow_mut().keep(site, counts.clone());
         }
     }

@@ -27,7 +27,7 @@ pub enum Conversion {
 
 /// A place in the model where blocks are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Site {
+pub struct CountSite {
     /// The layer's name.
     pub layer: String,
     /// The tensor.
@@ -36,7 +36,7 @@ pub struct Site {
     pub conversion: Conversion,
 }
 
-impl fmt::Display for Site {
+impl fmt::Display for CountSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.layer, self.tensor)?;
         match self.conversion {
@@ -46,7 +46,7 @@ impl fmt::Display for Site {
     }
 }
 
-impl Site {
+impl CountSite {
     /// The number of its decoder layer, or `-`.
     fn layer_number(&self) -> String {
         self.layer.split('.').find(|part| part.parse::<usize>().is_ok()).unwrap_or("-").to_owned()
@@ -67,8 +67,8 @@ pub struct SiteCounts {
 /// The sites met so far, in the order of a step, and counts that have not been added to the table.
 #[derive(Debug)]
 pub struct Counted<B: Backend> {
-    sites: Vec<Site>,
-    numbers: HashMap<Site, usize>,
+    sites: Vec<CountSite>,
+    numbers: HashMap<CountSite, usize>,
     waiting: Vec<(usize, Counts<B>)>,
 }
 
@@ -80,12 +80,12 @@ impl<B: Backend> Default for Counted<B> {
 
 impl<B: Backend> Counted<B> {
     /// Every site that was met.
-    pub fn sites(&self) -> &[Site] {
+    pub fn sites(&self) -> &[CountSite] {
         &self.sites
     }
 
     /// Keeps what was counted at a site.
-    pub fn keep(&mut self, site: Site, counts: Counts<B>) {
+    pub fn keep(&mut self, site: CountSite, counts: Counts<B>) {
         let number = match self.numbers.get(&site) {
             Some(number) => *number,
             None => {
@@ -196,7 +196,7 @@ impl Layout {
 #[derive(Debug)]
 pub struct Report<'a> {
     layout: Layout,
-    sites: &'a [Site],
+    sites: &'a [CountSite],
     head: &'a [f64],
     tables: Vec<&'a [f64]>,
 }
@@ -206,7 +206,7 @@ impl<'a> Report<'a> {
     ///
     /// # Errors
     /// [`Error::Shape`] if it has another length.
-    pub fn new(layout: Layout, sites: &'a [Site], values: &'a [f64]) -> Result<Self> {
+    pub fn new(layout: Layout, sites: &'a [CountSite], values: &'a [f64]) -> Result<Self> {
         let cells = layout.cells();
         match values.split_at_checked(REPORT_HEAD) {
             Some((head, tables)) if cells > 0 && !tables.is_empty() && tables.len().is_multiple_of(cells) => {
@@ -281,7 +281,7 @@ impl<'a> Report<'a> {
     }
 
     /// Counts of every site, all ranks together.
-    pub fn counts(&self) -> impl Iterator<Item = (&'a Site, SiteCounts)> + '_ {
+    pub fn counts(&self) -> impl Iterator<Item = (&'a CountSite, SiteCounts)> + '_ {
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell] as u64).sum::<u64>();
         let sites = self.layout.sites;
         self.sites.iter().enumerate().map(move |(number, site)| {

@@ -75,7 +75,7 @@ impl<B: Kernels> StepBuffers<B> {
     }
 
     /// The sites met so far.
-    pub fn sites(&self) -> &[crate::record::Site] {
+    pub fn sites(&self) -> &[crate::record::CountSite] {
         self.place.as_ref().map_or(&[], |place| place.counted.sites())
     }
 
