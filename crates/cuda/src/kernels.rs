@@ -3,7 +3,7 @@
 use crate::backend::Buf;
 use crate::{Cuda, ops};
 use nibble_core::ops::*;
-use nibble_core::{Convert, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{Convert, Model, Operand, PermuteMap, Products, Result, Tensor};
 
 impl Convert for Cuda {
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
@@ -83,5 +83,53 @@ impl Products for Cuda {
     }
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
         self.timed("grouped_wgrad", || ops::grouped_wgrad::grouped_wgrad(self, op))
+    }
+}
+
+impl Model for Cuda {
+    fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
+        self.timed("attention", || ops::attention::attention(self, op))
+    }
+    fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
+        self.timed("attention_backward", || ops::attention::attention_backward(self, op))
+    }
+    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
+        self.timed("embed", || ops::embed::embed(self, op))
+    }
+    fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
+        self.timed("embed_backward", || ops::embed::embed_backward(self, op))
+    }
+    fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
+        self.timed("rms_norm", || ops::rms_norm::rms_norm(self, op))
+    }
+    fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("rms_norm_backward", || ops::rms_norm::rms_norm_backward(self, op))
+    }
+    fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("rope", || ops::rope::rope(self, op))
+    }
+    fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
+        self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
+    }
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+        self.timed("head_loss", || ops::head_loss::head_loss(self, op))
+    }
+    fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
+        self.timed("begin_step", || ops::step::begin_step(self, op))
+    }
+    fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()> {
+        self.timed("begin_micro_batch", || ops::step::begin_micro_batch(self, op))
+    }
+    fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
+        self.timed("collect", || ops::step::collect(self, op))
+    }
+    fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
+        self.timed("end_step", || ops::step::end_step(self, op))
+    }
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
+        self.timed("sum_squares", || ops::sum_squares::sum_squares(self, op))
+    }
+    fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
+        self.timed("adamw", || ops::adamw::adamw(self, op))
     }
 }

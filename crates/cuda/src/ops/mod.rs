@@ -1,14 +1,19 @@
 //! One file an operation, each in three steps: a description, checked; the configuration chosen for it, a pure function that
 //! can be printed and tested without a GPU; the launch.
 
+pub(crate) mod adamw;
+pub(crate) mod attention;
 pub(crate) mod copy_rows;
+pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;
 pub(crate) mod elementwise;
+pub(crate) mod embed;
 pub(crate) mod gemm;
 mod grouped_config;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
+pub(crate) mod head_loss;
 mod held;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
@@ -18,8 +23,12 @@ mod product;
 mod product_parts;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
 pub(crate) mod route;
 pub(crate) mod slots;
+pub(crate) mod step;
+pub(crate) mod sum_squares;
 pub(crate) mod swiglu;
 pub(crate) mod swiglu_backward;
 pub(crate) mod transcode;
@@ -62,7 +71,21 @@ pub fn instances() -> Vec<Instance> {
         route::instances(),
         slots::instances(),
         elementwise::instances(),
+        attention::instances(),
+        embed::instances(),
+        rms_norm::instances(),
+        rope::instances(),
+        cross_entropy::instances(),
+        head_loss::instances(),
+        step::instances(),
+        sum_squares::instances(),
+        adamw::instances(),
         init_normal::instances(),
     ]
     .concat()
+}
+
+/// TEMPORARY
+pub(crate) fn missing(op: &'static str) -> nibble_core::Error {
+    nibble_core::Error::unsupported(op, nibble_core::formats::Format::Bf16, "not written yet")
 }
