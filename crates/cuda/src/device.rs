@@ -49,6 +49,7 @@ struct Inner {
     scope: Scope<Entered>,
     recordings: Recordings,
     traffic: TrafficCounter,
+    launches: Mutex<Option<Launches>>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -58,6 +59,22 @@ struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
+
+/// A kernel that an operation launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launched {
+    /// The operation's name, as in [`nibble_core::ops`].
+    pub op: &'static str,
+    /// The kernel's, without its template arguments.
+    pub kernel: &'static str,
+}
+
+/// Launches noted while somebody asks, and the operation that they are for.
+#[derive(Default)]
+pub(crate) struct Launches {
+    op: Option<&'static str>,
+    pub(crate) all: Vec<Launched>,
+}
 
 /// A loaded instance; unloaded with the device.
 pub(crate) struct Module {
@@ -129,6 +146,7 @@ impl Device {
                 scope: Scope::default(),
                 recordings: Recordings::default(),
                 traffic: TrafficCounter::default(),
+                launches: Mutex::default(),
                 live_bytes: AtomicUsize::new(0),
                 peak_bytes: AtomicUsize::new(0),
             };
@@ -200,6 +218,31 @@ impl Device {
 
     pub(crate) fn recordings(&self) -> &Recordings {
         &self.inner.recordings
+    }
+
+    /// The launches being noted.
+    pub(crate) fn launches(&self) -> MutexGuard<'_, Option<Launches>> {
+        self.inner.launches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes a launch, if somebody asks.
+    pub(crate) fn note_launch(&self, kernel: &'static str) {
+        if let Some(launches) = &mut *self.launches() {
+            launches.all.push(Launched { op: launches.op.unwrap_or(kernel), kernel });
+        }
+    }
+
+    /// Launches are for this operation until it ends; one inside another counts as the outer.
+    pub(crate) fn for_op<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
+        let outermost = match &mut *self.launches() {
+            Some(launches) if launches.op.is_none() => launches.op.replace(op).is_none(),
+            _ => false,
+        };
+        let result = run();
+        if outermost && let Some(launches) = &mut *self.launches() {
+            launches.op = None;
+        }
+        result
     }
 
     /// What went between host and device.

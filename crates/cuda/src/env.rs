@@ -9,6 +9,10 @@ pub const HELP: &[(&str, &str)] = &[
         "path of libnvrtc.so, or of the folder that holds it (default: the loader's search path)",
     ),
     (
+        "NIBBLE_CUPTI",
+        "path of libcupti.so, which `nibble bench step` reads timelines from (default: the loader's search path)",
+    ),
+    (
         "NIBBLE_CUBIN_CACHE",
         "folder of compiled kernels; `off` keeps them in memory only (default: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins)",
     ),
@@ -31,6 +35,11 @@ fn path(name: &str) -> Option<PathBuf> {
 /// `NIBBLE_NVRTC`.
 pub fn nvrtc() -> Option<PathBuf> {
     path("NIBBLE_NVRTC")
+}
+
+/// `NIBBLE_CUPTI`.
+pub fn cupti() -> Option<PathBuf> {
+    path("NIBBLE_CUPTI")
 }
 
 /// `NIBBLE_CSRC`.

@@ -263,6 +263,7 @@ impl Kernel {
         let code = self.configured(launch, start, |config| unsafe {
             sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })?;
+        self.device.note_launch(self.spec.name);
         self.checked("cuLaunchKernelEx", launch, code)
     }
 

@@ -20,6 +20,7 @@
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
 //! | [`ops`] | one file an operation: description → configuration → launch |
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
+//! | [`timeline`] | what ran inside a recording, and when, by CUPTI |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
 
 pub mod arena;
@@ -42,12 +43,13 @@ pub mod recording;
 pub mod source;
 mod staging;
 pub mod tensor_map;
+pub mod timeline;
 pub mod timing;
 
 pub use arena::Arena;
 pub use backend::Cuda;
 pub use buffer::Buffer;
-pub use device::{Device, Event};
+pub use device::{Device, Event, Launched};
 pub use jit::{Jit, KernelSpec};
 pub use nibble_core::{Error, Result};
 pub use probe::probe;

@@ -1,7 +1,8 @@
 //! Where a layer's time goes on the device: events around every operation.
 
 use crate::Cuda;
-use crate::device::Event;
+use crate::device::{Event, Launched, Launches};
+use crate::driver::failed;
 use nibble_core::Result;
 use std::sync::{Mutex, PoisonError};
 
@@ -45,9 +46,25 @@ impl Cuda {
         Ok((result?, times.collect::<Result<_>>()?))
     }
 
+    /// Runs `work` and says which kernels it launched or recorded, in order.
+    ///
+    /// # Errors
+    /// What `work` returns; [`nibble_core::Error::Device`] inside another such call.
+    pub fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)> {
+        let device = self.device();
+        if device.launches().is_some() {
+            return Err(failed("logged", "launches are being noted already"));
+        }
+        *device.launches() = Some(Launches::default());
+        let result = work();
+        let launches = device.launches().take().unwrap_or_default();
+        Ok((result?, launches.all))
+    }
+
     /// Runs an operation, between two events if someone asks.
     pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let marks = || self.marks().lock().unwrap_or_else(PoisonError::into_inner);
+        let run = || self.device().for_op(op, run);
         if marks().is_none() {
             return run();
         }

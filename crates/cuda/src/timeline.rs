@@ -1,0 +1,262 @@
+//! What ran on the device and when: kernels, fills and copies with their first and last nanosecond, as CUPTI reports them.
+//!
+//! Events around an operation ([`Cuda::profiled`]) cannot look inside a replayed recording; CUPTI can. `libcupti` comes with any
+//! CUDA toolkit and as a Python wheel, and is loaded when somebody asks.
+
+use crate::Cuda;
+use crate::device::Launched;
+use libloading::Library;
+use nibble_core::{Error, Result};
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Something that the device did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Span {
+    /// The operation that launched it, and the kernel's name; for a fill or a copy its kind twice.
+    pub what: Launched,
+    /// When it began, in nanoseconds of the device's clock.
+    pub start_ns: u64,
+    /// When it was done.
+    pub end_ns: u64,
+}
+
+/// What [`spans`] are put together from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    kind: u32,
+    start_ns: u64,
+    end_ns: u64,
+}
+
+const KIND_COPY: u32 = 1;
+const KIND_FILL: u32 = 2;
+const KIND_KERNEL: u32 = 10;
+const KINDS: [u32; 3] = [KIND_COPY, KIND_FILL, KIND_KERNEL];
+const OUT_OF_RECORDS: i32 = 12;
+const FLUSH_FORCED: u32 = 1;
+/// Of each buffer that CUPTI fills.
+const BUFFER_BYTES: usize = 8 << 20;
+/// Record's alignment in a buffer.
+const BUFFER_ALIGN: usize = 8;
+
+/// The beginning of a kernel's record, the same since CUDA 11 (`CUpti_ActivityKernel5` to `13`).
+#[repr(C)]
+struct KernelRecord {
+    kind: u32,
+    _settings: [u32; 3],
+    start: u64,
+    end: u64,
+}
+
+/// The beginning of the records of copies and fills (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and `4`).
+#[repr(C)]
+struct TransferRecord {
+    kind: u32,
+    _settings: u32,
+    _bytes: u64,
+    start: u64,
+    end: u64,
+}
+
+type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
+type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
+
+/// The library's calls.
+struct Cupti {
+    enable: unsafe extern "C" fn(u32) -> i32,
+    disable: unsafe extern "C" fn(u32) -> i32,
+    flush: unsafe extern "C" fn(u32) -> i32,
+    next: unsafe extern "C" fn(*mut u8, usize, *mut *mut u32) -> i32,
+    text: unsafe extern "C" fn(i32, *mut *const c_char) -> i32,
+}
+
+static CUPTI: OnceLock<std::result::Result<Cupti, String>> = OnceLock::new();
+/// What the buffers held that CUPTI gave back.
+static SEEN: Mutex<Vec<Seen>> = Mutex::new(Vec::new());
+
+impl Cupti {
+    fn get() -> Result<&'static Self> {
+        let found = CUPTI.get_or_init(Self::load);
+        found.as_ref().map_err(|why| Error::Device { call: "loading CUPTI".into(), why: why.clone() })
+    }
+
+    fn load() -> std::result::Result<Self, String> {
+        let mut places: Vec<String> =
+            crate::env::cupti().map(|path| path.to_string_lossy().into_owned()).into_iter().collect();
+        places.extend(
+            ["libcupti.so.13", "libcupti.so", "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so"]
+                .map(String::from),
+        );
+        // SAFETY: loading CUPTI runs its initialisers, which are made for that.
+        let library = places.iter().find_map(|place| unsafe { Library::new(place) }.ok());
+        let library = library.ok_or(
+            "libcupti.so cannot be loaded; install it (its Python wheel will do) or point NIBBLE_CUPTI at it",
+        )?;
+        // It stays for the life of the process.
+        let library: &'static Library = Box::leak(Box::new(library));
+        fn call<F: Copy>(library: &'static Library, name: &str) -> std::result::Result<F, String> {
+            // SAFETY: `F` is the function's type, as in cupti_activity.h and cupti_result.h.
+            unsafe { library.get::<F>(name.as_bytes()) }
+                .map(|symbol| *symbol)
+                .map_err(|error| error.to_string())
+        }
+        let cupti = Self {
+            enable: call(library, "cuptiActivityEnable")?,
+            disable: call(library, "cuptiActivityDisable")?,
+            flush: call(library, "cuptiActivityFlushAll")?,
+            next: call(library, "cuptiActivityGetNextRecord")?,
+            text: call(library, "cuptiGetResultString")?,
+        };
+        let register: unsafe extern "C" fn(Requested, Completed) -> i32 =
+            call(library, "cuptiActivityRegisterCallbacks")?;
+        // SAFETY: both callbacks live as long as the program.
+        cupti.check("cuptiActivityRegisterCallbacks", unsafe { register(requested, completed) })?;
+        Ok(cupti)
+    }
+
+    fn check(&self, call: &str, code: i32) -> std::result::Result<(), String> {
+        if code == 0 {
+            return Ok(());
+        }
+        let mut text = std::ptr::null();
+        // SAFETY: writes a pointer to a string that lives for ever, or leaves it null.
+        unsafe { (self.text)(code, &mut text) };
+        // SAFETY: as above.
+        let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
+        Err(format!("{call}: {}", text.unwrap_or_else(|| code.to_string())))
+    }
+}
+
+fn layout() -> std::alloc::Layout {
+    // Two constants that make a layout.
+    std::alloc::Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a buffer's layout")
+}
+
+/// CUPTI wants memory for records.
+unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
+    // SAFETY: CUPTI gives three places to write to; the layout has a size.
+    unsafe {
+        *buffer = std::alloc::alloc(layout());
+        *size = if (*buffer).is_null() { 0 } else { BUFFER_BYTES };
+        *most = 0;
+    }
+}
+
+/// CUPTI gives memory back, with records in its first bytes.
+unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
+    if buffer.is_null() {
+        return;
+    }
+    // Buffers come back only once the library is there.
+    if let Some(Ok(cupti)) = CUPTI.get() {
+        let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = std::ptr::null_mut();
+        // SAFETY: the buffer is of `requested`, with so many valid bytes; a record begins with its kind, and those of the three
+        // kinds that are enabled as the structs above do.
+        unsafe {
+            while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
+            {
+                let kind = *record;
+                let (start_ns, end_ns) = match kind {
+                    KIND_KERNEL => {
+                        let kernel = &*record.cast::<KernelRecord>();
+                        (kernel.start, kernel.end)
+                    }
+                    KIND_COPY | KIND_FILL => {
+                        let transfer = &*record.cast::<TransferRecord>();
+                        (transfer.start, transfer.end)
+                    }
+                    _ => continue,
+                };
+                seen.push(Seen { kind, start_ns, end_ns });
+            }
+        }
+    }
+    // SAFETY: allocated by `requested` with this layout, and given back once.
+    unsafe { std::alloc::dealloc(buffer, layout()) };
+}
+
+impl Cuda {
+    /// Runs `work` and says what the device did for it, in order of time; waits for all of it. `launched` names the kernels:
+    /// those that the work launches, or that its recordings hold, in order ([`Cuda::logged`]).
+    ///
+    /// # Errors
+    /// What `work` returns; [`Error::Device`] where CUPTI cannot be loaded or is in use by another profiler, and where other kernels ran than
+    /// were launched.
+    pub fn traced<R>(
+        &self,
+        launched: &[Launched],
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<(R, Vec<Span>)> {
+        let cupti = Cupti::get()?;
+        let named = |call: &str, code| {
+            cupti.check(call, code).map_err(|why| Error::Device { call: "tracing by CUPTI".into(), why })
+        };
+        self.device().synchronize()?;
+        // SAFETY: plain calls of the library, which knows these kinds.
+        KINDS.iter().try_for_each(|kind| named("cuptiActivityEnable", unsafe { (cupti.enable)(*kind) }))?;
+        SEEN.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let result = work().and_then(|result| self.device().synchronize().map(|()| result));
+        // SAFETY: as above; the buffers come back during this call.
+        let flushed = named("cuptiActivityFlushAll", unsafe { (cupti.flush)(FLUSH_FORCED) });
+        for kind in KINDS {
+            // SAFETY: as above.
+            named("cuptiActivityDisable", unsafe { (cupti.disable)(kind) })?;
+        }
+        let result = result?;
+        flushed?;
+        let seen = std::mem::take(&mut *SEEN.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok((result, spans(seen, launched)?))
+    }
+}
+
+/// Names what was seen.
+fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
+    seen.sort_by_key(|seen| (seen.start_ns, seen.end_ns));
+    let kernels = seen.iter().filter(|seen| seen.kind == KIND_KERNEL).count();
+    if kernels != launched.len() {
+        let got = format!("{kernels} kernels");
+        return Err(Error::shape(
+            "traced",
+            "work",
+            got,
+            format!("the {} that were launched", launched.len()),
+        ));
+    }
+    let mut names = launched.iter();
+    let span = |seen: Seen| {
+        let what = match seen.kind {
+            KIND_COPY => Launched { op: "copy", kernel: "copy" },
+            KIND_FILL => Launched { op: "fill", kernel: "fill" },
+            // As many as were counted.
+            _ => *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" }),
+        };
+        Span { what, start_ns: seen.start_ns, end_ns: seen.end_ns }
+    };
+    Ok(seen.into_iter().map(span).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_are_in_order_and_named_by_their_launches() {
+        let seen = |kind, start_ns, end_ns| Seen { kind, start_ns, end_ns };
+        let launched = [("gemm", "a"), ("add", "b")].map(|(op, kernel)| Launched { op, kernel });
+        let all = vec![seen(KIND_KERNEL, 30, 40), seen(KIND_FILL, 5, 6), seen(KIND_KERNEL, 10, 20)];
+        let spans = spans(all.clone(), &launched).unwrap();
+        let names: Vec<_> = spans.iter().map(|span| (span.what.op, span.start_ns)).collect();
+        assert_eq!(names, [("fill", 5), ("gemm", 10), ("add", 30)]);
+        let error = super::spans(all, &launched[..1]).unwrap_err().to_string();
+        assert!(error.contains("2 kernels") && error.contains("the 1 that were launched"), "{error}");
+    }
+
+    #[test]
+    fn records_begin_as_the_library_writes_them() {
+        use std::mem::offset_of;
+        assert_eq!([offset_of!(KernelRecord, start), offset_of!(KernelRecord, end)], [16, 24]);
+        assert_eq!([offset_of!(TransferRecord, start), offset_of!(TransferRecord, end)], [16, 24]);
+    }
+}
