@@ -10,6 +10,7 @@ mod error;
 mod eval;
 mod generate;
 mod gpu;
+mod inspect;
 mod quantize;
 mod ranks;
 mod recipe;
@@ -36,6 +37,7 @@ enum Command {
     Generate(generate::Args),
     Quantize(quantize::Args),
     Recipe(recipe::Args),
+    Inspect(inspect::Args),
     Doctor(doctor::Args),
     Bench(bench::Args),
     Verify(verify::Args),
@@ -71,6 +73,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(args) => bench::run(args),

@@ -84,8 +84,11 @@ impl Tensors {
     }
 }
 
-/// The bytes of a safetensors file. Equal tensors give equal bytes, in whatever order they come.
-pub(super) fn encode(path: &Path, tensors: &[TensorRef<'_>]) -> Result<Vec<u8>> {
+/// The bytes of a safetensors file. Equal tensors give equal bytes, in whatever order they come. `path` is for messages.
+///
+/// # Errors
+/// [`Error::Checkpoint`] for two tensors of one name, or values that are not as many as the shape says.
+pub fn encode(path: &Path, tensors: &[TensorRef<'_>]) -> Result<Vec<u8>> {
     let mut names = BTreeSet::new();
     let mut views = Vec::with_capacity(tensors.len());
     for tensor in tensors {

@@ -20,11 +20,11 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 pub(crate) use files::sha256_hex;
-pub use files::{TensorRef, Tensors};
+pub use files::{TensorRef, Tensors, encode};
 pub use state::{FileEntry, Position, State};
 
 use crate::error::{Error, Result};
-use files::{encode, read_checked, sync_dir, write_synced};
+use files::{read_checked, sync_dir, write_synced};
 use state::STATE_FILE;
 
 const DIR: &str = "checkpoints";

@@ -64,7 +64,7 @@ impl<B: Kernels> Linear<B> {
         Ok((out, HeadSaved { layer, dx }))
     }
 
-    /// Logits of one token, F32 `[1, v]`, from the plain `[1, d]`.
+    /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
         Gemm { a: &Operand::Plain(x), b: self.weight.w()?, out: DType::F32 }.run(cx.b)
     }

@@ -14,7 +14,7 @@ use crate::layers::{
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, MoeShape};
 use crate::param::{Param, Placement, Writes};
-use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut, verify_ids};
+use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
 use nibble_core::recipe::Kind;
 use nibble_core::{Comm, DType, Data, Kernels, Plain, Recipe, Result, Tensor};
 
@@ -318,6 +318,14 @@ impl<B: Kernels> Decoder<B> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
         Ok((head.logits(cx, last_row(cx.b, &x_td)?)?, bad_ids))
+    }
+
+    /// Logits after each of these tokens, F32 `[t, v]`, and what each layer's router chose.
+    pub fn inspect(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Vec<Routing<B>>)> {
+        let Trunk { x_td, blocks, .. } = self.trunk(cx, ids)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let choices = blocks.iter().map(|block| block.moe.routing().clone()).collect();
+        Ok((head.logits(cx, x_td)?, choices))
     }
 
     /// All but the head.

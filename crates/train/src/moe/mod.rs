@@ -14,7 +14,7 @@ pub use router::{Router, RouterSaved};
 use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::ops::Planes;
+use nibble_core::ops::{Planes, Routing};
 use nibble_core::recipe::{Kind, Precision, Section, Site};
 use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
 
@@ -61,6 +61,11 @@ pub struct MoeSaved<B: LayerKernels> {
 }
 
 impl<B: LayerKernels> MoeSaved<B> {
+    /// What the router chose.
+    pub fn routing(&self) -> &Routing<B> {
+        &self.router.routing
+    }
+
     /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
     pub fn load(&self) -> &B::Buf<i32> {
         &self.router.routing.load

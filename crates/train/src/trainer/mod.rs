@@ -1,6 +1,7 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
 mod checks;
+mod inspect;
 mod recorded;
 mod run;
 mod setup;
@@ -8,6 +9,7 @@ mod step;
 mod weights;
 
 pub use checks::load_recipe;
+pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;

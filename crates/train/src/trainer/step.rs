@@ -3,11 +3,14 @@
 //! The host writes a step's tokens and scalars into one slot of a ring and issues the step's parts; it reads the record of
 //! the step before. Nothing in between waits for the host.
 
+use super::inspect::HostTensor;
 use super::setup::Setup;
+use super::weights::slices;
+use crate::checkpoint::TensorRef;
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
 use crate::error::Result;
-use crate::model::{Decoder, DecoderOut, DecoderSaved};
+use crate::model::{Decoder, DecoderOut, DecoderSaved, Named};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout};
@@ -240,6 +243,21 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             }
         }
         Ok(Collect { entries: &entries, table }.run(self.setup.b)?)
+    }
+
+    /// Every parameter's gradient, summed over shards, on the host: `grad.` and the names of a checkpoint.
+    pub fn gradients(&mut self, named: &[Vec<Named>]) -> Result<Vec<HostTensor>> {
+        self.model.release();
+        let mut gradients = Vec::new();
+        for (param, named) in self.model.params().into_iter().zip(named) {
+            param.reduce_gradient(&self.cx)?;
+            let values = param.optimized()?.grad.to_f32_vec(self.setup.b)?;
+            for TensorRef { name, shape, data } in slices(named, "", &values) {
+                gradients.push((format!("grad.{name}"), shape, data.to_vec()));
+            }
+            param.clear_gradient();
+        }
+        Ok(gradients)
     }
 
     /// Reduces the gradients, takes an AdamW step, reports.

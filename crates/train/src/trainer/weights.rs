@@ -12,7 +12,12 @@ use serde_json::json;
 use std::path::PathBuf;
 
 /// A parameter's values over all ranks.
-fn gather<B: Kernels>(b: &B, comm: &dyn Comm<B>, param: &Param<B>, tensor: &Tensor<B>) -> Result<Vec<f32>> {
+pub(super) fn gather<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    param: &Param<B>,
+    tensor: &Tensor<B>,
+) -> Result<Vec<f32>> {
     if param.placement == Placement::Replicated || comm.world() == 1 {
         return Ok(tensor.to_f32_vec(b)?);
     }
@@ -21,7 +26,7 @@ fn gather<B: Kernels>(b: &B, comm: &dyn Comm<B>, param: &Param<B>, tensor: &Tens
 }
 
 /// The slices of `values` that checkpoint tensors name.
-fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Vec<TensorRef<'v>> {
+pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Vec<TensorRef<'v>> {
     named
         .iter()
         .map(|tensor| {
@@ -148,7 +153,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
-    fn config_json(&self) -> String {
+    pub fn config_json(&self) -> String {
         let m = &self.setup.config.model;
         // Qwen3-MoE has no shared expert: a model with one must not be taken for it.
         let (architecture, model_type) = match m.shared_ffn {
@@ -173,6 +178,7 @@ impl<B: Kernels> Trainer<'_, B> {
             "rms_norm_eps": m.norm_eps,
             "tie_word_embeddings": m.tie_embeddings,
             "router_aux_loss_coef": m.aux_loss_coef,
+            "router_z_loss_coef": m.z_loss_coef,
             "max_position_embeddings": self.setup.config.data.seq_len,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],

@@ -1,0 +1,122 @@
+//! One step laid open, for comparison with another implementation: weights, tokens, the experts that were chosen, logits, and
+//! the gradient of every weight.
+
+use super::Trainer;
+use super::step::Step;
+use super::weights::{gather, slices};
+use crate::checkpoint::{TensorRef, encode};
+use crate::cx::{Cx, Shards};
+use crate::error::Result;
+use nibble_core::{Error as CoreError, Kernels};
+use std::path::Path;
+
+/// Name, shape and values of a tensor.
+pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
+
+/// The tensors of one step, named and on the host.
+#[derive(Debug, Default)]
+pub struct Inspection {
+    tensors: Vec<HostTensor>,
+}
+
+impl Inspection {
+    fn push(&mut self, name: impl Into<String>, shape: &[usize], values: Vec<f32>) {
+        self.tensors.push((name.into(), shape.to_vec(), values));
+    }
+
+    /// Names and shapes, in the order they were made.
+    pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.tensors.iter().map(|(name, shape, _)| (name.as_str(), shape.as_slice()))
+    }
+
+    /// The values of one of them.
+    pub fn values(&self, name: &str) -> Option<&[f32]> {
+        self.tensors.iter().find(|(n, ..)| n == name).map(|(.., values)| values.as_slice())
+    }
+
+    /// Writes them as one safetensors file, all F32.
+    ///
+    /// # Errors
+    /// [`crate::Error::Io`].
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let views = self.tensors.iter().map(|(name, shape, data)| TensorRef {
+            name: name.clone(),
+            shape: shape.clone(),
+            data,
+        });
+        let bytes = encode(path, &views.collect::<Vec<_>>())?;
+        std::fs::write(path, bytes).map_err(crate::Error::io(path))
+    }
+}
+
+impl<B: Kernels> Trainer<'_, B> {
+    /// The next step's first micro-batch, forward and backward, without an optimizer. The trainer is used up.
+    ///
+    /// Tensors: `ids`, `targets` `[sequences, seq_len]`; `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
+    /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
+    /// routers' losses.
+    ///
+    /// # Errors
+    /// On several ranks or with several micro-batches; from the backend and the data.
+    pub fn inspect(mut self) -> Result<Inspection> {
+        let t = &self.setup.config.train;
+        if self.setup.comm.world() != 1 || t.grad_accum != 1 {
+            return Err(
+                CoreError::shape("inspect", "run", "several ranks or micro-batches", "one of each").into()
+            );
+        }
+        self.require_settled("inspect")?;
+        self.make_buffers()?;
+        let mut seen = Inspection::default();
+        let batch = self.setup.batch(0)?;
+        let as_floats = |ids: &[i32]| ids.iter().map(|&id| id as f32).collect();
+        let shape = [batch.sequences, batch.seq_len];
+        seen.push("ids", &shape, as_floats(&batch.inputs));
+        seen.push("targets", &shape, as_floats(&batch.targets));
+        self.inspect_forward(&batch.inputs, &mut seen)?;
+
+        let named = self.model.named_tensors();
+        let (b, comm) = (self.setup.b, self.setup.comm);
+        for (param, named) in self.model.params().into_iter().zip(&named) {
+            let values = gather(b, comm, param, &param.master)?;
+            for TensorRef { name, shape, data } in slices(named, "", &values) {
+                seen.push(name, &shape, data.to_vec());
+            }
+        }
+        let Self { setup, model, buffers: Some(buffers), activations, .. } = &mut self else {
+            return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
+        };
+        buffers.write_inputs(setup, 0.0)?;
+        let mut work = || -> Result<()> {
+            let mut step = Step::new(setup, model, buffers, None)?;
+            step.first_micro_batch()?;
+            seen.tensors.extend(step.gradients(&named)?);
+            step.end();
+            Ok(())
+        };
+        setup.b.within(activations, || Ok(work()))??;
+        Ok(seen)
+    }
+
+    /// What a forward pass chooses and gives, by one of its own.
+    fn inspect_forward(&mut self, ids: &[i32], seen: &mut Inspection) -> Result<()> {
+        let Self { setup, model, activations, .. } = self;
+        let (k, b) = (setup.config.model.top_k, setup.b);
+        b.within(activations, || {
+            let shards = Shards::new(b, 1, ids.len(), 0)?;
+            let inference = Cx::inference(b, setup.comm, &setup.recipe, shards, setup.progress());
+            let cx = Cx { training: true, seed: setup.config.seed, ..inference };
+            model.prepare(&cx)?;
+            let (logits, choices) = model.inspect(&cx, &b.upload(ids)?)?;
+            for (layer, routing) in choices.iter().enumerate() {
+                let experts = b.download(&routing.expert)?.into_iter().map(|expert| expert as f32).collect();
+                seen.push(format!("experts.{layer}"), &[ids.len(), k], experts);
+                seen.push(format!("gates.{layer}"), &[ids.len(), k], b.download(&routing.weight)?);
+            }
+            seen.push("logits", &[logits.rows, logits.cols], logits.to_f32_vec(b)?);
+            model.release();
+            Ok(())
+        })?;
+        Ok(())
+    }
+}
