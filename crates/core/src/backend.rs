@@ -180,6 +180,8 @@ pub trait Model: Backend {
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
+    /// Tokens a chunk of [`HeadLoss`] that suit this backend and a head of `vocab` rows; even, at least 2.
+    fn head_chunk(&self, vocab: usize) -> usize;
     /// See [`HeadLoss`].
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`BeginStep`].

@@ -9,6 +9,7 @@ use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result, check_range};
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 /// A typed allocation. Dropping it frees the bytes once the stream has come so far.
@@ -227,6 +228,16 @@ impl<T: Pod> Buffer<T> {
     /// Another handle of the same bytes.
     pub(crate) fn shared(&self) -> Self {
         Self { storage: self.storage.clone(), ..*self }
+    }
+
+    /// Another handle of some of the values: an operation's part of an operand, or of a result that it alone has.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a range past the end.
+    pub(crate) fn part(&self, range: Range<usize>) -> Result<Self> {
+        check_range("Buffer::part", self.len, range.clone())?;
+        let address = self.address + (range.start * size_of::<T>()) as u64;
+        Ok(Self { address, len: range.len(), storage: self.storage.clone(), element: PhantomData })
     }
 
     /// Another handle of the same bytes as values of another type.

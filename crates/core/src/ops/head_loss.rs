@@ -1,6 +1,7 @@
 use super::cross_entropy::check_shards;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use std::ops::Range;
 
 /// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of `scale · Σ loss` with
 /// respect to x and w. The logits of all tokens never exist.
@@ -16,7 +17,8 @@ use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
 /// ```
 ///
 /// and where products are chains in ascending order (on the CPU) it is so to the bit, whatever the chunk: the chain of a
-/// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done.
+/// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done. Where
+/// they are none (tensor cores), a `dw` in F32 may be added to chunk by chunk; one in BF16 is rounded once a shard there too.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// `[t, d]`, F32 or BF16.
@@ -27,7 +29,7 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most; even, as the BF16 dot takes the contraction in pairs. No chunk has a
+    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot takes the contraction in pairs. No chunk has a
     /// part of one shard and a part of another: long shards are cut, of short ones several may be taken at a time.
     pub chunk: usize,
     /// What the gradients need; none where the losses alone are wanted.
@@ -58,10 +60,27 @@ pub struct HeadLossOut<B: Backend> {
     pub dx: Option<Tensor<B>>,
 }
 
-impl<B: Backend> HeadLoss<'_, B> {
-    /// A chunk that suits the caches of a CPU: what is packed of the weight pays, and a row of logits is soon read again.
-    pub const CHUNK: usize = 512;
+/// Tokens that [`HeadLoss`] takes together: whole shards, or a part of one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeadLossChunk {
+    /// Shards that they are of.
+    pub shards: Range<usize>,
+    /// The tokens.
+    pub tokens: Range<usize>,
+    /// Whether the shards' first tokens are among them.
+    pub is_first: bool,
+    /// Whether the shards' last tokens are among them.
+    pub is_last: bool,
+}
 
+impl HeadLossChunk {
+    /// Tokens of each of its shards.
+    pub fn tokens_each(&self) -> usize {
+        self.tokens.len() / self.shards.len().max(1)
+    }
+}
+
+impl<B: Backend> HeadLoss<'_, B> {
     /// What backends owe each other, by the type of x. Of F32 the products' 1e-6, which the exponential makes larger. Of BF16,
     /// gradients of logits that tensor cores make differ by 3e-5 and more, and are rounded to 8 bits: one in a hundred
     /// falls on another side of a boundary.
@@ -87,6 +106,29 @@ impl<B: Backend> HeadLoss<'_, B> {
         expect_eq(OP, "shape of wt", grad.wt.shape(), (d, v))?;
         expect_eq(OP, "type of wt", grad.wt.dtype(), self.x.dtype())?;
         expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))
+    }
+
+    /// The chunks, in the order of the tokens. One of no tokens where there are none.
+    pub fn chunks(&self) -> Vec<HeadLossChunk> {
+        let (shards, most) = (self.shards, self.chunk.max(1));
+        let each = self.x.rows / shards.max(1);
+        if each <= most {
+            let together = most.checked_div(each).unwrap_or(shards).max(1);
+            let whole = |first: usize| {
+                let shards = first..(first + together).min(shards);
+                let tokens = shards.start * each..shards.end * each;
+                HeadLossChunk { shards, tokens, is_first: true, is_last: true }
+            };
+            return (0..shards).step_by(together).map(whole).collect();
+        }
+        let cut = |shard: usize| {
+            (0..each).step_by(most).map(move |first| {
+                let end = (first + most).min(each);
+                let tokens = shard * each + first..shard * each + end;
+                HeadLossChunk { shards: shard..shard + 1, tokens, is_first: first == 0, is_last: end == each }
+            })
+        };
+        (0..shards).flat_map(cut).collect()
     }
 
     /// Checks and runs.

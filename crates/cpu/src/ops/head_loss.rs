@@ -9,11 +9,12 @@ use crate::gemm::{self, Engine, GemmError, Group, Operand, Output, Shape};
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{HeadLoss, HeadLossOut};
+use nibble_core::ops::{HeadLoss, HeadLossChunk, HeadLossOut};
 use nibble_core::{DType, Data, Result, Tensor};
-use std::ops::Range;
 
 const OP: &str = "head_loss";
+/// Tokens a chunk that suit a CPU's caches: what is packed of the weight pays, and a row of logits is soon read again.
+pub(crate) const CHUNK: usize = 512;
 
 /// Losses of the shards, dx and dw.
 pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
@@ -50,56 +51,17 @@ impl Factor for bf16 {
 /// The sizes of a call.
 #[derive(Clone, Copy)]
 struct Sizes {
-    shards: usize,
-    /// Tokens of a shard.
-    each: usize,
     vocab: usize,
     d: usize,
 }
 
-/// Tokens that are done together: whole shards, or a part of one.
-struct Chunk {
-    shards: Range<usize>,
-    tokens: Range<usize>,
-    /// Whether the shard's first tokens, and its last ones, are among them.
-    is_first: bool,
-    is_last: bool,
-}
-
-impl Sizes {
-    fn chunks(self, most: usize) -> Vec<Chunk> {
-        let Self { shards, each, .. } = self;
-        if each <= most {
-            let together = most.checked_div(each).unwrap_or(shards).max(1);
-            let whole = |first: usize| {
-                let shards = first..(first + together).min(shards);
-                Chunk {
-                    tokens: shards.start * each..shards.end * each,
-                    shards,
-                    is_first: true,
-                    is_last: true,
-                }
-            };
-            return (0..shards).step_by(together).map(whole).collect();
-        }
-        let cut = |shard: usize| {
-            (0..each).step_by(most).map(move |first| {
-                let end = (first + most).min(each);
-                let tokens = shard * each + first..shard * each + end;
-                Chunk { shards: shard..shard + 1, tokens, is_first: first == 0, is_last: end == each }
-            })
-        };
-        (0..shards).flat_map(cut).collect()
-    }
-}
-
 fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
     let (tokens, d) = op.x.shape();
-    let sizes = Sizes { shards: op.shards, each: tokens / op.shards.max(1), vocab: op.w.rows, d };
+    let sizes = Sizes { vocab: op.w.rows, d };
     let vocab = sizes.vocab;
     let (x, w) = (T::slice(OP, "x", op.x)?, T::slice(OP, "w", op.w)?);
     let targets = op.targets.as_slice();
-    let chunks = sizes.chunks(op.chunk);
+    let chunks = op.chunks();
     let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
     let mut loss = cpu.scratch::<f32>(tokens);
     let mut logits = cpu.scratch::<f32>(longest * vocab);
@@ -180,17 +142,22 @@ struct WeightGradient<'a> {
 }
 
 impl<'a> WeightGradient<'a> {
-    fn new(cpu: &Cpu, dw: &'a mut Tensor<Cpu>, accumulate: bool, chunks: &[Chunk], sizes: Sizes) -> Self {
+    fn new(
+        cpu: &Cpu,
+        dw: &'a mut Tensor<Cpu>,
+        accumulate: bool,
+        chunks: &[HeadLossChunk],
+        sizes: Sizes,
+    ) -> Self {
         let cut = chunks.iter().any(|chunk| !chunk.is_last);
         let apart = cut && (accumulate || dw.dtype() == DType::Bf16);
         let chain = apart.then(|| cpu.scratch(sizes.vocab * sizes.d));
         Self { dw: &mut dw.data, accumulate, sizes, chain }
     }
 
-    fn add<T: Factor>(&mut self, cpu: &Cpu, chunk: &Chunk, dlogits: &[T], x: &[T]) -> Result<()> {
-        let Sizes { each, vocab, d, .. } = self.sizes;
-        let len = if chunk.is_first && chunk.is_last { each } else { chunk.tokens.len() };
-        let groups: Vec<Group> = (0..chunk.shards.len()).map(|i| Group { start: i * each, len }).collect();
+    fn add<T: Factor>(&mut self, cpu: &Cpu, chunk: &HeadLossChunk, dlogits: &[T], x: &[T]) -> Result<()> {
+        let (Sizes { vocab, d }, len) = (self.sizes, chunk.tokens_each());
+        let groups: Vec<Group> = (0..chunk.shards.len()).map(|i| Group { start: i * len, len }).collect();
         let (a, b) = (Operand::transposed(T::factor(dlogits), vocab), Operand::transposed(T::factor(x), d));
         let ragged = |engine: Engine, out: Output<'_>| engine.ragged(&groups, vocab, d, &a, &b, out);
         let matrix = vocab * d;

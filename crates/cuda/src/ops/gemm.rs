@@ -216,10 +216,23 @@ impl Output {
     }
 
     pub fn target(&mut self) -> Target<'_> {
+        self.target_of(false)
+    }
+
+    /// To be overwritten, or added to.
+    pub fn target_of(&mut self, accumulate: bool) -> Target<'_> {
         match self {
-            Self::Bf16(values) => Target::Bf16 { values, accumulate: false },
-            Self::F32(values) => Target::F32 { values, accumulate: false },
+            Self::Bf16(values) => Target::Bf16 { values, accumulate },
+            Self::F32(values) => Target::F32 { values, accumulate },
         }
+    }
+
+    /// Some of the values, in place.
+    pub fn part(&self, range: std::ops::Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Self::Bf16(values) => Self::Bf16(values.part(range)?),
+            Self::F32(values) => Self::F32(values.part(range)?),
+        })
     }
 
     pub fn into_tensor(self, rows: usize, cols: usize) -> Result<Tensor<Cuda>> {

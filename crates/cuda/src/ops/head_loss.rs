@@ -1,16 +1,266 @@
-//! `head_loss` on a GPU.
+//! `head_loss` on a GPU: of each chunk of tokens the products and the rows of the cross-entropy, in place on their parts of the
+//! operands and results.
 
 use super::Instance;
+use super::cross_entropy::{Rows, shard_nats};
+use super::gemm::{Output, Product};
+use super::held::Held;
+use super::product::{Ragged, Target};
 use crate::Cuda;
-use nibble_core::Result;
-use nibble_core::ops::{HeadLoss, HeadLossOut};
+use crate::backend::Buf;
+use crate::jit::KernelSpec;
+use crate::launch::Launch;
+use nibble_core::ops::{HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut};
+use nibble_core::{DType, Data, Error, Groups, Operand, Result, Tensor};
+use std::ops::Range;
 
-/// See [`HeadLoss`].
-pub(crate) fn head_loss(_: &Cuda, _: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
-    Err(super::missing("head_loss"))
+const OP: &str = "head_loss";
+const SOURCE: &str = "kernels/head_loss.cuh";
+const THREADS: u32 = 256;
+/// Gradients a cta rounds.
+const ROUNDED_PER_CTA: usize = 1024;
+/// Tokens a chunk: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+const CHUNK: usize = 8192;
+/// Logits of a chunk and their gradients take no more than this.
+const CHUNK_BYTES: usize = 7 << 29;
+
+/// As many tokens as fill the products, as far as their logits in F32 and BF16 gradients leave memory to others.
+pub(crate) fn head_chunk(vocab: usize) -> usize {
+    const TILE: usize = 128;
+    let fits = CHUNK_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
+    (fits / TILE * TILE).clamp(TILE, CHUNK)
 }
 
-/// The instances.
+/// See [`HeadLoss`].
+pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("w", op.w)?;
+    let ((tokens, d), vocab) = (op.x.shape(), op.w.rows);
+    let targets = held.values("targets", op.targets, tokens)?;
+    if tokens > i32::MAX as usize {
+        return Err(Error::shape(OP, "tokens", tokens, "below 2^31"));
+    }
+    let chunks = op.chunks();
+    let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
+    let HeadLoss { x, w, shards, grad, .. } = op;
+    let device = cuda.device();
+    let (loss, bad_ids) = (device.alloc::<f32>(tokens)?, device.counters(1)?);
+    let logits = Output::new(cuda, DType::F32, longest * vocab, false)?;
+    let scale = grad.as_ref().map_or(0.0, |grad| grad.scale);
+    let mut gradients = grad.map(|grad| Gradients::new(cuda, x, vocab, grad, &chunks)).transpose()?;
+    let w = Operand::Plain(w.clone());
+    for chunk in &chunks {
+        let tokens = chunk.tokens.clone();
+        let (x, logits) = (rows_of(x, &tokens)?, logits.part(0..tokens.len() * vocab)?);
+        product((tokens.len(), vocab, d), (&x, &w), logits.part(0..tokens.len() * vocab)?.target())?;
+        let Output::F32(logits) = &logits else { return Err(Error::shape(OP, "logits", "BF16", "F32")) };
+        let targets = targets.part(tokens.clone())?;
+        let rows = Rows { op: OP, vocab, targets: &targets, scale, bad_ids: &bad_ids };
+        let loss = loss.part(tokens.clone())?;
+        let Some(gradients) = &mut gradients else {
+            rows.run(logits, &loss, None)?;
+            continue;
+        };
+        let dlogits = gradients.dlogits.part(0..tokens.len() * vocab)?;
+        rows.run(logits, &loss, Some(&dlogits))?;
+        gradients.add(cuda, chunk, &Operand::Plain(dlogits.into_tensor(tokens.len(), vocab)?), &x)?;
+    }
+    Ok(HeadLossOut {
+        shard_nats: Buf::new(shard_nats(device, &loss, shards)?),
+        bad_ids: Buf::new(bad_ids),
+        dx: gradients.map(|gradients| gradients.dx.into_tensor(tokens, d)).transpose()?,
+    })
+}
+
+/// Some rows of a matrix, where they lie.
+fn rows_of(x: &Tensor<Cuda>, rows: &Range<usize>) -> Result<Operand<Cuda>> {
+    let range = rows.start * x.cols..rows.end * x.cols;
+    let data = match &x.data {
+        Data::F32(values) => Data::F32(Buf::new(values.get().part(range)?)),
+        Data::Bf16(values) => Data::Bf16(Buf::new(values.get().part(range)?)),
+    };
+    Tensor::new(data, rows.len(), x.cols).map(Operand::Plain)
+}
+
+/// D `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
+fn product(
+    (m, n, k): (usize, usize, usize),
+    (a, b): (&Operand<Cuda>, &Operand<Cuda>),
+    d: Target<'_>,
+) -> Result<()> {
+    multiply(&Product { op: OP, ragged: Ragged::Rows, groups: None, m, n, k }, a, b, d)
+}
+
+/// Products of nothing are zeros.
+fn multiply(product: &Product<'_>, a: &Operand<Cuda>, b: &Operand<Cuda>, d: Target<'_>) -> Result<()> {
+    if product.m * product.n == 0 || d.len() == 0 {
+        return Ok(());
+    }
+    if product.k != 0 {
+        return product.run(a, b, d);
+    }
+    match d {
+        Target::F32 { values, accumulate: false } => values.fill(0),
+        Target::Bf16 { values, accumulate: false } => values.fill(0),
+        Target::F32 { .. } | Target::Bf16 { .. } => Ok(()),
+    }
+}
+
+/// What is there only for gradients.
+struct Gradients {
+    wt: Operand<Cuda>,
+    vocab: usize,
+    d: usize,
+    /// Of the longest chunk.
+    dlogits: Output,
+    /// Of all tokens.
+    dx: Output,
+    /// Of the weight, by shard: the caller's own.
+    dw: Output,
+    accumulate: bool,
+    /// The sum of a shard that is not done in one chunk, where dw would round it on the way. `[vocab, d]`, F32.
+    sum: Option<Output>,
+    /// Groups of so many shards of so many tokens, as far as chunks have been of such.
+    groups: Vec<((usize, usize), Groups<Cuda>)>,
+}
+
+impl Gradients {
+    fn new(
+        cuda: &Cuda,
+        x: &Tensor<Cuda>,
+        vocab: usize,
+        grad: HeadLossGrad<'_, Cuda>,
+        chunks: &[HeadLossChunk],
+    ) -> Result<Self> {
+        let held = Held::by(OP, cuda);
+        held.tensor("wt", grad.wt)?;
+        held.tensor("dw", grad.dw)?;
+        let ((tokens, d), dtype) = (x.shape(), x.dtype());
+        let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
+        let is_cut = chunks.iter().any(|chunk| !chunk.is_last);
+        let apart = is_cut && grad.dw.dtype() == DType::Bf16;
+        let dw = match &mut grad.dw.data {
+            Data::F32(values) => Output::F32(values.make_mut()?.shared()),
+            Data::Bf16(values) => Output::Bf16(values.make_mut()?.shared()),
+        };
+        Ok(Self {
+            wt: Operand::Plain(grad.wt.clone()),
+            vocab,
+            d,
+            dlogits: Output::new(cuda, dtype, longest * vocab, false)?,
+            dx: Output::new(cuda, dtype, tokens * d, false)?,
+            dw,
+            accumulate: grad.accumulate,
+            sum: apart.then(|| Output::new(cuda, DType::F32, vocab * d, false)).transpose()?,
+            groups: Vec::new(),
+        })
+    }
+
+    /// A chunk's dx, and its part of dw.
+    fn add(
+        &mut self,
+        cuda: &Cuda,
+        chunk: &HeadLossChunk,
+        dlogits: &Operand<Cuda>,
+        x: &Operand<Cuda>,
+    ) -> Result<()> {
+        let (vocab, d, tokens) = (self.vocab, self.d, chunk.tokens.clone());
+        let mut dx = self.dx.part(tokens.start * d..tokens.end * d)?;
+        product((tokens.len(), d, vocab), (dlogits, &self.wt), dx.target())?;
+
+        let matrix = vocab * d;
+        let mut dw = self.dw.part(chunk.shards.start * matrix..chunk.shards.end * matrix)?;
+        if matrix == 0 {
+            return Ok(());
+        }
+        let (accumulate, is_first) = (self.accumulate, chunk.is_first);
+        let sum = self.sum.as_ref().map(|sum| sum.part(0..matrix)).transpose()?;
+        let groups = Some(self.groups(cuda, chunk)?);
+        let product =
+            Product { op: OP, ragged: Ragged::Contraction, groups, m: vocab, n: d, k: tokens.len() };
+        let Some(mut sum) = sum else {
+            return multiply(&product, dlogits, x, dw.target_of(accumulate || !is_first));
+        };
+        multiply(&product, dlogits, x, sum.target_of(!is_first))?;
+        if chunk.is_last { round(&sum, &dw, accumulate) } else { Ok(()) }
+    }
+
+    /// The chunk's shards, as groups of its rows. Made on the device: nothing is uploaded here.
+    fn groups(&mut self, cuda: &Cuda, chunk: &HeadLossChunk) -> Result<&Groups<Cuda>> {
+        let key = (chunk.shards.len(), chunk.tokens_each());
+        let known = self.groups.iter().position(|(known, _)| *known == key);
+        let at = match known {
+            Some(at) => at,
+            None => {
+                self.groups.push((key, equal_groups(cuda, key)?));
+                self.groups.len() - 1
+            }
+        };
+        Ok(&self.groups[at].1)
+    }
+}
+
+/// Groups of `each` rows, one after the other. Nobody asks for the rows' numbers.
+fn equal_groups(cuda: &Cuda, (count, each): (usize, usize)) -> Result<Groups<Cuda>> {
+    let device = cuda.device();
+    let (start, len) = (device.alloc::<i32>(count + 1)?, device.alloc::<i32>(count)?);
+    let too_many = || Error::shape(OP, "shards", count, "below 2^31, as the tokens");
+    let [groups, rows] = [count, each].map(|n| i32::try_from(n).map_err(|_| too_many()));
+    let (groups, rows) = (groups?, rows?);
+    let launch =
+        Launch { ctas: (count as u32 + 1).div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&spec("nib::equal_groups"))?;
+    // SAFETY: as many starts and lengths as the kernel is told; the tokens, and so every start, are below 2^31.
+    unsafe { kernel.launch(launch, &[&start, &len, &groups, &rows]) }?;
+    Ok(Groups {
+        start: Buf::new(start),
+        len: Buf::new(len),
+        row_id: Buf::new(device.alloc(0)?),
+        num_groups: count,
+        align: 1,
+        capacity: count * each,
+    })
+}
+
+/// A shard's sum to its place in a BF16 gradient, or added to it.
+fn round(sum: &Output, dw: &Output, accumulate: bool) -> Result<()> {
+    let (Output::F32(sum), Output::Bf16(dw)) = (sum, dw) else {
+        return Err(Error::shape(OP, "dw", "F32", "BF16, as its sum lies apart"));
+    };
+    let len = sum.len();
+    if dw.len() != len {
+        return Err(Error::shape(OP, "dw", dw.len(), len));
+    }
+    let ctas = u32::try_from(len.div_ceil(ROUNDED_PER_CTA))
+        .map_err(|_| Error::shape(OP, "dw", len, "below 2^42 values a shard"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = dw.device().kernel(&spec("nib::round_gradient"))?;
+    // SAFETY: both have `len` values, on this device; dw is the caller's own, borrowed mutably.
+    unsafe { kernel.launch(launch, &[sum, dw, &(len as u64), &i32::from(accumulate)]) }
+}
+
+fn spec(name: &'static str) -> KernelSpec {
+    KernelSpec { source: SOURCE, name, args: Vec::new() }
+}
+
+/// The instances, beside the products' and the cross-entropy's.
 pub(crate) fn instances() -> Vec<Instance> {
-    Vec::new()
+    let of = |name| Instance { spec: spec(name), shared_bytes: 0 };
+    vec![of("nib::equal_groups"), of("nib::round_gradient")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_shorter_where_the_vocabulary_is_large() {
+        for (vocab, chunk) in
+            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 4096), (usize::MAX / 16, 128)]
+        {
+            assert_eq!(head_chunk(vocab), chunk, "{vocab}");
+        }
+    }
 }

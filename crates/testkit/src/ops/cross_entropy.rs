@@ -57,6 +57,11 @@ pub fn cross_entropy<A: Model, B: Model>(pair: &Pair<A, B>) {
                 pair.check(&Rows { rows, vocab, input, shards, grad, max_target });
             }
         }
+        // Vocabularies of models: rows that several processors of a GPU share, of even and odd lengths.
+        for (j, vocab) in [17_409, 20_480, 32_768, 40_001, 50_257, 151_936].into_iter().enumerate() {
+            let grad = Some([DType::F32, DType::Bf16][(i + j) % 2]);
+            pair.check(&Rows { rows: 3, vocab, input, shards: 1, grad, max_target: vocab });
+        }
     }
     let uneven = Rows { rows: 4, vocab: 7, input: Input::Normal, shards: 3, grad: None, max_target: 6 };
     pair.check_refused(&uneven, |e| matches!(e, Error::Shape { argument: "shards", .. }));

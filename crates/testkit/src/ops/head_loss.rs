@@ -91,6 +91,16 @@ pub fn head_loss<A: Model, B: Model>(pair: &Pair<A, B>) {
             }
         }
     }
+    // What tensor cores take: shards cut into chunks that are not multiples of a tile, several shards a chunk, a large vocabulary.
+    let all = [(DType::F32, false), (DType::F32, true), (DType::Bf16, false), (DType::Bf16, true)];
+    for (tokens, d, vocab, shards, chunk) in
+        [(200, 64, 512, 1, 48), (256, 64, 520, 4, 128), (24, 16, 32_768, 1, 8)]
+    {
+        for grad in all.map(Some) {
+            let (dtype, input) = (DType::Bf16, Input::Normal);
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, grad, input });
+        }
+    }
     let good = Head {
         tokens: 12,
         d: 8,

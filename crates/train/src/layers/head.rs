@@ -41,7 +41,7 @@ impl<B: Kernels> Linear<B> {
     pub fn losses(&self, cx: &Cx<'_, B>, input: &HeadInput<'_, B>) -> Result<HeadLossOut<B>> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let w = self.weight.w()?.plain("head_loss")?;
-        HeadLoss { x, w, targets, shards, chunk: HeadLoss::<B>::CHUNK, grad: None }.run(cx.b)
+        HeadLoss { x, w, targets, shards, chunk: cx.b.head_chunk(w.rows), grad: None }.run(cx.b)
     }
 
     /// The losses; and the gradients of `scale` · their sum, that of the weight added to what it has.
@@ -52,10 +52,10 @@ impl<B: Kernels> Linear<B> {
         scale: f32,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let chunk = HeadLoss::<B>::CHUNK;
         let layer = self.weight.name.trim_end_matches(".weight").to_owned();
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
         let (w, wt) = (w.plain("head_loss")?, wt.plain("head_loss")?);
+        let chunk = cx.b.head_chunk(w.rows);
         let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt, scale, dw, accumulate });
             HeadLoss { x, w, targets, shards, chunk, grad }.run(cx.b)

@@ -1,0 +1,161 @@
+// A step's scalars, its micro-batches, what operations counted, and its end. Every value is said in crates/core/src/ops/step.rs.
+//
+// begin_step: control[0 .. 3] from the slot's first words, the clock's micro-batches and `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
+// begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; the clock counts it. 1024 threads; a cluster of 8,
+//   so that nobody counts before all have read.
+// collect: entry e of a launch, whose cells no other entry of the launch has, is cta e's. 128 threads; grid entries.
+// end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096). 1024 threads; grid 1.
+#pragma once
+#include "math/chunk_sum.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/types.cuh"
+
+namespace nib {
+
+// Places in `Control` and `Clock`.
+enum { kGradScale = 3, kStop = 4, kFromHost = 3 };
+enum { kStep = 0, kMicro = 1 };
+
+constexpr int kBeginThreads = 256;
+
+__global__ void __launch_bounds__(kBeginThreads)
+    begin_step(const int* __restrict__ inputs, u32* clock, float* __restrict__ control, double* __restrict__ table, u64 slot, u64 cells) {
+    const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
+    if (i < cells) table[i] = 0.0;
+    if (i < kFromHost) control[i] = __int_as_float(inputs[clock[kStep] % 2 * slot + i]);
+    if (i == 0) clock[kMicro] = 0;
+}
+
+constexpr int kMicroThreads = 1024;
+constexpr int kMicroCtas = 8;
+
+struct MicroBatch {
+    u64 slot;     // words of a slot
+    u64 scalars;  // words before its first id
+    u32 tokens;
+    u32 micro_batches;
+    u32 rank;
+    u32 ranks;
+};
+
+__global__ void __launch_bounds__(kMicroThreads)
+    begin_micro_batch(const int* __restrict__ inputs, u32* clock, int* __restrict__ ids, int* __restrict__ targets, int* __restrict__ row_id,
+                      const __grid_constant__ MicroBatch batch) {
+    const u32 begun = clock[kMicro], micro = min(begun, batch.micro_batches - 1);
+    const int* const from = inputs + clock[kStep] % 2 * batch.slot + batch.scalars + u64(2) * batch.tokens * micro;
+    const u32 first = (micro * batch.ranks + batch.rank) * batch.tokens;
+#pragma unroll 4
+    for (u32 i = blockIdx.x * kMicroThreads + threadIdx.x; i < batch.tokens; i += kMicroCtas * kMicroThreads) {
+        ids[i] = __ldg(from + i);
+        targets[i] = __ldg(from + batch.tokens + i);
+        row_id[i] = int(first + i);
+    }
+    ptx::cluster_sync();
+    if (blockIdx.x == 0 && threadIdx.x == 0) clock[kMicro] = begun + 1;
+}
+
+constexpr int kCollectThreads = 128;
+constexpr int kCollectEntries = 100;  // 4 kB of parameters
+
+enum Collected { kU64, kI32, kF32, kF64, kOccupancy };
+
+/// Values and their cells: value i goes to cell at + i % cells * stride.
+struct CollectEntry {
+    const void* source;
+    int kind;  // a Collected
+    u32 values;
+    u32 at;
+    u32 cells;
+    u32 stride;
+    u32 capacity;  // of an occupancy: the rows there are,
+    u32 slots;     // the slots the plan was told of,
+    u32 found;     // and how many numbers the plan found
+};
+
+struct CollectEntries {
+    CollectEntry entry[kCollectEntries];
+};
+
+/// Value i of an entry.
+__device__ __forceinline__ double value_of(const CollectEntry& entry, u32 i) {
+    switch (entry.kind) {
+        case kU64: return __ull2double_rn(static_cast<const u64*>(entry.source)[i]);
+        case kI32: return double(static_cast<const int*>(entry.source)[i]);
+        case kF32: return double(static_cast<const float*>(entry.source)[i]);
+        case kF64: return static_cast<const double*>(entry.source)[i];
+    }
+    const int* const found = static_cast<const int*>(entry.source);
+    const long long needed = entry.found > 0 ? found[0] : 0, occupied = entry.found > 1 ? found[1] : 0;
+    if (i == 2) {
+        const long long differ = occupied - (long long)entry.slots;
+        return double(differ < 0 ? -differ : differ);
+    }
+    if (needed <= (long long)entry.capacity) return 0.0;
+    return i == 0 ? double(needed) : double(entry.capacity);
+}
+
+__global__ void __launch_bounds__(kCollectThreads) collect(double* table, const __grid_constant__ CollectEntries entries) {
+    const CollectEntry& entry = entries.entry[blockIdx.x];
+#pragma unroll 1
+    for (u32 cell = threadIdx.x; cell < entry.cells; cell += kCollectThreads) {
+        double* const to = table + entry.at + u64(cell) * entry.stride;
+        double sum = *to;
+#pragma unroll 4
+        for (u32 i = cell; i < entry.values; i += entry.cells) sum = __dadd_rn(sum, value_of(entry, i));
+        *to = sum;
+    }
+}
+
+constexpr int kEndThreads = 1024;
+constexpr int kReportHead = 4;
+
+struct StepEnd {
+    u64 squares;  // lengths
+    u64 ordered;
+    u64 cells;  // of one rank's table
+    u64 ranks;
+    u64 alarms, alarms_end;  // cells of a table
+    u64 finite, finite_end;
+    double clip_norm;
+};
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7F800000); }
+__device__ __forceinline__ bool is_finite(double x) { return fabs(x) < __longlong_as_double(0x7FF0000000000000); }
+
+__global__ void __launch_bounds__(kEndThreads)
+    end_step(const float* __restrict__ squares, const int* __restrict__ order, const double* __restrict__ tables, double* sums, u32* clock,
+             float* control, double* __restrict__ reports, const __grid_constant__ StepEnd end) {
+    const u32 step = clock[kStep];
+    // A place outside is a NaN, which stops the run.
+    const double square = sum_in_chunks<kEndThreads>(end.ordered, sums, [&](u64 i) {
+        const int at = __ldg(order + i);
+        return at >= 0 && u64(at) < end.squares ? __ldg(squares + at) : __uint_as_float(0x7FC00000);
+    });
+    const double norm = __dsqrt_rn(square);
+    bool fails = !is_finite(norm);
+#pragma unroll 4
+    for (u64 i = threadIdx.x; i < end.squares; i += kEndThreads) fails |= !is_finite(__ldg(squares + i));
+    for (u64 rank = 0; rank < end.ranks; ++rank) {
+        const double* const table = tables + rank * end.cells;
+        for (u64 i = end.alarms + threadIdx.x; i < end.alarms_end; i += kEndThreads) fails |= __ldg(table + i) != 0.0;
+        for (u64 i = end.finite + threadIdx.x; i < end.finite_end; i += kEndThreads) fails |= !is_finite(__ldg(table + i));
+    }
+    const u64 cells = end.ranks * end.cells;
+    double* const report = reports + step % 2 * (kReportHead + cells);
+#pragma unroll 4
+    for (u64 i = threadIdx.x; i < cells; i += kEndThreads) report[kReportHead + i] = __ldg(tables + i);
+    fails = __syncthreads_or(fails);
+    if (threadIdx.x != 0) return;
+    const bool clips = end.clip_norm > 0.0 && norm > end.clip_norm;
+    const float scale = clips ? __double2float_rn(__ddiv_rn(end.clip_norm, norm)) : 1.0f;
+    const float stop = fails ? 1.0f : control[kStop];
+    control[kGradScale] = scale;
+    control[kStop] = stop;
+    report[0] = double(step);
+    report[1] = double(stop);
+    report[2] = norm;
+    report[3] = double(scale);
+    clock[kStep] = step + 1;
+}
+
+}  // namespace nib
