@@ -5,37 +5,18 @@
 // few, its columns thread % 16 + 16c. Every sum is one chain of fused multiply-adds in a fixed order.
 #pragma once
 #include "formats/plain.cuh"
+#include "kernels/attention_sizes.cuh"
 #include "math/exp.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
 constexpr int kAttentionThreads = 256;
-constexpr float kLog2E = 1.44269504f;
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
-
-/// The sizes of a call. Rows of q are `heads · head_dim` elements, of k and v `kv_heads · head_dim`.
-struct AttentionSizes {
-    int sequences;
-    int seq_len;
-    int heads;
-    int kv_heads;
-    int head_dim;
-    /// seq_len rounded up to whole tiles: the length of a head's `lse` and `delta` in the backward pass.
-    int padded;
-    /// 1/sqrt(head_dim).
-    float scale;
-};
 
 /// From one element of a tile's rows to the next: 16-byte reads along rows meet no bank twice.
 template <int kRows>
 __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
-}
-
-/// The first element of a head's row in a tensor of `heads` heads.
-__device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads, int sequence, int row, int head) {
-    return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * sizes.head_dim;
 }
 
 /// Fills a tile with rows from `first` on, times `factor`; zeros past the sequence and past the head.
