@@ -81,8 +81,12 @@ __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b)
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
         const u32 box = step / 4, within = step % 4 * 2;
-        ptx::wgmma_bf16<false>(d, ptx::wgmma_descriptor(a + box * (kRowsA * kBoxRowBytes / 16) + within),
-                               ptx::wgmma_descriptor(b + box * (kRowsB * kBoxRowBytes / 16) + within), step != 0);
+        const u64 of_a = ptx::wgmma_descriptor(a + box * (kRowsA * kBoxRowBytes / 16) + within);
+        const u64 of_b = ptx::wgmma_descriptor(b + box * (kRowsB * kBoxRowBytes / 16) + within);
+        if (step == 0)
+            ptx::wgmma_bf16<false, true>(d, of_a, of_b);
+        else
+            ptx::wgmma_bf16<false, false>(d, of_a, of_b);
     }
 }
 
@@ -92,7 +96,7 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)
 #pragma unroll
     for (int step = 0; step < kRowsB / 16; ++step)
         ptx::wgmma_bf16<true>(d, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3],
-                              ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)), true);
+                              ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
 /// The low half of a tile's descriptor for `multiply_down`.

@@ -172,7 +172,6 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
         q_at.advance();
         ptx::barrier_wait(shared.k_ring.full[k_at.stage], k_at.parity);
         ptx::named_barrier_wait<256>(turn);
-        ptx::wgmma_pin(s);
         ptx::wgmma_fence();
         multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kStage);
         ptx::wgmma_commit();
@@ -187,7 +186,6 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
         for (int n = blocks - 2; n >= 0; --n) {
             ptx::barrier_wait(shared.k_ring.full[k_at.stage], k_at.parity);
             ptx::named_barrier_wait<256>(turn);
-            ptx::wgmma_pin(s);
             ptx::wgmma_pin(o);
             ptx::wgmma_fence();
             multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kStage);

@@ -1,8 +1,10 @@
-//! `attention` and `attention_backward` on a GPU: on the ordinary cores (`csrc/kernels/attention.cuh`, `attention_backward.cuh`).
+//! `attention` and `attention_backward` on a GPU: BF16 heads of 64 and 128 on the tensor cores (`attention_wgmma.rs`), all others here, on
+//! the ordinary cores (`csrc/kernels/attention.cuh`, `attention_backward.cuh`).
 //!
 //! Nobody adds to another cta's sums: the backward pass makes P and dS twice, once for dq and once for dk and dv.
 
 use super::Instance;
+use super::attention_wgmma::{self, Wgmma};
 use super::held::Held;
 use super::permute::type_name;
 use super::planes::{plain_arg, unwritten_plain};
@@ -23,7 +25,9 @@ const PADDED: usize = 128;
 /// Elements of a head that there are instances for.
 const DIMS: [usize; 4] = [32, 64, 128, 256];
 
-/// The device's `AttentionSizes` (csrc/kernels/attention_tile.cuh).
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// The device's `AttentionSizes` (csrc/kernels/attention_sizes.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Sizes {
@@ -61,25 +65,60 @@ impl Sizes {
             let got = format!("{} rows of {heads} heads", q.rows);
             return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
         }
-        Ok(Some(Self {
-            sequences: sequences as i32,
-            seq_len: seq_len as i32,
-            heads: (q.cols / head_dim) as i32,
-            kv_heads: (k.cols / head_dim) as i32,
-            head_dim: head_dim as i32,
-            padded: padded as i32,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-        }))
+        Ok(Some(Self::of(sequences, seq_len, [q.cols / head_dim, k.cols / head_dim], head_dim)))
     }
 
-    /// Ctas that have `rows` queries or keys of one of `heads` each.
-    fn ctas(&self, rows: usize, heads: i32) -> u32 {
-        ((self.seq_len as usize).div_ceil(rows) * (heads * self.sequences) as usize) as u32
+    /// Of query heads and of heads of keys and values.
+    pub fn of(sequences: usize, seq_len: usize, [heads, kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            sequences: sequences as i32,
+            seq_len: seq_len as i32,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            head_dim: head_dim as i32,
+            padded: seq_len.next_multiple_of(PADDED) as i32,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+        }
+    }
+
+    /// Tiles of `rows` queries or keys of one of `heads` each.
+    pub fn tiles(&self, rows: usize, heads: usize) -> usize {
+        self.seq_len().div_ceil(rows) * heads * self.sequences()
+    }
+
+    /// Sequences.
+    pub fn sequences(&self) -> usize {
+        self.sequences as usize
+    }
+
+    /// Tokens of each.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len as usize
+    }
+
+    /// Query heads.
+    pub fn heads(&self) -> usize {
+        self.heads as usize
+    }
+
+    /// Heads of keys and values.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads as usize
+    }
+
+    /// Query heads of each of them.
+    pub fn group(&self) -> usize {
+        self.heads() / self.kv_heads()
+    }
+
+    /// Elements of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim as usize
     }
 
     /// The least instance that takes the heads.
     fn dim(&self) -> usize {
-        DIMS.into_iter().find(|&dim| dim >= self.head_dim as usize).unwrap_or(DIMS[DIMS.len() - 1])
+        DIMS.into_iter().find(|&dim| dim >= self.head_dim()).unwrap_or(DIMS[DIMS.len() - 1])
     }
 }
 
@@ -95,9 +134,13 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     let lse = device.alloc::<f32>(op.q.rows * (op.q.cols / op.head_dim))?;
     let sizes = Sizes::new(FORWARD, op.q, op.k, op.head_dim, op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
+        if let Some(wgmma) = Wgmma::choose(&sizes, &[op.q, op.k, op.v], device.info().num_sms) {
+            wgmma.forward(device, [op.q, op.k, op.v, &out], &lse)?;
+            return Ok(AttentionOut { out, lse: Buf::new(lse) });
+        }
         let dim = sizes.dim();
         let launch = Launch {
-            ctas: sizes.ctas(QUERIES, sizes.heads),
+            ctas: sizes.tiles(QUERIES, sizes.heads()) as u32,
             threads: THREADS,
             cluster: 1,
             shared_bytes: forward_shared(dim),
@@ -138,10 +181,45 @@ pub(crate) fn attention_backward(
     let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
     let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, op.head_dim, op.seq_len)? {
-        let rows = QueryRows::of(device, &op, &sizes, 1.0)?;
-        backward_on_ordinary_cores(device, &op, &sizes, &rows, &grads)?;
+        let inputs = [op.q, op.k, op.v, op.out, op.dout];
+        match Wgmma::choose(&sizes, &inputs, device.info().num_sms) {
+            Some(wgmma) => {
+                let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;
+                wgmma.backward(device, &op, &rows, &grads)?;
+            }
+            None => {
+                let rows = QueryRows::of(device, &op, &sizes, Cores::Ordinary)?;
+                backward_on_ordinary_cores(device, &op, &sizes, &rows, &grads)?;
+            }
+        }
     }
     Ok(grads)
+}
+
+/// Which kernels make the gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cores {
+    Ordinary,
+    Tensor,
+}
+
+impl Cores {
+    /// The unit of their exponentials: e or 2.
+    fn lse_factor(self) -> f32 {
+        match self {
+            Self::Ordinary => 1.0,
+            Self::Tensor => LOG2_E,
+        }
+    }
+
+    /// Lanes and elements of `attention_rows`: the tensor cores' tensors lie on 16 bytes.
+    fn lanes(self, dtype: DType, head_dim: usize) -> (usize, usize) {
+        let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
+            of == dtype && lanes * each == head_dim && each > 1
+        };
+        let fitting = ROW_LANES.iter().find(fits).filter(|_| self == Self::Tensor);
+        fitting.map_or((ROW_LANES[0].1, ROW_LANES[0].2), |&(_, lanes, each)| (lanes, each))
+    }
 }
 
 /// Two numbers for each query of each head, `[sequences][heads][padded]`.
@@ -153,17 +231,18 @@ pub(super) struct QueryRows {
 }
 
 impl QueryRows {
-    /// With lse times `factor`.
-    fn of(device: &Device, op: &AttentionBackward<'_, Cuda>, sizes: &Sizes, factor: f32) -> Result<Self> {
-        let len = (sizes.sequences * sizes.padded * sizes.heads) as usize;
+    /// For the kernels of the ordinary or of the tensor cores.
+    fn of(device: &Device, op: &AttentionBackward<'_, Cuda>, sizes: &Sizes, cores: Cores) -> Result<Self> {
+        let len = sizes.sequences() * sizes.padded as usize * sizes.heads();
         let rows = Self { lse: device.alloc(len)?, delta: device.alloc(len)? };
         if len == 0 {
             return Ok(rows);
         }
-        let (lanes, each) = RowLanes::choose(op.q.dtype(), sizes.head_dim as usize);
+        let (lanes, each) = cores.lanes(op.q.dtype(), sizes.head_dim());
         let ctas = len.div_ceil(THREADS as usize / lanes) as u32;
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let [out, dout] = [op.out, op.dout].map(|x| plain_arg(x).0);
+        let factor = cores.lse_factor();
         let kernel = device.kernel(&rows_spec(op.q.dtype(), lanes, each))?;
         // SAFETY: `check` and `Held` held out, dout and lse to the sizes and to the instance's type; the planes were made of `len`.
         unsafe { kernel.launch(launch, &[out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes]) }?;
@@ -171,19 +250,9 @@ impl QueryRows {
     }
 }
 
-/// Lanes that read a head's row in `attention_rows`, and elements each reads at once.
-struct RowLanes;
-
-impl RowLanes {
-    const ALL: [(DType, usize, usize); 4] =
-        [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
-
-    fn choose(dtype: DType, head_dim: usize) -> (usize, usize) {
-        let whole =
-            |&(of, lanes, each): &(DType, usize, usize)| of == dtype && lanes * each == head_dim && each > 1;
-        Self::ALL.iter().find(|one| whole(one)).map_or((32, 1), |&(_, lanes, each)| (lanes, each))
-    }
-}
+/// Type, lanes that read a head's row, and elements each reads at once: the first of a type takes any head, the others those that fit.
+const ROW_LANES: [(DType, usize, usize); 4] =
+    [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
 
 fn rows_spec(dtype: DType, lanes: usize, each: usize) -> KernelSpec {
     KernelSpec {
@@ -211,7 +280,7 @@ fn backward_on_ordinary_cores(
 ) -> Result<()> {
     let dim = sizes.dim();
     let launch = |heads| Launch {
-        ctas: sizes.ctas(tile_rows(dim), heads),
+        ctas: sizes.tiles(tile_rows(dim), heads) as u32,
         threads: THREADS,
         cluster: 1,
         shared_bytes: backward_shared(dim),
@@ -223,11 +292,11 @@ fn backward_on_ordinary_cores(
     if sizes.heads > 0 {
         let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim))?;
         // SAFETY: `check` and `Held` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
-        unsafe { kernel.launch(launch(sizes.heads), &[q, k, v, dout, lse, delta, dq, sizes]) }?;
+        unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes]) }?;
     }
     let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim))?;
     // SAFETY: likewise; dk and dv were made like k and v.
-    unsafe { kernel.launch(launch(sizes.kv_heads), &[q, k, v, dout, lse, delta, dk, dv, sizes]) }
+    unsafe { kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes]) }
 }
 
 /// A kernel of the backward pass.
@@ -267,6 +336,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     let general = [DType::F32, DType::Bf16]
         .into_iter()
         .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| of_dim(dtype, dim)));
-    let rows = RowLanes::ALL.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
-    general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    let rows = ROW_LANES.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
+    let all = general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
+    all.chain(attention_wgmma::instances()).collect()
 }
