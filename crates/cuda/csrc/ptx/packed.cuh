@@ -232,6 +232,13 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
+/// 2^x to within two units in the last place; a NaN stays one, subnormal results are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /// 1 / x to within one unit in the last place, for normal x and 1 / x.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;

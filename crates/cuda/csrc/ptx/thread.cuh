@@ -45,6 +45,18 @@ __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+/// The same without waiting: these `kThreads` count those that wait too.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(u32 barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+/// Waits at a barrier whose number is known at run time.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_wait(u32 barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 /// Hands registers back. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
 /// must carry __launch_bounds__(threads, 1): otherwise ptxas ignores it (warning C7508).
 template <u32 kRegisters>

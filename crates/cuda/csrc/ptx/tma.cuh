@@ -41,6 +41,13 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
+/// `bytes`, a multiple of 16, that lie one after the other; both addresses on 16 bytes.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, Barrier& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
 /// One tile to the same place in every cta of `cta_mask`, completing on the barrier at the same place of each.
 __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
                                                    u16 cta_mask) {

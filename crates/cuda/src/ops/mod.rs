@@ -3,6 +3,7 @@
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
+mod attention_wgmma;
 pub(crate) mod copy_rows;
 pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;

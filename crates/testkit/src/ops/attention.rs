@@ -14,6 +14,7 @@ struct Heads {
     head_dim: usize,
     dtype: DType,
     input: Input,
+    strict: bool,
 }
 
 impl Heads {
@@ -70,25 +71,42 @@ impl<B: Model> Case<B> for Backward {
             AttentionBackward { q, k, v, out: &made.out, lse: &made.lse, dout: &dout, head_dim, seq_len }
                 .run(b)?;
         let mut out = Outputs::default();
-        for (name, x) in [("dq", &grads.dq), ("dk", &grads.dk), ("dv", &grads.dv)] {
-            out.tensor(b, name, x)?;
+        out.tensor(b, "dv", &grads.dv)?;
+        // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
+        if self.0.seq_len > 1 || self.0.strict {
+            out.tensor(b, "dq", &grads.dq)?;
+            out.tensor(b, "dk", &grads.dk)?;
         }
         Ok(out)
     }
 }
 
-/// One query or many, one head or groups of them, lengths around the vectors' width.
+/// One query or many, one head or groups of them; lengths around the vectors' width on a CPU and around whole tiles on a GPU, whose
+/// kernels for heads of 64 and 128 are others.
 fn cases(strict: bool) -> Vec<Heads> {
     let mut cases = Vec::new();
-    let shapes =
-        [(1, 1, 1, 1, 8), (3, 17, 4, 2, 16), (2, 65, 6, 1, 32), (1, 130, 2, 2, 64), (2, 33, 3, 3, 20)];
+    let shapes = [
+        (1, 1, 1, 1, 8),
+        (3, 17, 4, 2, 16),
+        (2, 65, 6, 1, 32),
+        (1, 130, 2, 2, 64),
+        (2, 33, 3, 3, 20),
+        (3, 1, 2, 1, 128),
+        (2, 200, 8, 1, 128),
+        (3, 200, 3, 3, 64),
+        (2, 256, 2, 1, 128),
+        (1, 385, 4, 1, 64),
+        (2, 40, 2, 1, 200),
+    ];
     for (sequences, seq_len, heads, kv_heads, head_dim) in shapes {
         for dtype in PLAIN {
-            let heads = Heads { sequences, seq_len, heads, kv_heads, head_dim, dtype, input: Input::Normal };
+            let input = Input::Normal;
+            let heads = Heads { sequences, seq_len, heads, kv_heads, head_dim, dtype, input, strict };
             cases.push(heads);
             // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
-            cases.extend(hard.into_iter().filter(|_| strict).map(|input| Heads { input, ..heads }));
+            let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
         }
     }
     cases
