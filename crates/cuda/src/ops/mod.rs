@@ -26,6 +26,7 @@ pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod route;
+mod row_tree;
 pub(crate) mod slots;
 pub(crate) mod step;
 pub(crate) mod sum_squares;
@@ -74,6 +75,7 @@ pub fn instances() -> Vec<Instance> {
         attention::instances(),
         embed::instances(),
         rms_norm::instances(),
+        row_tree::instances(),
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),
