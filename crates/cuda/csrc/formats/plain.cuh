@@ -30,6 +30,21 @@ struct Few {
         }
     }
 
+    /// The same, of memory that this kernel writes too, or that it may read only behind `ptx::grid_wait`.
+    __device__ __forceinline__ static Few load_written(const void* from) {
+        if constexpr (kBytes == 16) {
+            const uint4 v = *static_cast<const uint4*>(from);
+            return {{v.x, v.y, v.z, v.w}};
+        } else if constexpr (kBytes == 8) {
+            const uint2 v = *static_cast<const uint2*>(from);
+            return {{v.x, v.y}};
+        } else if constexpr (kBytes == 4) {
+            return {{*static_cast<const u32*>(from)}};
+        } else {
+            return {{*static_cast<const u16*>(from)}};
+        }
+    }
+
     __device__ __forceinline__ void store(void* to) const {
         if constexpr (kBytes == 16)
             ptx::store_16(to, {word[0], word[1], word[2], word[3]});
@@ -62,5 +77,26 @@ struct Few {
         return few;
     }
 };
+
+/// Eight neighbours, rounded to nearest even, as many of them as are left. kAligned: `to` lies on 16 bytes, and eight are left or none.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void store_eight(u8* to, const float (&x)[8], int left) {
+    if constexpr (!kAligned) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float one[1] = {x[i]};
+            if (i < left) Few<T, 1>::from_f32(one).store(to + i * T::kBytes);
+        }
+    } else if (left > 0) {
+        constexpr int kCount = 16 / T::kBytes;
+#pragma unroll
+        for (int part = 0; part < 8; part += kCount) {
+            float few[kCount];
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) few[i] = x[part + i];
+            Few<T, kCount>::from_f32(few).store(to + part * T::kBytes);
+        }
+    }
+}
 
 }  // namespace nib

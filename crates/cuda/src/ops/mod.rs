@@ -27,6 +27,7 @@ pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod route;
+mod row_tree;
 pub(crate) mod slots;
 pub(crate) mod step;
 pub(crate) mod sum_squares;
@@ -75,6 +76,7 @@ pub fn instances() -> Vec<Instance> {
         attention::instances(),
         embed::instances(),
         rms_norm::instances(),
+        row_tree::instances(),
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),

@@ -203,4 +203,7 @@ pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
             }
         }
     }
+    // More chunks than a GPU's cta closes.
+    let x = Matrix { dtype: DType::Bf16, rows: 2051, cols: 4096, input: Input::Integers };
+    pair.check(&Squares { x, parts: 1, at: 0 });
 }

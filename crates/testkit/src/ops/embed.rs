@@ -44,6 +44,28 @@ impl Tokens {
         })
     }
 
+    /// One id alone, whose chunks are many; and tables of many more ids than tokens, sorted in several digits.
+    fn large() -> impl Iterator<Item = Tokens> {
+        let sizes = [
+            (4500, 1, 40, 1),
+            (4100, 1, 5, 4),
+            (4096, 32_768, 8, 1),
+            (8192, 20_000, 4, 4),
+            (300, 40, 2048, 2),
+        ];
+        PLAIN.into_iter().flat_map(move |dtype| {
+            sizes.into_iter().map(move |(tokens, vocab, d, shards)| Tokens {
+                tokens,
+                vocab,
+                d,
+                dtype,
+                input: Input::Normal,
+                shards,
+                max_id: vocab as i32 - 1,
+            })
+        })
+    }
+
     /// Ids past the table, and below it.
     fn outside() -> [Self; 2] {
         let good = Tokens {
@@ -80,7 +102,10 @@ impl<B: Model> Case<B> for Forward {
 
 /// Conformance of [`Embed`], with ids outside the table too.
 pub fn embed<A: Model, B: Model>(pair: &Pair<A, B>) {
-    Tokens::all().chain(Tokens::outside()).for_each(|tokens| pair.check(&Forward(tokens)));
+    Tokens::all()
+        .chain(Tokens::large())
+        .chain(Tokens::outside())
+        .for_each(|tokens| pair.check(&Forward(tokens)));
 }
 
 #[derive(Debug)]
@@ -107,5 +132,8 @@ impl<B: Model> Case<B> for Backward {
 
 /// Conformance of [`EmbedBackward`], with ids outside the table too.
 pub fn embed_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
-    Tokens::all().chain(Tokens::outside()).for_each(|tokens| pair.check(&Backward(tokens)));
+    Tokens::all()
+        .chain(Tokens::large())
+        .chain(Tokens::outside())
+        .for_each(|tokens| pair.check(&Backward(tokens)));
 }

@@ -5,6 +5,21 @@ use crate::input::{Input, stream};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
+/// Rows, columns and shards.
+const SIZES: [(usize, usize, usize); 7] =
+    [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1), (450, 48, 2)];
+/// Widths of models and of heads, and more chunks of rows than a GPU sums at once.
+const WIDE: [(usize, usize, usize); 8] = [
+    (130, 2048, 2),
+    (3, 7168, 1),
+    (2, 8200, 1),
+    (5, 4104, 1),
+    (640, 128, 4),
+    (300, 64, 2),
+    (70, 1000, 1),
+    (16_500, 8, 1),
+];
+
 #[derive(Debug, Clone, Copy)]
 struct Rows {
     rows: usize,
@@ -28,13 +43,14 @@ impl Rows {
     }
 
     fn all() -> impl Iterator<Item = Rows> {
-        let sizes =
-            [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1), (450, 48, 2)];
-        PLAIN.into_iter().flat_map(move |dtype| {
-            Input::ALL.into_iter().flat_map(move |input| {
-                sizes.into_iter().map(move |(rows, d, shards)| Rows { rows, d, shards, dtype, input })
+        let of = |sizes: &'static [_], inputs: &'static [Input]| {
+            PLAIN.into_iter().flat_map(move |dtype| {
+                inputs.iter().flat_map(move |&input| {
+                    sizes.iter().map(move |&(rows, d, shards)| Rows { rows, d, shards, dtype, input })
+                })
             })
-        })
+        };
+        of(&SIZES, &Input::ALL).chain(of(&WIDE, &[Input::Normal, Input::SignedZeros]))
     }
 }
 

@@ -48,7 +48,14 @@ impl<B: Model> Case<B> for Heads {
 
 /// Conformance of [`Rope`].
 pub fn rope<A: Model, B: Model>(pair: &Pair<A, B>) {
-    let sizes = [(1, 1, 1, 2, 0), (2, 5, 3, 6, 3), (3, 17, 4, 16, 0), (2, 64, 8, 32, 7), (1, 96, 2, 128, 0)];
+    let sizes = [
+        (1, 1, 1, 2, 0),
+        (2, 5, 3, 6, 3),
+        (3, 17, 4, 16, 0),
+        (2, 64, 8, 32, 7),
+        (1, 96, 2, 128, 0),
+        (2, 9, 17, 128, 1),
+    ];
     for (i, input) in Input::ALL.into_iter().enumerate() {
         for (sequences, seq_len, heads, head_dim, first_position) in sizes {
             for dtype in PLAIN {

@@ -1,0 +1,82 @@
+// One AdamW step in place, every operation rounded: with g = grad * grad_scale,
+//   m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w - decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
+//
+// adamw<G, M>: w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even when written, used
+//   unrounded). control: the step's scalars (`Control` of nibble-core); where its STOP is set nothing changes.
+//   256 threads; grid ceil(len / 2048); any len; buffers on 16 bytes.
+#pragma once
+#include "formats/plain.cuh"
+
+namespace nib {
+
+constexpr int kAdamThreads = 256;
+constexpr int kAdamUnits = 2;  // a thread's, so many loads of each tensor in flight
+constexpr int kAdamCount = 4;  // numbers a unit: 16 bytes of F32
+
+/// What does not change from step to step.
+struct AdamArg {
+    float beta1, rest1;
+    float beta2, rest2;
+    float eps;
+    float weight_decay;
+};
+
+/// A step's scalars.
+struct AdamStep {
+    float lr, bias1, bias2, grad_scale, decay;
+};
+
+template <typename G, typename M, int kCount>
+struct AdamUnit {
+    Few<F32, kCount> w;
+    Few<G, kCount> grad;
+    Few<M, kCount> m, v;
+
+    __device__ __forceinline__ static AdamUnit load(const u8* w, const u8* grad, const u8* m, const u8* v, u64 at) {
+        return {Few<F32, kCount>::load_written(w + at * 4), Few<G, kCount>::load(grad + at * G::kBytes),
+                Few<M, kCount>::load_written(m + at * M::kBytes), Few<M, kCount>::load_written(v + at * M::kBytes)};
+    }
+
+    __device__ __forceinline__ void step(u8* to_w, u8* to_m, u8* to_v, u64 at, const AdamArg& arg, const AdamStep& s) const {
+        float new_w[kCount], new_m[kCount], new_v[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float g = __fmul_rn(grad.value(i), s.grad_scale), old = w.value(i);
+            new_m[i] = __fadd_rn(__fmul_rn(arg.beta1, m.value(i)), __fmul_rn(arg.rest1, g));
+            new_v[i] = __fadd_rn(__fmul_rn(arg.beta2, v.value(i)), __fmul_rn(arg.rest2, __fmul_rn(g, g)));
+            const float below = __fadd_rn(__fsqrt_rn(__fmul_rn(new_v[i], s.bias2)), arg.eps);
+            const float above = __fmul_rn(s.lr, __fmul_rn(new_m[i], s.bias1));
+            new_w[i] = __fsub_rn(__fsub_rn(old, __fmul_rn(s.decay, old)), __fdiv_rn(above, below));
+        }
+        Few<F32, kCount>::from_f32(new_w).store(to_w + at * 4);
+        Few<M, kCount>::from_f32(new_m).store(to_m + at * M::kBytes);
+        Few<M, kCount>::from_f32(new_v).store(to_v + at * M::kBytes);
+    }
+};
+
+template <typename G, typename M>
+__global__ void __launch_bounds__(kAdamThreads)
+    adamw(u8* w, const u8* __restrict__ grad, u8* m, u8* v, const float* __restrict__ control, u64 len, const __grid_constant__ AdamArg arg) {
+    // `Control`: LR, BIAS1, BIAS2, GRAD_SCALE, STOP.
+    if (__ldg(control + 4) != 0.0f) return;
+    const float lr = __ldg(control);
+    const AdamStep step = {lr, __ldg(control + 1), __ldg(control + 2), __ldg(control + 3), __fmul_rn(lr, arg.weight_decay)};
+    using Unit = AdamUnit<G, M, kAdamCount>;
+    const u64 units = len / kAdamCount;
+    const u64 first = u64(blockIdx.x) * (kAdamThreads * kAdamUnits) + threadIdx.x;
+    const u64 left = units * kAdamCount + threadIdx.x;
+    if (blockIdx.x == gridDim.x - 1 && left < len)
+        AdamUnit<G, M, 1>::load(w, grad, m, v, left).step(w, m, v, left, arg, step);
+    if (first + (kAdamUnits - 1) * kAdamThreads < units) {
+        Unit unit[kAdamUnits];
+#pragma unroll
+        for (int i = 0; i < kAdamUnits; ++i) unit[i] = Unit::load(w, grad, m, v, (first + i * kAdamThreads) * kAdamCount);
+#pragma unroll
+        for (int i = 0; i < kAdamUnits; ++i) unit[i].step(w, m, v, (first + i * kAdamThreads) * kAdamCount, arg, step);
+        return;
+    }
+    for (u64 unit = first; unit < units && unit < first + kAdamUnits * kAdamThreads; unit += kAdamThreads)
+        Unit::load(w, grad, m, v, unit * kAdamCount).step(w, m, v, unit * kAdamCount, arg, step);
+}
+
+}  // namespace nib

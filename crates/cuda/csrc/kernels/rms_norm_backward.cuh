@@ -1,0 +1,258 @@
+// dx of an RMS norm, and the sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) brings together.
+//
+// With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)); a chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
+// x, dy, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
+// chunks = ceil(rows / 64).
+// rms_backward_short<T, kThreads>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
+//   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
+// rms_backward_wide<T, kBlocks, kRows>: d <= 256 * kBlocks, a multiple of 8; a cta has a chunk, each thread two neighbours of every 256
+//   columns. kRows rows at a time, and the next ones on their way in the background.
+//   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
+// rms_dx<T, kAligned>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
+//   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
+#pragma once
+#include "formats/plain.cuh"
+#include "math/lanes.cuh"
+#include "ptx/global.cuh"
+
+namespace nib {
+
+constexpr int kNormChunk = 64;
+constexpr int kShortThreads = 128;
+constexpr int kShortRows = 4;  // a thread's, in flight
+constexpr int kWideThreads = 128;
+constexpr int kWideStages = 3;
+
+/// dx from dy * w, x * inv and the mean.
+__device__ __forceinline__ float norm_gradient(float weighted, float normal, float inv, float mean) {
+    return __fmul_rn(inv, __fsub_rn(weighted, __fmul_rn(normal, mean)));
+}
+
+/// A chunk of the rows of a shard.
+struct NormChunk {
+    u64 first;
+    u32 rows;
+
+    __device__ __forceinline__ NormChunk(u32 chunk, u32 chunks, u32 rows_per_shard) {
+        const u32 shard = chunk / chunks, within = (chunk - shard * chunks) * kNormChunk;
+        const u32 left = rows_per_shard - within;
+        first = u64(shard) * rows_per_shard + within;
+        rows = left < kNormChunk ? left : kNormChunk;
+    }
+};
+
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kShortThreads)
+    rms_backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                       u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 all_chunks, u32 d) {
+    const u32 index = threadIdx.x % kThreads, column = 8 * index;
+    const u32 number = blockIdx.x * (kShortThreads / kThreads) + threadIdx.x / kThreads;
+    const NormChunk chunk(number, chunks, rows_per_shard);
+    // Threads without a chunk stay for the exchanges of their warp.
+    const u32 rows = number < all_chunks ? chunk.rows : 0;
+    const bool here = column < d;
+    const F32::Eight w = F32::load<true>(weight + column, here ? 8 : 0);
+    float sum[8] = {};
+#pragma unroll 1
+    for (u32 base = 0; base < kNormChunk; base += kShortRows) {
+        if (__all_sync(0xFFFFFFFF, base >= rows)) break;
+        typename T::Eight x_of[kShortRows], dy_of[kShortRows];
+        float inv_of[kShortRows];
+#pragma unroll
+        for (int r = 0; r < kShortRows; ++r) {
+            const bool present = base + r < rows;
+            const u64 row = chunk.first + base + r, at = (row * d + column) * T::kBytes;
+            x_of[r] = T::template load<true>(x + at, present && here ? 8 : 0);
+            dy_of[r] = T::template load<true>(dy + at, present && here ? 8 : 0);
+            inv_of[r] = present ? __ldg(inv_rms + row) : 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < kShortRows; ++r) {
+            const float inv = inv_of[r];
+            float lane[8], weighted[8], normal[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                weighted[i] = __fmul_rn(T::value(dy_of[r], i), w.number[i]);
+                normal[i] = __fmul_rn(T::value(x_of[r], i), inv);
+                lane[i] = here ? __fmaf_rn(weighted[i], normal[i], 0.0f) : 0.0f;
+            }
+            const float mean = __fdiv_rn(close_lanes<kThreads>(lane, index), float(d));
+            if (base + r >= rows || !here) continue;
+            float out[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                out[i] = norm_gradient(weighted[i], normal[i], inv, mean);
+                sum[i] = __fmaf_rn(T::value(dy_of[r], i), normal[i], sum[i]);
+            }
+            store_eight<T, true>(dx + ((chunk.first + base + r) * d + column) * T::kBytes, out, 8);
+        }
+    }
+    if (rows > 0 && here) store_eight<F32, true>(reinterpret_cast<u8*>(partial + u64(number) * d + column), sum, 8);
+}
+
+/// The tree over 256 lanes, of which thread t of a cta of 128 has 2t and 2t + 1; by one warp.
+__device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads], u32 lane) {
+    const float2 a = part[lane], b = part[lane + 32], c = part[lane + 64], d = part[lane + 96];
+    const float low = (a.x + c.x) + (b.x + d.x), high = (a.y + c.y) + (b.y + d.y);
+    const bool upper = lane & 16;
+    float sum = (upper ? high : low) + __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, 16);
+#pragma unroll
+    for (int distance = 8; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
+}
+
+/// Two neighbours in shared memory, as F32.
+template <typename T>
+__device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
+    if constexpr (T::kBytes == 4) return *reinterpret_cast<const float2*>(row + 4 * column);
+    const u32 word = *reinterpret_cast<const u32*>(row + 2 * column);
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
+}
+
+template <typename T, int kBlocks, int kRows>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                      u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
+    static_assert(kNormChunk % kRows == 0);
+    constexpr bool kHeld = kBlocks <= 8;  // the weights, in registers
+    extern __shared__ uint4 ring[];       // [kWideStages][x, dy][kRows][d]
+    __shared__ float2 part[kRows][kWideThreads];
+    __shared__ float means[kRows];
+    const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
+    const u32 row_bytes = d * T::kBytes, plane_bytes = kRows * row_bytes, warp = threadIdx.x / 32;
+    u8* const stages = reinterpret_cast<u8*>(ring);
+    const auto bring = [&](u32 batch) {
+        const u32 base = batch * kRows;
+        if (base < chunk.rows) {
+            const u32 rows = chunk.rows - base < kRows ? chunk.rows - base : kRows;
+            u8* const to = stages + batch % kWideStages * 2 * plane_bytes;
+            const u64 from = (chunk.first + base) * row_bytes;
+#pragma unroll 4
+            for (u32 at = 16 * threadIdx.x; at < rows * row_bytes; at += 16 * kWideThreads) {
+                ptx::copy_16_async(to + at, x + from + at, true);
+                ptx::copy_16_async(to + plane_bytes + at, dy + from + at, true);
+            }
+        }
+        ptx::copies_commit();
+    };
+    bring(0);
+    bring(1);
+    float2 held[kHeld ? kBlocks : 1];
+    const auto column_of = [&](int b) { return 2 * threadIdx.x + 256 * b; };
+    if constexpr (kHeld)
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+            if (column_of(b) < d) held[b] = __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
+    const auto weight_of = [&](int b) {
+        if constexpr (kHeld) return held[b];
+        return __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
+    };
+    float2 sum[kBlocks] = {};
+#pragma unroll 1
+    for (u32 base = 0; base < chunk.rows; base += kRows) {
+        const u32 batch = base / kRows;
+        float inv[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
+        ptx::copies_wait_but<1>();
+        __syncthreads();
+        bring(batch + 2);  // over what all threads are done with
+        const u8* const xs = stages + batch % kWideStages * 2 * plane_bytes;
+        const u8* const dys = xs + plane_bytes;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            float2 lane = {0.0f, 0.0f};
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = column_of(b);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of(b);
+                const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
+                lane.x = __fmaf_rn(__fmul_rn(g.x, w.x), normal.x, lane.x);
+                lane.y = __fmaf_rn(__fmul_rn(g.y, w.y), normal.y, lane.y);
+                sum[b].x = __fmaf_rn(g.x, normal.x, sum[b].x);
+                sum[b].y = __fmaf_rn(g.y, normal.y, sum[b].y);
+            }
+            part[r][threadIdx.x] = lane;
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (u32 r = warp; r < kRows; r += kWideThreads / 32) {
+            if (base + r >= chunk.rows) break;
+            const float total = close_pairs(part[r], threadIdx.x % 32);
+            if (threadIdx.x % 32 == 0) means[r] = __fdiv_rn(total, float(d));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            const float mean = means[r];
+            u8* const to = dx + (chunk.first + base + r) * row_bytes;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = column_of(b);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of(b);
+                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), __fmul_rn(v.x, inv[r]), inv[r], mean),
+                                      norm_gradient(__fmul_rn(g.y, w.y), __fmul_rn(v.y, inv[r]), inv[r], mean)};
+                Few<T, 2>::from_f32(out).store(to + column * T::kBytes);
+            }
+        }
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+        if (column_of(b) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + column_of(b)) = sum[b];
+}
+
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_dx(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+           u8* __restrict__ dx, u32 rows, u32 d) {
+    const u32 index = threadIdx.x % 32, row = blockIdx.x * (kWideThreads / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    const u64 begin = u64(row) * d * T::kBytes;
+    const float inv = __ldg(inv_rms + row);
+    float lane[8] = {};
+#pragma unroll 2
+    for (u32 at = 8 * index; at < d; at += 256) {
+        const int left = int(d - at);
+        const u64 from = begin + u64(at) * T::kBytes;
+        const typename T::Eight v = T::template load<kAligned>(x + from, left), g = T::template load<kAligned>(dy + from, left);
+        const F32::Eight w = F32::load<kAligned>(weight + at, left);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < left) lane[i] = __fmaf_rn(__fmul_rn(T::value(g, i), w.number[i]), __fmul_rn(T::value(v, i), inv), lane[i]);
+    }
+    const float mean = __fdiv_rn(close_lanes<32>(lane, index), float(d));
+#pragma unroll 2
+    for (u32 at = 8 * index; at < d; at += 256) {
+        const int left = int(d - at);
+        const u64 from = begin + u64(at) * T::kBytes;
+        const typename T::Eight v = T::template load<kAligned>(x + from, left), g = T::template load<kAligned>(dy + from, left);
+        const F32::Eight w = F32::load<kAligned>(weight + at, left);
+        float out[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            out[i] = norm_gradient(__fmul_rn(T::value(g, i), w.number[i]), __fmul_rn(T::value(v, i), inv), inv, mean);
+        store_eight<T, kAligned>(dx + from, out, left);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_dweight(const u8* __restrict__ x, const float* __restrict__ inv_rms, const u8* __restrict__ dy, float* __restrict__ partial,
+                u32 rows_per_shard, u32 chunks, u32 d, u32 blocks) {
+    const u32 number = blockIdx.x / blocks, column = (blockIdx.x - number * blocks) * kWideThreads + threadIdx.x;
+    if (column >= d) return;
+    const NormChunk chunk(number, chunks, rows_per_shard);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (u32 r = 0; r < chunk.rows; ++r) {
+        const u64 row = chunk.first + r, at = (row * d + column) * T::kBytes;
+        sum = __fmaf_rn(T::number(dy + at), __fmul_rn(T::number(x + at), __ldg(inv_rms + row)), sum);
+    }
+    partial[u64(number) * d + column] = sum;
+}
+
+}  // namespace nib

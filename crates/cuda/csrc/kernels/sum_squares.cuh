@@ -1,0 +1,106 @@
+// Sums of squares of equal parts of a matrix, in F64: chunks of 4096 numbers over 16 lanes in order, closed by the tree 8, 4, 2, 1; then the
+// chunks' sums by the tree over neighbours.
+//
+// sum_squares<T>: x [parts * len] of type T (Bf16 or F32), sums [parts * chunks] F64, chunks = ceil(len / 4096). Eight threads a chunk, two
+//   lanes each. 256 threads; grid ceil(parts * chunks / 32).
+// close_squares<kThreads>: kThreads is kSquaresThreads; from sums [parts * count], each kSquaresGroup neighbours to one: out [parts * groups] F64; or, where there is one group a
+//   part, its sum rounded to F32: into[at + part] (out is null then). 256 threads; grid parts * groups; may be launched early.
+//   No sum is -0, so that places past the last one are zeros.
+#pragma once
+#include "formats/plain.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+constexpr int kSquaresThreads = 256;
+constexpr int kSquaresChunk = 4096;
+constexpr int kSquaresLanes = 16;
+constexpr int kSquaresEach = 8;                                       // sums a thread closes
+constexpr int kSquaresGroup = kSquaresThreads * kSquaresEach;
+
+/// lane + x * x, the product exact.
+__device__ __forceinline__ double add_square(double lane, float x) { return __fma_rn(double(x), double(x), lane); }
+
+/// Adds the squares of `rounds` times 16 numbers to two lanes; kCount = 2: by loads of two.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&lane)[2]) {
+    using X = Few<T, kCount>;
+    constexpr int kAhead = 16;
+    u32 round = 0;
+#pragma unroll 1
+    for (; round + kAhead <= rounds; round += kAhead) {
+        X x[kAhead][2 / kCount];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+            for (int k = 0; k < 2; k += kCount) x[i][k / kCount] = X::load(from + ((round + i) * kSquaresLanes + k) * T::kBytes);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) lane[k] = add_square(lane[k], x[i][k / kCount].value(k % kCount));
+    }
+#pragma unroll 1
+    for (; round < rounds; ++round)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) lane[k] = add_square(lane[k], T::number(from + (round * kSquaresLanes + k) * T::kBytes));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kSquaresThreads)
+    sum_squares(const u8* __restrict__ x, double* __restrict__ sums, u64 len, u32 chunks, u32 all_chunks) {
+    const u32 index = threadIdx.x % 8, number = blockIdx.x * (kSquaresThreads / 8) + threadIdx.x / 8;
+    double lane[2] = {};
+    if (number < all_chunks) {
+        const u32 part = number / chunks;
+        const u64 within = u64(number - part * chunks) * kSquaresChunk, left = len - within;
+        const u32 count = left < kSquaresChunk ? u32(left) : kSquaresChunk;
+        const u32 rounds = count / kSquaresLanes, rest = count % kSquaresLanes;
+        const u8* const from = x + (part * len + within + 2 * index) * T::kBytes;
+        // Parts may begin off the boundaries of two numbers.
+        if (u64(from) % (2 * T::kBytes) == 0)
+            add_rounds<T, 2>(from, rounds, lane);
+        else
+            add_rounds<T, 1>(from, rounds, lane);
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            if (2 * index + k < rest) lane[k] = add_square(lane[k], T::number(from + (rounds * kSquaresLanes + k) * T::kBytes));
+    }
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) lane[k] += __shfl_xor_sync(0xFFFFFFFF, lane[k], distance);
+    if (index == 0 && number < all_chunks) sums[number] = lane[0] + lane[1];
+}
+
+/// The tree over eight neighbours.
+__device__ __forceinline__ double close_eight_sums(const double (&x)[8]) {
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    close_squares(const double* sums, double* out, float* into, u32 count, u32 groups, u32 at) {
+    __shared__ double of_warp[kSquaresThreads / 32];
+    static_assert(kSquaresEach == 8 && kThreads == kSquaresThreads && kThreads == 256);
+    const u32 part = blockIdx.x / groups, group = blockIdx.x - part * groups;
+    const u32 first = group * kSquaresGroup + threadIdx.x * kSquaresEach;
+    ptx::grid_wait();
+    double x[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = first + i < count ? sums[u64(part) * count + first + i] : 0.0;
+    double sum = close_eight_sums(x);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = of_warp[i];
+    sum = close_eight_sums(x);
+    if (out == nullptr)
+        into[at + part] = float(sum);
+    else
+        out[blockIdx.x] = sum;
+}
+
+}  // namespace nib
