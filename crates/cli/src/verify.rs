@@ -8,7 +8,7 @@ use crate::console::say;
 use crate::env::Env;
 use crate::error::{Error, Result};
 use crate::gpu;
-use nibble_core::{Backend, Convert, Kernels, Products};
+use nibble_core::{Backend, Kernels};
 use nibble_cpu::Cpu;
 use nibble_testkit::{Pair, conformance};
 use serde_json::{Value, json};
@@ -47,18 +47,14 @@ pub fn run(args: Args) -> Result<()> {
         let tests = chosen(&all(), &args.only)?;
         return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests);
     }
-    let tests = chosen(&of_gpu(), &args.only)?;
+    let tests = chosen(&all(), &args.only)?;
     let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
     verify(&args, &Pair::new(cpu, cuda), &tests)
 }
 
-/// What a GPU has: conversions and products.
-fn of_gpu<A: Convert + Products, B: Convert + Products>() -> Vec<Test<A, B>> {
-    [conformance!(Convert).to_vec(), conformance!(Products).to_vec()].concat()
-}
-
+/// Every operation of a backend.
 fn all<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
-    [of_gpu(), conformance!(Model).to_vec()].concat()
+    [conformance!(Convert).to_vec(), conformance!(Products).to_vec(), conformance!(Model).to_vec()].concat()
 }
 
 /// The tests that were asked for.

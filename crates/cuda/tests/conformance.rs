@@ -1,4 +1,4 @@
-//! Every conversion on the GPU against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
+//! Every operation on the GPU against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
 mod gpu;
 
@@ -19,3 +19,4 @@ fn pair() -> Option<Pair<Cpu, Cuda>> {
 
 conformance!(convert, pair(), Convert);
 conformance!(products, pair(), Products);
+conformance!(model, pair(), Model);

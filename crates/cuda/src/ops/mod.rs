@@ -87,8 +87,3 @@ pub fn instances() -> Vec<Instance> {
     ]
     .concat()
 }
-
-/// TEMPORARY
-pub(crate) fn missing(op: &'static str) -> nibble_core::Error {
-    nibble_core::Error::unsupported(op, nibble_core::formats::Format::Bf16, "not written yet")
-}
