@@ -129,7 +129,8 @@ impl Default for ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `synthetic` for the built-in language, otherwise the path of a text file, plain or gzip, read as bytes.
+    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; otherwise
+    /// the path of a text file, plain or gzip, read as bytes.
     pub source: String,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -145,6 +146,9 @@ impl Default for DataConfig {
 
 /// The value of `data.source` that means the built-in language.
 pub const SYNTHETIC: &str = "synthetic";
+
+/// The value of `data.source` that means random tokens.
+pub const RANDOM: &str = "random";
 
 /// Steps, batch and optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -312,6 +316,12 @@ impl Config {
     #[must_use]
     pub fn is_synthetic(&self) -> bool {
         self.data.source == SYNTHETIC
+    }
+
+    /// Whether the tokens are the bytes of a text.
+    #[must_use]
+    pub fn is_text(&self) -> bool {
+        !self.is_synthetic() && self.data.source != RANDOM
     }
 
     /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.

@@ -12,7 +12,7 @@ pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
-use crate::data::Dataset;
+use crate::data::{Dataset, Loader};
 use crate::error::Result;
 use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
@@ -25,6 +25,7 @@ use recorded::Recorded;
 use setup::Setup;
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use step::{Step, StepBuffers};
 
@@ -42,6 +43,8 @@ pub struct Trainer<'a, B: Kernels> {
     recorded: Option<Recorded<B>>,
     /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
     activations: B::Arena,
+    /// Makes the batches of the steps to come. None until there is a step.
+    loader: Option<Loader>,
     /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
     issued: VecDeque<Issued<B>>,
     /// When the last record was read, if nothing but steps has come since.
@@ -78,7 +81,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
         let mut trainer = Self::without_data(b, comm, config)?;
-        trainer.setup.data = Some(Dataset::open(&config.data, config.seed)?);
+        trainer.setup.data = Some(Arc::new(Dataset::of(config)?));
         Ok(trainer)
     }
 
@@ -101,6 +104,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             buffers: None,
             recorded: None,
             activations: b.arena("activations")?,
+            loader: None,
             issued: VecDeque::new(),
             settled: None,
         })
@@ -184,11 +188,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.make_buffers()?;
-        let Self { setup, model, buffers: Some(buffers), recorded, activations, .. } = self else {
+        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, .. } = self else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
         let lr = setup.config.schedule().lr(setup.step);
-        buffers.write_inputs(setup, lr)?;
+        let loader = match loader {
+            Some(loader) => loader,
+            None => loader.insert(Loader::new(setup.plan()?)),
+        };
+        buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
         let alone = setup.comm.world() == 1;
         let mut whole = || -> Result<()> {
             if setup.b.can_record() && alone && trace.is_none() {
@@ -308,7 +316,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let t = &setup.config.train;
         let (local, rows_each) =
             (t.shards / setup.comm.world(), t.batch_size / t.shards * setup.config.data.seq_len);
-        let batch = setup.batch(0)?;
+        let batch = setup.plan()?.batch(setup.step, 0);
         let measured = setup.b.within(activations, || {
             let shards = Shards::new(setup.b, local, rows_each, setup.comm.rank())?;
             let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
