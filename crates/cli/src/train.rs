@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run leaves checkpoints, metrics.jsonl, config.toml and loss.svg in its directory, runs/NAME, or the\n\
-    next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the last checkpoint:\n\
-    --resume goes on, and ends with the very same weights.\n\n\
+    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
+    runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
+    last checkpoint: --resume goes on, and ends with the very same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \

@@ -17,10 +17,20 @@ fn a_run_tells_its_story_and_leaves_its_files() {
     assert!(read(place.path("runs/small/loss.svg")).starts_with(b"<svg"));
     let losses = losses(place.path("runs/small/metrics.jsonl"));
     assert_eq!(losses.iter().map(|(step, _)| *step).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
+    let metrics = String::from_utf8(read(place.path("runs/small/metrics.jsonl"))).unwrap();
+    for name in ["tflops", "memory/max_active(GiB)", "throughput(tps)"] {
+        assert_eq!(metrics.matches(&format!("\"{name}\":")).count(), 12, "{name}");
+    }
+    assert_eq!(event_files(&place, "runs/small"), 1);
     assert!(losses[11].1 < losses[0].1 - 0.5, "nothing was learnt: {losses:?}");
     // The stored configuration is the run's.
     let again = place.nibble(&["train", "runs/small/config.toml", "--dry-run"]).ok();
     again.contains("dry run: nothing was written").contains("d_model=32");
+}
+
+fn event_files(place: &Place, dir: &str) -> usize {
+    let entries = std::fs::read_dir(place.path(dir)).unwrap();
+    entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().contains("tfevents")).count()
 }
 
 #[test]
@@ -56,6 +66,7 @@ fn a_resumed_run_ends_with_the_same_weights() {
     }
     place.train(&["--set", "run.dir=parts", "--resume"]).ok().contains("continuing after step 4");
     assert!(read(place.path("whole").join(LAST_MODEL)) == read(place.path("parts").join(LAST_MODEL)));
+    assert_eq!(event_files(&place, "parts"), 2, "the resumed run adds one");
     assert_eq!(losses(place.path("whole/metrics.jsonl")), losses(place.path("parts/metrics.jsonl")));
 }
 

@@ -10,6 +10,7 @@
 //! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
 //! in which line of which file the 32 stands.
 
+mod flops;
 mod load;
 mod preset;
 mod validate;

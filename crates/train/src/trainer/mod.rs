@@ -70,7 +70,7 @@ struct Issued<B: Kernels> {
     report: B::Pending<f64>,
     lr: f64,
     started: Instant,
-    /// How long the host took to issue it.
+    /// How long the host took to issue it, recorded as it was.
     issuing: Duration,
 }
 
@@ -198,21 +198,23 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         };
         buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
         let alone = setup.comm.world() == 1;
-        let mut whole = || -> Result<()> {
+        let mut whole = || -> Result<Duration> {
             if setup.b.can_record() && alone && trace.is_none() {
                 return Recorded::run(recorded, setup, model, buffers);
             }
             let mut step = Step::new(setup, model, buffers, trace)?;
             step.run()?;
             step.end();
-            Ok(())
+            Ok(Duration::ZERO)
         };
-        setup.b.within(activations, || Ok(whole()))??;
+        let recording = setup.b.within(activations, || Ok(whole()))??;
         let len = buffers.optimizer.report_len();
         let first = setup.step as usize % RING * len;
         let report = setup.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
         setup.step += 1;
-        self.issued.push_back(Issued { report, lr, started, issuing: started.elapsed() });
+        // While a step is recorded the device works on the one before, whose time that is.
+        let issuing = started.elapsed().saturating_sub(recording);
+        self.issued.push_back(Issued { report, lr, started, issuing });
         Ok(())
     }
 
@@ -233,12 +235,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
         self.settled = Some(now);
         let config = &self.setup.config;
-        let step = report.step() + 1;
+        let (step, tps) = (report.step() + 1, config.tokens_per_step() as f64 / seconds);
         Ok(Some(Metrics {
             step,
             lr: Some(lr),
             n_tokens_seen: Some(step * config.tokens_per_step()),
-            tps: Some(config.tokens_per_step() as f64 / seconds),
+            tps: Some(tps),
+            tflops: Some(tps * config.flops_per_token() / 1e12),
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config)
         }))
