@@ -21,6 +21,7 @@
 //! | [`ops`] | one file an operation: description → configuration → launch |
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
+//! | [`power`] | watts and clocks |
 
 pub mod arena;
 pub mod backend;
@@ -35,7 +36,7 @@ pub mod jit;
 mod kernels;
 pub mod launch;
 pub mod ops;
-mod power;
+pub mod power;
 pub mod probe;
 mod profile;
 pub mod recording;

@@ -34,6 +34,24 @@ fn event_files(place: &Place, dir: &str) -> usize {
 }
 
 #[test]
+fn a_run_for_its_speed_alone_needs_no_data_and_leaves_no_checkpoint() {
+    let place = Place::new();
+    // The shape of a built-in configuration for GPUs, smaller.
+    let small = "model.layers=1 model.d_model=128 model.heads=2 model.kv_heads=1 model.head_dim=64 model.experts=4 \
+        model.top_k=2 model.expert_ffn=128 model.vocab_size=1000 data.seq_len=128 train.batch_size=2 train.steps=2 \
+        train.warmup_steps=1 run.device=cpu";
+    let set: Vec<&str> = small.split_whitespace().flat_map(|change| ["--set", change]).collect();
+    let train = |more: &[&str]| place.nibble(&[&["train", "s"], &set[..], more].concat());
+    train(&["--dry-run"]).ok().contains("source=\"random\"").contains("grad_dtype=\"bf16\"");
+    let done = train(&[]).ok();
+    done.contains("nats a token").contains("step: 2  loss: ").contains("metrics: runs/s/metrics.jsonl");
+    assert!(!done.stdout.contains("checkpoint:"), "{}", done.stdout);
+    let left = std::fs::read_dir(place.path("runs/s/checkpoints")).unwrap();
+    let names = left.map(|e| e.unwrap().file_name().into_string().unwrap());
+    assert_eq!(names.filter(|name| name.starts_with("step-")).count(), 0);
+}
+
+#[test]
 fn a_dry_run_writes_nothing() {
     let place = Place::with_text();
     place.train(&["--dry-run"]).ok().contains("total kept by a forward pass").contains("dry run");

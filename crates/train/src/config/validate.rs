@@ -2,7 +2,7 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Config, RANDOM, ScheduleKind};
+use super::{Config, DeviceChoice, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 
@@ -113,6 +113,13 @@ impl Config {
         })?;
         require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
+        })?;
+        let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
+        require(ranks == 1 || !on_gpu, "run.device", || {
+            format!(
+                "is {}, but run.ranks = {ranks}: ranks are threads of the CPU; take run.ranks=1 or run.device=cpu",
+                self.run.device
+            )
         })?;
         require(ranks == 1 || !self.model.remake_expert_input, "model.remake_expert_input", || {
             format!(

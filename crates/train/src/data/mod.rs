@@ -283,5 +283,5 @@ fn random(
     let first = index * (seq_len as u64 + 1);
     // The high word of a product: uniform to one part in 2³² / vocab_size.
     (first..=first + seq_len as u64)
-        .map(move |e| (u64::from(draw.u32_at(e)) * vocab_size as u64 >> 32) as i32)
+        .map(move |e| ((u64::from(draw.u32_at(e)) * vocab_size as u64) >> 32) as i32)
 }

@@ -41,8 +41,6 @@ pub struct Start<'a> {
     pub parameters: usize,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
-    /// Backend and device.
-    pub backend: String,
 }
 
 /// What to do besides the configuration.
@@ -63,8 +61,8 @@ pub struct Summary {
     pub valid_loss: f64,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
-    /// The last checkpoint.
-    pub checkpoint: PathBuf,
+    /// The last checkpoint, if the run wrote one.
+    pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
     pub picture: PathBuf,
 }
@@ -130,15 +128,7 @@ fn run_rank<B: Kernels>(
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
-        let start = Start {
-            step: trainer.step(),
-            config,
-            recipe,
-            ledger: &ledger,
-            parameters,
-            entropy,
-            backend: b.name(),
-        };
+        let start = Start { step: trainer.step(), config, recipe, ledger: &ledger, parameters, entropy };
         observer.start(&start);
     }
     let mut loss = None;
@@ -172,15 +162,15 @@ fn run_rank<B: Kernels>(
     }
     let valid_loss = trainer.evaluate(0)?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
-    if loss.is_some() || saved.is_none() {
+    if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
         saved = checkpoint(&mut trainer, &outputs, observer)?;
     }
-    let (Some(outputs), Some(checkpoint)) = (outputs, saved) else { return Ok(None) };
+    let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
     let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
     draw_loss_curve(&curve, &picture)?;
-    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint, picture }))
+    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint: saved, picture }))
 }
 
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
