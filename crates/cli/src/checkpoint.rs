@@ -1,8 +1,8 @@
 //! A trained model, from the path of its run or of one of its checkpoints.
 
+use crate::device::{Device, On};
 use crate::env::Env;
 use crate::error::{Error, Result};
-use nibble_core::SoloComm;
 use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::config::Config;
@@ -34,28 +34,29 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
 }
 
-/// The configuration a checkpoint was trained with, changed by `overrides`, for one rank.
+/// The configuration a checkpoint was trained with, changed by `overrides`, for one rank, and for this machine's device where they
+/// name none.
 pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
-    let mut overrides = overrides.to_vec();
-    overrides.push("run.ranks=1".into());
+    let one_rank = ["run.device=auto", "run.ranks=1"].map(String::from);
+    let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
     Ok(Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides)?)
 }
 
-/// The backend of commands that use one rank.
+/// The CPU, with the threads of this configuration.
 pub fn cpu(config: &Config) -> Result<Cpu> {
     let env = Env::read()?;
     Ok(env.cpu(env.threads(config.run.threads))?)
 }
 
 /// The checkpoint's model; with the data it was trained on, or without.
-pub fn load<'a>(
-    cpu: &'a Cpu,
+pub fn load<'a, B: Device>(
+    on: &On<'a, B>,
     config: &Config,
     checkpoint: &Checkpoint,
     with_data: bool,
-) -> Result<Trainer<'a, Cpu>> {
+) -> Result<Trainer<'a, B>> {
     let make = if with_data { Trainer::new } else { Trainer::without_data };
-    let mut trainer = make(cpu, &SoloComm, config)?;
+    let mut trainer = make(on.b, on.comm, config)?;
     trainer.load(checkpoint)?;
     Ok(trainer)
 }

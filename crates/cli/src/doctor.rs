@@ -43,7 +43,7 @@ pub fn run(args: Args) -> Result<()> {
         say!("{line}");
     }
     say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
-    say!("training: on the CPU; the CUDA backend does not have every operation yet");
+    say!("training: {}", crate::device::preview());
     say!("environment:");
     for (name, meaning) in env::all() {
         let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));

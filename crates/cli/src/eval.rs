@@ -2,10 +2,12 @@
 
 use crate::checkpoint;
 use crate::console::{bits, say, thousands};
+use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::Result;
 use crate::train::RecipeArg;
+use nibble_train::checkpoint::Checkpoint;
+use nibble_train::config::Config;
 use nibble_train::data::Entropy;
-use nibble_train::tokenizer::Tokenizer;
 use std::path::PathBuf;
 
 /// Loss of a checkpoint over all of its held-out data.
@@ -24,32 +26,46 @@ pub struct Args {
     overrides: Vec<String>,
     #[command(flatten)]
     recipe: RecipeArg,
+    #[command(flatten)]
+    device: DeviceArg,
 }
 
 pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
-    let config = checkpoint::config(&checkpoint, &args.recipe.after(args.overrides))?;
-    let cpu = checkpoint::cpu(&config)?;
-    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint, true)?;
-    let unit = unit(trainer.tokenizer());
-    let entropy = trainer.data()?.entropy();
-    let loss = trainer.evaluate(0)?;
-    let step = thousands(checkpoint.position().step);
-    say!("checkpoint: {} (step {step})", checkpoint.path().display());
-    say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
-    say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
-    if let Some(entropy) = entropy {
-        say!("{}", against(entropy, loss));
+    let overrides = args.device.after(args.recipe.after(args.overrides));
+    let config = checkpoint::config(&checkpoint, &overrides)?;
+    device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config })
+}
+
+struct Evaluation<'a> {
+    checkpoint: &'a Checkpoint,
+    config: &'a Config,
+}
+
+impl Work for Evaluation<'_> {
+    type Out = ();
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+        let Self { checkpoint, config } = self;
+        on.announce();
+        let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
+        let unit = unit(config);
+        let entropy = trainer.data()?.entropy();
+        let loss = trainer.evaluate(0)?;
+        let step = thousands(checkpoint.position().step);
+        say!("checkpoint: {} (step {step})", checkpoint.path().display());
+        say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
+        say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
+        if let Some(entropy) = entropy {
+            say!("{}", against(entropy, loss));
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// What one token is.
-pub fn unit(tokenizer: Tokenizer) -> &'static str {
-    match tokenizer {
-        Tokenizer::Bytes => "byte",
-        Tokenizer::Synthetic => "token",
-    }
+pub fn unit(config: &Config) -> &'static str {
+    if config.is_text() { "byte" } else { "token" }
 }
 
 /// A loss between the floor and the loss of a model that knows nothing but frequencies.

@@ -1,9 +1,12 @@
 //! `nibble generate`: text from a checkpoint, the same text for the same seed.
 
 use crate::checkpoint;
+use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::{Error, Result};
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};
+use nibble_train::checkpoint::Checkpoint;
+use nibble_train::config::Config;
 use nibble_train::tokenizer::Tokenizer;
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,7 +14,7 @@ use std::path::PathBuf;
 /// Text from a checkpoint.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The text is a function of the checkpoint and the options alone: the same seed, the same text.\n\n\
+    after_help = "The text is a function of the checkpoint and the options alone: the same seed, the same text, on one kind of device.\n\n\
     Examples:\n  \
     nibble generate runs/shakespeare --prompt 'ROMEO:' --tokens 400 --temperature 0.8\n  \
     nibble generate runs/tiny --temperature 0 --tokens 64"
@@ -35,6 +38,8 @@ pub struct Args {
     /// Seed of the samples.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
+    #[command(flatten)]
+    device: DeviceArg,
 }
 
 pub fn run(args: Args) -> Result<()> {
@@ -43,34 +48,49 @@ pub fn run(args: Args) -> Result<()> {
         return Err(Error::usage(format!("--temperature: got {got}, expected a number of at least 0")));
     }
     let checkpoint = checkpoint::open(&args.path)?;
-    let config = checkpoint::config(&checkpoint, &[])?;
-    let cpu = checkpoint::cpu(&config)?;
-    let mut trainer = checkpoint::load(&cpu, &config, &checkpoint, false)?;
-    let tokenizer = trainer.tokenizer();
-    let mut ids = match args.prompt.as_str() {
-        "" => tokenizer.encode(opening(tokenizer))?,
-        prompt => tokenizer.encode(prompt)?,
-    };
-    if !args.prompt.is_empty() && !emit(args.prompt.as_bytes())? {
-        return Ok(());
-    }
-    let stream = Stream::new(args.seed, Purpose::Sample, fnv1a32("generate"), 0);
-    for position in 0..args.tokens {
-        let window = &ids[ids.len().saturating_sub(config.data.seq_len)..];
-        let mut logits = trainer.next_logits(window)?;
-        // A model may have rows to spare.
-        logits.truncate(tokenizer.vocab_size());
-        let random = stream.u32_at(position as u64);
-        let Some(id) = sample(&logits, args.temperature, args.top_k, random) else {
-            return Err(Error::Failed(format!("token {position}: the model's logits are not finite")));
+    let config = checkpoint::config(&checkpoint, &args.device.after(Vec::new()))?;
+    device::run(&config.run, &Generation { args: &args, checkpoint: &checkpoint, config: &config })
+}
+
+struct Generation<'a> {
+    args: &'a Args,
+    checkpoint: &'a Checkpoint,
+    config: &'a Config,
+}
+
+impl Work for Generation<'_> {
+    type Out = ();
+
+    /// Prints the text and nothing else.
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+        let Self { args, checkpoint, config } = self;
+        let mut trainer = checkpoint::load(on, config, checkpoint, false)?;
+        let tokenizer = trainer.tokenizer();
+        let mut ids = match args.prompt.as_str() {
+            "" => tokenizer.encode(opening(tokenizer))?,
+            prompt => tokenizer.encode(prompt)?,
         };
-        ids.push(id as i32);
-        if !emit(&tokenizer.decode_bytes(&[id as i32]))? {
+        if !args.prompt.is_empty() && !emit(args.prompt.as_bytes())? {
             return Ok(());
         }
+        let stream = Stream::new(args.seed, Purpose::Sample, fnv1a32("generate"), 0);
+        for position in 0..args.tokens {
+            let window = &ids[ids.len().saturating_sub(config.data.seq_len)..];
+            let mut logits = trainer.next_logits(window)?;
+            // A model may have rows to spare.
+            logits.truncate(tokenizer.vocab_size());
+            let random = stream.u32_at(position as u64);
+            let Some(id) = sample(&logits, args.temperature, args.top_k, random) else {
+                return Err(Error::Failed(format!("token {position}: the model's logits are not finite")));
+            };
+            ids.push(id as i32);
+            if !emit(&tokenizer.decode_bytes(&[id as i32]))? {
+                return Ok(());
+            }
+        }
+        emit(b"\n")?;
+        Ok(())
     }
-    emit(b"\n")?;
-    Ok(())
 }
 
 /// What a text of each kind may begin after.

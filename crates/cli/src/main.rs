@@ -4,6 +4,7 @@
 mod bench;
 mod checkpoint;
 mod console;
+mod device;
 mod doctor;
 mod env;
 mod error;

@@ -4,16 +4,15 @@
 //! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
 //! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
-use crate::checkpoint;
 use crate::console::{bytes, say};
+use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::{Error, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, DType, Operand, Scales, Tensor};
-use nibble_cpu::Cpu;
+use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Scales, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
-use nibble_train::config::Config;
+use nibble_train::config::RunConfig;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::borrow::Cow;
@@ -59,6 +58,8 @@ pub struct Args {
     /// Brings quantized tensors back to plain numbers of their original type.
     #[arg(long)]
     back: bool,
+    #[command(flatten)]
+    device: DeviceArg,
 }
 
 /// Reads the formats that quantize, and no plain one.
@@ -78,10 +79,9 @@ pub fn run(args: Args) -> Result<()> {
             "{input}: the output would overwrite the input; name another file"
         )));
     }
-    let mut out = Output { metadata: header.metadata().clone().unwrap_or_default(), ..Output::default() };
-    let cpu = checkpoint::cpu(&Config::default())?;
-    let converted =
-        if args.back { restore(&cpu, &file, &mut out)? } else { quantize(&cpu, &args, &file, &mut out)? };
+    let metadata = header.metadata().clone().unwrap_or_default();
+    let run = RunConfig { device: args.device.device.unwrap_or_default(), ..RunConfig::default() };
+    let (out, converted) = device::run(&run, &Conversion { args: &args, file: &file, metadata: &metadata })?;
     let size = out.write(&args.output)?;
     let what = if args.back { "restored" } else { "quantized" };
     say!("{converted} tensors {what}, {} copied", out.copied);
@@ -93,6 +93,29 @@ pub fn run(args: Args) -> Result<()> {
         bytes(size)
     );
     Ok(())
+}
+
+/// The whole file, either way.
+struct Conversion<'a, 'd> {
+    args: &'a Args,
+    file: &'a SafeTensors<'d>,
+    metadata: &'a HashMap<String, String>,
+}
+
+impl<'d> Work for Conversion<'_, 'd> {
+    /// The file to be written, and how many tensors were converted.
+    type Out = (Output<'d>, usize);
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out> {
+        let Self { args, file, metadata } = *self;
+        let mut out = Output { metadata: metadata.clone(), ..Output::default() };
+        on.announce();
+        let converted = match args.back {
+            true => restore(on.b, file, &mut out)?,
+            false => quantize(on.b, args, file, &mut out)?,
+        };
+        Ok((out, converted))
+    }
 }
 
 fn same_file(input: &Path, output: &Path) -> bool {
@@ -171,7 +194,12 @@ impl<'d> Output<'d> {
     }
 }
 
-fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Result<usize> {
+fn quantize<'d, B: Convert>(
+    b: &B,
+    args: &Args,
+    file: &SafeTensors<'d>,
+    out: &mut Output<'d>,
+) -> Result<usize> {
     // The parser asks for a format unless `--back` is there.
     let format = args.format.unwrap_or(Format::Mxfp4);
     let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
@@ -188,7 +216,7 @@ fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output
             out.copy(name, &view)?;
             continue;
         }
-        let x = Tensor::from_f32(cpu, &values, rows, cols)?;
+        let x = Tensor::from_f32(b, &values, rows, cols)?;
         let random = args
             .round
             .is_random()
@@ -203,7 +231,7 @@ fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output
             out.copy(name, &view)?;
             continue;
         }
-        let emitted = op.run(cpu)?;
+        let emitted = op.run(b)?;
         let plane = if args.axis == BlockAxis::Col {
             emitted.take_cols("quantize")
         } else {
@@ -213,12 +241,12 @@ fn quantize<'d>(cpu: &Cpu, args: &Args, file: &SafeTensors<'d>, out: &mut Output
             return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
         };
         if let Some(counts) = &emitted.counts {
-            let bad = cpu.download(&counts.0)?[Counts::<Cpu>::NON_FINITE];
+            let bad = b.download(&counts.0)?[Counts::<B>::NON_FINITE];
             if bad > 0 {
                 say!("warning: `{name}`: {bad} blocks hold a NaN or an infinity; their scales are NaN");
             }
         }
-        store(cpu, name, &view, &q, args.round, out)?;
+        store(b, name, &view, &q, args.round, out)?;
         converted += 1;
     }
     Ok(converted)
@@ -258,26 +286,26 @@ fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usi
 }
 
 /// Puts the two planes of a quantized tensor and what one must know to read them.
-fn store(
-    cpu: &Cpu,
+fn store<B: Backend>(
+    b: &B,
     name: &str,
     view: &safetensors::tensor::TensorView<'_>,
-    q: &BlockScaled<Cpu>,
+    q: &BlockScaled<B>,
     round: Rounding,
     out: &mut Output<'_>,
 ) -> Result<()> {
     let (code_rows, scale_rows) = plane_rows(q.axis, q.format, q.rows, q.cols);
     let shape = |rows: usize, len: usize| vec![rows, len.checked_div(rows).unwrap_or(0)];
-    let codes = cpu.download(&q.codes)?;
+    let codes = b.download(&q.codes)?;
     out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
     let scales = format!("{name}.scales");
     match &q.scales {
         Scales::E8m0(s) => {
-            let s = cpu.download(s)?;
+            let s = b.download(s)?;
             out.put(scales, Dtype::U8, shape(scale_rows, s.len()), s)?;
         }
         Scales::F32(s) => {
-            let s = cpu.download(s)?;
+            let s = b.download(s)?;
             let bytes: Vec<u8> = s.iter().flat_map(|s| s.to_le_bytes()).collect();
             out.put(scales, Dtype::F32, shape(scale_rows, s.len()), bytes)?;
         }
@@ -339,7 +367,7 @@ impl About {
     }
 }
 
-fn restore<'d>(cpu: &Cpu, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Result<usize> {
+fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Result<usize> {
     let described: Vec<(String, String)> = out
         .metadata
         .iter()
@@ -352,7 +380,7 @@ fn restore<'d>(cpu: &Cpu, file: &SafeTensors<'d>, out: &mut Output<'d>) -> Resul
     for (name, text) in &described {
         let about = About::parse(name, text)?;
         let (codes, scales) = (format!("{name}.codes"), format!("{name}.scales"));
-        let data = plain(cpu, &about, plane(file, &codes)?, plane(file, &scales)?)
+        let data = plain(b, &about, plane(file, &codes)?, plane(file, &scales)?)
             .map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?;
         out.put(name.clone(), about.dtype, vec![about.rows, about.cols], data)?;
         out.metadata.remove(&format!("{PREFIX}{name}"));
@@ -370,7 +398,7 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
 }
 
 /// Decodes two planes to bytes of the original type.
-fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
+fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
     // Column planes have whole blocks: rows past the matrix hold zeros.
     let rows = match about.axis {
         BlockAxis::Col => about.rows.next_multiple_of(about.format.spec().block),
@@ -383,17 +411,17 @@ fn plain(cpu: &Cpu, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::
         rows,
         cols: about.cols,
         stack: 1,
-        codes: cpu.upload(codes)?,
+        codes: b.upload(codes)?,
         scales: match about.rule {
-            ScaleRule::Amax => Scales::F32(cpu.upload(&words(scales))?),
-            _ => Scales::E8m0(cpu.upload(scales)?),
+            ScaleRule::Amax => Scales::F32(b.upload(&words(scales))?),
+            _ => Scales::E8m0(b.upload(scales)?),
         },
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
     };
     let dtype = if about.dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
-    let x = Dequantize { x: &q, dtype }.run(cpu)?;
-    let values = &x.to_f32_vec(cpu)?[..about.rows * about.cols];
+    let x = Dequantize { x: &q, dtype }.run(b)?;
+    let values = &x.to_f32_vec(b)?[..about.rows * about.cols];
     Ok(match about.dtype {
         Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),

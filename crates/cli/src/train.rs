@@ -1,36 +1,36 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
 use crate::console::{bits, bytes, say, thousands};
-use crate::env::Env;
+use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::Result;
 use crate::eval::{against, unit};
-use crate::{ranks, run_dir};
+use crate::run_dir;
 use indicatif::{ProgressBar, ProgressStyle};
-use nibble_core::{Backend, Comm};
-use nibble_cpu::Cpu;
+use nibble_cuda::power::Meter;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use nibble_train::metrics::Metrics;
-use nibble_train::tokenizer::Tokenizer;
 use nibble_train::trainer::{self, Observer, Options, Start, Summary, Trainer};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run leaves checkpoints, metrics.jsonl, config.toml and loss.svg in its directory, runs/NAME, or the\n\
-    next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the last checkpoint:\n\
-    --resume goes on, and ends with the very same weights.\n\n\
+    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
+    runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
+    last checkpoint: --resume goes on, and ends with the very same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
     nibble train shakespeare --set data.source=book.txt.gz --set run.dir=runs/book\n  \
+    nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
     nibble train my.toml --resume"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare) or the path of a TOML file.
+    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     /// Changes a value of the configuration; may be given many times.
@@ -38,6 +38,8 @@ pub struct Args {
     overrides: Vec<String>,
     #[command(flatten)]
     recipe: RecipeArg,
+    #[command(flatten)]
+    device: DeviceArg,
     /// Goes on from the newest whole checkpoint of the latest run of this configuration.
     #[arg(long)]
     resume: bool,
@@ -63,25 +65,65 @@ impl RecipeArg {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let env = Env::read()?;
-    let overrides = args.recipe.after(args.overrides);
+    let overrides = args.device.after(args.recipe.after(args.overrides));
     let mut config = Config::load(&args.config, &overrides)?;
     if args.dry_run {
-        return ranks::on_ranks(&env, &config.run, |cpu, comm| dry_run(cpu, comm, &config));
+        return device::run(&config.run, &DryRun { config: &config });
     }
     choose_dir(&args.config, &overrides, args.resume, &mut config)?;
     let options = Options { resume: args.resume };
-    let summary = ranks::on_ranks(&env, &config.run, |cpu, comm| {
-        let mut observer: Box<dyn Observer> = match comm.rank() {
-            0 => Box::new(Console::new(&config)),
-            _ => Box::new(Silent),
-        };
-        Ok(trainer::run(cpu, comm, &config, options, &mut *observer)?)
-    })?;
-    if let Some(summary) = summary {
+    if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
     }
     Ok(())
+}
+
+struct Training<'a> {
+    config: &'a Config,
+    options: Options,
+}
+
+impl Work for Training<'_> {
+    type Out = Option<Summary>;
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Summary>> {
+        let Self { config, options } = *self;
+        // First of all: a GPU may have kernels to compile before there is more to say.
+        on.announce();
+        let mut observer: Box<dyn Observer> = match on.comm.rank() {
+            0 => Box::new(Console::new(config, on)),
+            _ => Box::new(Silent),
+        };
+        Ok(trainer::run(on.b, on.comm, config, options, &mut *observer)?)
+    }
+}
+
+struct DryRun<'a> {
+    config: &'a Config,
+}
+
+impl Work for DryRun<'_> {
+    type Out = ();
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+        on.announce();
+        let mut trainer = Trainer::new(on.b, on.comm, self.config)?;
+        let (ledger, _) = trainer.ledger()?;
+        let parameters = trainer.parameters();
+        if on.comm.rank() == 0 {
+            let start = Start {
+                step: 0,
+                config: trainer.config(),
+                recipe: trainer.recipe(),
+                ledger: &ledger,
+                parameters,
+                entropy: trainer.data()?.entropy(),
+            };
+            introduce(&start);
+            say!("dry run: nothing was written");
+        }
+        Ok(())
+    }
 }
 
 /// Settles `run.dir`, and says so where it is not the obvious one.
@@ -103,34 +145,10 @@ fn choose_dir(name: &str, overrides: &[String], resume: bool, config: &mut Confi
     Ok(())
 }
 
-fn dry_run(cpu: &Cpu, comm: &dyn Comm<Cpu>, config: &Config) -> Result<()> {
-    let mut trainer = Trainer::new(cpu, comm, config)?;
-    let (ledger, _) = trainer.ledger()?;
-    let parameters = trainer.parameters();
-    if comm.rank() == 0 {
-        introduce(&Start {
-            step: 0,
-            config: trainer.config(),
-            recipe: trainer.recipe(),
-            ledger: &ledger,
-            parameters,
-            entropy: trainer.data()?.entropy(),
-            backend: cpu.name(),
-        });
-        say!("dry run: nothing was written");
-    }
-    Ok(())
-}
-
 /// What is known before the first step.
 fn introduce(start: &Start<'_>) {
     say!("config:");
     print_config(start.config);
-    let ranks = match start.config.run.ranks {
-        1 => String::new(),
-        n => format!(", {n} ranks of this kind"),
-    };
-    say!("backend: {}{ranks}", start.backend);
     say!("recipe: {}: {}", start.recipe.name, start.recipe.description);
     say!("parameters: {}", thousands(start.parameters as u64));
     if let Some(Entropy { rate, unigram }) = start.entropy {
@@ -141,6 +159,8 @@ fn introduce(start: &Start<'_>) {
     for line in start.ledger.table().lines() {
         say!("  {line}");
     }
+    let arithmetic = start.config.flops_per_token();
+    say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
     if start.step > 0 {
         say!("continuing after step {}", start.step);
     }
@@ -170,14 +190,15 @@ fn print_config(config: &Config) {
 
 /// What is known after the last step.
 fn conclude(config: &Config, summary: &Summary) {
-    let data = if config.is_synthetic() { Tokenizer::Synthetic } else { Tokenizer::Bytes };
-    let (loss, unit) = (summary.valid_loss, unit(data));
+    let (loss, unit) = (summary.valid_loss, unit(config));
     say!("done: {} steps", thousands(summary.steps));
     say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
     if let Some(entropy) = summary.entropy {
         say!("{}", against(entropy, loss));
     }
-    say!("checkpoint: {}", summary.checkpoint.display());
+    if let Some(checkpoint) = &summary.checkpoint {
+        say!("checkpoint: {}", checkpoint.display());
+    }
     say!("metrics: {}", Path::new(&config.run.dir).join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
 }
@@ -188,10 +209,13 @@ struct Console {
     log_every: u64,
     steps: u64,
     entropy: Option<Entropy>,
+    /// The device's dense BF16 rate in flops a second, where it is known.
+    peak_flops: Option<f64>,
+    power: Power,
 }
 
 impl Console {
-    fn new(config: &Config) -> Self {
+    fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
         let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = watched.then(|| {
             let style = ProgressStyle::with_template("{bar:32} {pos}/{len} [{elapsed}<{eta}] {msg}");
@@ -199,7 +223,9 @@ impl Console {
             ProgressBar::new(config.train.steps)
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
-        Self { bar, log_every: config.run.log_every.max(1), steps: config.train.steps, entropy: None }
+        let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
+        let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
+        Self { bar, log_every, steps, entropy: None, peak_flops, power }
     }
 
     fn say(&self, text: &str) {
@@ -228,6 +254,12 @@ impl Observer for Console {
         self.say(&format!("passed over: {why}"));
     }
 
+    fn measure(&mut self, metrics: &mut Metrics) {
+        let share = |peak: f64| metrics.tflops.map(|tflops| 100.0 * 1e12 * tflops / peak);
+        metrics.mfu = self.peak_flops.and_then(share);
+        metrics.watts = self.power.watts();
+    }
+
     fn step(&mut self, metrics: &Metrics) {
         let line = step_line(metrics, self.entropy);
         if let Some(bar) = &self.bar {
@@ -251,7 +283,29 @@ impl Observer for Console {
     }
 }
 
-/// The metrics of a step under torchtitan's short names.
+/// Watts, looked for a few times a second at most.
+struct Power {
+    meter: Option<Meter>,
+    seen: Option<(Instant, f64)>,
+}
+
+impl Power {
+    const PERIOD: Duration = Duration::from_millis(250);
+
+    fn new(meter: Option<Meter>) -> Self {
+        Self { meter, seen: None }
+    }
+
+    fn watts(&mut self) -> Option<f64> {
+        let meter = self.meter.as_ref()?;
+        if self.seen.is_none_or(|(when, _)| when.elapsed() >= Self::PERIOD) {
+            self.seen = meter.look().map(|draw| (Instant::now(), f64::from(draw.watts)));
+        }
+        self.seen.map(|(_, watts)| watts)
+    }
+}
+
+/// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
 fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
     let floor = entropy.and_then(|e| metrics.loss.map(|loss| bits(loss - e.rate)));
     let figures = [
@@ -260,6 +314,10 @@ fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
         metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
         metrics.lr.map(|x| format!("lr: {x:.2e}")),
         metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),
+        metrics.mfu.and(metrics.tflops).map(|x| format!("tflops: {x:.1}")),
+        metrics.mfu.map(|x| format!("mfu: {x:.2}%")),
+        metrics.mfu.or(metrics.watts).and(metrics.memory_gib).map(|x| format!("memory: {x:.2}GiB")),
+        metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
 }

@@ -22,6 +22,7 @@
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`timeline`] | what ran inside a recording, and when, by CUPTI |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
+//! | [`power`] | watts and clocks |
 
 pub mod arena;
 pub mod backend;
@@ -36,7 +37,7 @@ pub mod jit;
 mod kernels;
 pub mod launch;
 pub mod ops;
-mod power;
+pub mod power;
 pub mod probe;
 mod profile;
 pub mod recording;

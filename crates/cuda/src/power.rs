@@ -2,6 +2,7 @@
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ pub struct Draw {
 }
 
 /// The library, and which of its GPUs is meant.
-pub(crate) struct Meter {
+pub struct Meter {
     nvml: Nvml,
     uuid: String,
 }
@@ -30,14 +31,15 @@ impl Meter {
         meter.look().map(|_| meter)
     }
 
-    fn look(&self) -> Option<Draw> {
+    /// What is seen now.
+    pub fn look(&self) -> Option<Draw> {
         let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
         let sm_mhz = device.clock_info(Clock::SM).ok()?;
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
     /// Does the work, which should take a second, and says what was seen.
-    pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
+    pub(crate) fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let looking = scope.spawn(|| {
@@ -56,6 +58,12 @@ impl Meter {
             drop(finish);
             (result, looking.join().ok().and_then(summary))
         })
+    }
+}
+
+impl fmt::Debug for Meter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Meter({})", self.uuid)
     }
 }
 

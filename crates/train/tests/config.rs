@@ -24,7 +24,8 @@ fn complaint(text: &str, sets: &[&str]) -> String {
 
 #[test]
 fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
-    assert_eq!(preset_names().collect::<Vec<_>>(), ["tiny", "shakespeare"]);
+    let names = ["tiny", "shakespeare", "s", "olmoe", "qwen30b-4l", "dsv3-1l"];
+    assert_eq!(preset_names().collect::<Vec<_>>(), names);
     for name in preset_names() {
         let config = Config::load(name, &[])?;
         assert_eq!(config.run.dir, format!("runs/{name}"));
@@ -170,4 +171,31 @@ fn a_resumed_run_is_told_what_has_changed() -> Outcome {
     assert_eq!(after.changes_since(&before)?, ["train.lr: 0.005 → 0.004"]);
     assert!(before.changes_since(&before)?.is_empty());
     Ok(())
+}
+
+/// The sizes that steps are compared with other programs' at, as those count them.
+#[test]
+fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
+    for (name, tokens, active, flops) in [
+        ("s", 32_768, 319_815_680, 2_724_200_448.0),
+        ("olmoe", 16_384, 1_178_861_568, 7_878_475_776.0),
+        ("qwen30b-4l", 32_768, 538_705_920, 3_634_888_704.0),
+        ("dsv3-1l", 16_384, 646_037_504, 4_228_546_560.0),
+    ] {
+        let config = Config::load(name, &[])?;
+        assert_eq!(config.tokens_per_step(), tokens, "{name}");
+        assert_eq!(config.model.active_matrix_parameters(), active, "{name}");
+        assert_eq!(config.flops_per_token(), flops, "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn random_tokens_need_a_vocabulary_and_devices_a_name() {
+    let why = complaint("", &["data.source=random"]);
+    assert!(why.contains("`model.vocab_size`") && why.contains("name one"), "{why}");
+    let why = complaint("[run]\ndevice = \"gpu\"", &[]);
+    assert!(why.contains("run.device") && why.contains("run.toml:2") && why.contains("cuda:0"), "{why}");
+    let why = complaint("", &["run.device=cuda:1", "run.ranks=2"]);
+    assert!(why.contains("`run.device`") && why.contains("threads of the CPU"), "{why}");
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use nibble_train::Error;
-use nibble_train::config::DataConfig;
+use nibble_train::config::{Config, DataConfig};
 use nibble_train::data::{Dataset, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split};
 use nibble_train::tokenizer::Tokenizer;
 
@@ -242,5 +242,25 @@ fn real_texts_are_read_to_the_last_byte() -> Outcome {
     let packed = Dataset::open(&text_config(&folder.join("movie-reviews.txt.gz"), 256), 0)?;
     let sample = Tokenizer::Bytes.decode(&packed.train_batch(0, 1).inputs);
     assert!(sample.contains(' ') && !sample.contains('\u{fffd}'), "not text: {sample}");
+    Ok(())
+}
+
+#[test]
+fn random_tokens_are_uniform_over_the_vocabulary_and_a_function_of_the_seed() -> Outcome {
+    let of = |seed: &str| {
+        let set = ["data.source=random", "model.vocab_size=1000", "data.seq_len=50", seed].map(String::from);
+        Dataset::of(&Config::load("tiny", &set)?)
+    };
+    let data = of("seed=1")?;
+    let batch = data.train_batch(3, 400);
+    let mut seen = vec![0u32; 1000];
+    batch.inputs.iter().for_each(|id| seen[*id as usize] += 1);
+    // 20 each on average.
+    assert!(seen.iter().all(|n| (2..60).contains(n)), "{seen:?}");
+    assert_eq!(batch.inputs[1..50], batch.targets[..49], "a target is the token that follows");
+    assert_eq!(batch.part(7, 2), data.train_batch(10, 2));
+    assert_ne!(batch, of("seed=2")?.train_batch(3, 400));
+    assert_eq!(data.valid_batch(0, 5), of("seed=2")?.valid_batch(0, 5), "what is held out is the same");
+    assert!(data.valid_windows() > 5 && data.valid_tail().is_none() && data.entropy().is_none());
     Ok(())
 }

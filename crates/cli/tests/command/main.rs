@@ -121,6 +121,7 @@ every = 4
 [run]
 log_every = 1
 threads = 1
+device = "cpu"
 "#;
 
 /// Text in which there is something to learn.

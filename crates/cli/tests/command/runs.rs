@@ -17,10 +17,38 @@ fn a_run_tells_its_story_and_leaves_its_files() {
     assert!(read(place.path("runs/small/loss.svg")).starts_with(b"<svg"));
     let losses = losses(place.path("runs/small/metrics.jsonl"));
     assert_eq!(losses.iter().map(|(step, _)| *step).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
+    let metrics = String::from_utf8(read(place.path("runs/small/metrics.jsonl"))).unwrap();
+    for name in ["tflops", "memory/max_active(GiB)", "throughput(tps)"] {
+        assert_eq!(metrics.matches(&format!("\"{name}\":")).count(), 12, "{name}");
+    }
+    assert_eq!(event_files(&place, "runs/small"), 1);
     assert!(losses[11].1 < losses[0].1 - 0.5, "nothing was learnt: {losses:?}");
     // The stored configuration is the run's.
     let again = place.nibble(&["train", "runs/small/config.toml", "--dry-run"]).ok();
     again.contains("dry run: nothing was written").contains("d_model=32");
+}
+
+fn event_files(place: &Place, dir: &str) -> usize {
+    let entries = std::fs::read_dir(place.path(dir)).unwrap();
+    entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().contains("tfevents")).count()
+}
+
+#[test]
+fn a_run_for_its_speed_alone_needs_no_data_and_leaves_no_checkpoint() {
+    let place = Place::new();
+    // The shape of a built-in configuration for GPUs, smaller.
+    let small = "model.layers=1 model.d_model=128 model.heads=2 model.kv_heads=1 model.head_dim=64 model.experts=4 \
+        model.top_k=2 model.expert_ffn=128 model.vocab_size=1000 data.seq_len=128 train.batch_size=2 train.steps=2 \
+        train.warmup_steps=1 run.device=cpu";
+    let set: Vec<&str> = small.split_whitespace().flat_map(|change| ["--set", change]).collect();
+    let train = |more: &[&str]| place.nibble(&[&["train", "s"], &set[..], more].concat());
+    train(&["--dry-run"]).ok().contains("source=\"random\"").contains("grad_dtype=\"bf16\"");
+    let done = train(&[]).ok();
+    done.contains("nats a token").contains("step: 2  loss: ").contains("metrics: runs/s/metrics.jsonl");
+    assert!(!done.stdout.contains("checkpoint:"), "{}", done.stdout);
+    let left = std::fs::read_dir(place.path("runs/s/checkpoints")).unwrap();
+    let names = left.map(|e| e.unwrap().file_name().into_string().unwrap());
+    assert_eq!(names.filter(|name| name.starts_with("step-")).count(), 0);
 }
 
 #[test]
@@ -56,6 +84,7 @@ fn a_resumed_run_ends_with_the_same_weights() {
     }
     place.train(&["--set", "run.dir=parts", "--resume"]).ok().contains("continuing after step 4");
     assert!(read(place.path("whole").join(LAST_MODEL)) == read(place.path("parts").join(LAST_MODEL)));
+    assert_eq!(event_files(&place, "parts"), 2, "the resumed run adds one");
     assert_eq!(losses(place.path("whole/metrics.jsonl")), losses(place.path("parts/metrics.jsonl")));
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 use super::preset::{preset, preset_names};
-use super::{Config, SYNTHETIC};
+use super::{Config, RANDOM, SYNTHETIC};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 
@@ -74,7 +74,7 @@ impl Config {
 
     /// Fills in what depends on other keys.
     fn resolve(&mut self, file: &Path) {
-        if self.model.vocab_size == 0 {
+        if self.model.vocab_size == 0 && self.data.source != RANDOM {
             self.model.vocab_size = if self.data.source == SYNTHETIC { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
         }
         if self.run.dir.is_empty() {

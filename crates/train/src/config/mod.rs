@@ -10,6 +10,8 @@
 //! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
 //! in which line of which file the 32 stands.
 
+mod device;
+mod flops;
 mod load;
 mod preset;
 mod validate;
@@ -20,10 +22,11 @@ use crate::error::{Error, Result};
 use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::DType;
 
+pub use device::DeviceChoice;
 pub use preset::{preset, preset_names};
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
-/// `run` says.
+/// `run` says, on one kind of device: products on a GPU and on a CPU differ in their last bits.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -41,7 +44,8 @@ pub struct Config {
     pub eval: EvalConfig,
     /// How often checkpoints are written and how many stay.
     pub checkpoint: CheckpointConfig,
-    /// Where results go and what the run may use. Nothing here changes a bit of the result.
+    /// Where results go and what the run may use. Nothing here changes what a run means, and no bit of it but for the device's
+    /// products.
     pub run: RunConfig,
 }
 
@@ -129,7 +133,8 @@ impl Default for ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `synthetic` for the built-in language, otherwise the path of a text file, plain or gzip, read as bytes.
+    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; otherwise
+    /// the path of a text file, plain or gzip, read as bytes.
     pub source: String,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -145,6 +150,9 @@ impl Default for DataConfig {
 
 /// The value of `data.source` that means the built-in language.
 pub const SYNTHETIC: &str = "synthetic";
+
+/// The value of `data.source` that means random tokens.
+pub const RANDOM: &str = "random";
 
 /// Steps, batch and optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -249,15 +257,17 @@ impl Default for EvalConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Steps between checkpoints; 0 = only at the end.
+    /// Steps between checkpoints; 0 = none on the way.
     pub every: u64,
     /// How many of the newest stay on disk; 0 = all.
     pub keep: usize,
+    /// Whether the run writes one at its end.
+    pub at_end: bool,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every: 100, keep: 2 }
+        Self { every: 100, keep: 2, at_end: true }
     }
 }
 
@@ -267,6 +277,9 @@ impl Default for CheckpointConfig {
 pub struct RunConfig {
     /// Directory of metrics, checkpoints and the picture; empty = `runs/NAME` with the configuration's name.
     pub dir: String,
+    /// Where to compute: `cpu`; `cuda:N`, a Hopper GPU by the driver's number; or `auto`, such a GPU if there is one to use, else
+    /// the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
+    pub device: DeviceChoice,
     /// Data- and expert-parallel ranks, run as threads on a CPU; divides `train.shards` and `model.experts`.
     pub ranks: usize,
     /// Worker threads over all ranks; 0 = one a core.
@@ -277,7 +290,7 @@ pub struct RunConfig {
 
 impl Default for RunConfig {
     fn default() -> Self {
-        Self { dir: String::new(), ranks: 1, threads: 0, log_every: 10 }
+        Self { dir: String::new(), device: DeviceChoice::Auto, ranks: 1, threads: 0, log_every: 10 }
     }
 }
 
@@ -312,6 +325,12 @@ impl Config {
     #[must_use]
     pub fn is_synthetic(&self) -> bool {
         self.data.source == SYNTHETIC
+    }
+
+    /// Whether the tokens are the bytes of a text.
+    #[must_use]
+    pub fn is_text(&self) -> bool {
+        !self.is_synthetic() && self.data.source != RANDOM
     }
 
     /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.

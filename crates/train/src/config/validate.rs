@@ -2,7 +2,7 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Config, ScheduleKind};
+use super::{Config, DeviceChoice, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 
@@ -50,7 +50,18 @@ impl Config {
         require(m.top_k <= m.experts, "model.top_k", || {
             format!("is {}, more than model.experts = {}", m.top_k, m.experts)
         })?;
-        let symbols = if self.is_synthetic() { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
+        let is_random = self.data.source == RANDOM;
+        require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
+            "is 0, and random tokens have no number of symbols of their own: name one".into()
+        })?;
+        require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
+            format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
+        })?;
+        let symbols = match self.is_text() {
+            true => BYTE_VOCAB,
+            false if is_random => 1,
+            false => SYNTHETIC_VOCAB,
+        };
         require(m.vocab_size >= symbols, "model.vocab_size", || {
             format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
         })?;
@@ -62,7 +73,9 @@ impl Config {
 
     fn validate_data(&self) -> Result<()> {
         let d = &self.data;
-        require(!d.source.is_empty(), "data.source", || "is empty, expected \"synthetic\" or a path".into())?;
+        require(!d.source.is_empty(), "data.source", || {
+            "is empty, expected \"synthetic\", \"random\" or a path".into()
+        })?;
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
             format!(
@@ -72,7 +85,7 @@ impl Config {
         })?;
         let share = d.valid_fraction;
         require(
-            (0.0..1.0).contains(&share) && (share > 0.0 || self.is_synthetic()),
+            (0.0..1.0).contains(&share) && (share > 0.0 || !self.is_text()),
             "data.valid_fraction",
             || format!("is {share}, expected more than 0 and less than 1"),
         )
@@ -100,6 +113,13 @@ impl Config {
         })?;
         require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
+        })?;
+        let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
+        require(ranks == 1 || !on_gpu, "run.device", || {
+            format!(
+                "is {}, but run.ranks = {ranks}: ranks are threads of the CPU; take run.ranks=1 or run.device=cpu",
+                self.run.device
+            )
         })?;
         require(ranks == 1 || !self.model.remake_expert_input, "model.remake_expert_input", || {
             format!(

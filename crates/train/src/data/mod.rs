@@ -4,16 +4,19 @@
 //! their part of the cursor's range, therefore see the very same sequences.
 
 mod cursor;
+mod loader;
 mod synthetic;
 mod text;
 
+use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 use std::path::Path;
 
 pub use cursor::WindowOrder;
+pub use loader::{BatchPlan, Loader};
 pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, render_symbol, symbol_of};
 pub use text::Text;
 
-use crate::config::DataConfig;
+use crate::config::{Config, DataConfig};
 use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
 
@@ -82,7 +85,14 @@ pub struct Dataset {
 #[derive(Debug, Clone)]
 enum Source {
     Synthetic(Box<Language>),
-    Text { text: Text, order: WindowOrder },
+    Text {
+        text: Text,
+        order: WindowOrder,
+    },
+    /// Uniform ids below this, for measurements.
+    Random {
+        vocab_size: usize,
+    },
 }
 
 /// Records of the built-in language that are held out: 131,072 tokens, enough to know a loss to about ±0.005 nats.
@@ -91,9 +101,24 @@ const HELD_OUT_RECORDS: usize = 4096;
 /// Seed of the held-out records: the same for every run, so that runs with different seeds are judged alike.
 const HELD_OUT_SEED: u64 = 0;
 
+/// Random tokens held out.
+const HELD_OUT_RANDOM: usize = 32_768;
+
 impl Dataset {
-    /// Opens the data that the configuration names. `seed` decides the order of the training sequences (and the
-    /// training records of the built-in language), never what is held out.
+    /// Opens the data of a run.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`].
+    pub fn of(config: &Config) -> Result<Self> {
+        if config.data.source == crate::config::RANDOM {
+            let source = Source::Random { vocab_size: config.model.vocab_size };
+            return Ok(Self { source, seq_len: config.data.seq_len, seed: config.seed });
+        }
+        Self::open(&config.data, config.seed)
+    }
+
+    /// Opens the built-in language or the text that the configuration names. `seed` decides the order of the training
+    /// sequences (and the training records of the built-in language), never what is held out.
     ///
     /// # Errors
     /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
@@ -121,12 +146,16 @@ impl Dataset {
         Ok(Self { source, seq_len, seed })
     }
 
-    /// SHA-256 of the tokens, or of the built-in language's name.
+    /// SHA-256 of the tokens, or of what says which they are.
     #[must_use]
     pub fn sha256(&self) -> String {
         match &self.source {
             Source::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
             Source::Text { text, .. } => crate::checkpoint::sha256_hex(text.bytes()),
+            Source::Random { vocab_size } => {
+                let name = format!("{} below {vocab_size}", crate::config::RANDOM);
+                crate::checkpoint::sha256_hex(name.as_bytes())
+            }
         }
     }
 
@@ -136,6 +165,7 @@ impl Dataset {
         match &self.source {
             Source::Synthetic(_) => SYNTHETIC_VOCAB,
             Source::Text { .. } => BYTE_VOCAB,
+            Source::Random { vocab_size } => *vocab_size,
         }
     }
 
@@ -150,7 +180,7 @@ impl Dataset {
     pub fn tokenizer(&self) -> Tokenizer {
         match &self.source {
             Source::Synthetic(_) => Tokenizer::Synthetic,
-            Source::Text { .. } => Tokenizer::Bytes,
+            Source::Text { .. } | Source::Random { .. } => Tokenizer::Bytes,
         }
     }
 
@@ -159,7 +189,7 @@ impl Dataset {
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
             Source::Synthetic(language) => Some(language.entropy()),
-            Source::Text { .. } => None,
+            Source::Text { .. } | Source::Random { .. } => None,
         }
     }
 
@@ -180,6 +210,9 @@ impl Dataset {
                     let window = &text.train()[start..=start + self.seq_len];
                     batch.set(index, window.iter().map(|&byte| i32::from(byte)));
                 }
+                Source::Random { vocab_size } => {
+                    batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
+                }
             }
         }
         batch
@@ -192,6 +225,7 @@ impl Dataset {
             Source::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
             // The last target needs a byte of its own.
             Source::Text { text, .. } => (text.valid().len() - 1) / self.seq_len,
+            Source::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
         }
     }
 
@@ -212,6 +246,11 @@ impl Dataset {
                     let tokens = &text.valid()[start..=start + self.seq_len];
                     batch.set(index, tokens.iter().map(|&byte| i32::from(byte)));
                 }
+                Source::Random { vocab_size } => {
+                    let tokens =
+                        random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);
+                    batch.set(index, tokens);
+                }
             }
         }
         batch
@@ -230,4 +269,19 @@ impl Dataset {
             batch
         })
     }
+}
+
+/// The random sequence of this number: one token more than its length.
+fn random(
+    seed: u64,
+    split: &str,
+    vocab_size: usize,
+    index: u64,
+    seq_len: usize,
+) -> impl Iterator<Item = i32> {
+    let draw = Stream::new(seed, Purpose::Data, fnv1a32(split), 1);
+    let first = index * (seq_len as u64 + 1);
+    // The high word of a product: uniform to one part in 2³² / vocab_size.
+    (first..=first + seq_len as u64)
+        .map(move |e| ((u64::from(draw.u32_at(e)) * vocab_size as u64) >> 32) as i32)
 }

@@ -1,7 +1,8 @@
-//! What a run tells about itself: one JSON object a step, and a picture of its losses.
+//! What a run tells about itself: one JSON object a step, the same for TensorBoard, and a picture of its losses.
 
 mod jsonl;
 mod plot;
+mod tensorboard;
 
 use std::collections::BTreeMap;
 
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub use jsonl::{MetricsLog, read_metrics};
 pub use plot::{LossCurve, draw_loss_curve};
+pub use tensorboard::EventLog;
 
 /// What is known after a step. Field names in the file are torchtitan's, where it has one.
 ///
@@ -38,6 +40,21 @@ pub struct Metrics {
     /// Tokens a second, over all ranks.
     #[serde(rename = "throughput(tps)", skip_serializing_if = "Option::is_none", default)]
     pub tps: Option<f64>,
+    /// Teraflops a second: [`Config::flops_per_token`] times the tokens a second.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub tflops: Option<f64>,
+    /// Percent of the device's dense BF16 rate, where that is known.
+    #[serde(rename = "mfu(%)", skip_serializing_if = "Option::is_none", default)]
+    pub mfu: Option<f64>,
+    /// The most memory that buffers of the first rank's device took so far, GiB.
+    #[serde(rename = "memory/max_active(GiB)", skip_serializing_if = "Option::is_none", default)]
+    pub memory_gib: Option<f64>,
+    /// The same, in percent of what the device has.
+    #[serde(rename = "memory/max_active(%)", skip_serializing_if = "Option::is_none", default)]
+    pub memory_percent: Option<f64>,
+    /// Watts that the device draws, where something says.
+    #[serde(rename = "power(W)", skip_serializing_if = "Option::is_none", default)]
+    pub watts: Option<f64>,
     /// Seconds of the step.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,

@@ -14,7 +14,7 @@ pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
-use crate::data::Dataset;
+use crate::data::{Dataset, Loader};
 use crate::error::Result;
 use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
@@ -27,6 +27,7 @@ use recorded::Recorded;
 use setup::Setup;
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use step::{Step, StepBuffers};
 
@@ -44,6 +45,8 @@ pub struct Trainer<'a, B: Kernels> {
     recorded: Option<Recorded<B>>,
     /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
     activations: B::Arena,
+    /// Makes the batches of the steps to come. None until there is a step.
+    loader: Option<Loader>,
     /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
     issued: VecDeque<Issued<B>>,
     /// When the last record was read, if nothing but steps has come since.
@@ -69,7 +72,7 @@ struct Issued<B: Kernels> {
     report: B::Pending<f64>,
     lr: f64,
     started: Instant,
-    /// How long the host took to issue it.
+    /// How long the host took to issue it, recorded as it was.
     issuing: Duration,
 }
 
@@ -80,7 +83,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
         let mut trainer = Self::without_data(b, comm, config)?;
-        trainer.setup.data = Some(Dataset::open(&config.data, config.seed)?);
+        trainer.setup.data = Some(Arc::new(Dataset::of(config)?));
         Ok(trainer)
     }
 
@@ -103,6 +106,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             buffers: None,
             recorded: None,
             activations: b.arena("activations")?,
+            loader: None,
             issued: VecDeque::new(),
             settled: None,
         })
@@ -186,27 +190,33 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.make_buffers()?;
-        let Self { setup, model, buffers: Some(buffers), recorded, activations, .. } = self else {
+        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, .. } = self else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
         let lr = setup.config.schedule().lr(setup.step);
-        buffers.write_inputs(setup, lr)?;
+        let loader = match loader {
+            Some(loader) => loader,
+            None => loader.insert(Loader::new(setup.plan()?)),
+        };
+        buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
         let alone = setup.comm.world() == 1;
-        let mut whole = || -> Result<()> {
+        let mut whole = || -> Result<Duration> {
             if setup.b.can_record() && alone && trace.is_none() {
                 return Recorded::run(recorded, setup, model, buffers);
             }
             let mut step = Step::new(setup, model, buffers, trace)?;
             step.run()?;
             step.end();
-            Ok(())
+            Ok(Duration::ZERO)
         };
-        setup.b.within(activations, || Ok(whole()))??;
+        let recording = setup.b.within(activations, || Ok(whole()))??;
         let len = buffers.optimizer.report_len();
         let first = setup.step as usize % RING * len;
         let report = setup.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
         setup.step += 1;
-        self.issued.push_back(Issued { report, lr, started, issuing: started.elapsed() });
+        // While a step is recorded the device works on the one before, whose time that is.
+        let issuing = started.elapsed().saturating_sub(recording);
+        self.issued.push_back(Issued { report, lr, started, issuing });
         Ok(())
     }
 
@@ -227,12 +237,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
         self.settled = Some(now);
         let config = &self.setup.config;
-        let step = report.step() + 1;
+        let (step, tps) = (report.step() + 1, config.tokens_per_step() as f64 / seconds);
         Ok(Some(Metrics {
             step,
             lr: Some(lr),
             n_tokens_seen: Some(step * config.tokens_per_step()),
-            tps: Some(config.tokens_per_step() as f64 / seconds),
+            tps: Some(tps),
+            tflops: Some(tps * config.flops_per_token() / 1e12),
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config)
         }))
@@ -310,7 +321,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let t = &setup.config.train;
         let (local, rows_each) =
             (t.shards / setup.comm.world(), t.batch_size / t.shards * setup.config.data.seq_len);
-        let batch = setup.batch(0)?;
+        let batch = setup.plan()?.batch(setup.step, 0);
         let measured = setup.b.within(activations, || {
             let shards = Shards::new(setup.b, local, rows_each, setup.comm.rank())?;
             let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());

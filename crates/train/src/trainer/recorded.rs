@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::model::{Decoder, layer_names};
 use nibble_core::recipe::Section;
 use nibble_core::{Error as CoreError, Kernels};
+use std::time::{Duration, Instant};
 
 /// The recordings of a step's parts. With one micro-batch there is none of the others.
 #[derive(Debug)]
@@ -19,13 +20,14 @@ pub(super) struct Recorded<B: Kernels> {
 
 impl<B: Kernels> Recorded<B> {
     /// Replays a step. It is recorded first, if it has not been or the precisions have changed since; the old recording is gone
-    /// before the new one is made.
+    /// before the new one is made. Returns how long the recording took.
     pub fn run(
         recorded: &mut Option<Self>,
         setup: &Setup<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
-    ) -> Result<()> {
+    ) -> Result<Duration> {
+        let started = Instant::now();
         let precisions: Vec<Section> = layer_names(&setup.config.model)
             .iter()
             .map(|(kind, layer)| setup.recipe.section(*kind, layer, setup.progress()))
@@ -35,12 +37,13 @@ impl<B: Kernels> Recorded<B> {
             Some(kept) => kept,
             None => Self::record(setup, model, buffers, precisions)?,
         });
-        let b = setup.b;
+        let (b, recording) = (setup.b, started.elapsed());
         b.replay(&recorded.first)?;
         if let Some(next) = &recorded.next {
             (1..setup.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
         }
-        Ok(b.replay(&recorded.optimize)?)
+        b.replay(&recorded.optimize)?;
+        Ok(recording)
     }
 
     /// Records the parts one after the other. Nothing is executed: no weight, no gradient and no clock changes.

@@ -6,8 +6,8 @@ use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
-use crate::metrics::{LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
-use nibble_core::{Comm, Kernels};
+use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
+use nibble_core::{Comm, Kernels, MemoryStats};
 use std::path::{Path, PathBuf};
 
 /// What whoever watches a run is told, by its first rank.
@@ -16,6 +16,8 @@ pub trait Observer {
     fn start(&mut self, start: &Start<'_>);
     /// A checkpoint passed over while resuming.
     fn rejected(&mut self, path: &Path, why: &Error);
+    /// A step is done: adds what the device's owner knows to its metrics, before they are written and told.
+    fn measure(&mut self, _: &mut Metrics) {}
     /// A step is done.
     fn step(&mut self, metrics: &Metrics);
     /// A held-out loss, after so many steps.
@@ -39,8 +41,6 @@ pub struct Start<'a> {
     pub parameters: usize,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
-    /// Backend and device.
-    pub backend: String,
 }
 
 /// What to do besides the configuration.
@@ -61,8 +61,8 @@ pub struct Summary {
     pub valid_loss: f64,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
-    /// The last checkpoint.
-    pub checkpoint: PathBuf,
+    /// The last checkpoint, if the run wrote one.
+    pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
     pub picture: PathBuf,
 }
@@ -90,6 +90,7 @@ struct Outputs {
     dir: PathBuf,
     store: Store,
     log: MetricsLog,
+    events: EventLog,
 }
 
 impl Outputs {
@@ -99,7 +100,13 @@ impl Outputs {
         let path = dir.join("config.toml");
         std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
         let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
-        Ok(Self { dir, store, log })
+        let events = EventLog::create(&dir, step)?;
+        Ok(Self { dir, store, log, events })
+    }
+
+    fn write(&mut self, metrics: &Metrics) -> Result<()> {
+        self.log.write(metrics)?;
+        self.events.write(metrics)
     }
 }
 
@@ -121,15 +128,7 @@ fn run_rank<B: Kernels>(
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
-        let start = Start {
-            step: trainer.step(),
-            config,
-            recipe,
-            ledger: &ledger,
-            parameters,
-            entropy,
-            backend: b.name(),
-        };
+        let start = Start { step: trainer.step(), config, recipe, ledger: &ledger, parameters, entropy };
         observer.start(&start);
     }
     let mut loss = None;
@@ -143,10 +142,12 @@ fn run_rank<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let Some(metrics) = trainer.settle()? else { break };
+            let Some(mut metrics) = trainer.settle()? else { break };
             loss = metrics.loss;
             if let Some(outputs) = &mut outputs {
-                outputs.log.write(&metrics)?;
+                note_memory(&mut metrics, b.memory());
+                observer.measure(&mut metrics);
+                outputs.write(&metrics)?;
                 observer.step(&metrics);
             }
         }
@@ -161,15 +162,21 @@ fn run_rank<B: Kernels>(
     }
     let valid_loss = trainer.evaluate(0)?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
-    if loss.is_some() || saved.is_none() {
+    if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
         saved = checkpoint(&mut trainer, &outputs, observer)?;
     }
-    let (Some(outputs), Some(checkpoint)) = (outputs, saved) else { return Ok(None) };
+    let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
     let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
     draw_loss_curve(&curve, &picture)?;
-    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint, picture }))
+    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint: saved, picture }))
+}
+
+fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
+    let peak = memory.peak_bytes as f64;
+    metrics.memory_gib = Some(peak / f64::from(1 << 30));
+    metrics.memory_percent = memory.total_bytes.map(|total| 100.0 * peak / total as f64);
 }
 
 fn due(step: u64, every: u64) -> bool {
@@ -183,7 +190,7 @@ fn report(
     valid_loss: f64,
 ) -> Result<()> {
     if let Some(outputs) = outputs {
-        outputs.log.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
+        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
         observer.evaluation(step, valid_loss);
     }
     Ok(())

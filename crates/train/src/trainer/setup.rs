@@ -2,10 +2,11 @@
 
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
-use crate::data::{Batch, Dataset};
+use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::Result;
 use crate::model::Decoder;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use std::sync::Arc;
 
 /// Everything of a trainer but the model and the buffers of its steps.
 #[derive(Debug)]
@@ -14,14 +15,14 @@ pub(super) struct Setup<'a, B: Kernels> {
     pub comm: &'a dyn Comm<B>,
     pub config: Config,
     pub recipe: Recipe,
-    pub data: Option<Dataset>,
+    pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
 }
 
 impl<B: Kernels> Setup<'_, B> {
     pub fn data(&self) -> Result<&Dataset> {
-        self.data.as_ref().ok_or_else(|| crate::Error::config("data.source", "was not opened"))
+        self.data.as_deref().ok_or_else(no_data)
     }
 
     /// Step / steps.
@@ -29,12 +30,12 @@ impl<B: Kernels> Setup<'_, B> {
         self.step as f64 / self.config.train.steps.max(1) as f64
     }
 
-    /// This rank's part of a micro-batch.
-    pub fn batch(&self, micro: usize) -> Result<Batch> {
-        let size = self.config.train.batch_size;
-        let cursor = self.step * self.config.sequences_per_step() + (micro * size) as u64;
-        let each = size / self.comm.world();
-        Ok(self.data()?.train_batch(cursor, size).part(self.comm.rank() * each, each))
+    /// Which sequences this rank's micro-batches are.
+    pub fn plan(&self) -> Result<BatchPlan> {
+        let data = self.data.clone().ok_or_else(no_data)?;
+        let train = &self.config.train;
+        let (rank, ranks) = (self.comm.rank(), self.comm.world());
+        Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0).
@@ -90,4 +91,8 @@ impl<B: Kernels> Setup<'_, B> {
         let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
         Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())
     }
+}
+
+fn no_data() -> crate::Error {
+    crate::Error::config("data.source", "was not opened")
 }

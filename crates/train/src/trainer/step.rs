@@ -9,6 +9,7 @@ use super::weights::slices;
 use crate::checkpoint::TensorRef;
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
+use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Named};
 use crate::optim::{self, OptimizerState};
@@ -92,13 +93,12 @@ impl<B: Kernels> StepBuffers<B> {
     }
 
     /// Writes the slot of the step that is to be issued: its scalars and this rank's tokens.
-    pub fn write_inputs(&mut self, setup: &Setup<'_, B>, lr: f64) -> Result<()> {
+    pub fn write_inputs(&mut self, setup: &Setup<'_, B>, lr: f64, batches: &[Batch]) -> Result<()> {
         let config = &setup.config;
         let scalars = optim::scalars(&config.train, lr, setup.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
-        for micro in 0..config.train.grad_accum {
-            let batch = setup.batch(micro)?;
+        for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
         }

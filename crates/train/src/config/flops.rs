@@ -1,0 +1,43 @@
+//! The arithmetic of a training step, as throughput is commonly compared by.
+
+use super::{Config, ModelConfig};
+
+impl ModelConfig {
+    /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, the head.
+    #[must_use]
+    pub fn active_matrix_parameters(&self) -> u64 {
+        let attention = self.d_model * (2 * self.heads + 2 * self.kv_heads) * self.head_dim;
+        let experts = 3 * self.d_model * (self.top_k * self.expert_ffn + self.shared_ffn);
+        let router = self.d_model * self.experts;
+        (self.layers * (attention + experts + router) + self.vocab_size * self.d_model) as u64
+    }
+}
+
+impl Config {
+    /// Flops of the products for a token, forward and backward: two a multiply-add, three products for each of the model.
+    /// Attention counts the half of the square that a causal mask leaves, experts their routed rows without padding; what is
+    /// computed again counts once.
+    #[must_use]
+    pub fn flops_per_token(&self) -> f64 {
+        let m = &self.model;
+        let attention = (m.layers * m.heads * m.head_dim) as f64 * self.data.seq_len as f64;
+        6.0 * (m.active_matrix_parameters() as f64 + attention)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flops_of_a_token_written_out() {
+        let set = ["model.layers=1", "model.shared_ffn=32"].map(String::from);
+        let config = Config::load("tiny", &set).unwrap();
+        // d 64, 4 heads and 2 key-value heads of 16, 8 experts of 64, 2 a token, 64 symbols, sequences of 128.
+        let multiply_adds = 64 * 64 + 2 * 64 * 32 + 64 * 64 // q, k and v, out
+            + 2 * 64 * 128 / 2 // scores and values, half of the square
+            + 64 * 8 + 2 * 3 * 64 * 64 + 3 * 64 * 32 // router, experts, shared expert
+            + 64 * 64; // head
+        assert_eq!(config.flops_per_token(), (3 * 2 * multiply_adds) as f64);
+    }
+}

@@ -1,0 +1,152 @@
+//! The batches of the next steps, made on a thread of their own while the device computes.
+
+use super::{Batch, Dataset};
+use crate::error::Result;
+use nibble_core::Error as CoreError;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread::{Builder, JoinHandle};
+
+/// Which sequences a step's micro-batches are, on one rank: a pure function of the step.
+#[derive(Debug, Clone)]
+pub struct BatchPlan {
+    /// The data of the run.
+    pub data: Arc<Dataset>,
+    /// Sequences of a micro-batch, over all ranks.
+    pub batch_size: usize,
+    /// Micro-batches of a step.
+    pub micro_batches: usize,
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub ranks: usize,
+}
+
+impl BatchPlan {
+    /// This rank's part of a micro-batch.
+    #[must_use]
+    pub fn batch(&self, step: u64, micro: usize) -> Batch {
+        let number = step * self.micro_batches as u64 + micro as u64;
+        let each = self.batch_size / self.ranks;
+        let whole = self.data.train_batch(number * self.batch_size as u64, self.batch_size);
+        whole.part(self.rank * each, each)
+    }
+
+    /// This rank's part of every micro-batch of a step.
+    #[must_use]
+    pub fn step(&self, step: u64) -> Vec<Batch> {
+        (0..self.micro_batches).map(|micro| self.batch(step, micro)).collect()
+    }
+}
+
+/// Makes the batches of one step after the other, a step or two ahead of who takes them.
+#[derive(Debug)]
+pub struct Loader {
+    plan: BatchPlan,
+    ahead: Option<Ahead>,
+}
+
+/// The thread, and the step whose batches come next.
+#[derive(Debug)]
+struct Ahead {
+    next: u64,
+    /// None only while it is dropped.
+    made: Option<Receiver<Vec<Batch>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Loader {
+    /// A loader whose thread begins with the first step that is taken.
+    #[must_use]
+    pub fn new(plan: BatchPlan) -> Self {
+        Self { plan, ahead: None }
+    }
+
+    /// The batches of a step. Steps are best taken in order: another one than the next begins anew.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    ///
+    /// # Panics
+    /// With the panic of the thread, if there was one.
+    pub fn take(&mut self, step: u64) -> Result<Vec<Batch>> {
+        if self.ahead.as_ref().is_none_or(|ahead| ahead.next != step) {
+            // The thread before is gone before the new one is there.
+            self.ahead = None;
+            self.ahead = Some(Ahead::start(self.plan.clone(), step)?);
+        }
+        match self.ahead.as_mut().and_then(Ahead::take) {
+            Some(batches) => Ok(batches),
+            // A thread that nobody dropped ends by a panic alone.
+            None => match self.ahead.take().and_then(|mut ahead| ahead.thread.take()?.join().err()) {
+                Some(panic) => std::panic::resume_unwind(panic),
+                None => {
+                    Err(CoreError::Device { call: "Loader::take".into(), why: "its thread ended".into() }
+                        .into())
+                }
+            },
+        }
+    }
+}
+
+impl Ahead {
+    fn start(plan: BatchPlan, first: u64) -> Result<Self> {
+        // One waits here while the next is made.
+        let (sender, made) = sync_channel(1);
+        let make = move || {
+            // Until nobody takes them any more.
+            let _ = (first..).try_for_each(|step| sender.send(plan.step(step)));
+        };
+        let thread = Builder::new().name("nibble-loader".into()).spawn(make);
+        let thread = thread.map_err(|error| CoreError::Device {
+            call: "starting a thread".into(),
+            why: error.to_string(),
+        })?;
+        Ok(Self { next: first, made: Some(made), thread: Some(thread) })
+    }
+
+    fn take(&mut self) -> Option<Vec<Batch>> {
+        let batches = self.made.as_ref()?.recv().ok()?;
+        self.next += 1;
+        Some(batches)
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        // Whoever waits to send gives up then.
+        drop(self.made.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic there concerns nobody who takes no more.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DataConfig;
+
+    fn plan() -> BatchPlan {
+        let data = Dataset::open(&DataConfig { seq_len: 32, ..DataConfig::default() }, 7).unwrap();
+        BatchPlan { data: Arc::new(data), batch_size: 4, micro_batches: 3, rank: 1, ranks: 2 }
+    }
+
+    #[test]
+    fn batches_are_those_of_the_plan_in_any_order_of_steps() {
+        let (plan, mut loader) = (plan(), Loader::new(plan()));
+        for step in [0, 1, 2, 3, 9, 10, 2, 2, 3] {
+            assert_eq!(loader.take(step).unwrap(), plan.step(step), "step {step}");
+        }
+    }
+
+    #[test]
+    fn a_plan_is_this_ranks_part_of_consecutive_sequences() {
+        let plan = plan();
+        for (micro, batch) in plan.step(5).iter().enumerate() {
+            let whole = plan.data.train_batch((5 * 3 + micro as u64) * 4, 4);
+            assert_eq!(*batch, whole.part(2, 2), "micro-batch {micro}");
+        }
+    }
+}

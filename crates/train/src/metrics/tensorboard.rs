@@ -1,0 +1,208 @@
+//! The metrics as an event file that TensorBoard reads: records of TensorFlow's framing around `Event` messages of its
+//! `event.proto`, of which a few fields are written by hand.
+//!
+//! | message | fields |
+//! |---|---|
+//! | `Event` | 1 wall time, double; 2 step, int64; 3 file version, string; 5 `Summary`; 7 `SessionLog` |
+//! | `Summary` | 1 `Value`, repeated |
+//! | `Value` | 1 tag, string; 2 simple value, float |
+//! | `SessionLog` | 1 status, enum |
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::Metrics;
+use crate::error::{Error, Result};
+
+/// An event file of one process. TensorBoard reads all those of a directory, in the order of their names.
+#[derive(Debug)]
+pub struct EventLog {
+    file: File,
+    path: PathBuf,
+}
+
+/// `SessionLog.START`: whoever reads drops what earlier files hold of this step and later ones.
+const START: u64 = 1;
+
+impl EventLog {
+    /// Creates a new file in the directory, for a run that has done `step` steps. A run that begins anew has no others.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn create(dir: &Path, step: u64) -> Result<Self> {
+        fs::create_dir_all(dir).map_err(Error::io(dir))?;
+        if step == 0 {
+            remove_older(dir)?;
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let path =
+            dir.join(format!("events.out.tfevents.{:010}.{:09}.nibble", now.as_secs(), now.subsec_nanos()));
+        let file = File::create(&path).map_err(Error::io(&path))?;
+        let mut log = Self { file, path };
+        log.record(&[event(0), bytes_field(3, b"brain.Event:2")].concat())?;
+        log.record(&[event(step + 1), bytes_field(7, &varint_field(1, START))].concat())?;
+        Ok(log)
+    }
+
+    /// Appends the numbers of these metrics under their names in the metrics file. They have left the process when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
+        let values = serde_json::to_value(metrics).map_err(|e| Error::data(&self.path, e.to_string()))?;
+        let scalars = values.as_object().into_iter().flatten().filter(|(name, _)| *name != "step");
+        let summary: Vec<u8> = scalars
+            .filter_map(|(name, value)| Some((name, value.as_f64()?)))
+            .flat_map(|(name, value)| {
+                let value = float_field(2, value as f32);
+                bytes_field(1, &[bytes_field(1, name.as_bytes()), value].concat())
+            })
+            .collect();
+        self.record(&[event(metrics.step), bytes_field(5, &summary)].concat())
+    }
+
+    /// Length, its checksum, the message, its checksum.
+    fn record(&mut self, message: &[u8]) -> Result<()> {
+        let len = (message.len() as u64).to_le_bytes();
+        let record = [&len[..], &masked_crc(&len).to_le_bytes(), message, &masked_crc(message).to_le_bytes()];
+        self.file.write_all(&record.concat()).map_err(Error::io(&self.path))
+    }
+}
+
+/// Event files of a run that was begun here before and never came to a checkpoint.
+fn remove_older(dir: &Path) -> Result<()> {
+    for entry in fs::read_dir(dir).map_err(Error::io(dir))?.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("events.out.tfevents.") && name.ends_with(".nibble") {
+            fs::remove_file(entry.path()).map_err(Error::io(&entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
+/// The fields that every event has.
+fn event(step: u64) -> Vec<u8> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let mut out = vec![tag(1, 1)];
+    out.extend(now.as_secs_f64().to_le_bytes());
+    out.extend(varint_field(2, step));
+    out
+}
+
+/// A field's number and wire type. Numbers here are below 16: one byte.
+fn tag(field: u8, wire_type: u8) -> u8 {
+    field << 3 | wire_type
+}
+
+fn varint(mut value: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+    out
+}
+
+fn varint_field(field: u8, value: u64) -> Vec<u8> {
+    [vec![tag(field, 0)], varint(value)].concat()
+}
+
+fn bytes_field(field: u8, bytes: &[u8]) -> Vec<u8> {
+    [&[tag(field, 2)], &varint(bytes.len() as u64)[..], bytes].concat()
+}
+
+fn float_field(field: u8, value: f32) -> Vec<u8> {
+    [&[tag(field, 5)], &value.to_le_bytes()[..]].concat()
+}
+
+/// CRC-32C, rotated and shifted, as TensorFlow's records have it.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// Castagnoli's polynomial, reflected; bit by bit, which is fast enough for a few hundred bytes a step.
+fn crc32c(bytes: &[u8]) -> u32 {
+    const POLYNOMIAL: u32 = 0x82f6_3b78;
+    let step = |crc: u32| if crc & 1 == 1 { crc >> 1 ^ POLYNOMIAL } else { crc >> 1 };
+    !bytes.iter().fold(!0, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), |crc, _| step(crc)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_those_of_the_standard() {
+        // RFC 3720, B.4.
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!([varint(1), varint(300)], [vec![1], vec![0xac, 2]]);
+    }
+
+    /// The messages of a file, each checked against its checksums.
+    fn messages(bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut rest = bytes;
+        let mut out = Vec::new();
+        while !rest.is_empty() {
+            let (len, after) = rest.split_at(8);
+            let (len_crc, after) = after.split_at(4);
+            assert_eq!(len_crc, masked_crc(len).to_le_bytes());
+            let (message, after) = after.split_at(u64::from_le_bytes(len.try_into().unwrap()) as usize);
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, masked_crc(message).to_le_bytes());
+            out.push(message.to_vec());
+            rest = after;
+        }
+        out
+    }
+
+    fn files(dir: &Path) -> Vec<PathBuf> {
+        let mut paths: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
+        paths.sort();
+        paths
+    }
+
+    #[test]
+    fn a_file_holds_every_number_of_the_metrics_but_those_that_are_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = EventLog::create(dir.path(), 0).unwrap();
+        let other = [("lost".to_owned(), f64::NAN), ("kept".to_owned(), 0.25)].into();
+        log.write(&Metrics { step: 300, loss: Some(4.5), other, ..Metrics::default() }).unwrap();
+        let events = messages(&fs::read(&files(dir.path())[0]).unwrap());
+        assert_eq!(events.len(), 3);
+        assert!(events[0].ends_with(b"brain.Event:2"));
+        assert!(events[1].ends_with(&[2 << 3, 1, 7 << 3 | 2, 2, 1 << 3, 1]), "{:?}", events[1]);
+        // After the wall time: the step, and a summary of two values.
+        let loss = [b"\x0a\x1c".as_slice(), b"loss_metrics/global_avg_loss", b"\x15", &4.5f32.to_le_bytes()];
+        let kept = [b"\x0a\x04".as_slice(), b"kept", b"\x15", &0.25f32.to_le_bytes()];
+        let values = [loss.concat(), kept.concat()];
+        let mut summary: Vec<Vec<u8>> = values.iter().map(|value| bytes_field(1, value)).collect();
+        let found = &events[2][9..];
+        assert!(found.starts_with(&[2 << 3, 0xac, 2, 5 << 3 | 2]), "{found:?}");
+        let found = &found[5..];
+        if found != summary.concat() {
+            summary.reverse();
+        }
+        assert_eq!(found, summary.concat());
+    }
+
+    #[test]
+    fn a_resumed_run_adds_a_file_and_a_new_one_replaces_all() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("events.out.tfevents.1.other"), b"not ours").unwrap();
+        EventLog::create(dir.path(), 0).unwrap();
+        EventLog::create(dir.path(), 7).unwrap();
+        let after = files(dir.path());
+        assert_eq!(after.len(), 3);
+        // What the resumed run will write again begins with step 8.
+        let second = messages(&fs::read(&after[2]).unwrap());
+        assert_eq!(second[1][9..11], [2 << 3, 8]);
+        EventLog::create(dir.path(), 0).unwrap();
+        assert_eq!(files(dir.path()).len(), 2);
+    }
+}
