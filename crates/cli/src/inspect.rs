@@ -1,11 +1,9 @@
 //! `nibble inspect`: one training step laid open in a file, for comparison with another implementation.
 
 use crate::console::{bytes, say};
-use crate::env::Env;
+use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::{Error, Result};
-use crate::ranks;
 use crate::train::RecipeArg;
-use nibble_core::{Comm, Kernels};
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use std::path::{Path, PathBuf};
@@ -28,26 +26,38 @@ pub struct Args {
     overrides: Vec<String>,
     #[command(flatten)]
     recipe: RecipeArg,
+    #[command(flatten)]
+    device: DeviceArg,
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let env = Env::read()?;
-    let config = Config::load(&args.config, &args.recipe.after(args.overrides))?;
-    ranks::on_ranks(&env, &config.run, |b, comm| inspect(b, comm, &config, &args.out))
+    let overrides = args.device.after(args.recipe.after(args.overrides));
+    let config = Config::load(&args.config, &overrides)?;
+    device::run(&config.run, &Inspect { config: &config, out: &args.out })
 }
 
-fn inspect<B: Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, out: &Path) -> Result<()> {
-    let trainer = Trainer::new(b, comm, config)?;
-    let model = trainer.config_json();
-    let seen = trainer.inspect()?;
-    seen.write(out)?;
-    let beside = out.with_extension("json");
-    std::fs::write(&beside, model).map_err(Error::io(&beside))?;
-    let size = seen.shapes().map(|(_, shape)| 4 * shape.iter().product::<usize>() as u64).sum();
-    say!("{}: {} tensors, {}", out.display(), seen.shapes().count(), bytes(size));
-    say!("{}: the model's sizes", beside.display());
-    Ok(())
+struct Inspect<'a> {
+    config: &'a Config,
+    out: &'a Path,
+}
+
+impl Work for Inspect<'_> {
+    type Out = ();
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+        on.announce();
+        let trainer = Trainer::new(on.b, on.comm, self.config)?;
+        let model = trainer.config_json();
+        let seen = trainer.inspect()?;
+        seen.write(self.out)?;
+        let beside = self.out.with_extension("json");
+        std::fs::write(&beside, model).map_err(Error::io(&beside))?;
+        let size = seen.shapes().map(|(_, shape)| 4 * shape.iter().product::<usize>() as u64).sum();
+        say!("{}: {} tensors, {}", self.out.display(), seen.shapes().count(), bytes(size));
+        say!("{}: the model's sizes", beside.display());
+        Ok(())
+    }
 }

@@ -39,7 +39,7 @@ impl Meter {
     }
 
     /// Does the work, which should take a second, and says what was seen.
-    pub(crate) fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
+    pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let looking = scope.spawn(|| {

@@ -8,6 +8,7 @@ mod gpu;
 mod kernels;
 mod ops;
 mod step;
+mod timeline;
 
 use crate::error::{Error, Result};
 use serde_json::json;

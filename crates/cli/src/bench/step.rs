@@ -1,6 +1,6 @@
 //! Training steps beside the floor, and where their time goes.
 
-use super::median;
+use super::timeline::Timeline;
 use crate::console::{bytes, say, thousands};
 use crate::device::{self, Device, DeviceArg, On, OpTime, Work};
 use crate::error::Result;
@@ -34,6 +34,9 @@ pub struct Args {
     /// Steps measured under each recipe, after two that are not.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
+    /// Seconds of steps before those that are measured: a GPU is clocked lower once it is warm.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    warm_up: f64,
     #[command(flatten)]
     device: DeviceArg,
 }
@@ -44,7 +47,8 @@ const STEPS: usize = 8;
 impl Default for Args {
     fn default() -> Self {
         let (overrides, recipes) = (Vec::new(), Vec::new());
-        Self { config: CONFIG.into(), overrides, recipes, steps: STEPS, device: DeviceArg::default() }
+        let device = DeviceArg::default();
+        Self { config: CONFIG.into(), overrides, recipes, steps: STEPS, warm_up: 0.0, device }
     }
 }
 
@@ -85,8 +89,7 @@ impl Work for Steps<'_> {
             }
             None => say!("{}; its peak is not known", on.describe()),
         }
-        let steps = args.steps.max(1);
-        let measured = configs.iter().map(|config| one(on.b, config, steps, *flops, rates));
+        let measured = configs.iter().map(|config| one(on.b, config, args, *flops, rates));
         let measured: Vec<Value> = measured.collect::<Result<_>>()?;
         Ok(json!({
             "config": args.config, "backend": on.b.name(), "flops": flops,
@@ -96,26 +99,24 @@ impl Work for Steps<'_> {
 }
 
 /// One recipe: prints its line and its profile.
-fn one<B: Device>(
-    b: &B,
-    config: &Config,
-    steps: usize,
-    flops: f64,
-    rates: Option<[f64; 2]>,
-) -> Result<Value> {
+fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option<[f64; 2]>) -> Result<Value> {
     let mut trainer = Trainer::new(b, &SoloComm, config)?;
-    for _ in 0..2 {
-        trainer.train_step()?;
+    // The first step is recorded, where the backend can.
+    let (first, launched) = b.logged(|| Ok(trainer.train_step()))?;
+    first?;
+    trainer.train_step()?;
+    let warm = Instant::now();
+    while warm.elapsed().as_secs_f64() < args.warm_up {
+        pass(&mut trainer, 1)?;
     }
+    let steps = args.steps.max(1);
     let before = b.traffic();
-    let mut seconds = Vec::with_capacity(steps);
-    for _ in 0..steps {
-        let start = Instant::now();
-        trainer.train_step()?;
-        seconds.push(start.elapsed().as_secs_f64());
-    }
+    let (seconds, draw) = match b.meter() {
+        Some(meter) => meter.during(|| pass(&mut trainer, steps)),
+        None => (pass(&mut trainer, steps), None),
+    };
     let traffic = b.traffic() - before;
-    let step = median(seconds);
+    let step = seconds? / steps as f64;
     let floor = rates.map(|[f32, bf16]| match trainer.recipe().activations {
         DType::F32 => flops / f32,
         DType::Bf16 => flops / bf16,
@@ -125,7 +126,8 @@ fn one<B: Device>(
     let beside = floor.map_or(String::new(), |floor| {
         format!("; floor {:.2} ms: {:.1} % of the peak", 1e3 * floor, 100.0 * floor / step)
     });
-    say!("{name:<14} {:>9} tokens/s  {:>8.2} ms a step{beside}", thousands(tps as u64), 1e3 * step);
+    let drawn = draw.map_or(String::new(), |draw| format!("; {:.0} W, {} MHz", draw.watts, draw.sm_mhz));
+    say!("{name:<14} {:>9} tokens/s  {:>8.2} ms a step{beside}{drawn}", thousands(tps as u64), 1e3 * step);
     let each = |count: u64| count as f64 / steps as f64;
     say!(
         "    a step: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
@@ -137,13 +139,38 @@ fn one<B: Device>(
         each(traffic.copies_on_write)
     );
     let memory = memory(&mut trainer)?;
-    let (ops, profiled) = profile(b, &mut trainer)?;
+    let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
+        Ok(Some((done, spans))) => done.map(|_| Timeline::of(&spans))?.tell(),
+        Ok(None) => Value::Null,
+        Err(why) => {
+            say!("    no timeline: {why}");
+            Value::Null
+        }
+    };
+    let (ops, profiled) = match timeline {
+        Value::Null => profile(b, &mut trainer)?,
+        _ => (Vec::new(), 0.0),
+    };
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
         "waits": each(traffic.waits), "copies_on_write": each(traffic.copies_on_write), "memory": memory, "profile": ops,
-        "profiled_seconds": profiled,
+        "profiled_seconds": profiled, "timeline": timeline,
+        "watts": draw.map(|draw| draw.watts), "sm_mhz": draw.map(|draw| draw.sm_mhz),
     }))
+}
+
+/// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.
+fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
+    let start = Instant::now();
+    for _ in 0..steps {
+        trainer.issue_step()?;
+        if trainer.unread() > 1 {
+            trainer.settle()?;
+        }
+    }
+    while trainer.settle()?.is_some() {}
+    Ok(start.elapsed().as_secs_f64())
 }
 
 /// Where the time of a step goes that is issued operation by operation, as a recording does not tell; and its seconds.

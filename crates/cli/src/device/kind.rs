@@ -3,8 +3,9 @@
 use nibble_core::{Kernels, Result};
 use nibble_cpu::Cpu;
 use nibble_cpu::gemm::peak::{Dot, measure};
-use nibble_cuda::Cuda;
 use nibble_cuda::power::Meter;
+use nibble_cuda::timeline::Span;
+use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -29,6 +30,22 @@ pub trait Device: Kernels {
     /// # Errors
     /// What `work` returns.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
+
+    /// Runs `work` and says which kernels it launched or recorded; none on a CPU.
+    ///
+    /// # Errors
+    /// What `work` returns.
+    fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)>;
+
+    /// Runs `work`, which replays those launches, and says what the device did and when; none where nothing can say.
+    ///
+    /// # Errors
+    /// What `work` returns; where the library that tells cannot be used.
+    fn traced<R>(
+        &self,
+        launched: &[Launched],
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<Option<(R, Vec<Span>)>>;
 }
 
 impl Device for Cpu {
@@ -50,6 +67,14 @@ impl Device for Cpu {
         let result = work()?;
         let times = self.take_profile().into_iter();
         Ok((result, times.map(|(op, t)| OpTime { op, calls: t.calls, time: t.time }).collect()))
+    }
+
+    fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)> {
+        Ok((work()?, Vec::new()))
+    }
+
+    fn traced<R>(&self, _: &[Launched], _: impl FnOnce() -> Result<R>) -> Result<Option<(R, Vec<Span>)>> {
+        Ok(None)
     }
 }
 
@@ -79,6 +104,18 @@ impl Device for Cuda {
         let mut times: Vec<OpTime> = sums.into_values().collect();
         times.sort_by_key(|t| std::cmp::Reverse(t.time));
         Ok((result, times))
+    }
+
+    fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)> {
+        Self::logged(self, work)
+    }
+
+    fn traced<R>(
+        &self,
+        launched: &[Launched],
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<Option<(R, Vec<Span>)>> {
+        Self::traced(self, launched, work).map(Some)
     }
 }
 

@@ -68,7 +68,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.require_settled("inspect")?;
         self.make_buffers()?;
         let mut seen = Inspection::default();
-        let batch = self.setup.batch(0)?;
+        let batch = self.setup.plan()?.batch(self.setup.step, 0);
         let as_floats = |ids: &[i32]| ids.iter().map(|&id| id as f32).collect();
         let shape = [batch.sequences, batch.seq_len];
         seen.push("ids", &shape, as_floats(&batch.inputs));
@@ -86,7 +86,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let Self { setup, model, buffers: Some(buffers), activations, .. } = &mut self else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(setup, 0.0)?;
+        buffers.write_inputs(setup, 0.0, &[batch])?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(setup, model, buffers, None)?;
             step.first_micro_batch()?;
