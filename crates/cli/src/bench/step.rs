@@ -1,6 +1,6 @@
 //! Training steps beside the floor, and where their time goes.
 
-use super::median;
+use super::{median, recompute};
 use crate::console::{bytes, say, thousands};
 use crate::device::{self, Device, DeviceArg, On, OpTime, Work};
 use crate::error::Result;
@@ -18,6 +18,7 @@ use std::time::Instant;
     measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
+    nibble bench step --recipe bf16 --recompute\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
 )]
@@ -34,6 +35,9 @@ pub struct Args {
     /// Steps measured under each recipe, after two that are not.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
+    /// What each scope of train.recompute saves and costs, instead of where the time goes.
+    #[arg(long)]
+    recompute: bool,
     #[command(flatten)]
     device: DeviceArg,
 }
@@ -44,7 +48,8 @@ const STEPS: usize = 8;
 impl Default for Args {
     fn default() -> Self {
         let (overrides, recipes) = (Vec::new(), Vec::new());
-        Self { config: CONFIG.into(), overrides, recipes, steps: STEPS, device: DeviceArg::default() }
+        let device = DeviceArg::default();
+        Self { config: CONFIG.into(), overrides, recipes, steps: STEPS, recompute: false, device }
     }
 }
 
@@ -86,7 +91,10 @@ impl Work for Steps<'_> {
             None => say!("{}; its peak is not known", on.describe()),
         }
         let steps = args.steps.max(1);
-        let measured = configs.iter().map(|config| one(on.b, config, steps, *flops, rates));
+        let measured = configs.iter().map(|config| match args.recompute {
+            true => recompute::run(on.b, config, steps),
+            false => one(on.b, config, steps, *flops, rates),
+        });
         let measured: Vec<Value> = measured.collect::<Result<_>>()?;
         Ok(json!({
             "config": args.config, "backend": on.b.name(), "flops": flops,
