@@ -164,9 +164,14 @@ impl Conversion {
                 let h = if saved { Operand::Block(mxfp4.clone()) } else { Operand::Plain(x.clone()) };
                 let to = |planes| rule.map_or(Emit::Plain(DType::Bf16), |rule| emit(rule, planes));
                 let (dh, a) = (to(Planes::Both), to(Planes::Cols));
-                let grads = SwigluBackward { h: &h, da, weight: Some(weight), groups: None, dh, a }.run(b)?;
+                let grads = SwigluBackward { h: &h, da, weight: Some(weight), groups: None, dh, a: Some(a) }
+                    .run(b)?;
                 let grad = std::iter::once(Plane::F32(grads.dweight));
-                Ok(emitted(grads.dh).into_iter().chain(emitted(grads.a)).chain(grad).collect())
+                Ok(emitted(grads.dh)
+                    .into_iter()
+                    .chain(grads.a.into_iter().flat_map(emitted))
+                    .chain(grad)
+                    .collect())
             }
         }
     }

@@ -163,11 +163,23 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         }
     }
 
-    /// Does again what has been counted before: its counts are dropped.
-    pub fn uncounted<R>(&self, again: impl FnOnce() -> Result<R>) -> Result<R> {
+    /// Does again, in the backward pass, what the forward pass has done: its counts are dropped.
+    pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
-        let done = again();
+        let noted = self.trace.map_or(0, |trace| trace.borrow().len());
+        let done = work();
         self.counted.borrow_mut().truncate(waiting);
+        if let Some(trace) = self.trace {
+            trace.borrow_mut().iter_mut().skip(noted).for_each(|event| event.pass = Pass::Backward);
+        }
+        done
+    }
+
+    /// Does once what `rows` rows would each have done for themselves: it counts as often.
+    pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let waiting = self.counted.borrow().waiting();
+        let done = work();
+        self.counted.borrow_mut().repeat(waiting, rows);
         done
     }
 

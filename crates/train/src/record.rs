@@ -107,6 +107,12 @@ impl<B: Backend> Counted<B> {
         self.waiting.truncate(waiting);
     }
 
+    /// Keeps the counts after the first so many `times` times.
+    pub fn repeat(&mut self, waiting: usize, times: usize) {
+        let counts = self.waiting.split_off(waiting);
+        self.waiting.extend(std::iter::repeat_n(counts, times).flatten());
+    }
+
     /// Takes the counts that wait, as entries of a table, all of which lie in it.
     ///
     /// # Errors

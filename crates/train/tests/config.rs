@@ -132,10 +132,6 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         ("[train]\nshards = 3\n", "run.toml:2: `train.shards`: is 3, expected a power of two"),
         ("[run]\nranks = 3\n", "run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
-        (
-            "[model]\nremake_expert_input = true\n[run]\nranks = 2\n",
-            "run.toml:2: `model.remake_expert_input`: is true, but run.ranks = 2",
-        ),
         ("[train]\nlr = 0\n", "run.toml:2: `train.lr`: is 0"),
         ("[train]\nlr = nan\n", "run.toml:2: `train.lr`: is NaN"),
         ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1, more than train.lr = 0.003"),
@@ -151,6 +147,28 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
     // An override is at fault, not the line that it replaced.
     let got = complaint("[model]\ntop_k = 2\n", &["model.top_k=99"]);
     assert!(got.starts_with("`model.top_k`: is 99"), "{got}");
+}
+
+#[test]
+fn scopes_of_recomputation_are_read_and_checked() -> Outcome {
+    use nibble_train::recompute::Scope;
+    assert_eq!(Config::default().train.recompute, [Scope::Norms, Scope::Swiglu]);
+    let of = |list: &str| Config::load("tiny", &overrides(&[&format!("train.recompute={list}")]));
+    assert_eq!(of("[]")?.train.recompute, []);
+    let all: Vec<&str> = Scope::ALL.into_iter().map(Scope::name).collect();
+    assert_eq!(of(&format!("{all:?}"))?.train.recompute, Scope::ALL);
+    // It changes no number: a run may go on with another.
+    assert!(of("[\"layers\"]")?.changes_since(&of("[]")?)?.is_empty());
+
+    let got = complaint("[train]\nrecompute = [\"norms\", \"expertinput\"]\n", &[]);
+    assert!(got.starts_with("run.toml:2: `train.recompute`: unknown variant `expertinput`"), "{got}");
+    assert!(got.ends_with("did you mean `expert_input`?"), "{got}");
+    let got = complaint("[model]\nremake_expert_input = true\n", &[]);
+    assert!(
+        got.starts_with("run.toml:2: `model.remake_expert_input`: is now a scope of train.recompute"),
+        "{got}"
+    );
+    Ok(())
 }
 
 #[test]

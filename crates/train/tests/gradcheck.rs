@@ -21,7 +21,7 @@ use nibble_train::config::ModelConfig;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder};
-use nibble_train::moe::{Moe, MoeSaved, MoeShape};
+use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use rig::{SOLO, cx, matrix, normals};
 
@@ -217,8 +217,8 @@ fn dense_feed_forward_layer() {
 }
 
 /// What a mixture's router adds to the loss: factor · mean over shards.
-fn router_losses(cx: &Cx<'_, Cpu>, saved: &MoeSaved<Cpu>, shape: &MoeShape) -> f64 {
-    let losses = saved.losses().as_slice();
+fn router_losses(cx: &Cx<'_, Cpu>, routed: &Routed<Cpu>, shape: &MoeShape) -> f64 {
+    let losses = routed.losses.as_slice();
     let shards = (losses.len() / 2 * cx.micro_batches) as f64;
     let one = |pair: &[f32]| {
         f64::from(shape.aux_coef) * f64::from(pair[0]) + f64::from(shape.z_coef) * f64::from(pair[1])
@@ -264,7 +264,7 @@ fn mixture_of_experts_with_its_losses() {
             };
             assert_eq!(set(now.as_slice()), set(&chosen), "the differences stay within one routing");
             let (y, saved) = layer.forward(cx, x).unwrap();
-            weighted(cx, &y) + router_losses(cx, &saved, &layer.router.shape)
+            weighted(cx, &y) + router_losses(cx, &saved.routed(), &layer.router.shape)
         };
         let backward = |layer: &mut Moe<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
             let (_, saved) = layer.forward(cx, x).unwrap();
@@ -321,7 +321,7 @@ fn decoder_layer_with_and_without_a_shared_expert() {
         let layer = decoder(&cpu, &recipe, true, shared_ffn).blocks.remove(0);
         let loss = |layer: &Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
             let (y, saved) = layer.forward(cx, x.clone()).unwrap();
-            weighted(cx, &y) + router_losses(cx, &saved.moe, &layer.moe.router.shape)
+            weighted(cx, &y) + router_losses(cx, &saved.routed, &layer.moe.router.shape)
         };
         let backward = |layer: &mut Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
             let (y, saved) = layer.forward(cx, x.clone()).unwrap();
@@ -368,7 +368,7 @@ fn decoder_loss(
     out.verify_ids(cx.b, "gradcheck", 13).unwrap();
     let nats: f64 = out.shard_nats.as_slice().iter().sum();
     let shape = decoder.blocks[0].moe.router.shape;
-    let extra: f64 = saved.blocks.iter().map(|b| router_losses(cx, &b.moe, &shape)).sum();
+    let extra: f64 = saved.blocks.iter().map(|b| router_losses(cx, &b.routed, &shape)).sum();
     if backward {
         decoder.backward(cx, saved).unwrap();
     }

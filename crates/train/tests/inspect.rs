@@ -8,8 +8,9 @@ use rig::{SOLO, small};
 
 #[test]
 fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
-    for recipe in ["f32", "mxfp4-hopper"] {
-        let config = small(recipe, &["train.grad_accum=1"]);
+    let (as_ever, again) = ("train.grad_accum=1", "train.recompute=['layers']");
+    for (recipe, change) in [("f32", as_ever), ("mxfp4-hopper", as_ever), ("bf16", again)] {
+        let config = small(recipe, &[change]);
         let cpu = Cpu::new(1).unwrap();
         let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
         let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();

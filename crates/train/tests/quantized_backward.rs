@@ -319,11 +319,11 @@ fn experts_backward(
 
     let swiglu = |dh: Emit, a: Emit| {
         let weight = Some(&plan.gate_r);
-        SwigluBackward { h: saved_h, da: &da, weight, groups: Some(groups), dh, a }.run(cpu).unwrap()
+        SwigluBackward { h: saved_h, da: &da, weight, groups: Some(groups), dh, a: Some(a) }.run(cpu).unwrap()
     };
     let exact = swiglu(Emit::Plain(DType::F32), Emit::Plain(DType::F32));
     let plain = |x: Emitted<Cpu>| x.take_rows("f32").unwrap().plain("f32").unwrap().clone();
-    let (dh_exact, a_exact) = (plain(exact.dh), plain(exact.a));
+    let (dh_exact, a_exact) = (plain(exact.dh), plain(exact.a.unwrap()));
     let gate = plan.gate_r.as_slice();
     let (dh, a, dgate) = swiglu_backward(&Mat::of(cpu, saved_h), &Mat::tensor(cpu, &da), gate);
     assert_exact(&format!("{name}: dh"), &values(cpu, &dh_exact), &dh);
@@ -340,7 +340,7 @@ fn experts_backward(
     let dh_cols = written.dh.take_cols("dh").unwrap();
     let dh_cols =
         assert_written(cpu, &format!("{name}: dh cols"), &dh_cols, &dh_exact, at(Site::WgradDy), groups);
-    let a_cols = written.a.take_cols("a").unwrap();
+    let a_cols = written.a.unwrap().take_cols("a").unwrap();
     let a_cols = assert_written(cpu, &format!("{name}: a cols"), &a_cols, &a_exact, at(Site::WgradX), groups);
 
     let w = experts.gate_up.wt().unwrap();

@@ -7,6 +7,7 @@ mod gemm;
 mod gpu;
 mod kernels;
 mod ops;
+mod recompute;
 mod step;
 mod timeline;
 

@@ -183,7 +183,9 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     let (dh, a, groups) = (block(Planes::Both), block(Planes::Cols), map.groups);
     let bytes = saved.bytes() + da.bytes() + 5 * half;
     cases.push(case("swiglu backward → e4m3, three planes", bytes, move |b| {
-        SwigluBackward { h: &saved, da: &da, weight: None, groups: Some(&groups), dh, a }.run(b).map(drop)
+        SwigluBackward { h: &saved, da: &da, weight: None, groups: Some(&groups), dh, a: Some(a) }
+            .run(b)
+            .map(drop)
     }));
     Ok(cases)
 }

@@ -1,5 +1,6 @@
 //! Training steps beside the floor, and where their time goes.
 
+use super::recompute;
 use super::timeline::Timeline;
 use crate::console::{bytes, say, thousands};
 use crate::device::{self, Device, DeviceArg, On, OpTime, Work};
@@ -18,6 +19,7 @@ use std::time::Instant;
     measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
+    nibble bench step --recipe bf16 --recompute\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
 )]
@@ -37,6 +39,9 @@ pub struct Args {
     /// Seconds of steps before those that are measured: a GPU is clocked lower once it is warm.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     warm_up: f64,
+    /// What each scope of train.recompute saves and costs, instead of where the time goes.
+    #[arg(long)]
+    recompute: bool,
     #[command(flatten)]
     device: DeviceArg,
 }
@@ -48,7 +53,8 @@ impl Default for Args {
     fn default() -> Self {
         let (overrides, recipes) = (Vec::new(), Vec::new());
         let device = DeviceArg::default();
-        Self { config: CONFIG.into(), overrides, recipes, steps: STEPS, warm_up: 0.0, device }
+        let (steps, warm_up) = (STEPS, 0.0);
+        Self { config: CONFIG.into(), overrides, recipes, steps, warm_up, recompute: false, device }
     }
 }
 
@@ -89,7 +95,10 @@ impl Work for Steps<'_> {
             }
             None => say!("{}; its peak is not known", on.describe()),
         }
-        let measured = configs.iter().map(|config| one(on.b, config, args, *flops, rates));
+        let measured = configs.iter().map(|config| match args.recompute {
+            true => recompute::run(on.b, config, args.steps.max(1)),
+            false => one(on.b, config, args, *flops, rates),
+        });
         let measured: Vec<Value> = measured.collect::<Result<_>>()?;
         Ok(json!({
             "config": args.config, "backend": on.b.name(), "flops": flops,

@@ -76,7 +76,7 @@ impl<B: Backend> Swiglu<'_, B> {
     }
 }
 
-/// The backward pass of [`Swiglu`], with `a` made again from h: one kernel writes dh, `a` and the gate weight's
+/// The backward pass of [`Swiglu`], with `a` made again from h if asked for: one kernel writes dh, `a` and the gate weight's
 /// gradient.
 ///
 /// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
@@ -98,8 +98,8 @@ pub struct SwigluBackward<'a, B: Backend> {
     pub groups: Option<&'a Groups<B>>,
     /// The form of dh.
     pub dh: Emit,
-    /// The form of `a`, for the second product's wgrad.
-    pub a: Emit,
+    /// The form of `a`, for the second product's wgrad; none if it is not wanted.
+    pub a: Option<Emit>,
 }
 
 /// The result of [`SwigluBackward`].
@@ -107,8 +107,8 @@ pub struct SwigluBackward<'a, B: Backend> {
 pub struct SwigluGrads<B: Backend> {
     /// `[r, 2f]`.
     pub dh: Emitted<B>,
-    /// `[r, f]`.
-    pub a: Emitted<B>,
+    /// `[r, f]`, if asked for.
+    pub a: Option<Emitted<B>>,
     /// Gradient of each row's gate weight; 0 on padding. `r` values.
     pub dweight: B::Buf<f32>,
 }
@@ -129,7 +129,9 @@ impl<B: Backend> SwigluBackward<'_, B> {
         }
         expect_eq(OP, "shape of da", self.da.shape(), (self.h.rows(), self.h.cols() / 2))?;
         check_emit(OP, "columns of dh", &self.dh, self.h.cols())?;
-        check_emit(OP, "columns of a", &self.a, self.h.cols() / 2)?;
+        if let Some(a) = &self.a {
+            check_emit(OP, "columns of a", a, self.h.cols() / 2)?;
+        }
         check_group_rows(OP, self.groups, self.h.rows())?;
         match self.weight {
             Some(w) => expect_eq(OP, "weight.len()", B::len(w), self.h.rows()),

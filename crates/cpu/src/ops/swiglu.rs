@@ -34,7 +34,8 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
             return Err(Error::shape(OP, "h.axis", h.axis, "row"));
         }
     }
-    let block = check_emits(OP, &[op.dh, op.a], op.da.rows, op.groups)?;
+    let emits: Vec<Emit> = [op.dh].into_iter().chain(op.a).collect();
+    let block = check_emits(OP, &emits, op.da.rows, op.groups)?;
     let spans = Spans::new(OP, op.da.rows, op.groups, block)?;
     match cpu.path() {
         Path::Scalar => spec::backward(cpu, &op, &spans),

@@ -34,10 +34,21 @@ pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Resu
     {
         return Err(Error::shape(OP, "h.axis", h.axis, "row"));
     }
-    match Fused::choose(&op, cuda.device().info().num_sms) {
-        Some(fused) => fused.run(cuda, &op),
-        None => by_way_of_plain(cuda, &op),
-    }
+    let to = a_form(&op);
+    let made = match Fused::choose(&op, to, cuda.device().info().num_sms) {
+        Some(fused) => fused.run(cuda, &op)?,
+        None => by_way_of_plain(cuda, &op, to)?,
+    };
+    Ok(SwigluGrads { a: made.a.filter(|_| op.a.is_some()), ..made })
+}
+
+/// In what form the kernels write `a`: they always do, and where it is not wanted it is dropped.
+fn a_form(op: &SwigluBackward<'_, Cuda>) -> Emit {
+    op.a.unwrap_or(match op.dh {
+        Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
+        Emit::Block { .. } => Emit::Plain(DType::Bf16),
+        plain @ Emit::Plain(_) => plain,
+    })
 }
 
 /// The instances built for it.
@@ -112,7 +123,7 @@ struct Fused {
 
 impl Fused {
     /// Where the kernel takes all of the operation.
-    fn choose(op: &SwigluBackward<'_, Cuda>, num_sms: u32) -> Option<Self> {
+    fn choose(op: &SwigluBackward<'_, Cuda>, a: Emit, num_sms: u32) -> Option<Self> {
         let Emit::Block { codec, planes: Planes::Both } = op.dh else { return None };
         let (rows, f) = (op.da.rows, op.da.cols);
         let source = match op.h {
@@ -124,7 +135,7 @@ impl Fused {
             }
             _ => return None,
         };
-        let same = op.a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
+        let same = a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
         let capacity = tiled_capacity(rows, op.groups)?;
         let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, 2 * capacity, f).is_ok();
         if !(same && fits && op.da.dtype() == DType::Bf16) {
@@ -189,7 +200,7 @@ impl Fused {
         let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane)));
         Ok(SwigluGrads {
             dh: emitted(dh_rows, dh_cols, dh_counts),
-            a: emitted(None, a, a_counts),
+            a: Some(emitted(None, a, a_counts)),
             dweight: Buf::new(add_parts(device, &parts, rows, f / TILE)?),
         })
     }
@@ -240,7 +251,7 @@ const fn plain_shared_bytes(bf16: bool) -> usize {
 }
 
 /// Any form: plain h, plain dh and `a`, then what is to be quantized.
-fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>, to: Emit) -> Result<SwigluGrads<Cuda>> {
     let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
     let decoded;
     let h = match op.h {
@@ -251,7 +262,7 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluG
         }
     };
     let dh = unwritten_plain(device, plain_form(op.dh), rows, 2 * f)?;
-    let a = unwritten_plain(device, plain_form(op.a), rows, f)?;
+    let a = unwritten_plain(device, plain_form(to), rows, f)?;
     let dweight = device.alloc::<f32>(rows)?;
     if rows > 0 {
         check_size(OP, rows, f)?;
@@ -274,7 +285,7 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluG
     }
     Ok(SwigluGrads {
         dh: emit(cuda, dh, op.dh, op.groups)?,
-        a: emit(cuda, a, op.a, op.groups)?,
+        a: op.a.map(|to| emit(cuda, a, to, op.groups)).transpose()?,
         dweight: Buf::new(dweight),
     })
 }

@@ -9,6 +9,11 @@ use super::preset::{preset, preset_names};
 use super::{Config, RANDOM, SYNTHETIC};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
+use crate::recompute::Scope;
+
+/// Keys there were, and what has become of them.
+const FORMER_KEYS: [(&str, &str); 1] =
+    [("model.remake_expert_input", "is now a scope of train.recompute: add \"expert_input\" to that list")];
 
 /// Where a value stands.
 #[derive(Debug, Clone)]
@@ -84,8 +89,8 @@ impl Config {
     }
 
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
-    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out: they change what is reported and how
-    /// fast, never a weight. A resumed run should refuse when this is not empty.
+    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, and `train.recompute`: they change what is
+    /// reported and how fast, never a weight. A resumed run should refuse when this is not empty.
     ///
     /// # Errors
     /// As [`Config::resolved_toml`].
@@ -97,7 +102,7 @@ impl Config {
             Ok::<_, Error>(flat)
         };
         let (now, before) = (leaves(self)?, leaves(earlier)?);
-        let reported_only = ["eval.", "checkpoint.", "run."];
+        let reported_only = ["eval.", "checkpoint.", "run.", "train.recompute"];
         let changes = now
             .iter()
             .filter(|(key, _)| !reported_only.iter().any(|table| key.starts_with(table)))
@@ -187,6 +192,9 @@ fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
 
 /// Whether `key` exists and takes a value like this one, asked of the very types that will hold it.
 fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
+    if let Some((_, why)) = FORMER_KEYS.iter().find(|(former, _)| *former == key) {
+        return Err(Error::config(key, *why));
+    }
     if lookup(known, key).is_none() {
         let mut keys = BTreeMap::new();
         flatten("", known, &mut keys);
@@ -203,7 +211,21 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     let mut alone = Table::new();
     insert(&mut alone, key, value.clone());
     let parsed: Result<Config, toml::de::Error> = Value::Table(alone).try_into();
-    parsed.map(|_| ()).map_err(|error| Error::config(key, error.message().trim().to_owned()))
+    parsed.map(|_| ()).map_err(|error| Error::Config {
+        key: key.to_owned(),
+        file: None,
+        line: None,
+        why: error.message().trim().to_owned(),
+        suggestion: if key == "train.recompute" { misspelt_scope(value) } else { None },
+    })
+}
+
+/// What the first unknown scope of a list was probably meant to be.
+fn misspelt_scope(value: &Value) -> Option<String> {
+    let names = || Scope::ALL.into_iter().map(Scope::name);
+    let words = value.as_array()?.iter().filter_map(Value::as_str);
+    let unknown = words.into_iter().find(|word| !names().any(|name| name == *word))?;
+    closest(unknown, names())
 }
 
 /// Adds file and line to a configuration error whose key a file has set.

@@ -19,6 +19,7 @@ mod validate;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::DType;
 
@@ -100,9 +101,6 @@ pub struct ModelConfig {
     pub aux_loss_coef: f64,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
-    /// Make the experts' input again in the backward pass instead of keeping a row of it for each expert of a token: the
-    /// same numbers, less memory, a little time. Refused on several ranks; where its rounding is stochastic, it is kept.
-    pub remake_expert_input: bool,
 }
 
 impl Default for ModelConfig {
@@ -124,7 +122,6 @@ impl Default for ModelConfig {
             tie_embeddings: true,
             aux_loss_coef: 0.01,
             z_loss_coef: 0.001,
-            remake_expert_input: false,
         }
     }
 }
@@ -192,6 +189,9 @@ pub struct TrainConfig {
     pub grad_dtype: PlainType,
     /// Type of AdamW's moments: `f32`, or `bf16`, which halves them.
     pub moment_dtype: PlainType,
+    /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`,
+    /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
+    pub recompute: Vec<Scope>,
 }
 
 /// A plain type, as a configuration names it.
@@ -233,6 +233,7 @@ impl Default for TrainConfig {
             clip_norm: 1.0,
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
+            recompute: Scope::DEFAULT.to_vec(),
         }
     }
 }

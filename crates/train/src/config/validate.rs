@@ -121,11 +121,6 @@ impl Config {
                 self.run.device
             )
         })?;
-        require(ranks == 1 || !self.model.remake_expert_input, "model.remake_expert_input", || {
-            format!(
-                "is true, but run.ranks = {ranks}: rows that came from another rank are not there to be made again"
-            )
-        })?;
         // Row and element indices of the random numbers and of the ragged groups are 32-bit.
         let rows = [t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k]
             .iter()

@@ -6,7 +6,7 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
-use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, Rope};
+use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionOut, Rope};
 use nibble_core::recipe::Kind;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
@@ -62,9 +62,11 @@ pub struct Attention<B: Kernels> {
     pub k_norm: Norm<B>,
     /// Shared by all layers.
     pub rope: Tensor<B>,
+    /// Keep normed and rotated queries and keys, instead of making them again in the backward pass.
+    pub keep_heads: bool,
 }
 
-/// What attention keeps. Normed and rotated queries and keys are made again in the backward pass.
+/// What attention keeps.
 #[derive(Debug)]
 pub struct AttentionSaved<B: Kernels> {
     layer: String,
@@ -72,6 +74,8 @@ pub struct AttentionSaved<B: Kernels> {
     x: Operand<B>,
     q_norm: NormSaved<B>,
     k_norm: NormSaved<B>,
+    /// Normed and rotated queries and keys, unless they are made again.
+    heads: Option<[Tensor<B>; 2]>,
     v: Tensor<B>,
     out: Tensor<B>,
     lse: B::Buf<f32>,
@@ -83,6 +87,9 @@ impl<B: Kernels> Saved for AttentionSaved<B> {
         ledger.operand(&self.layer, "x", &self.x);
         self.q_norm.ledger(ledger);
         self.k_norm.ledger(ledger);
+        for (kind, heads) in ["q", "k"].into_iter().zip(self.heads.iter().flatten()) {
+            ledger.tensor(&self.layer, kind, heads);
+        }
         ledger.tensor(&self.layer, "v", &self.v);
         ledger.tensor(&self.layer, "out", &self.out);
         ledger.words::<B, f32>(&self.layer, "lse", &self.lse);
@@ -121,6 +128,7 @@ impl<B: Kernels> Attention<B> {
             k_norm: Norm::new(b, &format!("{name}.k_norm"), shape.head_dim, eps)?,
             shape,
             rope,
+            keep_heads: false,
         })
     }
 
@@ -160,14 +168,9 @@ impl<B: Kernels> Attention<B> {
         let cols = y.rows * y.cols / t;
         self.rotate(cx, &y.reshape(t, cols)?, false)
     }
-}
 
-impl<B: Kernels> Layer<B> for Attention<B> {
-    type In = Tensor<B>;
-    type Out = Tensor<B>;
-    type Saved = AttentionSaved<B>;
-
-    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
+    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
         let groups = cx.training.then_some(&cx.shards.groups);
         let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td, groups)?;
         let Input { fprop, saved: x } = input;
@@ -177,27 +180,40 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         let (q, q_norm) = self.heads(cx, &self.q_norm, q)?;
         let (k, k_norm) = self.heads(cx, &self.k_norm, k)?;
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
-        let attended = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
-        let (y_td, o) = self.o.forward(cx, attended.out.clone())?;
-        let saved = AttentionSaved {
-            layer: self.name.clone(),
-            x,
-            q_norm,
-            k_norm,
-            v,
-            out: attended.out,
-            lse: attended.lse,
-            o,
-        };
-        Ok((y_td, saved))
+        let AttentionOut { out, lse } = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
+        let heads = self.keep_heads.then_some([q, k]);
+        let (o_input, o) = self.o.input(cx, &out)?;
+        let layer = self.name.clone();
+        Ok((o_input, AttentionSaved { layer, x, q_norm, k_norm, heads, v, out, lse, o }))
+    }
+
+    /// What a forward pass keeps, made again.
+    pub fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<AttentionSaved<B>> {
+        Ok(self.attended(cx, x_td)?.1)
+    }
+}
+
+impl<B: Kernels> Layer<B> for Attention<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = AttentionSaved<B>;
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
+        let (out, saved) = self.attended(cx, x_td)?;
+        Ok((self.o.product(cx, &out)?, saved))
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let t = dy_td.rows;
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
         let dout = self.o.backward(cx, saved.o, dy_td)?;
-        let q = self.heads_again(cx, &self.q_norm, &saved.q_norm, t)?;
-        let k = self.heads_again(cx, &self.k_norm, &saved.k_norm, t)?;
+        let [q, k] = match saved.heads {
+            Some(heads) => heads,
+            None => [
+                self.heads_again(cx, &self.q_norm, &saved.q_norm, t)?,
+                self.heads_again(cx, &self.k_norm, &saved.k_norm, t)?,
+            ],
+        };
         let op = AttentionBackward {
             q: &q,
             k: &k,

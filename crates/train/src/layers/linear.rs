@@ -96,6 +96,13 @@ impl<B: LayerKernels> Linear<B> {
         self.weight.prepare(cx, &section)
     }
 
+    /// The forward pass up to its product: what fprop multiplies, and what is kept.
+    pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
+        let groups = cx.training.then_some(&cx.shards.groups);
+        let x = Input::new(cx, self.site(), &self.section(cx), x_tk, groups)?;
+        Ok((x.fprop, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
+    }
+
     /// Y, from an input that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
         Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)
@@ -118,10 +125,8 @@ impl<B: LayerKernels> Layer<B> for Linear<B> {
     type Saved = LinearSaved<B>;
 
     fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
-        let groups = cx.training.then_some(&cx.shards.groups);
-        let x = Input::new(cx, self.site(), &self.section(cx), &x_tk, groups)?;
-        let y_tn = self.product(cx, &x.fprop)?;
-        Ok((y_tn, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
+        let (x, saved) = self.input(cx, &x_tk)?;
+        Ok((self.product(cx, &x)?, saved))
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {

@@ -71,6 +71,24 @@ impl<B: Kernels> Mlp<B> {
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         vec![&mut self.gate_up.weight, &mut self.down.weight]
     }
+
+    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
+        let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
+        let a = Emit::Plain(cx.activations());
+        let saved_h = *self.gate_up.section(cx).at(Site::SavedH);
+        let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
+        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
+        let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
+        let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();
+        let (a, down) = self.down.input(cx, &a_tf)?;
+        Ok((a, MlpSaved { layer: self.name.clone(), gate_up, h, down }))
+    }
+
+    /// What a forward pass keeps, made again.
+    pub fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<MlpSaved<B>> {
+        Ok(self.hidden(cx, x_td)?.1)
+    }
 }
 
 impl<B: Kernels> Layer<B> for Mlp<B> {
@@ -79,21 +97,14 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     type Saved = MlpSaved<B>;
 
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MlpSaved<B>)> {
-        let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
-        let a = Emit::Plain(cx.activations());
-        let saved_h = *self.gate_up.section(cx).at(Site::SavedH);
-        let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
-        let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
-        let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
-        let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();
-        let (y_td, down) = self.down.forward(cx, a_tf)?;
-        Ok((y_td, MlpSaved { layer: self.name.clone(), gate_up, h, down }))
+        let (a, saved) = self.hidden(cx, x_td)?;
+        Ok((self.down.product(cx, &a)?, saved))
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: MlpSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let da = self.down.backward(cx, saved.down, dy_td)?;
         let plain = Emit::Plain(cx.activations());
-        let grads = SwigluBackward { h: &saved.h, da: &da, weight: None, groups: None, dh: plain, a: plain }
+        let grads = SwigluBackward { h: &saved.h, da: &da, weight: None, groups: None, dh: plain, a: None }
             .run(cx.b)?;
         let dh = grads.dh.take_rows("mlp")?.plain("mlp")?.clone();
         self.gate_up.backward(cx, saved.gate_up, dh)

@@ -19,7 +19,8 @@ pub struct Norm<B: Kernels> {
 /// The input and one scalar a row.
 #[derive(Debug)]
 pub struct NormSaved<B: Kernels> {
-    layer: String,
+    /// Of the norm.
+    pub layer: String,
     /// `[t, d]`.
     pub x: Tensor<B>,
     /// 1 / rms of each row.
@@ -39,7 +40,8 @@ impl<B: Kernels> Norm<B> {
         Ok(Self { weight: Param::ones(b, format!("{name}.weight"), d)?, eps })
     }
 
-    fn layer(&self) -> String {
+    /// Its name, `model.layers.3.input_layernorm`.
+    pub fn layer(&self) -> String {
         self.weight.name.trim_end_matches(".weight").to_owned()
     }
 

@@ -1,20 +1,22 @@
 //! A Qwen3-MoE style decoder: RMSNorm → attention → RMSNorm → mixture of experts, each added to the residual stream.
 //! t tokens, d model, v vocabulary.
 
+mod block;
 mod names;
 
+pub use block::{Block, BlockSaved};
 pub use names::Named;
 
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionSaved, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, MlpSaved, Norm,
-    NormSaved, rope_table,
+    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, rope_table,
 };
 use crate::ledger::{Ledger, Saved};
-use crate::moe::{Moe, MoeSaved, MoeShape};
+use crate::moe::{Moe, MoeShape};
 use crate::param::{Param, Placement, Writes};
-use nibble_core::ops::{Add, Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
+use crate::recompute::Scope;
+use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
 use nibble_core::recipe::Kind;
 use nibble_core::{Comm, DType, Data, Kernels, Plain, Recipe, Result, Tensor};
 
@@ -36,80 +38,6 @@ pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
         names
     };
     (0..config.layers).flat_map(parts).collect()
-}
-
-/// One decoder layer.
-#[derive(Debug, Clone)]
-pub struct Block<B: Kernels> {
-    /// Before attention.
-    pub attn_norm: Norm<B>,
-    /// Self-attention.
-    pub attn: Attention<B>,
-    /// Before the experts.
-    pub mlp_norm: Norm<B>,
-    /// Router and experts.
-    pub moe: Moe<B>,
-    /// The expert every token passes, if there is one.
-    pub shared: Option<Mlp<B>>,
-}
-
-/// What a decoder layer keeps.
-#[derive(Debug)]
-pub struct BlockSaved<B: Kernels> {
-    attn_norm: NormSaved<B>,
-    attn: AttentionSaved<B>,
-    mlp_norm: NormSaved<B>,
-    /// The mixture of experts' part.
-    pub moe: MoeSaved<B>,
-    shared: Option<MlpSaved<B>>,
-}
-
-impl<B: Kernels> Saved for BlockSaved<B> {
-    fn ledger(&self, ledger: &mut Ledger) {
-        self.attn_norm.ledger(ledger);
-        self.attn.ledger(ledger);
-        self.mlp_norm.ledger(ledger);
-        self.moe.ledger(ledger);
-        if let Some(shared) = &self.shared {
-            shared.ledger(ledger);
-        }
-    }
-}
-
-impl<B: Kernels> Layer<B> for Block<B> {
-    type In = Tensor<B>;
-    type Out = Tensor<B>;
-    type Saved = BlockSaved<B>;
-
-    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, BlockSaved<B>)> {
-        let (n_td, attn_norm) = self.attn_norm.forward(cx, x_td.clone())?;
-        let (y_td, attn) = self.attn.forward(cx, n_td)?;
-        let x_td = Add { a: &x_td, b: &y_td }.run(cx.b)?;
-        let (n_td, mlp_norm) = self.mlp_norm.forward(cx, x_td.clone())?;
-        let (mut y_td, moe) = self.moe.forward(cx, &n_td)?;
-        let mut shared = None;
-        if let Some(mlp) = &self.shared {
-            let (s_td, saved) = mlp.forward(cx, n_td)?;
-            y_td = Add { a: &y_td, b: &s_td }.run(cx.b)?;
-            shared = Some(saved);
-        }
-        let x_td = Add { a: &x_td, b: &y_td }.run(cx.b)?;
-        Ok((x_td, BlockSaved { attn_norm, attn, mlp_norm, moe, shared }))
-    }
-
-    fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
-        let n_td = self.mlp_norm.again(cx, &saved.mlp_norm)?;
-        let mut dn_td = self.moe.backward(cx, saved.moe, &n_td, &dy_td)?;
-        if let (Some(mlp), Some(saved)) = (&mut self.shared, saved.shared) {
-            let ds_td = mlp.backward(cx, saved, dy_td.clone())?;
-            dn_td = Add { a: &dn_td, b: &ds_td }.run(cx.b)?;
-        }
-        let dx_td = self.mlp_norm.backward(cx, saved.mlp_norm, dn_td)?;
-        let dx_td = Add { a: &dy_td, b: &dx_td }.run(cx.b)?;
-        let dn_td = self.attn.backward(cx, saved.attn, dx_td.clone())?;
-        let dn_td = self.attn_norm.backward(cx, saved.attn_norm, dn_td)?;
-        Add { a: &dx_td, b: &dn_td }.run(cx.b)
-    }
 }
 
 /// The whole decoder.
@@ -229,11 +157,9 @@ impl<B: Kernels> Decoder<B> {
                     rope.clone(),
                 )?,
                 mlp_norm: Norm::new(b, &format!("{name}.post_attention_layernorm"), d, eps)?,
-                moe: Moe {
-                    remake_x: config.remake_expert_input,
-                    ..Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?
-                },
+                moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?,
                 shared,
+                recompute: Scope::DEFAULT.to_vec(),
             })
         });
         Ok(Self {
@@ -243,6 +169,11 @@ impl<B: Kernels> Decoder<B> {
             norm: Norm::new(b, "model.norm", d, eps)?,
             head: if config.tie_embeddings { None } else { Some(vocab_linear("lm_head", INIT_STD)?) },
         })
+    }
+
+    /// Says what the backward passes to come make again; [`Scope::DEFAULT`] until then.
+    pub fn recompute(&mut self, scopes: &[Scope]) {
+        self.blocks.iter_mut().for_each(|block| block.recompute(scopes));
     }
 
     /// Makes all weights' copies for this step.
@@ -321,10 +252,15 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// Logits after each of these tokens, F32 `[t, v]`, and what each layer's router chose.
-    pub fn inspect(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Vec<Routing<B>>)> {
-        let Trunk { x_td, blocks, .. } = self.trunk(cx, ids)?;
+    pub fn inspect(&mut self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Vec<Routing<B>>)> {
+        // What would be made again is looked at here, and so kept.
+        let scopes = self.blocks.first().map_or_else(Vec::new, |block| block.recompute.clone());
+        self.recompute(&[]);
+        let trunk = self.trunk(cx, ids);
+        self.recompute(&scopes);
+        let Trunk { x_td, blocks, .. } = trunk?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
-        let choices = blocks.iter().map(|block| block.moe.routing().clone()).collect();
+        let choices = blocks.iter().filter_map(|block| block.routing().cloned()).collect();
         Ok((head.logits(cx, x_td)?, choices))
     }
 

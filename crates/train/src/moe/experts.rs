@@ -20,9 +20,12 @@ pub struct Experts<B: LayerKernels> {
     pub gate_up: Param<B>,
     /// Down projections: `[l · d, f]`.
     pub down: Param<B>,
+    /// Keep the second product's input where the forward pass has the very bits that wgrad takes, instead of making it again
+    /// from h: it has not where h is kept in another format, since then wgrad's is made of that.
+    pub keep_a: bool,
 }
 
-/// What the experts keep: their input and the first product's output, as the recipe says. `a` is made again from h.
+/// What the experts keep: their input and the first product's output, as the recipe says.
 #[derive(Debug)]
 pub struct ExpertsSaved<B: LayerKernels> {
     layer: String,
@@ -30,6 +33,8 @@ pub struct ExpertsSaved<B: LayerKernels> {
     pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
+    /// `[r, f]` as the second product's wgrad takes it; none where it is made again from h.
+    pub a: Option<Operand<B>>,
 }
 
 impl<B: LayerKernels> Saved for ExpertsSaved<B> {
@@ -38,6 +43,9 @@ impl<B: LayerKernels> Saved for ExpertsSaved<B> {
             ledger.operand(&self.layer, "x", x);
         }
         ledger.operand(&self.layer, "h", &self.h);
+        if let Some(a) = &self.a {
+            ledger.operand(&self.layer, "a", a);
+        }
     }
 }
 
@@ -53,6 +61,7 @@ impl<B: LayerKernels> Experts<B> {
             name: name.to_owned(),
             gate_up: param("gate_up_proj", 2 * shape.ffn, shape.d_model, std)?,
             down: param("down_proj", shape.d_model, shape.ffn, out_std)?,
+            keep_a: false,
         })
     }
 
@@ -69,7 +78,7 @@ impl<B: LayerKernels> Experts<B> {
     }
 
     /// x as fprop multiplies it and as the backward pass keeps it, from the rows that arrived.
-    fn input(
+    pub(super) fn input(
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
@@ -123,35 +132,43 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
         let (x, kept) = self.input(cx, section, x_rd, plan)?;
-        self.forward_on(cx, section, x, Some(kept), plan)
+        let (a, saved) = self.hidden(cx, section, x, Some(kept), plan)?;
+        Ok((self.output(cx, a, plan)?, saved))
     }
 
-    /// The forward pass on expert-sorted rows as fprop multiplies them; `kept` is what the backward pass will want of them.
-    pub fn forward_on(
+    /// The forward pass up to its last product, on expert-sorted rows as fprop multiplies them: what that multiplies, and what
+    /// is kept. `kept` is what the backward pass will want of the rows.
+    pub(super) fn hidden(
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
         x: Operand<B>,
         kept: Option<Operand<B>>,
         plan: &Plan<B>,
-    ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
+    ) -> Result<(Operand<B>, ExpertsSaved<B>)> {
         let groups = &plan.map.groups;
         let h_rf = GroupedGemm { x: &x, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(x);
         let saved_h = section.at(Site::SavedH);
         let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
-        let a = emit(section.at(Site::FpropX), Planes::Rows, cx.activations())?;
+        let keep_a = self.keep_a && cx.training && save_h.is_none();
+        let (fprop, wgrad) = (section.at(Site::FpropX), section.at(Site::WgradX));
+        let one_read = keep_a && fprop.format.is_block() && wgrad.codec().ok() == fprop.codec().ok();
+        let keep_a = one_read || (keep_a && fprop.dtype().is_some() && wgrad.dtype().is_some());
+        let a = emit(fprop, if one_read { Planes::Both } else { Planes::Rows }, cx.activations())?;
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
+        let kept_a = if keep_a { Some(out.a.take_cols("experts")?) } else { None };
         let a = out.a.take_rows("experts")?;
         if a.format().is_block() {
+            let planes = if one_read { "rows and columns" } else { "rows" };
             cx.note(
                 Pass::Forward,
                 &self.name,
                 "swiglu+quantize",
                 "a",
                 h_rf.dtype(),
-                format!("{} rows", a.format()),
+                format!("{} {planes}", a.format()),
             );
         }
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
@@ -169,8 +186,13 @@ impl<B: LayerKernels> Experts<B> {
             }
             None => Operand::Plain(h_rf),
         };
-        let y_rd = GroupedGemm { x: &a, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)?;
-        Ok((y_rd, ExpertsSaved { layer: self.name.clone(), x: kept, h }))
+        Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: kept_a }))
+    }
+
+    /// The last product.
+    pub(super) fn output(&self, cx: &Cx<'_, B>, a_rf: Operand<B>, plan: &Plan<B>) -> Result<Tensor<B>> {
+        let groups = &plan.map.groups;
+        GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
     }
 
     /// dY as dgrad and as wgrad take it, from the rows that arrived.
@@ -209,7 +231,7 @@ impl<B: LayerKernels> Experts<B> {
         let da_rf =
             GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(dy_rows);
-        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, section, &saved.h, da_rf, plan)?;
+        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, section, &saved, da_rf, plan)?;
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
@@ -218,7 +240,7 @@ impl<B: LayerKernels> Experts<B> {
         Ok((dx_rd, dgate_r))
     }
 
-    /// dh for dgrad and for wgrad, `a` made again for wgrad, and the gradient of each row's gate weight.
+    /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.
     ///
     /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically: then it
     /// writes dh in F32, and that is quantized by itself.
@@ -227,7 +249,7 @@ impl<B: LayerKernels> Experts<B> {
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
-        h: &Operand<B>,
+        saved: &ExpertsSaved<B>,
         da_rf: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
@@ -235,15 +257,18 @@ impl<B: LayerKernels> Experts<B> {
         let (dgrad, wgrad_x) = (section.at(Site::DgradDy), section.at(Site::WgradX));
         let fused = one_read(section) && cx.random(&self.name, "dh", dgrad.round).is_none();
         let dh = if fused { emit(dgrad, Planes::Both, cx.activations())? } else { Emit::Plain(DType::F32) };
-        let a = emit(wgrad_x, Planes::Cols, cx.activations())?;
-        let weight = Some(&plan.gate_r);
+        let a = match saved.a {
+            Some(_) => None,
+            None => Some(emit(wgrad_x, Planes::Cols, cx.activations())?),
+        };
+        let (h, weight) = (&saved.h, Some(&plan.gate_r));
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
         const OP: &str = "swiglu_backward+quantize";
         if matches!(dh, Emit::Block { .. }) {
             let to = format!("{} rows and columns", dgrad.format);
             cx.note(Pass::Backward, &self.name, OP, "dh", da_rf.dtype(), to);
         }
-        if wgrad_x.format.is_block() {
+        if wgrad_x.format.is_block() && a.is_some() {
             cx.note(Pass::Backward, &self.name, OP, "a", h.format(), format!("{} columns", wgrad_x.format));
         }
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
@@ -252,6 +277,9 @@ impl<B: LayerKernels> Experts<B> {
             Operand::Plain(dh) if !fused => gradient_operands(cx, &self.name, "dh", section, dh, groups)?,
             _ => (dh, grads.dh.take_cols("wgrad")?),
         };
-        Ok((rows, cols, grads.a.take_cols("wgrad")?, grads.dweight))
+        let again = grads.a.map(|a| a.take_cols("wgrad")).transpose()?;
+        let a = again.or_else(|| saved.a.clone());
+        let a = a.ok_or_else(|| Error::shape("experts", "a", "none", "kept or made again"))?;
+        Ok((rows, cols, a, grads.dweight))
     }
 }

@@ -47,8 +47,7 @@ pub struct Moe<B: LayerKernels> {
     /// This rank's experts.
     pub experts: Experts<B>,
     /// Make the experts' input again in the backward pass, from the layer's, instead of keeping it: it has a row for each
-    /// expert of a token. On one rank alone, where nobody needs to be asked for it, and unless its rounding is stochastic.
-    /// What fprop multiplies is then converted, and counted, once a token and not once a row.
+    /// expert of a token. Several ranks send it to each other again.
     pub remake_x: bool,
 }
 
@@ -60,25 +59,41 @@ pub struct MoeSaved<B: LayerKernels> {
     experts: ExpertsSaved<B>,
 }
 
+/// What a step's record takes of a layer: it is there whether or not the layer is made again.
+#[derive(Debug, Clone)]
+pub struct Routed<B: LayerKernels> {
+    layer: String,
+    /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
+    pub load: B::Buf<i32>,
+    /// Load-balancing loss and z-loss of each shard of this rank.
+    pub losses: B::Buf<f32>,
+    /// Whether every row found its place on this rank.
+    pub occupancy: Occupancy<B>,
+}
+
+impl<B: LayerKernels> Saved for Routed<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        ledger.words::<B, i32>(&self.layer, "routing", &self.load);
+        ledger.words::<B, f32>(&self.layer, "routing", &self.losses);
+        ledger.words::<B, i32>(&self.layer, "routing", &self.occupancy.found);
+    }
+}
+
 impl<B: LayerKernels> MoeSaved<B> {
     /// What the router chose.
     pub fn routing(&self) -> &Routing<B> {
         &self.router.routing
     }
 
-    /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
-    pub fn load(&self) -> &B::Buf<i32> {
-        &self.router.routing.load
-    }
-
-    /// Load-balancing loss and z-loss of each shard of this rank.
-    pub fn losses(&self) -> &B::Buf<f32> {
-        &self.router.routing.losses
-    }
-
-    /// Whether every row found its place on this rank.
-    pub fn occupancy(&self) -> &Occupancy<B> {
-        &self.plan.map.occupancy
+    /// Loads, losses, and whether every row has a place.
+    pub fn routed(&self) -> Routed<B> {
+        let routing = &self.router.routing;
+        Routed {
+            layer: self.router.layer.clone(),
+            load: routing.load.clone(),
+            losses: routing.losses.clone(),
+            occupancy: self.plan.map.occupancy.clone(),
+        }
     }
 }
 
@@ -116,29 +131,70 @@ impl<B: LayerKernels> Moe<B> {
 
     /// The forward pass. `x_td` is the normed residual stream.
     pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
+        let (a_rf, saved) = self.hidden(cx, x_td)?;
+        let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
+        let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
+        cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
+        Ok((y_td, saved))
+    }
+
+    /// What a forward pass keeps, made again.
+    pub fn again(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<MoeSaved<B>> {
+        Ok(self.hidden(cx, x_td)?.1)
+    }
+
+    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let router = self.router.forward(cx, x_td)?;
         let align = if section.has_blocks() { 128 } else { 1 };
-        let exchange = self.exchange(cx);
-        let plan = exchange.plan(&router.routing, align)?;
-        let (y_rd, experts) = match self.remakes_x(cx, &section) {
-            true => {
-                // Converted once a token, then copied to its experts.
-                let layer = &self.experts.name;
-                let rows = outgoing(cx, Pass::Forward, layer, "x", x_td, section.at(Site::DispatchFwd))?;
-                let rows = self.experts.fprop_input(cx, &section, &rows, None)?;
-                let x_rd = self.dispatched(cx, Pass::Forward, "x", &rows, &plan)?;
-                self.experts.forward_on(cx, &section, x_rd, None, &plan)?
-            }
-            false => {
-                let x_rd =
-                    self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
-                self.experts.forward(cx, &section, x_rd, &plan)?
-            }
+        let plan = self.exchange(cx).plan(&router.routing, align)?;
+        let (x_rd, kept) = if self.remake_x {
+            (self.fprop_input(cx, &section, x_td, &plan)?, None)
+        } else {
+            let x_rd = self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
+            let (x_rd, kept) = self.experts.input(cx, &section, x_rd, &plan)?;
+            (x_rd, Some(kept))
         };
-        let y_td = exchange.combine(&plan, &y_rd, None)?;
-        cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
-        Ok((y_td, MoeSaved { router, plan, experts }))
+        let (a_rf, experts) = self.experts.hidden(cx, &section, x_rd, kept, &plan)?;
+        Ok((a_rf, MoeSaved { router, plan, experts }))
+    }
+
+    /// The rows that fprop multiplies, and nothing for the backward pass.
+    fn fprop_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x_td: &Tensor<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let to = section.at(Site::DispatchFwd);
+        // Messages stay as narrow as the recipe says.
+        if cx.comm.world() > 1 {
+            let x_rd = self.arrived(cx, Pass::Forward, "x", x_td, to, plan)?;
+            return self.experts.fprop_input(cx, section, &x_rd, Some(plan));
+        }
+        // Converted once a token, then copied to its experts.
+        let rows = outgoing(cx, Pass::Forward, &self.experts.name, "x", x_td, to)?;
+        let top_k = self.router.shape.top_k;
+        let rows = cx.counted_for(top_k, || self.experts.fprop_input(cx, section, &rows, None))?;
+        self.dispatched(cx, Pass::Forward, "x", &rows, plan)
+    }
+
+    /// The rows that the backward pass wants, where the forward pass has kept none.
+    fn kept_input(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        x_td: &Tensor<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let to = section.at(Site::DispatchFwd);
+        let x_rd = cx.again(|| self.arrived(cx, Pass::Backward, "x", x_td, to, plan))?;
+        let kept = || self.experts.kept_input(cx, section, &x_rd, plan);
+        // Quantized for fprop, a plain tensor has been counted; what arrived in blocks has yet to be converted.
+        let counted = to.dtype().is_some() && section.at(Site::FpropX).format.is_block();
+        if counted { cx.again(kept) } else { kept() }
     }
 
     /// The backward pass, with the input of the forward pass made again by the caller.
@@ -152,11 +208,7 @@ impl<B: LayerKernels> Moe<B> {
         let section = cx.section(Kind::Expert, &self.experts.name);
         let exchange = self.exchange(cx);
         if saved.experts.x.is_none() {
-            saved.experts.x = Some(cx.uncounted(|| {
-                let to = section.at(Site::DispatchFwd);
-                let x_rd = self.arrived(cx, Pass::Backward, "x", x_td, to, &saved.plan)?;
-                self.experts.kept_input(cx, &section, &x_rd, &saved.plan)
-            })?);
+            saved.experts.x = Some(self.kept_input(cx, &section, x_td, &saved.plan)?);
         }
         let to = section.at(Site::DispatchBwd);
         let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;
@@ -170,12 +222,6 @@ impl<B: LayerKernels> Moe<B> {
 
     fn exchange<'a, 'c>(&self, cx: &'a Cx<'c, B>) -> Exchange<'a, 'c, B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
-    }
-
-    /// Random bits are those of the sorted rows, which are made once then.
-    fn remakes_x(&self, cx: &Cx<'_, B>, section: &Section) -> bool {
-        let draws = |site| cx.random(&self.experts.name, "x", section.at(site).round).is_some();
-        self.remake_x && cx.comm.world() == 1 && !draws(Site::FpropX) && !draws(Site::SavedX)
     }
 
     /// A tensor's rows as they arrive at the experts.

@@ -20,7 +20,7 @@ pub struct Router<B: LayerKernels> {
 /// What the router decided. Its input is made again by the caller.
 #[derive(Debug)]
 pub struct RouterSaved<B: LayerKernels> {
-    layer: String,
+    pub(super) layer: String,
     /// Experts and weights.
     pub routing: Routing<B>,
 }

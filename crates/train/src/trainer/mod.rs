@@ -96,9 +96,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         checks::check_blocks(config, &recipe)?;
         checks::check_memory(b, config, &recipe)?;
         let weights = b.arena("weights")?;
-        let model = b.within(&weights, || {
+        let mut model = b.within(&weights, || {
             Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)
         })?;
+        model.recompute(&config.train.recompute);
         Ok(Self {
             setup: Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 },
             model,

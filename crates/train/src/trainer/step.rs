@@ -234,11 +234,11 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             for (i, bad_ids) in out.bad_ids.iter().enumerate() {
                 entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
             }
-            for (layer, moe) in saved.blocks.iter().map(|block| &block.moe).enumerate() {
+            for (layer, routed) in saved.blocks.iter().map(|block| &block.routed).enumerate() {
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
-                entries.push(entry(Source::F32(moe.losses()), losses, 2 * layout.shards));
-                entries.push(entry(Source::I32(moe.load()), load, layout.experts));
-                let occupancy = Source::Occupancy(moe.occupancy());
+                entries.push(entry(Source::F32(&routed.losses), losses, 2 * layout.shards));
+                entries.push(entry(Source::I32(&routed.load), load, layout.experts));
+                let occupancy = Source::Occupancy(&routed.occupancy);
                 entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
             }
         }

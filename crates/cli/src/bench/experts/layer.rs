@@ -130,7 +130,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
             }
             Parts::Moe { moe, x, .. } => {
                 let (y, saved) = moe.forward(cx, x)?;
-                saved.occupancy().verify(cx.b)?;
+                saved.routed().occupancy.verify(cx.b)?;
                 (y, Box::new(saved))
             }
         };

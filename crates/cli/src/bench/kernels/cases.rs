@@ -246,7 +246,7 @@ fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<
     let (da, weight, groups) = (o.x()?, o.gate()?, o.groups.clone());
     let codec = codec(Block::E4M3, NEAREST)?;
     let call = move |b: &B, h: &Operand<B>, dh: Emit, a: Emit| {
-        SwigluBackward { h, da: &da, weight: Some(&weight), groups: groups.as_ref(), dh, a }.run(b)
+        SwigluBackward { h, da: &da, weight: Some(&weight), groups: groups.as_ref(), dh, a: Some(a) }.run(b)
     };
     let plain = Emit::Plain(DType::Bf16);
     if !quantized {
@@ -262,7 +262,8 @@ fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<
     Ok(case.against(move |b| {
         let h = Operand::Plain(Dequantize { x: &saved, dtype: DType::Bf16 }.run(b)?);
         let made = other(b, &h, plain, plain)?;
-        for (x, planes) in [(made.dh, Planes::Both), (made.a, Planes::Cols)] {
+        for (x, planes) in [(Some(made.dh), Planes::Both), (made.a, Planes::Cols)] {
+            let Some(x) = x else { continue };
             let x = x.take_rows("bench")?;
             let groups = groups.as_ref();
             drop(Quantize { groups, ..Quantize::new(x.plain("bench")?, codec, planes) }.run(b)?);

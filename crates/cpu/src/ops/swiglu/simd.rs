@@ -136,12 +136,13 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
         Operand::Block(h) => Source::Lines(Lines::of(h, decodable("swiglu_backward", h)?)),
     };
     let weights = op.weight.map(|w| w.as_slice());
-    let (sink_dh, sink_a) = (Sink::new(cpu, spans, 2 * f, op.dh, None), Sink::new(cpu, spans, f, op.a, None));
+    let sink_dh = Sink::new(cpu, spans, 2 * f, op.dh, None);
+    let sink_a = op.a.map(|a| Sink::new(cpu, spans, f, a, None));
     let mut dweight = cpu.scratch(spans.rows);
     let shared_dweight = Shared::of(&mut dweight);
     // Panels of whole blocks in both halves of dh, or all of it where a block lies across the halves.
     let panel = if f.is_multiple_of(TILE_COLS) { TILE_COLS } else { f };
-    let height = strip_rows(has_cols(op.dh) || has_cols(op.a), 3 * panel);
+    let height = strip_rows(has_cols(op.dh) || op.a.is_some_and(has_cols), 3 * panel);
     let scratch = || Work {
         gate: vec![0.0; panel],
         up: vec![0.0; panel],
@@ -173,7 +174,9 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
             } else {
                 sink_dh.write(isa, &mut work.memory, strip, tile(&work.dh, 2 * f, 2 * f), 0);
             }
-            sink_a.write(isa, &mut work.memory, strip, tile(&work.a, panel, panel), col);
+            if let Some(sink_a) = &sink_a {
+                sink_a.write(isa, &mut work.memory, strip, tile(&work.a, panel, panel), col);
+            }
         }
         let plane_rows = strip.out_rows.min(spans.rows - strip.row.min(spans.rows));
         // SAFETY: strips have rows of their own; `dweight` is not touched before they are done.
@@ -183,5 +186,6 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
             *out = sum;
         }
     });
-    Ok(SwigluGrads { dh: sink_dh.finish(cpu)?, a: sink_a.finish(cpu)?, dweight })
+    let a = sink_a.map(|sink_a| sink_a.finish(cpu)).transpose()?;
+    Ok(SwigluGrads { dh: sink_dh.finish(cpu)?, a, dweight })
 }

@@ -73,7 +73,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     }
     Ok(SwigluGrads {
         dh: emit(cpu, &dh, op.dh, spans, None)?,
-        a: emit(cpu, &a, op.a, spans, None)?,
+        a: op.a.map(|to| emit(cpu, &a, to, spans, None)).transpose()?,
         dweight: cpu.computed(&dweight),
     })
 }

@@ -1,0 +1,87 @@
+//! Recomputation: what a backward pass makes again instead of finding it kept. Never a bit of the result.
+//!
+//! The forward pass is run again from what is still there, with the same random bits; its conversions have been counted.
+
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use nibble_core::{Backend, LayerKernels, Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// Something that can be made again. A wider scope takes the place of those within it: `layers` that of `attention` and
+/// `experts`, and these two that of `expert_input`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// Outputs of norms, rotated queries and keys among them.
+    Norms,
+    /// The input of the experts' second product, from the output of the first. Where a recipe keeps that output in another
+    /// format, it is always made again: of what was kept.
+    Swiglu,
+    /// The experts' input, which has a row for each expert of a token: dispatched again.
+    ExpertInput,
+    /// Attention with its projections and the norm before it, from the residual stream.
+    Attention,
+    /// The mixture of experts, the shared one and the norm before them, from the residual stream: routed and dispatched again.
+    Experts,
+    /// Whole decoder layers, from their input.
+    Layers,
+}
+
+impl Scope {
+    /// Every scope.
+    pub const ALL: [Self; 6] =
+        [Self::Norms, Self::Swiglu, Self::ExpertInput, Self::Attention, Self::Experts, Self::Layers];
+
+    /// What a run makes again unless it says otherwise: what costs next to nothing.
+    pub const DEFAULT: [Self; 2] = [Self::Norms, Self::Swiglu];
+
+    /// As a configuration names it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Norms => "norms",
+            Self::Swiglu => "swiglu",
+            Self::ExpertInput => "expert_input",
+            Self::Attention => "attention",
+            Self::Experts => "experts",
+            Self::Layers => "layers",
+        }
+    }
+}
+
+/// What a part of the model keeps: everything that its backward pass reads, or its input alone.
+#[derive(Debug)]
+pub enum Kept<B: Backend, S> {
+    /// Everything.
+    All(S),
+    /// From which everything is made again.
+    Input {
+        /// The first layer of the part.
+        layer: String,
+        /// The residual stream, `[t, d]`.
+        x_td: Tensor<B>,
+    },
+}
+
+impl<B: LayerKernels, S> Kept<B, S> {
+    /// What is kept of a forward pass from `x_td`.
+    pub fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
+        if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }
+    }
+
+    /// Everything: `again` makes it from the input.
+    pub fn all(self, cx: &Cx<'_, B>, again: impl FnOnce(&Tensor<B>) -> Result<S>) -> Result<S> {
+        match self {
+            Self::All(saved) => Ok(saved),
+            Self::Input { x_td, .. } => cx.again(|| again(&x_td)),
+        }
+    }
+}
+
+impl<B: Backend, S: Saved> Saved for Kept<B, S> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        match self {
+            Self::All(saved) => saved.ledger(ledger),
+            Self::Input { layer, x_td } => ledger.tensor(layer, "x", x_td),
+        }
+    }
+}
