@@ -15,6 +15,7 @@ pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
 pub(crate) mod head_loss;
+mod head_rows;
 mod held;
 pub(crate) mod init_normal;
 pub(crate) mod permute;
@@ -82,6 +83,7 @@ pub fn instances() -> Vec<Instance> {
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),
+        head_rows::instances(),
         step::instances(),
         sum_squares::instances(),
         adamw::instances(),
