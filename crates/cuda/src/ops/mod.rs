@@ -18,6 +18,7 @@ pub(crate) mod head_loss;
 mod head_rows;
 mod held;
 pub(crate) mod init_normal;
+pub(crate) mod norm_rope;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
 mod planes;
@@ -80,6 +81,7 @@ pub fn instances() -> Vec<Instance> {
         embed::instances(),
         rms_norm::instances(),
         row_tree::instances(),
+        norm_rope::instances(),
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),
