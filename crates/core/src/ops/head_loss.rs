@@ -91,6 +91,16 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
+    /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
+    pub fn longest_chunk(&self) -> usize {
+        let each = self.x.rows / self.shards.max(1);
+        match self.chunk.checked_div(each) {
+            Some(0) => self.chunk,
+            Some(together) => each * together.min(self.shards),
+            None => 0,
+        }
+    }
+
     /// Checks shapes and types.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "head_loss";
