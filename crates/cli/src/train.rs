@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::eval::{against, unit};
 use crate::run_dir;
 use indicatif::{ProgressBar, ProgressStyle};
-use nibble_core::DeviceKind;
+use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
 use nibble_train::config::Config;
 use nibble_train::data::{Dataset, Entropy};
@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
     nibble train shakespeare --set data.source=book.txt.gz --set run.dir=runs/book\n  \
     nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
+    nibble train my.toml --dry-run=gpu\n  \
     nibble train my.toml --resume"
 )]
 pub struct Args {
@@ -46,8 +47,18 @@ pub struct Args {
     #[arg(long)]
     resume: bool,
     /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
-    #[arg(long)]
-    dry_run: bool,
+    /// On the device that the run would be on; =gpu: on a GPU, wherever this is.
+    #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
+    dry_run: Option<DryRunOn>,
+}
+
+/// Whose memory a dry run predicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum DryRunOn {
+    /// That of the device that the run would be on, which must be there.
+    Device,
+    /// A GPU's, which need not be there.
+    Gpu,
 }
 
 /// `--recipe`, short for `--set recipe=...`.
@@ -69,8 +80,15 @@ impl RecipeArg {
 pub fn run(args: Args) -> Result<()> {
     let overrides = args.device.after(args.recipe.after(args.overrides));
     let mut config = Config::load(&args.config, &overrides)?;
-    if args.dry_run {
-        return device::run(&config.run, &DryRun { config: &config });
+    match args.dry_run {
+        Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
+        Some(DryRunOn::Gpu) => {
+            say!("device: a GPU, by its kind alone");
+            introduce_dry_run(&config, DeviceKind::Gpu)?;
+            say!("dry run: nothing was written");
+            return Ok(());
+        }
+        None => {}
     }
     choose_dir(&args.config, &overrides, args.resume, &mut config)?;
     let options = Options { resume: args.resume };
@@ -112,24 +130,23 @@ impl Work for DryRun<'_> {
             return Ok(());
         }
         on.announce();
-        let (config, ranks) = (self.config, self.config.run.ranks);
-        let recipe = trainer::checked_recipe(config)?;
-        let data = Dataset::open(&config.data, config.seed)?;
-        let prediction = plan::predict(on.b.kind(), ranks, config, &recipe)?;
-        introduce(&Start {
-            step: 0,
-            config,
-            recipe: &recipe,
-            prediction: &prediction,
-            entropy: data.entropy(),
-        });
-        match plan::require_room(on.b, ranks, config, &recipe) {
+        let recipe = introduce_dry_run(self.config, on.b.kind())?;
+        match plan::require_room(on.b, self.config.run.ranks, self.config, &recipe) {
             Ok(_) => say!("the device has room for it"),
             Err(refusal) => say!("it would be refused: {refusal}"),
         }
         say!("dry run: nothing was written");
         Ok(())
     }
+}
+
+/// Says what a run takes on a device of this kind. Returns its recipe.
+fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
+    let recipe = trainer::checked_recipe(config)?;
+    let entropy = Dataset::of(config)?.entropy();
+    let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
+    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy });
+    Ok(recipe)
 }
 
 /// Settles `run.dir`, and says so where it is not the obvious one.

@@ -192,7 +192,9 @@ pub trait Model: Backend {
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
     /// Tokens a chunk of [`HeadLoss`] that suit this backend and a head of `vocab` rows; even, at least 2.
-    fn head_chunk(&self, vocab: usize) -> usize;
+    fn head_chunk(&self, vocab: usize) -> usize {
+        head_chunk(self.kind(), vocab)
+    }
     /// See [`HeadLoss`].
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`BeginStep`].

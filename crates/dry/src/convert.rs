@@ -3,7 +3,7 @@
 use crate::Dry;
 use crate::memory::Buf;
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{
     Backend, BlockScaled, Convert, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
@@ -11,10 +11,18 @@ use nibble_core::{
 
 /// Rows and columns of a tile of the GPU's fused kernels.
 const TILE: usize = 128;
+/// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
+const PLAN_CHUNK: usize = 2048;
+const PLAN_CHUNKS: usize = 256;
 
 impl Dry {
     pub(crate) fn plain(&self, dtype: DType, rows: usize, cols: usize) -> Result<Tensor<Self>> {
         Tensor::unwritten(self, dtype, rows, cols)
+    }
+
+    /// The three counts of a conversion.
+    fn counts(&self) -> Result<Counts<Self>> {
+        self.counters(3).map(Counts)
     }
 
     /// Planes as kernels write them: scales of columns lie where the backend's products read them best.
@@ -50,7 +58,7 @@ impl Dry {
             Planes::Both | Planes::Tiles => (Some(row_plane()?), Some(col_plane()?)),
         };
         let [rows, cols] = [row_plane, col_plane].map(|plane| plane.map(Operand::Block));
-        Ok(Emitted { rows, cols, counts: Some(Counts(self.counters()?)) })
+        Ok(Emitted { rows, cols, counts: Some(self.counts()?) })
     }
 
     /// The two planes of stacked matrices in square tiles.
@@ -73,12 +81,77 @@ impl Dry {
         })
     }
 
-    /// What the GPU makes by way of a plain matrix, where no kernel writes the form itself.
-    fn by_way_of_plain(&self, emit: Emit, rows: usize, cols: usize) -> Result<Option<Tensor<Self>>> {
+    /// The form asked for, from the plain matrix of [`plain_form`]: what a GPU does where no kernel writes the form itself.
+    fn emitted_from(&self, x: Tensor<Self>, emit: Emit) -> Result<Emitted<Self>> {
         match emit {
-            Emit::Block { .. } => self.plain(DType::F32, rows, cols).map(Some),
-            Emit::Plain(_) => Ok(None),
+            Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+            Emit::Block { codec, planes } => self.quantize(Quantize::new(&x, codec, planes)),
         }
+    }
+
+    /// Whether one kernel of a GPU makes `a`, of columns that are a multiple of `unit`.
+    fn is_fused(&self, op: &Swiglu<'_, Self>, codec: Codec, unit: usize) -> bool {
+        is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16 && (op.h.cols / 2).is_multiple_of(unit)
+    }
+
+    /// h as the backward pass will want it.
+    fn saved_h(&self, op: &Swiglu<'_, Self>) -> Result<Option<BlockScaled<Self>>> {
+        let plane = |codec| self.planes(stored(codec), BlockAxis::Row, (op.h.rows, op.h.cols, 1));
+        op.save_h.map(plane).transpose()
+    }
+
+    /// On a GPU: h and its gradient, and `a` in some form whether or not it is wanted.
+    fn swiglu_backward_on_gpu(&self, op: &SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
+        let (rows, f) = op.da.shape();
+        let to = op.a.unwrap_or(match op.dh {
+            Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
+            Emit::Block { .. } => Emit::Plain(DType::Bf16),
+            plain @ Emit::Plain(_) => plain,
+        });
+        let wanted = |a: Emitted<Self>| op.a.map(|_| a);
+        let tiled = op.groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
+        let sources = op.h.format() != Format::F32 && op.da.dtype() == DType::Bf16;
+        if is_fused_pair(op.dh, to) && tiled && sources && f.is_multiple_of(TILE) && rows > 0 {
+            let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
+            let a = self.emitted(to, rows, f, 1)?;
+            let _parts: Buf<f32> = self.buf(rows * (f / TILE))?;
+            return Ok(SwigluGrads { dh, a: wanted(a), dweight: self.buf(rows)? });
+        }
+        let _decoded = match op.h {
+            Operand::Block(h) => Some(self.plain(DType::F32, h.rows, h.cols)?),
+            Operand::Plain(_) => None,
+        };
+        let dh = self.plain(plain_form(op.dh), rows, 2 * f)?;
+        let a = self.plain(plain_form(to), rows, f)?;
+        let dweight = self.buf(rows)?;
+        let dh = self.emitted_from(dh, op.dh)?;
+        let a = op.a.map(|to| self.emitted_from(a, to)).transpose()?;
+        Ok(SwigluGrads { dh, a, dweight })
+    }
+}
+
+/// The plain matrix that a form is made from on a GPU.
+fn plain_form(emit: Emit) -> DType {
+    match emit {
+        Emit::Plain(dtype) => dtype,
+        Emit::Block { .. } => DType::F32,
+    }
+}
+
+/// Whether a GPU's kernels that make more than one thing write this.
+fn is_fused_e4m3(codec: Codec) -> bool {
+    codec.format() == Format::E4m3
+        && codec.rounding() == Rounding::NearestEven
+        && matches!(codec.rule(), ScaleRule::Amax | ScaleRule::Rceil)
+}
+
+/// Both planes of one and the columns of the other, in one format.
+fn is_fused_pair(dh: Emit, a: Emit) -> bool {
+    match dh {
+        Emit::Block { codec, planes: Planes::Both } => {
+            a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec)
+        }
+        _ => false,
     }
 }
 
@@ -93,7 +166,7 @@ impl Convert for Dry {
             let n = rows / op.stack.max(1);
             let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
             let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
-            return Ok(Emitted { rows, cols, counts: Some(Counts(self.counters()?)) });
+            return Ok(Emitted { rows, cols, counts: Some(self.counts()?) });
         }
         let least_block = match op.hadamard {
             Some(transform) if op.planes == Planes::Cols => transform.len,
@@ -137,7 +210,7 @@ impl Convert for Dry {
         if op.axis == BlockAxis::Tile {
             let [out, transposed] =
                 self.tiles((op.to, x.rule), (x.stack, x.rows / x.stack.max(1), x.cols))?;
-            return Ok(Transcoded { out, transposed: Some(transposed), counts: Counts(self.counters()?) });
+            return Ok(Transcoded { out, transposed: Some(transposed), counts: self.counts()? });
         }
         let rows = match op.axis {
             BlockAxis::Col => x.rows.next_multiple_of(op.to.spec().block),
@@ -147,7 +220,7 @@ impl Convert for Dry {
         if op.axis == BlockAxis::Col {
             out.shared_cols = x.format.spec().block;
         }
-        Ok(Transcoded { out, transposed: None, counts: Counts(self.counters()?) })
+        Ok(Transcoded { out, transposed: None, counts: self.counts()? })
     }
 
     fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {
@@ -168,14 +241,14 @@ impl Convert for Dry {
 
     fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         let (tokens, experts) = op.logits.shape();
-        let probs = self.plain(DType::F32, tokens, experts)?;
+        let (probs, log_sum_exp) = (self.plain(DType::F32, tokens, experts)?, self.buf(tokens)?);
         let (expert, weight) = (self.buf(tokens * op.top_k)?, self.buf(tokens * op.top_k)?);
-        let log_sum_exp = self.buf(tokens)?;
         let (load, losses) = (self.buf(op.shards * experts)?, self.buf(2 * op.shards)?);
         if self.is_gpu() {
             let chunks = op.shards * (tokens / op.shards).div_ceil(Route::<Self>::CHUNK);
             let _sums: (Buf<f32>, Buf<f32>, Buf<i32>) =
                 (self.buf(chunks * experts)?, self.buf(chunks)?, self.buf(chunks * experts)?);
+            let _products: Buf<f64> = self.buf(op.shards * experts)?;
         }
         Ok(Routing { expert, weight, probs, log_sum_exp, load, losses })
     }
@@ -186,10 +259,13 @@ impl Convert for Dry {
     }
 
     fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
+        // Slots of each group in each chunk of slots, of 16 bits.
+        let counts = Self::len(op.expert).div_ceil(PLAN_CHUNK).min(PLAN_CHUNKS) * op.num_groups;
+        let _counts: Option<Buf<u8>> = self.is_gpu().then(|| self.buf(2 * counts)).transpose()?;
+        let (start, len) = (self.buf(op.num_groups + 1)?, self.buf(op.num_groups)?);
         let (row_id, source_row, row_slot) =
             (self.buf(op.capacity)?, self.buf(op.capacity)?, self.buf(op.capacity)?);
         let slot_row = self.buf(op.num_slots)?;
-        let (start, len) = (self.buf(op.num_groups + 1)?, self.buf(op.num_groups)?);
         let &PlanPermute { num_groups, align, capacity, num_slots, .. } = &op;
         let groups = Groups { start, len, row_id, num_groups, align, capacity };
         let occupancy = Occupancy { found: self.buf(2)?, num_slots, capacity };
@@ -243,45 +319,34 @@ impl Convert for Dry {
 
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
-        let fused = !self.is_gpu() || (op.h.dtype() == DType::Bf16 && f.is_multiple_of(32));
-        let plain = if fused { None } else { self.by_way_of_plain(op.a, rows, f)? };
-        let a = self.emitted(op.a, rows, f, 1)?;
-        drop(plain);
-        let h = op
-            .save_h
-            .map(|codec| self.planes(stored(codec), BlockAxis::Row, (rows, 2 * f, 1)))
-            .transpose()?;
-        Ok(SwigluOut { a, h })
+        if !self.is_gpu() {
+            let a = self.emitted(op.a, rows, f, 1)?;
+            return Ok(SwigluOut { a, h: self.saved_h(&op)? });
+        }
+        match op.a {
+            Emit::Block { codec, planes: Planes::Rows } if self.is_fused(&op, codec, 32) => {
+                let h = self.saved_h(&op)?;
+                Ok(SwigluOut { a: self.emitted(op.a, rows, f, 1)?, h })
+            }
+            Emit::Block { codec, planes: Planes::Both } if self.is_fused(&op, codec, 8) => {
+                let a = self.emitted(op.a, rows, f, 1)?;
+                Ok(SwigluOut { a, h: self.saved_h(&op)? })
+            }
+            to => {
+                let a = self.emitted_from(self.plain(plain_form(to), rows, f)?, to)?;
+                Ok(SwigluOut { a, h: self.saved_h(&op)? })
+            }
+        }
     }
 
     fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
+        if self.is_gpu() {
+            return self.swiglu_backward_on_gpu(&op);
+        }
         let (rows, f) = op.da.shape();
-        let (dh, a) = (|| self.emitted(op.dh, rows, 2 * f, 1), || self.emitted(op.a, rows, f, 1));
-        if !self.is_gpu() {
-            let (dh, a) = (dh()?, a()?);
-            return Ok(SwigluGrads { dh, a, dweight: self.buf(rows)? });
-        }
-        let both = matches!(
-            (op.dh, op.a),
-            (Emit::Block { planes: Planes::Both, .. }, Emit::Block { planes: Planes::Cols, .. })
-        );
-        if both && op.da.dtype() == DType::Bf16 && f.is_multiple_of(TILE) {
-            let (dh, a) = (dh()?, a()?);
-            let _parts: Buf<f32> = self.buf(rows * (f / TILE))?;
-            return Ok(SwigluGrads { dh, a, dweight: self.buf(rows)? });
-        }
-        let _decoded = match op.h {
-            Operand::Block(h) => Some(self.plain(DType::F32, h.rows, h.cols)?),
-            Operand::Plain(_) => None,
-        };
-        let plain_dh = self.by_way_of_plain(op.dh, rows, 2 * f)?;
-        let plain_a = self.by_way_of_plain(op.a, rows, f)?;
-        let dweight = self.buf(rows)?;
-        let dh = dh()?;
-        drop(plain_dh);
-        let a = a()?;
-        drop(plain_a);
-        Ok(SwigluGrads { dh, a, dweight })
+        let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
+        let a = op.a.map(|a| self.emitted(a, rows, f, 1)).transpose()?;
+        Ok(SwigluGrads { dh, a, dweight: self.buf(rows)? })
     }
 
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {

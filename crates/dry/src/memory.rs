@@ -262,22 +262,21 @@ impl Dry {
         Ok(Buf { storage, len, element: PhantomData })
     }
 
-    /// The three counts of a conversion.
-    pub(crate) fn counters(&self) -> Result<Buf<u64>> {
-        const LEN: usize = 3;
+    /// A few words of zeros.
+    pub(crate) fn counters(&self, len: usize) -> Result<Buf<u64>> {
         if !self.is_gpu() {
-            return self.buf(LEN);
+            return self.buf(len);
         }
         let mut counters = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        let Counters { words, used } = match counters.take().filter(|left| left.used + LEN <= COUNTERS) {
+        let Counters { words, used } = match counters.take().filter(|left| left.used + len <= COUNTERS) {
             Some(left) => left,
             None => Counters { words: self.buf::<u64>(COUNTERS)?.storage, used: 0 },
         };
         let (memory, home) = (self.inner.memory.clone(), Home::Within(words.clone()));
-        *counters = Some(Counters { words, used: used + LEN });
+        *counters = Some(Counters { words, used: used + len });
         let id = 1 + memory.ids.fetch_add(1, Ordering::Relaxed);
-        let storage = Arc::new(Storage { id, bytes: LEN * size_of::<u64>(), home, memory, values: None });
-        Ok(Buf { storage, len: LEN, element: PhantomData })
+        let storage = Arc::new(Storage { id, bytes: len * size_of::<u64>(), home, memory, values: None });
+        Ok(Buf { storage, len, element: PhantomData })
     }
 
     /// Whoever works within an arena has counters of its own.

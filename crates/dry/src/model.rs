@@ -5,26 +5,42 @@ use crate::memory::Buf;
 use nibble_core::ops::*;
 use nibble_core::{Backend, DType, Model, Result, Tensor};
 
+/// Queries of a tile of a GPU's attention.
+const ATTENTION_TILE: usize = 128;
+
+impl Dry {
+    /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
+    fn shard_nats(&self, tokens: usize, shards: usize) -> Result<Buf<f64>> {
+        let nats = self.buf(shards)?;
+        if self.is_gpu() {
+            let chunks = (tokens / shards.max(1)).div_ceil(CrossEntropy::<Self>::CHUNK);
+            let _sums: Buf<f64> = self.buf(shards * chunks)?;
+        }
+        Ok(nats)
+    }
+}
+
 impl Model for Dry {
     fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
-        let x = self.plain(op.dtype, Self::len(op.ids), op.table.cols)?;
-        Ok(EmbedOut { x, bad_ids: self.buf(1)? })
+        let bad_ids = self.counters(1)?;
+        Ok(EmbedOut { x: self.plain(op.dtype, Self::len(op.ids), op.table.cols)?, bad_ids })
     }
 
     fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
         self.make_tensor_mut(op.grad)?;
         if self.is_gpu() {
-            // Tokens sorted by id, and the sums of ids of several chunks.
+            // Tokens sorted by id; then their order, the tasks, and the sums of ids of several chunks.
             let (tokens, d) = op.dy.shape();
-            let _sorted: Buf<i32> = self.buf(6 * tokens)?;
-            let _sums: Buf<f32> = self.buf(tokens.div_ceil(EmbedBackward::<Self>::CHUNK) * d)?;
+            drop::<Buf<i32>>(self.buf(6 * tokens)?);
+            let _tasks: Buf<i32> = self.buf(5 * tokens)?;
+            let _sums: Buf<f32> = self.buf((2 * tokens).div_ceil(EmbedBackward::<Self>::CHUNK) * d)?;
         }
         Ok(())
     }
 
     fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
-        let y = self.plain(op.x.dtype(), op.x.rows, op.x.cols)?;
-        Ok(RmsNormOut { y, inv_rms: self.buf(op.x.rows)? })
+        let inv_rms = self.buf(op.x.rows)?;
+        Ok(RmsNormOut { y: self.plain(op.x.dtype(), op.x.rows, op.x.cols)?, inv_rms })
     }
 
     fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
@@ -52,35 +68,40 @@ impl Model for Dry {
         let like = |x: &Tensor<Self>| self.plain(x.dtype(), x.rows, x.cols);
         let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
         if self.is_gpu() {
-            let _row_sums: Buf<f32> = self.buf(Self::len(op.lse))?;
+            // Log-sum-exp and out · dout of each query, by heads of whole tiles.
+            let seq_len = op.seq_len.max(1);
+            let rows = Self::len(op.lse) / seq_len * seq_len.next_multiple_of(ATTENTION_TILE);
+            let _rows: [Buf<f32>; 2] = [self.buf(rows)?, self.buf(rows)?];
         }
         Ok(grads)
     }
 
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         let (tokens, vocab) = op.logits.shape();
-        let loss = self.buf(tokens)?;
+        let (loss, bad_ids) = (self.buf(tokens)?, self.counters(1)?);
         let dlogits = op.grad.map(|dtype| self.plain(dtype, tokens, vocab)).transpose()?;
-        Ok(CrossEntropyOut { loss, shard_nats: self.buf(op.shards)?, bad_ids: self.buf(1)?, dlogits })
+        Ok(CrossEntropyOut { loss, shard_nats: self.shard_nats(tokens, op.shards)?, bad_ids, dlogits })
     }
 
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows, op.x.dtype());
         let longest = op.longest_chunk();
         let _loss: Buf<f32> = self.buf(tokens)?;
+        let bad_ids = self.counters(1)?;
         let _logits = self.plain(DType::F32, longest, vocab)?;
         let (mut dx, mut beside) = (None, None);
         if let Some(grad) = op.grad {
             let dlogits = self.plain(dtype, longest, vocab)?;
             dx = Some(self.plain(dtype, tokens, d)?);
-            // A shard in several chunks has a sum of its own, unless it is the gradient itself.
-            let apart =
-                longest < tokens / op.shards.max(1) && (grad.accumulate || grad.dw.dtype() == DType::Bf16);
+            // A shard in several chunks has a sum of its own, unless that is the gradient itself: a GPU adds to one in F32.
+            let adds = grad.accumulate && !self.is_gpu();
+            let is_cut = longest < tokens / op.shards.max(1);
+            let apart = is_cut && (adds || grad.dw.dtype() == DType::Bf16);
             let chain = apart.then(|| self.plain(DType::F32, vocab, d)).transpose()?;
             beside = Some((dlogits, chain));
             self.make_tensor_mut(grad.dw)?;
         }
-        let out = HeadLossOut { shard_nats: self.buf(op.shards)?, bad_ids: self.buf(1)?, dx };
+        let out = HeadLossOut { shard_nats: self.shard_nats(tokens, op.shards)?, bad_ids, dx };
         drop(beside);
         Ok(out)
     }

@@ -6,10 +6,23 @@ use nibble_core::formats::Format;
 use nibble_core::ops::*;
 use nibble_core::{DType, Operand, Products, Result, Tensor};
 
-/// A product's sizes are multiples of this where the GPU's tensor cores take it.
-const UNIT: usize = 8;
+/// Numbers of 16 bytes, which the GPU's tensor cores are brought together: rows of these sizes are whole numbers of them.
+const BF16_UNIT: usize = 8;
+const F32_UNIT: usize = 4;
 /// BF16 numbers that an F32 number is.
 const PARTS: usize = 3;
+
+/// What groups a product has.
+#[derive(Clone, Copy)]
+enum Shape {
+    Dense,
+    /// Rows of A and D.
+    Rows,
+    /// The contraction; each has a matrix of D.
+    Contraction {
+        groups: usize,
+    },
+}
 
 impl Dry {
     /// A BF16 operand in F32, where the other one is.
@@ -20,24 +33,28 @@ impl Dry {
         }
     }
 
-    /// What a GPU's product takes besides D `[m, n]`, of `groups` matrices where the contraction is ragged.
+    /// What a GPU's product takes besides D `[m, n]`.
     fn beside_product(
         &self,
         (a, b): (&Operand<Self>, &Operand<Self>),
         (m, n, k): (usize, usize, usize),
         out: DType,
-        contracted: Option<usize>,
+        shape: Shape,
     ) -> Result<()> {
-        let whole = [m, n, k].iter().all(|size| size.is_multiple_of(UNIT));
-        match (a.format(), b.format(), out, contracted) {
-            (Format::Bf16, Format::F32, DType::F32, None) if whole => {
+        let (of_bf16, of_f32) =
+            (|n: usize| n.is_multiple_of(BF16_UNIT), |n: usize| n.is_multiple_of(F32_UNIT));
+        match (a.format(), b.format(), out, shape) {
+            _ if m * n * k == 0 => {}
+            (Format::Bf16, Format::F32, DType::F32, Shape::Dense) if of_f32(n) && of_bf16(k) => {
                 let _parts = self.bf16(PARTS * n * k)?;
                 let _wide: Buf<f32> = self.buf(m * PARTS * n)?;
             }
-            (Format::F32, Format::F32, DType::Bf16, None) if whole => {
+            (Format::F32, Format::F32, DType::Bf16, Shape::Dense) if of_bf16(n) && of_bf16(k) => {
                 let _parts = (self.bf16(PARTS * m * k)?, self.bf16(PARTS * n * k)?);
             }
-            (Format::F32, Format::Bf16, DType::F32, Some(groups)) if whole => {
+            (Format::F32, Format::Bf16, DType::F32, Shape::Contraction { groups })
+                if of_bf16(m) && of_bf16(n) =>
+            {
                 let _parts = self.bf16(PARTS * m * k)?;
                 let _tall: Buf<f32> = self.buf(groups * PARTS * m * n)?;
             }
@@ -53,11 +70,12 @@ impl Dry {
         (a, b): (&Operand<Self>, &Operand<Self>),
         dims: ProductDims,
         out: DType,
+        shape: Shape,
     ) -> Result<Tensor<Self>> {
         let ProductDims { m, n, k } = dims;
         if self.is_gpu() {
             let d = self.plain(out, m, n)?;
-            self.beside_product((a, b), (m, n, k), out, None)?;
+            self.beside_product((a, b), (m, n, k), out, shape)?;
             return Ok(d);
         }
         let _wide = (self.widened(a, b)?, self.widened(b, a)?);
@@ -67,19 +85,19 @@ impl Dry {
 
 impl Products for Dry {
     fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
-        self.product((op.a, op.b), op.check()?, op.out)
+        self.product((op.a, op.b), op.check()?, op.out, Shape::Dense)
     }
 
     fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
-        self.product((op.x, op.w), op.check()?, op.out)
+        self.product((op.x, op.w), op.check()?, op.out, Shape::Rows)
     }
 
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
         let ProductDims { m, n, k } = op.check()?;
         self.make_tensor_mut(op.grad)?;
         if self.is_gpu() {
-            let groups = Some(op.groups.num_groups);
-            return self.beside_product((op.dy, op.x), (m, n, k), op.grad.dtype(), groups);
+            let shape = Shape::Contraction { groups: op.groups.num_groups };
+            return self.beside_product((op.dy, op.x), (m, n, k), op.grad.dtype(), shape);
         }
         let _wide = (self.widened(op.dy, op.x)?, self.widened(op.x, op.dy)?);
         Ok(())

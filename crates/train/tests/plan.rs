@@ -36,7 +36,14 @@ fn every_arena_is_as_large_as_predicted() {
         &["recipe=fp8-flow", "train.grad_dtype=bf16", "train.moment_dtype=bf16"],
         &["recipe=fp8-block", "train.shards=4", "train.grad_accum=3"],
         &["recipe=mxfp4-hopper", "train.grad_accum=2", "train.shards=2", "model.layers=3"],
-        &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "model.remake_expert_input=true"],
+        &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.recompute=[\"expert_input\"]"],
+        &[
+            "recipe=bf16",
+            "train.recompute=[\"norms\", \"swiglu\", \"attention\", \"experts\"]",
+            "model.shared_ffn=64",
+        ],
+        &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]", "train.grad_accum=2"],
+        &["recipe=fp8-flow", "train.recompute=[]"],
         &["recipe=bf16", "train.shards=8", "data.seq_len=256", "train.grad_dtype=bf16", "train.grad_accum=2"],
         &[
             "recipe=mxfp4-hopper",
@@ -108,6 +115,31 @@ fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
         for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
             let bound = if name == "activations" { 0.1 } else { 1e-9 };
             assert!(off(predicted.peak_bytes, there.peak_bytes) < bound, "{name}: {predicted:?}, {there:?}");
+        }
+    }
+}
+
+/// Of configuration `s` on an H200, as its driver and its arenas reported after some steps: recipe; of the activations the
+/// most bytes that lived and the bytes taken, and by the ledger what a forward pass keeps, in GiB.
+const MEASURED: [(&str, [f64; 3]); 2] = [("bf16", [32.6, 33.0, 24.4]), ("mxfp4-hopper", [17.6, 17.8, 12.6])];
+
+#[test]
+fn a_gpu_takes_what_was_measured() {
+    for (recipe, measured) in MEASURED {
+        let config = Config::load("s", &[format!("recipe={recipe}")]).unwrap();
+        let predicted = prediction(DeviceKind::Gpu, &config).unwrap();
+        let RunMemory { weights, gradients, moments, activations } = predicted.memory;
+        let there = [activations.peak_bytes, activations.total_bytes.unwrap(), predicted.ledger.bytes()]
+            .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
+        println!("{recipe}: {there:.2?} GiB predicted, {measured:?} measured");
+        for (predicted, measured) in there.into_iter().zip(measured) {
+            assert!((predicted / measured - 1.0).abs() < 0.05, "{recipe}: {there:?}, {measured:?}");
+        }
+        let each = |bytes: usize| bytes as f64 / predicted.parameters as f64;
+        let state = [weights, gradients, moments].map(|arena| each(arena.peak_bytes));
+        println!("{state:.4?} bytes a parameter");
+        for (predicted, measured) in state.into_iter().zip([4.0, 2.0, 8.0]) {
+            assert!((predicted - measured).abs() < 0.01, "{recipe}: {state:?}");
         }
     }
 }
@@ -204,8 +236,27 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
 }
 
 #[test]
+fn what_does_not_fit_is_made_again_as_far_as_it_must() {
+    let config = Config::load("s", &["recipe=bf16".to_owned()]).unwrap();
+    let all = prediction(DeviceKind::Gpu, &config).unwrap().device_bytes();
+    for (less, setting) in [
+        (1, r#"train.recompute=["norms", "swiglu", "expert_input"]"#),
+        (10, r#"train.recompute=["norms", "swiglu", "expert_input", "attention"]"#),
+        (16, r#"train.recompute=["norms", "swiglu", "attention", "experts"]"#),
+    ] {
+        let (settings, why) = refused(&config, all - (less << 30));
+        println!("{why}");
+        assert_eq!(settings, [setting], "{why}");
+        assert!(why.contains(&format!("--set '{setting}'")), "{why}");
+    }
+}
+
+/// All the recomputation that there is.
+const LAYERS: &str = "train.recompute=[\"norms\", \"swiglu\", \"layers\"]";
+
+#[test]
 fn smaller_micro_batches_keep_the_tokens_of_a_step() {
-    let config = config(&["recipe=mxfp4-hopper", "train.batch_size=4096", "model.remake_expert_input=true"]);
+    let config = config(&["recipe=mxfp4-hopper", "train.batch_size=4096", LAYERS]);
     let bytes = prediction(DeviceKind::Gpu, &config).unwrap().device_bytes();
     let (settings, why) = refused(&config, bytes / 10 * 9);
     println!("{why}");
@@ -233,7 +284,7 @@ fn absurd_sizes_are_errors() {
     assert!(text(&["model.layers=9223372036854775807"]).contains("model.layers"));
     assert!(text(&["train.batch_size=400000", "train.shards=1"]).contains("train.batch_size"));
     assert!(text(&["model.d_model=4611686018427387904"]).contains("2^48 parameters"));
-    assert!(text(&["model.vocab_size=9223372036854775807"]).contains("2^48 parameters"));
+    assert!(text(&["model.vocab_size=9223372036854775807"]).contains("model.vocab_size"));
     assert!(text(&["model.heads=9223372036854775806", "model.kv_heads=1"]).contains("2^48 parameters"));
     assert!(
         text(&["data.seq_len=1048576", "train.batch_size=16", "train.shards=1", "model.head_dim=1048576"])

@@ -58,6 +58,12 @@ fn a_dry_run_writes_nothing() {
     assert!(!place.path("runs").exists());
     // On ranks too.
     place.train(&["--dry-run", "--set", "run.ranks=2"]).ok().contains("2 ranks");
+    // For a GPU, which need not be there.
+    place
+        .nibble(&["train", "s", "--dry-run=gpu"])
+        .ok()
+        .contains("activations")
+        .contains("in all, of the GPU");
 }
 
 #[test]

@@ -178,7 +178,11 @@ pub fn require_bytes(
 
 /// As the command line takes them.
 fn overrides(settings: &[String]) -> String {
-    settings.iter().map(|setting| format!("--set {setting}")).collect::<Vec<_>>().join(" ")
+    let option = |setting: &String| match setting.contains(['"', ' ']) {
+        true => format!("--set '{setting}'"),
+        false => format!("--set {setting}"),
+    };
+    settings.iter().map(option).collect::<Vec<_>>().join(" ")
 }
 
 /// Whether this device has room for weights, gradients and moments, whatever is done with them.

@@ -3,6 +3,7 @@
 use super::predict;
 use crate::config::{Config, PlainType};
 use crate::error::{Error, Result};
+use crate::recompute::Scope;
 use crate::trainer::checked_recipe;
 use nibble_core::DeviceKind;
 use std::path::Path;
@@ -13,12 +14,27 @@ type Way = fn(&Config) -> Vec<Vec<String>>;
 
 /// Every way, those that change the fewest numbers first. Another one is another line.
 const WAYS: &[Way] =
-    &[remade_input, smaller_micro_batches, bf16_gradients, bf16_moments, four_bit_activations];
+    &[recomputation, smaller_micro_batches, bf16_gradients, bf16_moments, four_bit_activations];
 
-/// The same numbers, for a little time.
-fn remade_input(config: &Config) -> Vec<Vec<String>> {
-    let possible = config.run.ranks == 1 && !config.model.remake_expert_input;
-    possible.then(|| vec!["model.remake_expert_input=true".into()]).into_iter().collect()
+/// The same numbers, for time: a little at first, a forward pass in the end.
+fn recomputation(config: &Config) -> Vec<Vec<String>> {
+    const MORE: [&[Scope]; 5] = [
+        &[],
+        &[Scope::ExpertInput],
+        &[Scope::ExpertInput, Scope::Attention],
+        &[Scope::Attention, Scope::Experts],
+        &[Scope::Layers],
+    ];
+    let own = Scope::normal(&config.train.recompute);
+    let mut choices: Vec<Vec<Scope>> =
+        MORE.iter().map(|more| Scope::normal(&[&own, &Scope::DEFAULT[..], more].concat())).collect();
+    choices.dedup();
+    choices.retain(|choice| *choice != own);
+    let setting = |choice: Vec<Scope>| {
+        let names: Vec<String> = choice.iter().map(|scope| format!("{:?}", scope.name())).collect();
+        vec![format!("train.recompute=[{}]", names.join(", "))]
+    };
+    choices.into_iter().map(setting).collect()
 }
 
 /// As many tokens a step, in more and smaller micro-batches.
@@ -78,8 +94,21 @@ pub(super) fn shortest(
             Err(_) => None,
         }
     };
+    let all = bytes(&[]).unwrap_or(usize::MAX);
+    // What takes no less than something milder is no alternative.
+    let gaining = |way: &Way| {
+        let mut least = all;
+        let mut gains = |settings: &Vec<String>| match bytes(settings) {
+            Some(bytes) if bytes < least || bytes == usize::MAX => {
+                least = bytes;
+                true
+            }
+            _ => false,
+        };
+        way(config).into_iter().filter(|settings| gains(settings)).collect::<Vec<_>>()
+    };
     let ways: Vec<Vec<Vec<String>>> =
-        WAYS.iter().map(|way| way(config)).filter(|alternatives| !alternatives.is_empty()).collect();
+        WAYS.iter().map(gaining).filter(|alternatives| !alternatives.is_empty()).collect();
     let mut least: Option<Found> = None;
     let mut subsets: Vec<u32> = (1..1u32 << ways.len()).collect();
     // By their number, then in the order of the table.
@@ -125,6 +154,28 @@ mod tests {
         let (one, two) = (way(&["a"]), way(&["b", "c"]));
         assert_eq!(combinations(&[&one, &two]), [["a", "b"], ["a", "c"]]);
         assert_eq!(combinations(&[]), [Vec::<String>::new()]);
+    }
+
+    #[test]
+    fn recomputation_goes_on_from_what_is_set() {
+        let of = |scopes: &str| {
+            let config = Config::load("tiny", &[format!("train.recompute={scopes}")]).unwrap();
+            recomputation(&config).concat()
+        };
+        let all = [
+            r#"["norms", "swiglu", "expert_input"]"#,
+            r#"["norms", "swiglu", "expert_input", "attention"]"#,
+            r#"["norms", "swiglu", "attention", "experts"]"#,
+            r#"["norms", "swiglu", "layers"]"#,
+        ]
+        .map(|scopes| format!("train.recompute={scopes}"));
+        assert_eq!(of(r#"["norms", "swiglu"]"#), all);
+        assert_eq!(of("[]")[0], r#"train.recompute=["norms", "swiglu"]"#);
+        assert_eq!(of("[]")[1..], all);
+        let attention = r#"["norms", "swiglu", "attention"]"#;
+        assert_eq!(of(attention), all[1..]);
+        assert_eq!(of(r#"["layers"]"#), all[3..]);
+        assert_eq!(of(r#"["swiglu", "layers", "norms", "experts"]"#), [""; 0]);
     }
 
     #[test]

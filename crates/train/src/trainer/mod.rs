@@ -342,7 +342,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
-        let batch = self.setup.batch(0)?;
+        let batch = self.setup.plan()?.batch(self.setup.step, 0);
         self.ledger_of(&batch)
     }
 
