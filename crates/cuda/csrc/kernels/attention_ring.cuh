@@ -95,8 +95,8 @@ template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)[kRowsB / 4], u32 b) {
 #pragma unroll
     for (int step = 0; step < kRowsB / 16; ++step)
-        ptx::wgmma_bf16<true>(d, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3],
-                              ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
+        ptx::wgmma_bf16<true, false>(d, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3],
+                                    ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
 /// The low half of a tile's descriptor for `multiply_down`.
@@ -110,6 +110,19 @@ template <int kCount>
 __device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
+}
+
+/// Scores of later keys become -infinity. `ahead`: this thread's first row less its first column.
+template <int kCount>
+__device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col > ahead) s[i] = -infinity();
+        if (col + 1 > ahead) s[i + 1] = -infinity();
+        if (col > ahead + 8) s[i + 2] = -infinity();
+        if (col + 1 > ahead + 8) s[i + 3] = -infinity();
+    }
 }
 
 /// Stages a warp's 16 rows of sums, row l/4 times `low` and row l/4 + 8 times `high`, as boxes of 16 rows, and sends them to `row` on. The

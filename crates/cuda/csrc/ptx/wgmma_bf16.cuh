@@ -70,12 +70,23 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u64 a, u64 b) {
     }
 }
 
-/// d += A·B with A in registers.
-template <bool kDown>
+/// The same with A in registers.
+template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NIB_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
-                 : NIB_REGISTERS_32
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    if constexpr (kFresh) {
+        asm volatile(
+            "{\n"
+            ".reg .pred keep;\n"
+            "setp.ne.b32 keep, 0, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NIB_NAMES_32 "}, {%32, %33, %34, %35}, %36, keep, 1, 1, %37;\n"
+            "}\n"
+            : NIB_FRESH_32
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    } else {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NIB_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
+                     : NIB_REGISTERS_32
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    }
 }
 
 /// d = A·B (kFresh) or d += A·B, 64 x 128 x 16. A's rows and B's columns lie along k, or (kDown) B's lie across.
@@ -97,12 +108,23 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u64 a, u64 b) {
     }
 }
 
-/// d += A·B with A in registers.
-template <bool kDown>
+/// The same with A in registers.
+template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NIB_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;\n"
-                 : NIB_REGISTERS_64
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    if constexpr (kFresh) {
+        asm volatile(
+            "{\n"
+            ".reg .pred keep;\n"
+            "setp.ne.b32 keep, 0, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NIB_NAMES_64 "}, {%64, %65, %66, %67}, %68, keep, 1, 1, %69;\n"
+            "}\n"
+            : NIB_FRESH_64
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    } else {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NIB_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;\n"
+                     : NIB_REGISTERS_64
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+    }
 }
 
 #undef NIB_NAMES_32

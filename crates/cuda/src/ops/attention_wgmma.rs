@@ -99,7 +99,7 @@ impl Wgmma {
     ) -> Result<()> {
         let (dim, grad_rows) = (self.dim(), GRAD_GROUPS * GROUP_ROWS);
         let threads = 128 * (GRAD_GROUPS + 1);
-        let (q, dout) = (self.map(op.q, GROUP_ROWS)?, self.map(op.dout, GROUP_ROWS)?);
+        let (q, dout) = (self.map(op.q, query_rows(dim))?, self.map(op.dout, query_rows(dim))?);
         let (k, v) = (self.map(op.k, GROUP_ROWS)?, self.map(op.v, GROUP_ROWS)?);
         let (dk, dv) = (self.map(&grads.dk, ROWS_OUT)?, self.map(&grads.dv, ROWS_OUT)?);
         let launch = Launch {
@@ -116,6 +116,7 @@ impl Wgmma {
             kernel
                 .launch(launch, &[&q, &k, &v, &dout, &dk, &dv, lse, delta, &self.sizes, &self.groups_held()])
         }?;
+        let (q, dout) = (self.map(op.q, GROUP_ROWS)?, self.map(op.dout, GROUP_ROWS)?);
         let (k, v, dq) = (self.map(op.k, KEYS)?, self.map(op.v, KEYS)?, self.map(&grads.dq, ROWS_OUT)?);
         let launch = self.persistent(grad_rows, threads, backward_q_shared(dim));
         let kernel = device.kernel(&backward_spec(Part::Q, dim))?;
@@ -189,10 +190,15 @@ fn backward_spec(part: Part, dim: usize) -> KernelSpec {
     }
 }
 
+/// Queries of a tile where keys stay: short heads leave registers for more.
+const fn query_rows(dim: usize) -> usize {
+    if dim > 64 { 64 } else { 128 }
+}
+
 /// k and v, q and dout with their rows' numbers in their stages, and what goes out.
 const fn backward_kv_shared(dim: usize) -> usize {
-    let numbers = 2 * QUERY_STAGES * GROUP_ROWS * size_of::<f32>();
-    row_bytes(3 * GRAD_GROUPS * GROUP_ROWS + 2 * QUERY_STAGES * GROUP_ROWS, dim) + numbers + REST
+    let queries = 2 * QUERY_STAGES * query_rows(dim);
+    row_bytes(3 * GRAD_GROUPS * GROUP_ROWS + queries, dim) + queries * size_of::<f32>() + REST
 }
 
 /// q and dout, k and v in their stages, and dq.
