@@ -24,6 +24,19 @@ enum Shape {
     },
 }
 
+/// Runs of rows that a GPU contracts each group in, where parts of F32 numbers leave its tiles too few.
+fn runs((m, n, k): (usize, usize, usize), groups: usize) -> usize {
+    /// Rows and columns of a tile.
+    const TILE: usize = 128;
+    /// Tiles that are enough.
+    const ENOUGH: usize = 264;
+    /// Rows of a run, at least.
+    const ROWS: usize = 1024;
+    let groups = groups.max(1);
+    let tiles = (PARTS * m).div_ceil(TILE) * n.div_ceil(TILE) * groups;
+    (ENOUGH / tiles.max(1)).min(k / groups / ROWS).max(1)
+}
+
 impl Dry {
     /// A BF16 operand in F32, where the other one is.
     fn widened(&self, x: &Operand<Self>, other: &Operand<Self>) -> Result<Option<Tensor<Self>>> {
@@ -44,7 +57,7 @@ impl Dry {
         let (of_bf16, of_f32) =
             (|n: usize| n.is_multiple_of(BF16_UNIT), |n: usize| n.is_multiple_of(F32_UNIT));
         match (a.format(), b.format(), out, shape) {
-            _ if m * n * k == 0 => {}
+            _ if [m, n, k].contains(&0) => {}
             (Format::Bf16, Format::F32, DType::F32, Shape::Dense) if of_f32(n) && of_bf16(k) => {
                 let _parts = self.bf16(PARTS * n * k)?;
                 let _wide: Buf<f32> = self.buf(m * PARTS * n)?;
@@ -52,11 +65,11 @@ impl Dry {
             (Format::F32, Format::F32, DType::Bf16, Shape::Dense) if of_bf16(n) && of_bf16(k) => {
                 let _parts = (self.bf16(PARTS * m * k)?, self.bf16(PARTS * n * k)?);
             }
-            (Format::F32, Format::Bf16, DType::F32, Shape::Contraction { groups })
-                if of_bf16(m) && of_bf16(n) =>
-            {
+            (Format::F32, Format::Bf16, _, Shape::Contraction { groups }) if of_bf16(m) && of_bf16(n) => {
                 let _parts = self.bf16(PARTS * m * k)?;
-                let _tall: Buf<f32> = self.buf(groups * PARTS * m * n)?;
+                let runs = groups * runs((m, n, k), groups);
+                let _tall: Buf<f32> = self.buf(runs * PARTS * m * n)?;
+                let _starts: [Buf<i32>; 2] = [self.buf(runs + 1)?, self.buf(runs)?];
             }
             _ => {
                 let _wide = (self.widened(a, b)?, self.widened(b, a)?);
