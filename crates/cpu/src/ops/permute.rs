@@ -66,6 +66,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
             num_groups: op.num_groups,
             align: op.align,
             capacity: op.capacity,
+            rows_each: None,
         },
         source_row,
         row_slot,

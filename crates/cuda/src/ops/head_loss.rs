@@ -210,6 +210,7 @@ fn equal_groups(cuda: &Cuda, (count, each): (usize, usize)) -> Result<Groups<Cud
         num_groups: count,
         align: 1,
         capacity: count * each,
+        rows_each: Some(each),
     })
 }
 

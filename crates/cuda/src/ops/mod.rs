@@ -22,6 +22,7 @@ pub(crate) mod plan_permute;
 mod planes;
 mod product;
 mod product_parts;
+mod product_runs;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod rms_norm;
@@ -62,6 +63,7 @@ pub fn instances() -> Vec<Instance> {
     [
         grouped_config::instances(),
         product_parts::instances(),
+        product_runs::instances(),
         product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),

@@ -94,6 +94,7 @@ over!(Groups, |x, m| Groups {
     num_groups: x.num_groups,
     align: x.align,
     capacity: x.capacity,
+    rows_each: x.rows_each,
 });
 over!(Occupancy, |x, m| Occupancy { found: m.buf(&x.found)?, num_slots: x.num_slots, capacity: x.capacity });
 over!(PermuteMap, |x, m| PermuteMap {
