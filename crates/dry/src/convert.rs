@@ -267,7 +267,7 @@ impl Convert for Dry {
             (self.buf(op.capacity)?, self.buf(op.capacity)?, self.buf(op.capacity)?);
         let slot_row = self.buf(op.num_slots)?;
         let &PlanPermute { num_groups, align, capacity, num_slots, .. } = &op;
-        let groups = Groups { start, len, row_id, num_groups, align, capacity };
+        let groups = Groups { start, len, row_id, num_groups, align, capacity, rows_each: None };
         let occupancy = Occupancy { found: self.buf(2)?, num_slots, capacity };
         Ok(PermuteMap { groups, source_row, row_slot, num_slots, slot_row, occupancy })
     }

@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::formats::Format;
 use nibble_core::ops::*;
-use nibble_core::{DType, Operand, Products, Result, Tensor};
+use nibble_core::{Backend, DType, Groups, Operand, Products, Result, Tensor};
 
 /// Numbers of 16 bytes, which the GPU's tensor cores are brought together: rows of these sizes are whole numbers of them.
 const BF16_UNIT: usize = 8;
@@ -18,23 +18,19 @@ enum Shape {
     Dense,
     /// Rows of A and D.
     Rows,
-    /// The contraction; each has a matrix of D.
+    /// The contraction; each has a matrix of D, and is cut into runs.
     Contraction {
         groups: usize,
+        runs: usize,
     },
 }
 
-/// Runs of rows that a GPU contracts each group in, where parts of F32 numbers leave its tiles too few.
-fn runs((m, n, k): (usize, usize, usize), groups: usize) -> usize {
-    /// Rows and columns of a tile.
-    const TILE: usize = 128;
-    /// Tiles that are enough.
-    const ENOUGH: usize = 264;
-    /// Rows of a run, at least.
-    const ROWS: usize = 1024;
-    let groups = groups.max(1);
-    let tiles = (PARTS * m).div_ceil(TILE) * n.div_ceil(TILE) * groups;
-    (ENOUGH / tiles.max(1)).min(k / groups / ROWS).max(1)
+impl Shape {
+    /// Runs are known where all groups have as many rows.
+    fn contraction<B: Backend>(dims: ProductDims, groups: &Groups<B>) -> Self {
+        let cut = |rows| if (dims.m * dims.n).is_multiple_of(F32_UNIT) { dims.gpu_runs(rows) } else { 1 };
+        Self::Contraction { groups: groups.num_groups, runs: groups.rows_each.map_or(1, cut) }
+    }
 }
 
 impl Dry {
@@ -50,7 +46,7 @@ impl Dry {
     fn beside_product(
         &self,
         (a, b): (&Operand<Self>, &Operand<Self>),
-        (m, n, k): (usize, usize, usize),
+        ProductDims { m, n, k }: ProductDims,
         out: DType,
         shape: Shape,
     ) -> Result<()> {
@@ -65,11 +61,20 @@ impl Dry {
             (Format::F32, Format::F32, DType::Bf16, Shape::Dense) if of_bf16(n) && of_bf16(k) => {
                 let _parts = (self.bf16(PARTS * m * k)?, self.bf16(PARTS * n * k)?);
             }
-            (Format::F32, Format::Bf16, _, Shape::Contraction { groups }) if of_bf16(m) && of_bf16(n) => {
+            (Format::F32, Format::Bf16, _, Shape::Contraction { groups, runs })
+                if of_bf16(m) && of_bf16(n) =>
+            {
                 let _parts = self.bf16(PARTS * m * k)?;
-                let runs = groups * runs((m, n, k), groups);
-                let _tall: Buf<f32> = self.buf(runs * PARTS * m * n)?;
-                let _starts: [Buf<i32>; 2] = [self.buf(runs + 1)?, self.buf(runs)?];
+                let _tall: Buf<f32> = self.buf(groups * runs * PARTS * m * n)?;
+            }
+            // Those that the tensor cores take as they are.
+            (
+                Format::Bf16 | Format::E4m3,
+                Format::Bf16 | Format::E4m3,
+                _,
+                Shape::Contraction { groups, runs },
+            ) if runs > 1 && of_f32(n) => {
+                let _all: Buf<f32> = self.buf(groups * runs * m * n)?;
             }
             _ => {
                 let _wide = (self.widened(a, b)?, self.widened(b, a)?);
@@ -85,10 +90,10 @@ impl Dry {
         out: DType,
         shape: Shape,
     ) -> Result<Tensor<Self>> {
-        let ProductDims { m, n, k } = dims;
+        let ProductDims { m, n, .. } = dims;
         if self.is_gpu() {
             let d = self.plain(out, m, n)?;
-            self.beside_product((a, b), (m, n, k), out, shape)?;
+            self.beside_product((a, b), dims, out, shape)?;
             return Ok(d);
         }
         let _wide = (self.widened(a, b)?, self.widened(b, a)?);
@@ -106,11 +111,11 @@ impl Products for Dry {
     }
 
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
-        let ProductDims { m, n, k } = op.check()?;
+        let dims = op.check()?;
         self.make_tensor_mut(op.grad)?;
         if self.is_gpu() {
-            let shape = Shape::Contraction { groups: op.groups.num_groups };
-            return self.beside_product((op.dy, op.x), (m, n, k), op.grad.dtype(), shape);
+            let shape = Shape::contraction(dims, op.groups);
+            return self.beside_product((op.dy, op.x), dims, op.grad.dtype(), shape);
         }
         let _wide = (self.widened(op.dy, op.x)?, self.widened(op.x, op.dy)?);
         Ok(())
