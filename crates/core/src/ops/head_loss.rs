@@ -1,6 +1,6 @@
 use super::cross_entropy::check_shards;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, DeviceKind, Error, Model, Result, Tensor};
 use std::ops::Range;
 
 /// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of `scale · Σ loss` with
@@ -29,8 +29,9 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot takes the contraction in pairs. No chunk has a
-    /// part of one shard and a part of another: long shards are cut, of short ones several may be taken at a time.
+    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot
+    /// takes the contraction in pairs. No chunk has a part of one shard and a part of another: long shards are cut, of short
+    /// ones several may be taken at a time.
     pub chunk: usize,
     /// What the gradients need; none where the losses alone are wanted.
     pub grad: Option<HeadLossGrad<'a, B>>,
@@ -73,6 +74,27 @@ pub struct HeadLossChunk {
     pub is_last: bool,
 }
 
+/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
+/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
+/// far as logits and gradients leave memory to others.
+pub fn head_chunk(kind: DeviceKind, vocab: usize) -> usize {
+    /// Tokens on a CPU.
+    const OF_A_CPU: usize = 512;
+    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+    const OF_A_GPU: usize = 8192;
+    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU.
+    const GPU_BYTES: usize = 7 << 29;
+    /// Rows of a product's tile.
+    const TILE: usize = 128;
+    match kind {
+        DeviceKind::Host => OF_A_CPU,
+        DeviceKind::Gpu => {
+            let fits = GPU_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
+            (fits / TILE * TILE).clamp(TILE, OF_A_GPU)
+        }
+    }
+}
+
 impl HeadLossChunk {
     /// Tokens of each of its shards.
     pub fn tokens_each(&self) -> usize {
@@ -88,6 +110,16 @@ impl<B: Backend> HeadLoss<'_, B> {
         match x {
             DType::F32 => Agreement::RelL2(1e-5),
             DType::Bf16 => Agreement::RelL2(2e-3),
+        }
+    }
+
+    /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
+    pub fn longest_chunk(&self) -> usize {
+        let each = self.x.rows / self.shards.max(1);
+        match self.chunk.checked_div(each) {
+            Some(0) => self.chunk,
+            Some(together) => each * together.min(self.shards),
+            None => 0,
         }
     }
 
@@ -138,5 +170,20 @@ impl<B: Backend> HeadLoss<'_, B> {
     {
         self.check()?;
         b.head_loss(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_a_gpu_are_shorter_where_the_vocabulary_is_large() {
+        for (vocab, chunk) in
+            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 4096), (usize::MAX / 16, 128)]
+        {
+            assert_eq!(head_chunk(DeviceKind::Gpu, vocab), chunk, "{vocab}");
+            assert_eq!(head_chunk(DeviceKind::Host, vocab), 512, "{vocab}");
+        }
     }
 }

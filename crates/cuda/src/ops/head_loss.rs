@@ -19,17 +19,6 @@ const SOURCE: &str = "kernels/head_loss.cuh";
 const THREADS: u32 = 256;
 /// Gradients a cta rounds.
 const ROUNDED_PER_CTA: usize = 1024;
-/// Tokens a chunk: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
-const CHUNK: usize = 8192;
-/// Logits of a chunk and their gradients take no more than this.
-const CHUNK_BYTES: usize = 7 << 29;
-
-/// As many tokens as fill the products, as far as their logits in F32 and BF16 gradients leave memory to others.
-pub(crate) fn head_chunk(vocab: usize) -> usize {
-    const TILE: usize = 128;
-    let fits = CHUNK_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
-    (fits / TILE * TILE).clamp(TILE, CHUNK)
-}
 
 /// See [`HeadLoss`].
 pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
@@ -264,18 +253,4 @@ fn spec(name: &'static str) -> KernelSpec {
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |name| Instance { spec: spec(name), shared_bytes: 0 };
     vec![of("nib::equal_groups"), of("nib::round_gradient")]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn chunks_are_shorter_where_the_vocabulary_is_large() {
-        for (vocab, chunk) in
-            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 4096), (usize::MAX / 16, 128)]
-        {
-            assert_eq!(head_chunk(vocab), chunk, "{vocab}");
-        }
-    }
 }

@@ -142,10 +142,6 @@ impl<B: Model> Model for Recorder<B> {
         plain beta1, beta2, eps, weight_decay;
     }) -> ());
 
-    fn head_chunk(&self, vocab: usize) -> usize {
-        self.inner.head_chunk(vocab)
-    }
-
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let mut call = self.call("head_loss", &op);
         let HeadLoss { x, w, targets, shards, chunk, grad } = op;
