@@ -71,6 +71,13 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
     /// The values of [`Backend::begin_download`], waiting for them.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
+    /// Copies the values from index `at` on to the host, beside the work that other threads issue meanwhile: it waits for none of
+    /// that, and none of that waits for it. So the caller owes that nothing issued and not yet done writes these values, and that
+    /// nothing is issued that does before this returns.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if the buffer has fewer; [`crate::Error::Device`] while work is recorded.
+    fn copy_out<T: Plain>(&self, buf: &Self::Buf<T>, at: usize, to: &mut [T]) -> Result<()>;
     /// The same bytes as values of another type, sharing the allocation.
     ///
     /// # Errors

@@ -285,6 +285,13 @@ impl Backend for Cpu {
         Ok(pending)
     }
 
+    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
+        let range = check_range("copy_out", Self::len(buf), at..at.saturating_add(to.len()))?;
+        to.copy_from_slice(&buf.as_slice()[range]);
+        self.inner.memory.traffic.download(size_of_val(to));
+        Ok(())
+    }
+
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {
         let (bytes, each) = (Self::len(buf) * size_of::<T>(), size_of::<U>());
         if !bytes.is_multiple_of(each) {

@@ -148,6 +148,10 @@ impl Backend for Cuda {
         pending.finish()
     }
 
+    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
+        buf.get().copy_out(at, to)
+    }
+
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {
         buf.get().reinterpreted().map(Buf::new)
     }

@@ -86,6 +86,13 @@ impl<B: Backend> Backend for Recorder<B> {
         self.inner.finish_download(pending)
     }
 
+    fn copy_out<T: Plain>(&self, buf: &Buf<T, B>, at: usize, to: &mut [T]) -> Result<()> {
+        self.refuse_while_recording("copy_out")?;
+        let arguments = || format!("{buf:?} from {at}");
+        self.note(|| Event::of_transfer("copy_out", arguments(), [buf.cell.id()], []));
+        self.inner.copy_out(&buf.inner(&self.inner)?, at, to)
+    }
+
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T, B>) -> Result<Buf<U, B>> {
         let inner: B::Buf<U> = self.inner.reinterpret(&buf.inner(&self.inner)?)?;
         Ok(buf.with_type(B::len(&inner)))
