@@ -62,6 +62,17 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// [`crate::Error::Shape`] if they do not fit.
     fn write<T: Plain>(&self, buf: &mut Self::Buf<T>, at: usize, values: &[T]) -> Result<()>;
+    /// Copies values of this range to index `at` of another buffer, at that buffer's address, on the device.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if either has no such range.
+    fn copy<T: Plain>(
+        &self,
+        from: &Self::Buf<T>,
+        range: Range<usize>,
+        to: &mut Self::Buf<T>,
+        at: usize,
+    ) -> Result<()>;
     /// Sets every byte of the buffer to 0, at its address.
     fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;
     /// Begins to bring values of this range to the host, as they are after everything issued so far. Does not wait.
@@ -183,6 +194,8 @@ pub trait Model: Backend {
     fn rope(&self, op: Rope<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Attention`].
     fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>>;
+    /// See [`AttentionDecode`].
+    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`AttentionBackward`].
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].

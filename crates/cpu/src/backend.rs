@@ -269,6 +269,13 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
+        let range = check_range("copy", Self::len(from), range)?;
+        let into = check_range("copy", Self::len(to), at..at.saturating_add(range.len()))?;
+        to.as_mut_slice()[into].copy_from_slice(&from.as_slice()[range]);
+        Ok(())
+    }
+
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         bytemuck::fill_zeroes(buf.as_mut_slice());
         Ok(())

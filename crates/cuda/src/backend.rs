@@ -136,6 +136,10 @@ impl Backend for Cuda {
         buf.make_mut()?.write_at(at, values)
     }
 
+    fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
+        to.make_mut()?.copy_from(at, from.get(), range)
+    }
+
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         buf.make_mut()?.fill(0)
     }

@@ -1,6 +1,6 @@
 //! Memory and order: what is no operation.
 
-use super::call::Taken;
+use super::call::{Taken, open};
 use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
 use nibble_core::{Backend, MemoryStats, Plain, Result, Traffic};
@@ -71,6 +71,18 @@ impl<B: Backend> Backend for Recorder<B> {
         let mut call = self.call("clear", &buf);
         let buf = call.writes(buf)?;
         call.issue(move |b, run| b.clear(&mut *Taken::new(b, &buf, run)?))
+    }
+
+    fn copy<T: Plain>(
+        &self,
+        from: &Buf<T, B>,
+        range: Range<usize>,
+        to: &mut Buf<T, B>,
+        at: usize,
+    ) -> Result<()> {
+        let mut call = self.call("copy", &(&from, &range, &to, at));
+        let (from, to) = (call.reads(from)?, call.writes(to)?);
+        call.issue(move |b, run| b.copy(&open(b, &from)?, range.clone(), &mut *Taken::new(b, &to, run)?, at))
     }
 
     fn begin_download<T: Plain>(&self, buf: &Buf<T, B>, range: Range<usize>) -> Result<B::Pending<T>> {

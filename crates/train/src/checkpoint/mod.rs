@@ -125,7 +125,8 @@ impl Store {
         let (model_specs, optim_specs) = (specs(&mut model)?, specs(&mut optim)?);
         let outline =
             Outline { model: model_specs, optim: optim_specs, config_json, tokenizer_json, position };
-        let mut tensors = model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
+        let mut tensors =
+            model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
         self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default().to_vec()), keep)
     }
 

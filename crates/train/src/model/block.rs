@@ -2,7 +2,7 @@
 //! t tokens, d model.
 
 use crate::cx::Cx;
-use crate::layers::{Attention, AttentionSaved, Layer, Mlp, MlpSaved, Norm, NormSaved};
+use crate::layers::{Attention, AttentionSaved, KvCache, Layer, Mlp, MlpSaved, Norm, NormSaved};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, Routed};
 use crate::recompute::{Kept, Scope};
@@ -179,6 +179,16 @@ impl<B: Kernels> Block<B> {
         }
         let dx_td = self.mlp_norm.backward(cx, saved.norm, dn_td)?;
         Add { a: dy_td, b: &dx_td }.run(cx.b)
+    }
+}
+
+impl<B: Kernels> Block<B> {
+    /// The forward pass of tokens that follow those in the cache: see [`Attention::cached`].
+    pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
+        let (n_td, _) = self.attn_norm.forward(cx, x_td.clone())?;
+        let y_td = self.attn.cached(cx, &n_td, cache)?;
+        let mid_td = Add { a: x_td, b: &y_td }.run(cx.b)?;
+        Ok(self.feed(cx, &mid_td)?.0)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
 mod checks;
+mod decoding;
 mod inspect;
 mod recorded;
 mod run;
@@ -10,6 +11,7 @@ mod step;
 mod weights;
 
 pub use checks::load_recipe;
+pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
 
@@ -196,7 +198,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.make_buffers()?;
-        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, saving, .. } = self else {
+        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, saving, .. } = self
+        else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
         let lr = setup.config.schedule().lr(setup.step);

@@ -204,7 +204,12 @@ fn copy_values<B: Kernels>(b: &B, from: Option<&Tensor<B>>, at: usize, to: &mut 
 }
 
 /// Hashes and writes what comes.
-fn write(store: &Store, outline: &Outline, pieces: &Receiver<Result<Vec<f32>>>, keep: usize) -> Result<PathBuf> {
+fn write(
+    store: &Store,
+    outline: &Outline,
+    pieces: &Receiver<Result<Vec<f32>>>,
+    keep: usize,
+) -> Result<PathBuf> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
         // Its thread has panicked, or another rank has failed: told there.
@@ -289,7 +294,8 @@ impl<B: Kernels> Trainer<'_, B> {
     fn start_writer(&self, store: Store, outline: Outline) -> Result<(SyncSender<Result<Vec<f32>>>, Writer)> {
         let config = &self.setup.config.checkpoint;
         let (keep, host_bytes) = (config.keep, config.host_gib.saturating_mul(1 << 30));
-        let (pieces, received) = sync_channel((host_bytes / (size_of::<f32>() * PIECE)).clamp(1, MOST_PIECES));
+        let (pieces, received) =
+            sync_channel((host_bytes / (size_of::<f32>() * PIECE)).clamp(1, MOST_PIECES));
         let writer = move || write(&store, &outline, &received, keep);
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
     }
