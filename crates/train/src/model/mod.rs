@@ -10,8 +10,8 @@ pub use names::Named;
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionShape, HeadInput, HeadSaved, KvCache, Layer, Linear, Mlp, Norm, NormSaved, copy_rows,
-    rope_table,
+    Attention, AttentionShape, HeadInput, HeadSaved, KvCache, Layer, Linear, Mlp, Norm, NormSaved, Residual,
+    copy_rows, rope_table,
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeShape};
@@ -267,11 +267,13 @@ impl<B: Kernels> Decoder<B> {
         caches: &mut [KvCache<B>],
     ) -> Result<(Tensor<B>, B::Buf<u64>)> {
         let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x, bad_ids } = op.run(cx.b)?;
+        let mut residual = Residual::from(x);
         for (block, cache) in self.blocks.iter().zip(caches) {
-            x_td = block.cached(cx, &x_td, cache)?;
+            residual = block.cached(cx, residual, cache)?;
         }
-        let (x_td, _) = self.norm.forward(cx, last_row(cx.b, &x_td)?)?;
+        let plus = residual.plus.as_ref().map(|plus| last_row(cx.b, plus)).transpose()?;
+        let (x_td, _) = self.norm.of(cx, Residual { x: last_row(cx.b, &residual.x)?, plus })?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
         Ok((head.logits(cx, x_td)?, bad_ids))
     }
@@ -292,14 +294,15 @@ impl<B: Kernels> Decoder<B> {
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x: x_td, bad_ids } = op.run(cx.b)?;
+        let mut residual = Residual::from(x_td);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let (y_td, saved) = block.forward(cx, x_td)?;
-            x_td = y_td;
+            let (next, saved) = block.forward(cx, residual)?;
+            residual = next;
             blocks.push(saved);
         }
-        let (x_td, norm) = self.norm.forward(cx, x_td)?;
+        let (x_td, norm) = self.norm.of(cx, residual)?;
         Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 
