@@ -96,10 +96,9 @@ pub(super) fn resident_bytes(config: &Config, recipe: &Recipe) -> f64 {
         let bits = sections.map(|s| s.at(Site::FpropW).format.spec().code_bits as f64).fold(0.0, f64::max);
         if bits == 32.0 { F32_COPIES } else { 2.0 * bits / 8.0 }
     };
-    let head = if recipe.activations == DType::F32 { F32_COPIES } else { 4.0 };
     let linear = layers * (attention + 3.0 * d * shared) * (dense + copies(Kind::Linear));
     let experts = layers * 3.0 * d * f * e * (own(1.0) + copies(Kind::Expert));
-    linear + experts + layers * router * (dense + F32_COPIES) + vocabulary * (table + head)
+    linear + experts + layers * router * (dense + F32_COPIES) + vocabulary * (table + copies(Kind::Head))
 }
 
 #[cfg(test)]
@@ -115,6 +114,7 @@ mod tests {
         for changes in [
             &["recipe=bf16"][..],
             &["recipe=f32", "model.tie_embeddings=false", "model.shared_ffn=64"],
+            &["recipe=mxfp4-hopper-head8", "model.vocab_size=1024"],
             &["recipe=fp8-flow", "train.grad_dtype=bf16", "train.moment_dtype=bf16"],
             &["recipe=mxfp4-hopper", "train.grad_accum=2", "train.shards=2", "model.layers=3"],
         ] {
