@@ -24,6 +24,8 @@ pub struct Groups<B: Backend> {
     pub align: usize,
     /// Rows the buffers hold.
     pub capacity: usize,
+    /// Rows of every group, where the host knows that they are all the same: of shards.
+    pub rows_each: Option<usize>,
 }
 
 impl<B: Backend> Groups<B> {
@@ -50,6 +52,7 @@ impl<B: Backend> Groups<B> {
             num_groups,
             align,
             capacity,
+            rows_each: Some(rows_each),
         })
     }
 }

@@ -98,6 +98,12 @@ impl Model for Cpu {
     fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("rms_norm_backward", || ops::rms_norm::rms_norm_backward(self, op))
     }
+    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
+        self.timed("norm_rope", || ops::norm_rope::norm_rope(self, op))
+    }
+    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("norm_rope_backward", || ops::norm_rope::norm_rope_backward(self, op))
+    }
     fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("rope", || ops::rope::rope(self, op))
     }
@@ -109,9 +115,6 @@ impl Model for Cpu {
     }
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
-    }
-    fn head_chunk(&self, _: usize) -> usize {
-        ops::head_loss::CHUNK
     }
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         self.timed("head_loss", || ops::head_loss::head_loss(self, op))

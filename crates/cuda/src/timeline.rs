@@ -27,6 +27,8 @@ struct Seen {
     kind: u32,
     start_ns: u64,
     end_ns: u64,
+    /// One of ours, and not one by which the driver fills or copies.
+    ours: bool,
 }
 
 const KIND_COPY: u32 = 1;
@@ -47,6 +49,10 @@ struct KernelRecord {
     _settings: [u32; 3],
     start: u64,
     end: u64,
+    _completed: u64,
+    _shape: [u32; 14],
+    _grid_id: i64,
+    name: *const c_char,
 }
 
 /// The beginning of the records of copies and fills (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and `4`).
@@ -158,23 +164,29 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
             while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
             {
                 let kind = *record;
-                let (start_ns, end_ns) = match kind {
+                let (start_ns, end_ns, ours) = match kind {
                     KIND_KERNEL => {
                         let kernel = &*record.cast::<KernelRecord>();
-                        (kernel.start, kernel.end)
+                        let named = !kernel.name.is_null() && is_ours(CStr::from_ptr(kernel.name).to_bytes());
+                        (kernel.start, kernel.end, named)
                     }
                     KIND_COPY | KIND_FILL => {
                         let transfer = &*record.cast::<TransferRecord>();
-                        (transfer.start, transfer.end)
+                        (transfer.start, transfer.end, false)
                     }
                     _ => continue,
                 };
-                seen.push(Seen { kind, start_ns, end_ns });
+                seen.push(Seen { kind, start_ns, end_ns, ours });
             }
         }
     }
     // SAFETY: allocated by `requested` with this layout, and given back once.
     unsafe { std::alloc::dealloc(buffer, layout()) };
+}
+
+/// Whether a kernel's mangled name is in the namespace of all of ours.
+fn is_ours(name: &[u8]) -> bool {
+    name.starts_with(b"_ZN3nib")
 }
 
 impl Cuda {
@@ -214,7 +226,7 @@ impl Cuda {
 /// Names what was seen.
 fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     seen.sort_by_key(|seen| (seen.start_ns, seen.end_ns));
-    let kernels = seen.iter().filter(|seen| seen.kind == KIND_KERNEL).count();
+    let kernels = seen.iter().filter(|seen| seen.ours).count();
     if kernels != launched.len() {
         let got = format!("{kernels} kernels");
         return Err(Error::shape(
@@ -227,10 +239,11 @@ fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     let mut names = launched.iter();
     let span = |seen: Seen| {
         let what = match seen.kind {
+            // As many as were counted.
+            KIND_KERNEL if seen.ours => *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" }),
             KIND_COPY => Launched { op: "copy", kernel: "copy" },
             KIND_FILL => Launched { op: "fill", kernel: "fill" },
-            // As many as were counted.
-            _ => *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" }),
+            _ => Launched { op: "driver", kernel: "driver" },
         };
         Span { what, start_ns: seen.start_ns, end_ns: seen.end_ns }
     };
@@ -243,12 +256,13 @@ mod tests {
 
     #[test]
     fn spans_are_in_order_and_named_by_their_launches() {
-        let seen = |kind, start_ns, end_ns| Seen { kind, start_ns, end_ns };
+        let seen = |kind, start_ns, end_ns| Seen { kind, start_ns, end_ns, ours: kind == KIND_KERNEL };
         let launched = [("gemm", "a"), ("add", "b")].map(|(op, kernel)| Launched { op, kernel });
-        let all = vec![seen(KIND_KERNEL, 30, 40), seen(KIND_FILL, 5, 6), seen(KIND_KERNEL, 10, 20)];
+        let driver = Seen { ours: false, ..seen(KIND_KERNEL, 22, 23) };
+        let all = vec![seen(KIND_KERNEL, 30, 40), seen(KIND_FILL, 5, 6), seen(KIND_KERNEL, 10, 20), driver];
         let spans = spans(all.clone(), &launched).unwrap();
         let names: Vec<_> = spans.iter().map(|span| (span.what.op, span.start_ns)).collect();
-        assert_eq!(names, [("fill", 5), ("gemm", 10), ("add", 30)]);
+        assert_eq!(names, [("fill", 5), ("gemm", 10), ("driver", 22), ("add", 30)]);
         let error = super::spans(all, &launched[..1]).unwrap_err().to_string();
         assert!(error.contains("2 kernels") && error.contains("the 1 that were launched"), "{error}");
     }
@@ -257,6 +271,8 @@ mod tests {
     fn records_begin_as_the_library_writes_them() {
         use std::mem::offset_of;
         assert_eq!([offset_of!(KernelRecord, start), offset_of!(KernelRecord, end)], [16, 24]);
+        assert_eq!(offset_of!(KernelRecord, name), 104);
+        assert!(is_ours(b"_ZN3nib5adamwE") && !is_ours(b"_Z6memset"));
         assert_eq!([offset_of!(TransferRecord, start), offset_of!(TransferRecord, end)], [16, 24]);
     }
 }

@@ -159,6 +159,12 @@ impl RaggedRows {
         Self::new(&spread.lengths(groups, rows), align)
     }
 
+    /// Takes away the padding past the last group.
+    pub fn trim(&mut self) {
+        self.capacity = self.start.last().map_or(0, |&end| end as usize);
+        self.row_id.truncate(self.capacity);
+    }
+
     /// Raises the capacity with padding rows.
     pub fn pad_to(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
@@ -200,6 +206,7 @@ impl RaggedRows {
             num_groups: self.num_groups(),
             align: self.align,
             capacity: self.capacity,
+            rows_each: None,
         })
     }
 }

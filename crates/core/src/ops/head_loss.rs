@@ -1,7 +1,7 @@
 use super::cross_entropy::check_shards;
 use super::quantize::{Counts, check_axis, check_contraction, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Operand, Result, Tensor};
+use crate::{Agreement, Backend, DType, DeviceKind, Error, Model, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec};
 use std::ops::Range;
 
@@ -145,6 +145,28 @@ pub struct HeadLossChunk {
     pub is_last: bool,
 }
 
+/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
+/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
+/// far as logits and gradients leave memory to others.
+pub fn head_chunk(kind: DeviceKind, vocab: usize) -> usize {
+    /// Tokens on a CPU.
+    const OF_A_CPU: usize = 512;
+    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+    const OF_A_GPU: usize = 8192;
+    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU; where the gradients are quantized, both their
+    /// planes lie where the logits were.
+    const GPU_BYTES: usize = 15 << 29;
+    /// Rows of a product's tile.
+    const TILE: usize = 128;
+    match kind {
+        DeviceKind::Host => OF_A_CPU,
+        DeviceKind::Gpu => {
+            let fits = GPU_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
+            (fits / TILE * TILE).clamp(TILE, OF_A_GPU)
+        }
+    }
+}
+
 impl HeadLossChunk {
     /// Tokens of each of its shards.
     pub fn tokens_each(&self) -> usize {
@@ -166,6 +188,16 @@ impl<B: Backend> HeadLoss<'_, B> {
     /// The same where anything is quantized: logits of E4M3 differ by 7e-4 ([`super::FP8_AGREEMENT`]) of what they can be, their
     /// gradients by several times that, and of the codes of those, which are 6 to 12 % apart, a few in a hundred are others.
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
+
+    /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
+    pub fn longest_chunk(&self) -> usize {
+        let each = self.x.rows / self.shards.max(1);
+        match self.chunk.checked_div(each) {
+            Some(0) => self.chunk,
+            Some(together) => each * together.min(self.shards),
+            None => 0,
+        }
+    }
 
     /// Checks shapes and types.
     pub fn check(&self) -> Result<()> {
@@ -258,6 +290,21 @@ fn check_weight<B: Backend>(
             let expected =
                 format!("a codec beside a quantized {argument} alone, of its block; it is {}", w.format());
             Err(Error::shape(OP, beside, got, expected))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_a_gpu_are_shorter_where_the_vocabulary_is_large() {
+        for (vocab, chunk) in
+            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 8192), (262_144, 5120), (usize::MAX / 16, 128)]
+        {
+            assert_eq!(head_chunk(DeviceKind::Gpu, vocab), chunk, "{vocab}");
+            assert_eq!(head_chunk(DeviceKind::Host, vocab), 512, "{vocab}");
         }
     }
 }

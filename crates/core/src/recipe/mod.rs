@@ -346,6 +346,12 @@ impl Recipe {
         section
     }
 
+    /// The points of a run (step / steps) from which on sections may be others, its beginning first.
+    pub fn boundaries(&self) -> Vec<f64> {
+        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
+        std::iter::once(0.0).chain(ends).collect()
+    }
+
     /// Every section that these layers meet in the course of a run, overrides applied, each checked.
     ///
     /// # Errors
@@ -361,8 +367,7 @@ impl Recipe {
                 why: format!("{:?} matches no layer; there are: {}", o.layers, names.join(", ")),
             });
         }
-        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
-        let boundaries: Vec<f64> = std::iter::once(0.0).chain(ends).collect();
+        let boundaries = self.boundaries();
         let mut sections = Vec::new();
         for (kind, layer) in layers {
             for progress in &boundaries {

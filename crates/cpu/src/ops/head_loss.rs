@@ -15,8 +15,6 @@ use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut,
 use nibble_core::{self as core, DType, Data, Result, Tensor};
 
 const OP: &str = "head_loss";
-/// Tokens a chunk that suit a CPU's caches: what is packed of the weight pays, and a row of logits is soon read again.
-pub(crate) const CHUNK: usize = 512;
 
 /// Losses of the shards, dx and dw.
 pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {

@@ -3,12 +3,12 @@
 // other's zero parts.
 //
 // split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. A NaN or infinity is its first part.
-// sum_parts: out[row][col] = the sum over splits s, in order, of in[row][s][2][col] + in[row][s][1][col] + in[row][s][0][col], in
-//   this order; or out plus that. In F32, rounded once to Out.
+// sum_parts: out[row][col] = the sum over runs r, in order, of the kParts (1 or 3) of in[row][r][part][col], the last part first; or
+//   out plus that. In F32, rounded once to Out.
 //   cols a multiple of 4; 256 threads, a thread 4 columns; grid ceil(units / 256), units = rows · cols / 4 below 2^31;
 //   units_per_row = cols / 4.
-// split_groups: each group's rows in `splits` runs of a multiple of kSplitRows, the last ones shorter or empty.
-//   start_out [groups · splits + 1], len_out [groups · splits]. 256 threads; grid ceil((groups · splits + 1) / 256).
+// cut_groups: each group's rows in `runs` runs of a multiple of kRunRows, the last ones shorter or empty.
+//   start_out [groups · runs + 1], len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -48,22 +48,26 @@ __global__ void __launch_bounds__(kPartsThreads)
     }
 }
 
-template <typename Out>
+template <typename Out, int kParts>
 __global__ void __launch_bounds__(kPartsThreads)
     sum_parts(const float* __restrict__ in, u8* __restrict__ out, u32 units, u32 units_per_row,
-              Divider by_units_per_row, u32 splits, int accumulate) {
+              Divider by_units_per_row, u32 runs, int accumulate) {
     const u32 unit = blockIdx.x * kPartsThreads + threadIdx.x;
     if (unit >= units) return;
     const u32 row = by_units_per_row.divide(unit), at = unit - row * units_per_row;
     using X = Few<F32, 4>;
-    const float* from = in + (u64(row) * splits * 3 * units_per_row + at) * 4;
+    const float* from = in + (u64(row) * runs * kParts * units_per_row + at) * 4;
     float sum[4] = {};
-    for (u32 split = 0; split < splits; ++split, from += u64(units_per_row) * 12) {
-        const X first = X::load(from), second = X::load(from + u64(units_per_row) * 4), third = X::load(from + u64(units_per_row) * 8);
+    for (u32 run = 0; run < runs; ++run) {
+        X part[kParts];
+#pragma unroll
+        for (int p = 0; p < kParts; ++p, from += u64(units_per_row) * 4) part[p] = X::load(from);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float each = third.value(i) + second.value(i) + first.value(i);
-            sum[i] = split == 0 ? each : sum[i] + each;
+            float each = part[kParts - 1].value(i);
+#pragma unroll
+            for (int p = kParts - 2; p >= 0; --p) each = each + part[p].value(i);
+            sum[i] = run == 0 ? each : sum[i] + each;
         }
     }
     using Y = Few<Out, 4>;
@@ -76,20 +80,20 @@ __global__ void __launch_bounds__(kPartsThreads)
     Y::from_f32(sum).store(to);
 }
 
-constexpr int kSplitRows = 64;
+constexpr int kRunRows = 128;  // what blocks of scales and tiles of the contraction divide
 
 __global__ void __launch_bounds__(kPartsThreads)
-    split_groups(const int* __restrict__ start, const int* __restrict__ len, int* __restrict__ start_out, int* __restrict__ len_out,
-                 u32 groups, u32 splits) {
+    cut_groups(const int* __restrict__ start, const int* __restrict__ len, int* __restrict__ start_out, int* __restrict__ len_out,
+                 u32 groups, u32 runs) {
     const u32 i = blockIdx.x * kPartsThreads + threadIdx.x;
-    if (i > groups * splits) return;
-    if (i == groups * splits) {
+    if (i > groups * runs) return;
+    if (i == groups * runs) {
         start_out[i] = start[groups];
         return;
     }
-    const u32 group = i / splits;
-    const int rows = len[group], each = (rows / int(splits) + kSplitRows) / kSplitRows * kSplitRows;
-    const int first = min(int(i - group * splits) * each, rows);
+    const u32 group = i / runs;
+    const int rows = len[group], each = ((rows + int(runs) - 1) / int(runs) + kRunRows - 1) / kRunRows * kRunRows;
+    const int first = min(int(i - group * runs) * each, rows);
     start_out[i] = start[group] + first;
     len_out[i] = min(each, rows - first);
 }

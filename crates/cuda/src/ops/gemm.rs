@@ -4,6 +4,7 @@ use super::elementwise::cast_values;
 use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
 use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product_parts::Parts;
+use super::product_runs::{Runs, sum_to};
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use half::bf16;
@@ -74,6 +75,11 @@ impl Product<'_> {
             Target::Bf16 { accumulate, .. } => (DType::Bf16, *accumulate),
             Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
         };
+        if let Some(runs) = Runs::of(self)?
+            && let Some(desc) = self.on_tensor_cores(a, b, DType::F32, false)
+        {
+            return self.run_cut(desc, &runs, (a, b), d);
+        }
         if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
             let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
             let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
@@ -102,6 +108,23 @@ impl Product<'_> {
             d,
         }
         .run()
+    }
+
+    /// The same for a contraction in runs of rows: a D for each, and their sum.
+    fn run_cut(
+        &self,
+        desc: Desc,
+        runs: &Runs,
+        (a, b): (&Operand<Cuda>, &Operand<Cuda>),
+        d: Target<'_>,
+    ) -> Result<()> {
+        let desc = Desc { groups: desc.groups * runs.each, ..desc };
+        let mut all = d.device().alloc(desc.d())?;
+        let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
+        let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
+        let to_all = Target::F32 { values: &mut all, accumulate: false };
+        GroupedProduct { desc, groups: Some(runs.groups()), a, b, d: to_all }.run()?;
+        sum_to(d, &all, self.m * self.n, 1, runs.each)
     }
 
     /// Read with one scale for as many rows as `shared` says.

@@ -7,10 +7,10 @@ use super::gemm::{Output, Product};
 use super::held::Held;
 use super::product::{Ragged, Target};
 use super::quantize::quantize_counting;
-use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::KernelSpec;
 use crate::launch::Launch;
+use crate::{Buffer, Cuda};
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
     Counts, Emitted, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, Quantize,
@@ -23,18 +23,6 @@ const SOURCE: &str = "kernels/head_loss.cuh";
 const THREADS: u32 = 256;
 /// Gradients a cta rounds.
 const ROUNDED_PER_CTA: usize = 1024;
-/// Tokens a chunk: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
-const CHUNK: usize = 8192;
-/// Logits of a chunk and their gradients take no more than this. Where the gradients are quantized, both their planes lie where the
-/// logits were.
-const CHUNK_BYTES: usize = 15 << 29;
-
-/// As many tokens as fill the products, as far as their logits in F32 and BF16 gradients leave memory to others.
-pub(crate) fn head_chunk(vocab: usize) -> usize {
-    const TILE: usize = 128;
-    let fits = CHUNK_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
-    (fits / TILE * TILE).clamp(TILE, CHUNK)
-}
 
 /// See [`HeadLoss`].
 pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
@@ -42,7 +30,7 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     let held = Held::by(OP, cuda);
     held.tensor("x", op.x)?;
     held.operand("w", op.w)?;
-    let ((tokens, d), vocab) = (op.x.shape(), op.w.rows());
+    let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
     let targets = held.values("targets", op.targets, tokens)?;
     if tokens > i32::MAX as usize {
         return Err(Error::shape(OP, "tokens", tokens, "below 2^31"));
@@ -67,11 +55,11 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
         let rows = Rows { op: OP, vocab, targets: &targets, scale, bad_ids: &bad_ids };
         let loss = loss.part(tokens.clone())?;
         let Some(gradients) = &mut gradients else {
-            rows.run(&logits, &loss, None)?;
+            head_rows(&rows, dtype, &logits, &loss, None)?;
             continue;
         };
-        let dlogits = Output::new(cuda, gradients.dtype(), tokens.len() * vocab, false)?;
-        rows.run(&logits, &loss, Some(&dlogits))?;
+        let dlogits = Output::new(cuda, dtype, tokens.len() * vocab, false)?;
+        head_rows(&rows, dtype, &logits, &loss, Some(&dlogits))?;
         // Their memory is free for the gradients' planes.
         drop(logits);
         let dlogits = of_dlogits.factors(cuda, dlogits.into_tensor(tokens.len(), vocab)?)?;
@@ -134,6 +122,20 @@ impl Quantizer {
     fn quantize(&self, cuda: &Cuda, x: &Tensor<Cuda>, codec: Codec, planes: Planes) -> Result<Emitted<Cuda>> {
         let counts = self.counts.clone().ok_or_else(|| Error::shape(OP, "counts", "none", "three"))?;
         quantize_counting(cuda, Quantize::new(x, codec, planes), counts)
+    }
+}
+
+/// The rows' cross-entropy: of F32 tokens to the bit, of others as fast as it goes.
+fn head_rows(
+    rows: &Rows<'_>,
+    tokens: DType,
+    logits: &Buffer<f32>,
+    loss: &Buffer<f32>,
+    dlogits: Option<&Output>,
+) -> Result<()> {
+    match tokens {
+        DType::F32 => rows.run(logits, loss, dlogits),
+        DType::Bf16 => super::head_rows::run(rows, logits, loss, dlogits),
     }
 }
 
@@ -220,14 +222,6 @@ impl Gradients {
         })
     }
 
-    /// The type of x, dlogits and dx.
-    fn dtype(&self) -> DType {
-        match self.dx {
-            Output::F32(_) => DType::F32,
-            Output::Bf16(_) => DType::Bf16,
-        }
-    }
-
     /// A chunk's dx, and its part of dw.
     fn add(&mut self, chunk: &HeadLossChunk, dlogits: &Factors, x: &Factors) -> Result<()> {
         let (vocab, d, tokens) = (self.vocab, self.d, chunk.tokens.clone());
@@ -299,6 +293,8 @@ fn equal_groups(cuda: &Cuda, (count, each, apart): (usize, usize, usize)) -> Res
         num_groups: count,
         align: 1,
         capacity: count * apart,
+        // Runs of rows are cut of whole blocks.
+        rows_each: (apart == each).then_some(each),
     })
 }
 
@@ -327,18 +323,4 @@ fn spec(name: &'static str) -> KernelSpec {
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |name| Instance { spec: spec(name), shared_bytes: 0 };
     vec![of("nib::equal_groups"), of("nib::round_gradient")]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn chunks_are_shorter_where_the_vocabulary_is_large() {
-        for (vocab, chunk) in
-            [(0, 8192), (257, 8192), (151_936, 8192), (262_144, 5_120), (usize::MAX / 16, 128)]
-        {
-            assert_eq!(head_chunk(vocab), chunk, "{vocab}");
-        }
-    }
 }

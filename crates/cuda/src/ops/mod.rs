@@ -15,13 +15,16 @@ pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
 pub(crate) mod head_loss;
+mod head_rows;
 mod held;
 pub(crate) mod init_normal;
+pub(crate) mod norm_rope;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
 mod planes;
 mod product;
 mod product_parts;
+mod product_runs;
 pub(crate) mod product_simt;
 pub(crate) mod quantize;
 pub(crate) mod rms_norm;
@@ -62,6 +65,7 @@ pub fn instances() -> Vec<Instance> {
     [
         grouped_config::instances(),
         product_parts::instances(),
+        product_runs::instances(),
         product_simt::instances(),
         quantize::instances(),
         dequantize::instances(),
@@ -77,9 +81,11 @@ pub fn instances() -> Vec<Instance> {
         embed::instances(),
         rms_norm::instances(),
         row_tree::instances(),
+        norm_rope::instances(),
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),
+        head_rows::instances(),
         step::instances(),
         sum_squares::instances(),
         adamw::instances(),

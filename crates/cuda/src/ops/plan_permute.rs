@@ -177,6 +177,7 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
             num_groups: op.num_groups,
             align: op.align,
             capacity,
+            rows_each: None,
         },
         source_row: Buf::new(source_row),
         row_slot: Buf::new(row_slot),

@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{Agreement, DType, Operand, Products, Result};
+use nibble_core::{Agreement, DType, Groups, Operand, Products, Result};
 
 /// How one operand is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -228,6 +228,8 @@ struct Wgrad {
     grad: DType,
     accumulate: bool,
     input: Input,
+    /// Shards: groups that are known to be equal, none of them padded.
+    shards: bool,
 }
 
 impl<B: Products> Case<B> for Wgrad {
@@ -240,7 +242,10 @@ impl<B: Products> Case<B> for Wgrad {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, accumulate, .. } = *self;
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
-        ragged.pad_to(ragged.capacity + align(self.x));
+        match self.shards {
+            true => ragged.trim(),
+            false => ragged.pad_to(ragged.capacity + align(self.x)),
+        }
         let matrix = |name, cols| Matrix {
             name,
             input,
@@ -250,7 +255,10 @@ impl<B: Products> Case<B> for Wgrad {
             ragged: Some((&ragged, pads)),
         };
         let (dy, x) = (matrix("wgrad.dy", n).upload(b, self.dy)?, matrix("wgrad.x", k).upload(b, self.x)?);
-        let groups = ragged.upload(b)?;
+        let groups = match self.shards {
+            true => Groups::uniform(b, GROUPS, self.rows / GROUPS, align(self.x), 0)?,
+            false => ragged.upload(b)?,
+        };
         let grad = Input::Integers.values(&stream("wgrad.grad"), GROUPS * n * k);
         let grad = plain(b, self.grad, &grad, GROUPS * n, k)?;
         let (grad, ()) = in_place(b, &grad, |grad| {
@@ -276,23 +284,49 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
             let (n, k) = widths[(i + j) % 3];
             for input in [Input::Normal, Input::Integers] {
                 let (grad, accumulate) = (PLAIN[(i + j / 2) % 2], j % 2 == 0);
-                pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input });
+                pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input, shards: false });
             }
         }
         if matches!(x, Stored::Plain(_)) {
             let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
             for grad in PLAIN {
-                pair.check(&Wgrad { dy, x, spread, rows: 320, n: 8, k: 256, grad, accumulate, input });
+                pair.check(&Wgrad {
+                    dy,
+                    x,
+                    spread,
+                    rows: 320,
+                    n: 8,
+                    k: 256,
+                    grad,
+                    accumulate,
+                    input,
+                    shards: false,
+                });
             }
-            // Groups so long, of gradients so small, that a GPU contracts each in several runs of rows.
-            for (grad, spread) in [(DType::F32, Spread::Zipf), (DType::Bf16, Spread::Balanced)] {
-                pair.check(&Wgrad { dy, x, spread, rows: 17_000, n: 8, k: 32, grad, accumulate, input });
-            }
+        }
+        // Shards so long, of a gradient so small, that a GPU contracts each in several runs of rows.
+        let (spread, rows, shards) = (Spread::Balanced, GROUPS * 2176, true);
+        for (input, grad) in
+            [(Input::Normal, DType::Bf16), (Input::Normal, DType::F32), (Input::Integers, DType::F32)]
+        {
+            let accumulate = i % 2 == 0;
+            pair.check(&Wgrad { dy, x, spread, rows, n: 8, k: 32, grad, accumulate, input, shards });
         }
         for (j, &input) in inputs(pair.strict).iter().enumerate() {
             let (spread, accumulate) = (Spread::Zipf, j % 2 == 0);
             for grad in PLAIN {
-                pair.check(&Wgrad { dy, x, spread, rows: 90, n: 33, k: 20, grad, accumulate, input });
+                pair.check(&Wgrad {
+                    dy,
+                    x,
+                    spread,
+                    rows: 90,
+                    n: 33,
+                    k: 20,
+                    grad,
+                    accumulate,
+                    input,
+                    shards: false,
+                });
             }
         }
     }

@@ -94,6 +94,7 @@ over!(Groups, |x, m| Groups {
     num_groups: x.num_groups,
     align: x.align,
     capacity: x.capacity,
+    rows_each: x.rows_each,
 });
 over!(Occupancy, |x, m| Occupancy { found: m.buf(&x.found)?, num_slots: x.num_slots, capacity: x.capacity });
 over!(PermuteMap, |x, m| PermuteMap {
@@ -130,7 +131,11 @@ over!(SwigluGrads, |x, m| SwigluGrads {
     dweight: m.buf(&x.dweight)?
 });
 over!(EmbedOut, |x, m| EmbedOut { x: x.x.mapped(m)?, bad_ids: m.buf(&x.bad_ids)? });
-over!(RmsNormOut, |x, m| RmsNormOut { y: x.y.mapped(m)?, inv_rms: m.buf(&x.inv_rms)? });
+over!(RmsNormOut, |x, m| RmsNormOut {
+    y: x.y.mapped(m)?,
+    inv_rms: m.buf(&x.inv_rms)?,
+    sum: x.sum.mapped(m)?
+});
 over!(AttentionOut, |x, m| AttentionOut { out: x.out.mapped(m)?, lse: m.buf(&x.lse)? });
 over!(AttentionGrads, |x, m| AttentionGrads {
     dq: x.dq.mapped(m)?,

@@ -10,7 +10,8 @@ pub use names::Named;
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, rope_table,
+    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, Residual,
+    rope_table,
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeShape};
@@ -113,11 +114,24 @@ impl<B: Kernels> Decoder<B> {
         seq_len: usize,
         seed: u64,
     ) -> Result<Self> {
+        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
+        Self::with_rope(b, comm, recipe, config, rope, seed)
+    }
+
+    /// [`Decoder::new`] with RoPE's table, `[positions, head_dim]`.
+    pub(crate) fn with_rope(
+        b: &B,
+        comm: &dyn Comm<B>,
+        recipe: &Recipe,
+        config: &ModelConfig,
+        rope: Tensor<B>,
+        seed: u64,
+    ) -> Result<Self> {
+        let seq_len = rope.rows;
         let mut cx = Cx::inference(b, comm, recipe, Shards::new(b, 1, 1, comm.rank())?, 0.0);
         cx.seed = seed;
         let (v, d) = (config.vocab_size, config.d_model);
         let (eps, out_std) = (config.norm_eps as f32, INIT_STD / (2.0 * config.layers as f32).sqrt());
-        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
         let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
             let weight =
                 Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
@@ -273,14 +287,17 @@ impl<B: Kernels> Decoder<B> {
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x: x_td, bad_ids } = op.run(cx.b)?;
+        let mut residual = Residual::from(x_td);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let (y_td, saved) = block.forward(cx, x_td)?;
-            x_td = y_td;
-            blocks.push(saved);
+            let (next, saved) = block.forward(cx, residual)?;
+            residual = next;
+            if cx.training {
+                blocks.push(saved);
+            }
         }
-        let (x_td, norm) = self.norm.forward(cx, x_td)?;
+        let (x_td, norm) = self.norm.of(cx, residual)?;
         Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 
@@ -302,6 +319,7 @@ struct Trunk<B: Kernels> {
     /// The head's input, `[t, d]`.
     x_td: Tensor<B>,
     bad_ids: B::Buf<u64>,
+    /// None where no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
 }

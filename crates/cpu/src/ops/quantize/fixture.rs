@@ -109,6 +109,7 @@ pub(crate) fn groups(cpu: &Cpu, lens: &[usize], align: usize, spare: usize) -> G
         num_groups: lens.len(),
         align,
         capacity,
+        rows_each: None,
     }
 }
 
