@@ -183,6 +183,10 @@ pub trait Model: Backend {
     fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>>;
     /// See [`RmsNormBackward`].
     fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<crate::Tensor<Self>>;
+    /// See [`NormRope`].
+    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>>;
+    /// See [`NormRopeBackward`].
+    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Rope`].
     fn rope(&self, op: Rope<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Attention`].

@@ -23,7 +23,7 @@ fn tensor(b: &Recorded, values: &[f32]) -> Tensor<Recorded> {
 /// into = into + x, twice, with a temporary in between.
 fn work(b: &Recorded, x: &Tensor<Recorded>, into: &mut Tensor<Recorded>) -> Result<()> {
     for _ in 0..2 {
-        let sum = Add { a: x, b: into }.run(b)?;
+        let sum = Add::new(x, into).run(b)?;
         SumShards { x: &sum, shards: 1, into }.run(b)?;
     }
     Ok(())
@@ -119,7 +119,7 @@ fn what_outlives_the_recording_is_made_by_every_replay() {
     let mut y = None;
     let first = b
         .record(&mut || {
-            y = Some(Add { a: &x, b: &x }.run(&b)?);
+            y = Some(Add::new(&x, &x).run(&b)?);
             Ok(())
         })
         .unwrap();
@@ -128,7 +128,7 @@ fn what_outlives_the_recording_is_made_by_every_replay() {
     // The second part takes over what the first one made, and drops it.
     let second = b
         .record(&mut || {
-            let sum = Add { a: &made, b: &made }.run(&b)?;
+            let sum = Add::new(&made, &made).run(&b)?;
             SumShards { x: &sum, shards: 1, into: &mut z }.run(&b)
         })
         .unwrap();
@@ -176,7 +176,7 @@ fn transfers_are_watched_too() {
 fn a_fault_hits_the_chosen_result_once() {
     let b = Recorder::new(cpu());
     let x = tensor(&b, &[1.0, 2.0]);
-    let add = || values(&b, &Add { a: &x, b: &x }.run(&b).unwrap());
+    let add = || values(&b, &Add::new(&x, &x).run(&b).unwrap());
     b.poison(Point::Named("add", 1));
     assert_eq!(b.struck(), None);
     assert_eq!(add(), [2.0, 4.0]);

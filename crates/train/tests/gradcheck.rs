@@ -15,6 +15,7 @@
 
 mod rig;
 
+use nibble_core::ops::Add;
 use nibble_core::{DType, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::ModelConfig;
@@ -320,12 +321,13 @@ fn decoder_layer_with_and_without_a_shared_expert() {
     for shared_ffn in [0, 10] {
         let layer = decoder(&cpu, &recipe, true, shared_ffn).blocks.remove(0);
         let loss = |layer: &Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
-            let (y, saved) = layer.forward(cx, x.clone()).unwrap();
+            let (y, saved) = layer.forward(cx, x.clone().into()).unwrap();
+            let y = Add::new(&y.x, y.plus.as_ref().unwrap()).run(cx.b).unwrap();
             weighted(cx, &y) + router_losses(cx, &saved.routed, &layer.moe.router.shape)
         };
         let backward = |layer: &mut Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
-            let (y, saved) = layer.forward(cx, x.clone()).unwrap();
-            Some(layer.backward(cx, saved, r(cx, y.shape())).unwrap())
+            let (y, saved) = layer.forward(cx, x.clone().into()).unwrap();
+            Some(layer.backward(cx, saved, r(cx, y.x.shape())).unwrap())
         };
         let prepare = |l: &mut Block<Cpu>, cx: &Cx<'_, Cpu>| {
             l.attn.prepare(cx).unwrap();

@@ -223,6 +223,11 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     let mut cases = Vec::new();
     let bytes = 2 * x.bytes();
     let (input, table) = (x.clone(), normal(b, DType::F32, 256, 64)?);
+    let (heads, weight, angles) = (x.clone(), normal(b, DType::F32, 1, 64)?, table.clone());
+    cases.push(case("rms norm and rope bf16, heads of 64", bytes, move |b| {
+        let (x, weight, table) = (&heads, &weight, &angles);
+        NormRope { x, weight, eps: 1e-6, table, seq_len: 256, first_position: 0 }.run(b).map(drop)
+    }));
     cases.push(case("rope bf16, heads of 64", bytes, move |b| {
         Rope { x: &input, table: &table, seq_len: 256, first_position: 0, inverse: false }.run(b).map(drop)
     }));
@@ -257,7 +262,7 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
         op.run(b)
     }));
     let y = x.clone();
-    cases.push(case("add bf16", 3 * x.bytes(), move |b| Add { a: &x, b: &y }.run(b).map(drop)));
+    cases.push(case("add bf16", 3 * x.bytes(), move |b| Add::new(&x, &y).run(b).map(drop)));
     Ok(cases)
 }
 
@@ -270,14 +275,15 @@ fn norms(b: &Cpu) -> CoreResult<Vec<Case>> {
         ("rms norm, rows of 16", "rms norm backward, rows of 16", 32 * ROWS, 16),
     ] {
         let (x, weight) = (normal(b, DType::Bf16, rows, d)?, normal(b, DType::F32, 1, d)?);
-        let inv_rms = RmsNorm { x: &x, weight: &weight, eps: 1e-6 }.run(b)?.inv_rms;
+        let inv_rms = RmsNorm::new(&x, &weight, 1e-6).run(b)?.inv_rms;
         let (input, scale) = (x.clone(), weight.clone());
-        cases.push(case(forward, 2 * x.bytes(), move |b| {
-            RmsNorm { x: &input, weight: &scale, eps: 1e-6 }.run(b).map(drop)
-        }));
+        cases
+            .push(case(forward, 2 * x.bytes(), move |b| RmsNorm::new(&input, &scale, 1e-6).run(b).map(drop)));
         cases.push(case(backward, 5 * x.bytes(), move |b| {
             let dweight = &mut Tensor::zeros(b, DType::F32, 4, d)?;
-            RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight }.run(b).map(drop)
+            RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, plus: None, dweight }
+                .run(b)
+                .map(drop)
         }));
     }
     Ok(cases)

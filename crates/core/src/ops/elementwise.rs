@@ -49,23 +49,35 @@ impl InitNormal {
     }
 }
 
-/// a + b, elementwise in F32, rounded once to the type of a.
+/// a + b, elementwise in F32, rounded once to the type of a; and then likewise a third term, if there is one.
 #[derive(Debug)]
 pub struct Add<'a, B: Backend> {
     /// First term.
     pub a: &'a Tensor<B>,
     /// Second term, same shape and type.
     pub b: &'a Tensor<B>,
+    /// Added to the rounded sum, and the result rounded again: two additions in one pass.
+    pub plus: Option<&'a Tensor<B>>,
 }
 
-impl<B: Backend> Add<'_, B> {
+impl<'a, B: Backend> Add<'a, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Two terms.
+    pub fn new(a: &'a Tensor<B>, b: &'a Tensor<B>) -> Self {
+        Self { a, b, plus: None }
+    }
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         expect_eq("add", "shape of b", self.b.shape(), self.a.shape())?;
-        expect_eq("add", "type of b", self.b.dtype(), self.a.dtype())
+        expect_eq("add", "type of b", self.b.dtype(), self.a.dtype())?;
+        if let Some(plus) = self.plus {
+            expect_eq("add", "shape of plus", plus.shape(), self.a.shape())?;
+            expect_eq("add", "type of plus", plus.dtype(), self.a.dtype())?;
+        }
+        Ok(())
     }
 
     /// Checks and runs.

@@ -10,6 +10,8 @@ use crate::{Agreement, Backend, DType, Model, Result, Tensor};
 pub struct RmsNorm<'a, B: Backend> {
     /// `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
+    /// Added to x first, and the sum rounded, with the bits of [`Add`](super::Add): the norm is that of the sum.
+    pub plus: Option<&'a Tensor<B>>,
     /// F32 `[1, d]`.
     pub weight: &'a Tensor<B>,
     /// Added to the mean square.
@@ -23,16 +25,25 @@ pub struct RmsNormOut<B: Backend> {
     pub y: Tensor<B>,
     /// 1 / sqrt(mean(x²) + eps) of each row.
     pub inv_rms: B::Buf<f32>,
+    /// x + plus, where there is a plus.
+    pub sum: Option<Tensor<B>>,
 }
 
-impl<B: Backend> RmsNorm<'_, B> {
+impl<'a, B: Backend> RmsNorm<'a, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
+    /// The norm of x alone.
+    pub fn new(x: &'a Tensor<B>, weight: &'a Tensor<B>, eps: f32) -> Self {
+        Self { x, plus: None, weight, eps }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
-        expect_eq("rms_norm", "shape of weight", self.weight.shape(), (1, self.x.cols))?;
-        expect_eq("rms_norm", "type of weight", self.weight.dtype(), DType::F32)
+        const OP: &str = "rms_norm";
+        expect_eq(OP, "shape of weight", self.weight.shape(), (1, self.x.cols))?;
+        expect_eq(OP, "type of weight", self.weight.dtype(), DType::F32)?;
+        check_plus(OP, self.plus, self.x)
     }
 
     /// Checks and runs.
@@ -43,6 +54,13 @@ impl<B: Backend> RmsNorm<'_, B> {
         self.check()?;
         b.rms_norm(self)
     }
+}
+
+/// What is added to a tensor is like it.
+fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor<B>) -> Result<()> {
+    let Some(plus) = plus else { return Ok(()) };
+    expect_eq(op, "shape of plus", plus.shape(), x.shape())?;
+    expect_eq(op, "type of plus", plus.dtype(), x.dtype())
 }
 
 /// The backward pass of [`RmsNorm`]: returns dx and adds each shard's dweight.
@@ -61,6 +79,8 @@ pub struct RmsNormBackward<'a, B: Backend> {
     pub inv_rms: &'a B::Buf<f32>,
     /// Same shape as x.
     pub dy: &'a Tensor<B>,
+    /// Added to the rounded dx, and the result rounded again: the bits of [`Add`](super::Add). Same shape as x.
+    pub plus: Option<&'a Tensor<B>>,
     /// F32 `[shards, d]`; rows are divided evenly among the shards. Added to.
     pub dweight: &'a mut Tensor<B>,
 }
@@ -80,6 +100,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "shape of weight", self.weight.shape(), (1, self.x.cols))?;
         expect_eq(OP, "columns of dweight", self.dweight.cols, self.x.cols)?;
         expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.x.rows)?;
+        check_plus(OP, self.plus, self.x)?;
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
     }
 

@@ -18,27 +18,33 @@ pub struct Rope<'a, B: Backend> {
     pub inverse: bool,
 }
 
+/// x has whole heads and whole sequences, whose positions the table has.
+pub(super) fn check_turn<B: Backend>(
+    op: &'static str,
+    x: &Tensor<B>,
+    table: &Tensor<B>,
+    seq_len: usize,
+    first_position: usize,
+) -> Result<()> {
+    let head_dim = table.cols;
+    if head_dim == 0 || !head_dim.is_multiple_of(2) || !x.cols.is_multiple_of(head_dim) {
+        let expected = format!("a multiple of an even head_dim (table has {head_dim} columns)");
+        return Err(Error::shape(op, "columns of x", x.cols, expected));
+    }
+    let positions = first_position.saturating_add(seq_len);
+    if seq_len == 0 || positions > table.rows {
+        return Err(Error::shape(op, "positions", positions, format!("1 to {}", table.rows)));
+    }
+    expect_eq(op, "rows modulo seq_len", x.rows % seq_len, 0)
+}
+
 impl<B: Backend> Rope<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
-        const OP: &str = "rope";
-        let head_dim = self.table.cols;
-        if head_dim == 0 || !head_dim.is_multiple_of(2) || !self.x.cols.is_multiple_of(head_dim) {
-            return Err(Error::shape(
-                OP,
-                "columns of x",
-                self.x.cols,
-                format!("a multiple of an even head_dim (table has {head_dim} columns)"),
-            ));
-        }
-        if self.seq_len == 0 || self.first_position + self.seq_len > self.table.rows {
-            let got = self.first_position + self.seq_len;
-            return Err(Error::shape(OP, "positions", got, format!("1 to {}", self.table.rows)));
-        }
-        expect_eq(OP, "rows modulo seq_len", self.x.rows % self.seq_len, 0)
+        check_turn("rope", self.x, self.table, self.seq_len, self.first_position)
     }
 
     /// Checks and runs.

@@ -121,8 +121,11 @@ fn accumulate_body(x: &[f32], sum: &mut [f32]) {
 }
 per_isa!(fn accumulate = accumulate_body; (x: &[f32], sum: &mut [f32]));
 
-/// a + b in F32, rounded once.
+/// a + b in F32, rounded once; then plus likewise, if there is one.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    if let Add { a, b, plus: Some(plus) } = op {
+        return add(cpu, Add::new(&add(cpu, Add::new(a, b))?, plus));
+    }
     let data = match (&op.a.data, &op.b.data) {
         (Data::F32(a), Data::F32(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_f32),
         (Data::Bf16(a), Data::Bf16(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_bf16),

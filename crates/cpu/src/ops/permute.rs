@@ -233,7 +233,7 @@ pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tens
         Data::Bf16(rows) => combine(cpu, &op, rows.as_slice(), add_row_bf16, round_bf16),
     };
     let sums = Tensor::new(data, op.tokens(), op.rows.cols)?;
-    op.plus.map_or(Ok(sums.clone()), |b| add(cpu, Add { a: &sums, b }))
+    op.plus.map_or(Ok(sums.clone()), |b| add(cpu, Add::new(&sums, b)))
 }
 
 fn combine<T: Real>(

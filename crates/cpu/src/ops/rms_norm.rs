@@ -2,28 +2,39 @@
 //!
 //! One body serves as specification and as vectorised code: its sums are those of `crate::sums`.
 
+use super::elementwise::add;
 use crate::Cpu;
 use crate::simd::{LANES, Real, map_lanes, per_isa, rows_per_task};
 use crate::sums::{Terms, Vector, close_neighbours, lanes_dot};
 use half::bf16;
-use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
+use nibble_core::ops::{Add, RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 use nibble_formats::math::rsqrt;
 use rayon::prelude::*;
 
-/// y = x · inv_rms · weight, and inv_rms.
+/// y = x · inv_rms · weight, and inv_rms; of x + plus, if there is a plus.
 pub(crate) fn rms_norm(cpu: &Cpu, op: RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
+    if let RmsNorm { x, plus: Some(b), weight, eps } = op {
+        let sum = add(cpu, Add::new(x, b))?;
+        let out = rms_norm(cpu, RmsNorm::new(&sum, weight, eps))?;
+        return Ok(RmsNormOut { sum: Some(sum), ..out });
+    }
     match op.x.dtype() {
         DType::F32 => forward::<f32>(cpu, &op),
         DType::Bf16 => forward::<bf16>(cpu, &op),
     }
 }
 
-/// dx; dweight is added to: each shard's sum begins at zero and is added once.
+/// dx, plus what there is to add; dweight is added to: each shard's sum begins at zero and is added once.
 pub(crate) fn rms_norm_backward(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    match op.x.dtype() {
+    let plus = op.plus;
+    let dx = match op.x.dtype() {
         DType::F32 => backward::<f32>(cpu, op),
         DType::Bf16 => backward::<bf16>(cpu, op),
+    }?;
+    match plus {
+        Some(plus) => add(cpu, Add::new(plus, &dx)),
+        None => Ok(dx),
     }
 }
 
@@ -46,7 +57,7 @@ fn forward<T: Real>(cpu: &Cpu, op: &RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>>
             tasks.for_each(|((x, y), inv_rms)| forward_rows(isa, x, weight, eps, y, inv_rms));
         });
     }
-    Ok(RmsNormOut { y: Tensor::new(T::data(y), rows, d)?, inv_rms })
+    Ok(RmsNormOut { y: Tensor::new(T::data(y), rows, d)?, inv_rms, sum: None })
 }
 
 per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));

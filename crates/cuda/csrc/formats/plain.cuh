@@ -78,6 +78,36 @@ struct Few {
     }
 };
 
+/// a + b, rounded once.
+template <typename T, int kCount>
+__device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const Few<T, kCount>& b) {
+    float sum[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] = __fadd_rn(a.value(i), b.value(i));
+    return Few<T, kCount>::from_f32(sum);
+}
+
+/// Eight numbers as they lie in memory, rounded to nearest even.
+template <typename T>
+__device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) {
+    typename T::Eight eight;
+    if constexpr (T::kBytes == 4) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) eight.number[i] = x[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) eight.word[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
+    }
+    return eight;
+}
+
+/// a + b of eight neighbours, yet to be rounded.
+template <typename T>
+__device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eight& a, const typename T::Eight& b) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(T::value(a, i), T::value(b, i));
+}
+
 /// Eight neighbours, rounded to nearest even, as many of them as are left. kAligned: `to` lies on 16 bytes, and eight are left or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_eight(u8* to, const float (&x)[8], int left) {

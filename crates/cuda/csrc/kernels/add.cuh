@@ -1,6 +1,6 @@
-// a + b, in F32, rounded once.
+// a + b, in F32, rounded once; and another term likewise.
 //
-// add<T>: out[i] = a[i] + b[i]. T is Bf16 or F32; buffers on 16 bytes.
+// add<T, kPlus>: out[i] = a[i] + b[i]; kPlus: that, rounded, + plus[i]. T is Bf16 or F32; buffers on 16 bytes.
 //   256 threads; grid ceil(len / (4 · 256 · numbers in 16 bytes)); any len.
 #pragma once
 #include "formats/plain.cuh"
@@ -10,40 +10,51 @@ namespace nib {
 constexpr int kAddThreads = 256;
 constexpr int kAddUnits = 4;  // a thread's, so many loads of each term in flight
 
-template <typename T, int kCount>
-__device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const Few<T, kCount>& b) {
-    float sum[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sum[i] = a.value(i) + b.value(i);
-    return Few<T, kCount>::from_f32(sum);
-}
+/// kCount neighbours of all terms, `at` bytes from their beginnings.
+template <typename T, int kCount, bool kPlus>
+struct Terms {
+    using X = Few<T, kCount>;
+    X a, b, plus;
 
-template <typename T>
+    __device__ __forceinline__ void load(const u8* from_a, const u8* from_b, const u8* from_plus, u64 at) {
+        a = X::load(from_a + at);
+        b = X::load(from_b + at);
+        if constexpr (kPlus) plus = X::load(from_plus + at);
+    }
+
+    __device__ __forceinline__ X sum() const {
+        const X two = add_few(a, b);
+        if constexpr (kPlus) return add_few(two, plus);
+        return two;
+    }
+};
+
+template <typename T, bool kPlus>
 __global__ void __launch_bounds__(kAddThreads)
-    add(const u8* __restrict__ a, const u8* __restrict__ b, u8* __restrict__ out, u64 len) {
-    using X = Few<T, 16 / T::kBytes>;
+    add(const u8* __restrict__ a, const u8* __restrict__ b, const u8* __restrict__ plus, u8* __restrict__ out, u64 len) {
     constexpr int kCount = 16 / T::kBytes;
+    using Unit = Terms<T, kCount, kPlus>;
     const u64 units = len / kCount;
     const u64 first = u64(blockIdx.x) * (kAddThreads * kAddUnits) + threadIdx.x;
     const u64 left = units * kCount + threadIdx.x;
     if (blockIdx.x == gridDim.x - 1 && left < len) {
-        using One = Few<T, 1>;
-        const u64 at = left * T::kBytes;
-        add_few<T, 1>(One::load(a + at), One::load(b + at)).store(out + at);
+        Terms<T, 1, kPlus> one;
+        one.load(a, b, plus, left * T::kBytes);
+        one.sum().store(out + left * T::kBytes);
     }
     if (first + (kAddUnits - 1) * kAddThreads < units) {
-        X x[kAddUnits], y[kAddUnits];
+        Unit x[kAddUnits];
 #pragma unroll
-        for (int i = 0; i < kAddUnits; ++i) {
-            x[i] = X::load(a + (first + i * kAddThreads) * 16);
-            y[i] = X::load(b + (first + i * kAddThreads) * 16);
-        }
+        for (int i = 0; i < kAddUnits; ++i) x[i].load(a, b, plus, (first + i * kAddThreads) * 16);
 #pragma unroll
-        for (int i = 0; i < kAddUnits; ++i) add_few<T, kCount>(x[i], y[i]).store(out + (first + i * kAddThreads) * 16);
+        for (int i = 0; i < kAddUnits; ++i) x[i].sum().store(out + (first + i * kAddThreads) * 16);
         return;
     }
-    for (u64 unit = first; unit < units && unit < first + kAddUnits * kAddThreads; unit += kAddThreads)
-        add_few<T, kCount>(X::load(a + unit * 16), X::load(b + unit * 16)).store(out + unit * 16);
+    for (u64 unit = first; unit < units && unit < first + kAddUnits * kAddThreads; unit += kAddThreads) {
+        Unit x;
+        x.load(a, b, plus, unit * 16);
+        x.sum().store(out + unit * 16);
+    }
 }
 
 }  // namespace nib

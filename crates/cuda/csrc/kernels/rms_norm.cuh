@@ -1,10 +1,11 @@
-// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row.
+// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row. kPlus: of x + plus,
+// rounded, which is written, too.
 //
-// x, y [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32.
-// rms_norm<T, kThreads, kBlocks, kRows>: rows in registers; d a multiple of 8. kThreads neighbouring threads a row, of which each has eight
+// x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum null without kPlus.
+// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads neighbouring threads a row, of which each has eight
 //   columns of every 256 (kBlocks of them hold the row; one where kThreads < 32, and d <= 8 * kThreads); kRows rows a thread.
 //   128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
-// rms_norm_long<T, kAligned>: any d; a row is read twice. kAligned: d is a multiple of 8. 128 threads, a warp a row; grid ceil(rows / 4).
+// rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8. 128 threads, a warp a row; grid ceil(rows / 4).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"
@@ -24,6 +25,15 @@ __device__ __forceinline__ void add_squares(float (&lane)[8], const typename T::
     for (int i = 0; i < 8; ++i) lane[i] = __fmaf_rn(T::value(x, i), T::value(x, i), lane[i]);
 }
 
+/// x + plus as it is stored.
+template <typename T, bool kAligned>
+__device__ __forceinline__ typename T::Eight store_sum(u8* to, const typename T::Eight& x, const typename T::Eight& plus, int left) {
+    float sum[8];
+    add_eight<T>(sum, x, plus);
+    store_eight<T, kAligned>(to, sum, left);
+    return rounded_eight<T>(sum);
+}
+
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_normal(u8* to, const typename T::Eight& x, float inv, const F32::Eight& weight, int left) {
     float y[8];
@@ -32,10 +42,10 @@ __device__ __forceinline__ void store_normal(u8* to, const typename T::Eight& x,
     store_eight<T, kAligned>(to, y, left);
 }
 
-template <typename T, int kThreads, int kBlocks, int kRows>
+template <typename T, int kThreads, int kBlocks, int kRows, bool kPlus>
 __global__ void __launch_bounds__(kNormThreads)
-    rms_norm(const u8* __restrict__ x, const float* __restrict__ weight, u8* __restrict__ y, float* __restrict__ inv_rms, u32 rows, u32 d,
-             float eps) {
+    rms_norm(const u8* __restrict__ x, const u8* __restrict__ plus, const float* __restrict__ weight, u8* __restrict__ y,
+             u8* __restrict__ sum, float* __restrict__ inv_rms, u32 rows, u32 d, float eps) {
     static_assert(kThreads == 32 || kBlocks == 1);
     constexpr u32 kTogether = kNormThreads / kThreads;
     const u32 index = threadIdx.x % kThreads, column = 8 * index;
@@ -48,6 +58,26 @@ __global__ void __launch_bounds__(kNormThreads)
             const u32 row = first + r * kTogether, at = column + 256 * b;
             value[r][b] = T::template load<true>(x + (u64(row) * d + at) * T::kBytes, row < rows && at < d ? 8 : 0);
         }
+    if constexpr (kPlus) {
+        // So many loads at a time that what is held of x leaves them registers.
+        constexpr int kAll = kRows * kBlocks, kBatch = kAll % 8 == 0 ? 8 : 4;
+        static_assert(kAll % kBatch == 0);
+#pragma unroll
+        for (int done = 0; done < kAll; done += kBatch) {
+            typename T::Eight more[kBatch];
+            const auto row_of = [&](int i) { return first + (done + i) / kBlocks * kTogether; };
+            const auto column_of = [&](int i) { return column + 256 * ((done + i) % kBlocks); };
+            const auto left_of = [&](int i) { return row_of(i) < rows && column_of(i) < d ? 8 : 0; };
+            const auto place_of = [&](int i) { return (u64(row_of(i)) * d + column_of(i)) * T::kBytes; };
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) more[i] = T::template load<true>(plus + place_of(i), left_of(i));
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                typename T::Eight& here = value[(done + i) / kBlocks][(done + i) % kBlocks];
+                here = store_sum<T, true>(sum + place_of(i), here, more[i], left_of(i));
+            }
+        }
+    }
     float inv[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -71,24 +101,35 @@ __global__ void __launch_bounds__(kNormThreads)
     }
 }
 
-template <typename T, bool kAligned>
+template <typename T, bool kAligned, bool kPlus>
 __global__ void __launch_bounds__(kNormThreads)
-    rms_norm_long(const u8* __restrict__ x, const float* __restrict__ weight, u8* __restrict__ y, float* __restrict__ inv_rms, u32 rows, u32 d,
-                  float eps) {
+    rms_norm_long(const u8* __restrict__ x, const u8* __restrict__ plus, const float* __restrict__ weight, u8* __restrict__ y,
+                  u8* __restrict__ sum, float* __restrict__ inv_rms, u32 rows, u32 d, float eps) {
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
-    const u8* const from = x + u64(row) * d * T::kBytes;
+    const u64 begin = u64(row) * d * T::kBytes;
+    // Either time the sum is made anew: where it is written it cannot be read as what no kernel writes.
+    const auto value_at = [&](u32 at, bool stores) {
+        const u64 from = begin + u64(at) * T::kBytes;
+        const int left = int(d - at);
+        const typename T::Eight own = T::template load<kAligned>(x + from, left);
+        if constexpr (!kPlus) return own;
+        const typename T::Eight more = T::template load<kAligned>(plus + from, left);
+        if (stores) return store_sum<T, kAligned>(sum + from, own, more, left);
+        float both[8];
+        add_eight<T>(both, own, more);
+        return rounded_eight<T>(both);
+    };
     float lane[8] = {};
 #pragma unroll 4
-    for (u32 at = 8 * index; at < d; at += 256)
-        add_squares<T>(lane, T::template load<kAligned>(from + u64(at) * T::kBytes, int(d - at)));
+    for (u32 at = 8 * index; at < d; at += 256) add_squares<T>(lane, value_at(at, true));
     const float inv = inverse_rms(close_lanes<32>(lane, index), d, eps);
     if (index == 0) inv_rms[row] = inv;
 #pragma unroll 4
     for (u32 at = 8 * index; at < d; at += 256) {
         const int left = int(d - at);
-        const typename T::Eight value = T::template load<kAligned>(from + u64(at) * T::kBytes, left);
-        store_normal<T, kAligned>(y + (u64(row) * d + at) * T::kBytes, value, inv, F32::load<kAligned>(weight + at, left), left);
+        const F32::Eight w = F32::load<kAligned>(weight + at, left);
+        store_normal<T, kAligned>(y + begin + u64(at) * T::kBytes, value_at(at, false), inv, w, left);
     }
 }
 

@@ -1,14 +1,15 @@
 // dx of an RMS norm, and the sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) brings together.
 //
 // With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)); a chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
-// x, dy, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
-// chunks = ceil(rows / 64).
-// rms_backward_short<T, kThreads>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
+// kPlus: dx, rounded, + plus, rounded again.
+// x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
+// chunks = ceil(rows / 64); plus null without kPlus.
+// rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
 //   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
-// rms_backward_wide<T, kBlocks, kRows>: d <= 256 * kBlocks, a multiple of 8; a cta has a chunk, each thread two neighbours of every 256
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8; a cta has a chunk, each thread two neighbours of every 256
 //   columns. kRows rows at a time, and the next ones on their way in the background.
 //   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
-// rms_dx<T, kAligned>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
+// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
 //   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
 #pragma once
 #include "formats/plain.cuh"
@@ -28,6 +29,12 @@ __device__ __forceinline__ float norm_gradient(float weighted, float normal, flo
     return __fmul_rn(inv, __fsub_rn(weighted, __fmul_rn(normal, mean)));
 }
 
+/// dx, rounded, + plus, yet to be rounded.
+template <typename T>
+__device__ __forceinline__ void add_plus(float (&dx)[8], const typename T::Eight& plus) {
+    add_eight<T>(dx, rounded_eight<T>(dx), plus);
+}
+
 /// A chunk of the rows of a shard.
 struct NormChunk {
     u64 first;
@@ -41,10 +48,20 @@ struct NormChunk {
     }
 };
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kShortThreads)
-    rms_backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
-                       u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 all_chunks, u32 d) {
+/// Gradients that are read as they are.
+template <typename T>
+struct ReadGradient {
+    __device__ __forceinline__ void begin(u32, bool) {}
+    __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
+};
+
+/// The body of `rms_backward_short`. `gradient.begin(row, present)` comes before `gradient.of(what was read of that row)`, to which the whole
+/// warp comes, whether or not its rows are present.
+template <typename T, int kThreads, bool kPlus, typename Gradient>
+__device__ __forceinline__ void backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms,
+                                               const u8* __restrict__ dy, const u8* __restrict__ plus, u8* __restrict__ dx,
+                                               float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 all_chunks, u32 d,
+                                               Gradient gradient) {
     const u32 index = threadIdx.x % kThreads, column = 8 * index;
     const u32 number = blockIdx.x * (kShortThreads / kThreads) + threadIdx.x / kThreads;
     const NormChunk chunk(number, chunks, rows_per_shard);
@@ -56,7 +73,7 @@ __global__ void __launch_bounds__(kShortThreads)
 #pragma unroll 1
     for (u32 base = 0; base < kNormChunk; base += kShortRows) {
         if (__all_sync(0xFFFFFFFF, base >= rows)) break;
-        typename T::Eight x_of[kShortRows], dy_of[kShortRows];
+        typename T::Eight x_of[kShortRows], dy_of[kShortRows], plus_of[kShortRows];
         float inv_of[kShortRows];
 #pragma unroll
         for (int r = 0; r < kShortRows; ++r) {
@@ -64,15 +81,19 @@ __global__ void __launch_bounds__(kShortThreads)
             const u64 row = chunk.first + base + r, at = (row * d + column) * T::kBytes;
             x_of[r] = T::template load<true>(x + at, present && here ? 8 : 0);
             dy_of[r] = T::template load<true>(dy + at, present && here ? 8 : 0);
+            if constexpr (kPlus) plus_of[r] = T::template load<true>(plus + at, present && here ? 8 : 0);
             inv_of[r] = present ? __ldg(inv_rms + row) : 0.0f;
         }
+        gradient.begin(u32(chunk.first) + base, base < rows);
 #pragma unroll
         for (int r = 0; r < kShortRows; ++r) {
             const float inv = inv_of[r];
+            gradient.begin(u32(chunk.first) + base + r, base + r < rows);
+            const typename T::Eight g = gradient.of(dy_of[r]);
             float lane[8], weighted[8], normal[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                weighted[i] = __fmul_rn(T::value(dy_of[r], i), w.number[i]);
+                weighted[i] = __fmul_rn(T::value(g, i), w.number[i]);
                 normal[i] = __fmul_rn(T::value(x_of[r], i), inv);
                 lane[i] = here ? __fmaf_rn(weighted[i], normal[i], 0.0f) : 0.0f;
             }
@@ -82,12 +103,21 @@ __global__ void __launch_bounds__(kShortThreads)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 out[i] = norm_gradient(weighted[i], normal[i], inv, mean);
-                sum[i] = __fmaf_rn(T::value(dy_of[r], i), normal[i], sum[i]);
+                sum[i] = __fmaf_rn(T::value(g, i), normal[i], sum[i]);
             }
+            if constexpr (kPlus) add_plus<T>(out, plus_of[r]);
             store_eight<T, true>(dx + ((chunk.first + base + r) * d + column) * T::kBytes, out, 8);
         }
     }
     if (rows > 0 && here) store_eight<F32, true>(reinterpret_cast<u8*>(partial + u64(number) * d + column), sum, 8);
+}
+
+template <typename T, int kThreads, bool kPlus>
+__global__ void __launch_bounds__(kShortThreads)
+    rms_backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                       const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks,
+                       u32 all_chunks, u32 d) {
+    backward_short<T, kThreads, kPlus>(x, weight, inv_rms, dy, plus, dx, partial, rows_per_shard, chunks, all_chunks, d, ReadGradient<T>{});
 }
 
 /// The tree over 256 lanes, of which thread t of a cta of 128 has 2t and 2t + 1; by one warp.
@@ -109,10 +139,10 @@ __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
 }
 
-template <typename T, int kBlocks, int kRows>
+template <typename T, int kBlocks, int kRows, bool kPlus>
 __global__ void __launch_bounds__(kWideThreads)
     rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
-                      u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
+                      const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
     static_assert(kNormChunk % kRows == 0);
     constexpr bool kHeld = kBlocks <= 8;  // the weights, in registers
     extern __shared__ uint4 ring[];       // [kWideStages][x, dy][kRows][d]
@@ -151,6 +181,18 @@ __global__ void __launch_bounds__(kWideThreads)
 #pragma unroll 1
     for (u32 base = 0; base < chunk.rows; base += kRows) {
         const u32 batch = base / kRows;
+        // On their way while the means are made.
+        Few<T, 2> more[kRows][kPlus ? kBlocks : 1];
+        if constexpr (kPlus)
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                    for (int w = 0; w < T::kBytes / 2; ++w) {
+                        const u64 at = (chunk.first + base + r) * row_bytes + column_of(b) * T::kBytes + 4 * w;
+                        more[r][b].word[w] = ptx::load_4_if(base + r < chunk.rows && column_of(b) < d, plus + at);
+                    }
         float inv[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
@@ -196,7 +238,9 @@ __global__ void __launch_bounds__(kWideThreads)
                 const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of(b);
                 const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), __fmul_rn(v.x, inv[r]), inv[r], mean),
                                       norm_gradient(__fmul_rn(g.y, w.y), __fmul_rn(v.y, inv[r]), inv[r], mean)};
-                Few<T, 2>::from_f32(out).store(to + column * T::kBytes);
+                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                if constexpr (kPlus) made = add_few(made, more[r][b]);
+                made.store(to + column * T::kBytes);
             }
         }
     }
@@ -205,10 +249,10 @@ __global__ void __launch_bounds__(kWideThreads)
         if (column_of(b) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + column_of(b)) = sum[b];
 }
 
-template <typename T, bool kAligned>
+template <typename T, bool kAligned, bool kPlus>
 __global__ void __launch_bounds__(kWideThreads)
     rms_dx(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
-           u8* __restrict__ dx, u32 rows, u32 d) {
+           const u8* __restrict__ plus, u8* __restrict__ dx, u32 rows, u32 d) {
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kWideThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
@@ -235,6 +279,7 @@ __global__ void __launch_bounds__(kWideThreads)
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             out[i] = norm_gradient(__fmul_rn(T::value(g, i), w.number[i]), __fmul_rn(T::value(v, i), inv), inv, mean);
+        if constexpr (kPlus) add_plus<T>(out, T::template load<kAligned>(plus + from, left));
         store_eight<T, kAligned>(dx + from, out, left);
     }
 }

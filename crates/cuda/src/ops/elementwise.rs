@@ -3,6 +3,7 @@
 use super::Instance;
 use super::held::Held;
 use super::permute::type_name;
+use super::planes::{plain_arg, plain_or_null, unwritten_plain};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -66,34 +67,28 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let held = Held::by("add", cuda);
     held.tensor("a", op.a)?;
     held.tensor("b", op.b)?;
-    let device = cuda.device();
-    let data = match (&op.a.data, &op.b.data) {
-        (Data::F32(a), Data::F32(b)) => Data::F32(add_values(device, a.get(), b.get(), DType::F32)?),
-        (Data::Bf16(a), Data::Bf16(b)) => Data::Bf16(add_values(device, a.get(), b.get(), DType::Bf16)?),
-        _ => return Err(Error::shape("add", "type of b", op.b.dtype(), op.a.dtype())),
-    };
-    Tensor::new(data, op.a.rows, op.a.cols)
-}
-
-fn add_values<T: Plain>(device: &Device, a: &Buffer<T>, b: &Buffer<T>, dtype: DType) -> Result<Buf<T>> {
-    let out = device.alloc::<T>(a.len())?;
-    if a.is_empty() {
-        return Ok(Buf::new(out));
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (dtype, len) = (op.a.dtype(), op.a.rows * op.a.cols);
+    let out = unwritten_plain(cuda.device(), dtype, op.a.rows, op.a.cols)?;
+    if len == 0 {
+        return Ok(out);
     }
-    let ctas = u32::try_from(a.len().div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
-        .map_err(|_| Error::shape("add", "a.len()", a.len(), "below 2^44"))?;
+    let ctas = u32::try_from(len.div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
+        .map_err(|_| Error::shape("add", "a.len()", len, "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let kernel = device.kernel(&add_spec(dtype))?;
-    // SAFETY: all three buffers have `a.len()` values of the instance's type (`check`, `Held`), on this device.
-    unsafe { kernel.launch(launch, &[a, b, &out, &(a.len() as u64)]) }?;
-    Ok(Buf::new(out))
+    let kernel = cuda.device().kernel(&add_spec(dtype, op.plus.is_some()))?;
+    let [a, b, sum] = [op.a, op.b, &out].map(|x| plain_arg(x).0);
+    // SAFETY: all buffers have `len` values of the instance's type (`check`, `Held`), on this device; the instance reads a third
+    // term if there is one.
+    unsafe { kernel.launch(launch, &[a, b, plain_or_null(op.plus), sum, &(len as u64)]) }?;
+    Ok(out)
 }
 
-fn add_spec(dtype: DType) -> KernelSpec {
+fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/add.cuh",
         name: "nib::add",
-        args: vec![("T", TemplateArg::Type(type_name(dtype)))],
+        args: vec![("T", TemplateArg::Type(type_name(dtype))), ("kPlus", TemplateArg::Bool(plus))],
     }
 }
 
@@ -234,7 +229,8 @@ pub(super) fn instances() -> Vec<Instance> {
         .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
     let pairs = types.into_iter().flat_map(|from| types.map(|to| (from, to)));
     let sums = pairs.flat_map(|(from, to)| SHARDS.map(|shards| sum_spec(from, to, shards)));
-    let specs = types.into_iter().map(cast_spec).chain(types.map(add_spec)).chain(turns).chain(sums);
+    let adds = types.into_iter().flat_map(|dtype| [false, true].map(|plus| add_spec(dtype, plus)));
+    let specs = types.into_iter().map(cast_spec).chain(adds).chain(turns).chain(sums);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 

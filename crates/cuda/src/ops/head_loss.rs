@@ -6,10 +6,10 @@ use super::cross_entropy::{Rows, shard_nats};
 use super::gemm::{Output, Product};
 use super::held::Held;
 use super::product::{Ragged, Target};
-use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::KernelSpec;
 use crate::launch::Launch;
+use crate::{Buffer, Cuda};
 use nibble_core::ops::{HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut};
 use nibble_core::{DType, Data, Error, Groups, Operand, Result, Tensor};
 use std::ops::Range;
@@ -49,11 +49,11 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
         let rows = Rows { op: OP, vocab, targets: &targets, scale, bad_ids: &bad_ids };
         let loss = loss.part(tokens.clone())?;
         let Some(gradients) = &mut gradients else {
-            rows.run(logits, &loss, None)?;
+            head_rows(&rows, &x, logits, &loss, None)?;
             continue;
         };
         let dlogits = gradients.dlogits.part(0..tokens.len() * vocab)?;
-        rows.run(logits, &loss, Some(&dlogits))?;
+        head_rows(&rows, &x, logits, &loss, Some(&dlogits))?;
         gradients.add(cuda, chunk, &Operand::Plain(dlogits.into_tensor(tokens.len(), vocab)?), &x)?;
     }
     Ok(HeadLossOut {
@@ -61,6 +61,20 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
         bad_ids: Buf::new(bad_ids),
         dx: gradients.map(|gradients| gradients.dx.into_tensor(tokens, d)).transpose()?,
     })
+}
+
+/// The rows' cross-entropy: of F32 tokens to the bit, of others as fast as it goes.
+fn head_rows(
+    rows: &Rows<'_>,
+    x: &Operand<Cuda>,
+    logits: &Buffer<f32>,
+    loss: &Buffer<f32>,
+    dlogits: Option<&Output>,
+) -> Result<()> {
+    match x {
+        Operand::Plain(Tensor { data: Data::F32(_), .. }) => rows.run(logits, loss, dlogits),
+        _ => super::head_rows::run(rows, logits, loss, dlogits),
+    }
 }
 
 /// Some rows of a matrix, where they lie.

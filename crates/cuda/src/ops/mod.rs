@@ -15,8 +15,10 @@ pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
 pub(crate) mod head_loss;
+mod head_rows;
 mod held;
 pub(crate) mod init_normal;
+pub(crate) mod norm_rope;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
 mod planes;
@@ -79,9 +81,11 @@ pub fn instances() -> Vec<Instance> {
         embed::instances(),
         rms_norm::instances(),
         row_tree::instances(),
+        norm_rope::instances(),
         rope::instances(),
         cross_entropy::instances(),
         head_loss::instances(),
+        head_rows::instances(),
         step::instances(),
         sum_squares::instances(),
         adamw::instances(),

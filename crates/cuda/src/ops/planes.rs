@@ -94,6 +94,12 @@ pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
     }
 }
 
+/// What a launch takes for a plain matrix that there may be; null for none.
+pub(super) fn plain_or_null(x: Option<&Tensor<Cuda>>) -> &dyn KernelArg {
+    const NONE: Option<&Buffer<u8>> = None;
+    x.map_or(&NONE, |x| plain_arg(x).0)
+}
+
 /// An unwritten plain matrix; rows without columns and columns without rows are complete.
 pub(super) fn unwritten_plain(
     device: &Device,

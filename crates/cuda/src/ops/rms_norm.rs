@@ -4,32 +4,33 @@
 use super::Instance;
 use super::held::Held;
 use super::permute::type_name;
+use super::planes::{plain_arg, plain_or_null, unwritten_plain};
 use super::row_tree::Stack;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
-use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use nibble_core::{DType, Data, Error, Result, Tensor};
 
-const THREADS: usize = 128;
+pub(super) const THREADS: usize = 128;
 /// Batches of rows in shared memory.
 const WIDE_STAGES: usize = 3;
 /// Columns of a block: eight of each thread of a warp.
 const BLOCK: usize = 256;
-const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
-const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
+pub(super) const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
+pub(super) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
 /// Widths are compared with these, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
 /// Threads that share a row of up to eight columns each.
 const SHORT: [usize; 3] = [8, 16, 32];
 
-fn int(value: usize) -> TemplateArg {
+pub(super) fn int(value: usize) -> TemplateArg {
     TemplateArg::Int(value as i64)
 }
 
-fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> {
+pub(super) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> {
     if d == 0 {
         return Err(Error::shape(op, "columns of x", 0, "at least one"));
     }
@@ -74,19 +75,27 @@ impl Forward {
         }
     }
 
-    fn spec(&self, dtype: DType) -> KernelSpec {
+    /// plus: x is a sum, which is written.
+    fn spec(&self, dtype: DType, plus: bool) -> KernelSpec {
         let source = "kernels/rms_norm.cuh";
         let t = ("T", TemplateArg::Type(type_name(dtype)));
+        let plus = ("kPlus", TemplateArg::Bool(plus));
         match *self {
             Self::Held { threads, blocks, rows } => KernelSpec {
                 source,
                 name: "nib::rms_norm",
-                args: vec![t, ("kThreads", int(threads)), ("kBlocks", int(blocks)), ("kRows", int(rows))],
+                args: vec![
+                    t,
+                    ("kThreads", int(threads)),
+                    ("kBlocks", int(blocks)),
+                    ("kRows", int(rows)),
+                    plus,
+                ],
             },
             Self::Long { aligned } => KernelSpec {
                 source,
                 name: "nib::rms_norm_long",
-                args: vec![t, ("kAligned", TemplateArg::Bool(aligned))],
+                args: vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus],
             },
         }
     }
@@ -100,7 +109,7 @@ impl Forward {
     }
 }
 
-fn plain_launch(ctas: usize, threads: usize) -> Launch {
+pub(super) fn plain_launch(ctas: usize, threads: usize) -> Launch {
     Launch { ctas: ctas as u32, threads: threads as u32, cluster: 1, shared_bytes: 0 }
 }
 
@@ -111,35 +120,26 @@ pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<
     let held = Held::by(OP, cuda);
     held.tensor("x", op.x)?;
     held.tensor("weight", op.weight)?;
-    check_size(OP, op.x.rows, op.x.cols)?;
-    let inv_rms = cuda.device().alloc::<f32>(op.x.rows)?;
-    let data = match &op.x.data {
-        Data::F32(x) => Data::F32(normalize(cuda.device(), &op, x.get(), &inv_rms)?),
-        Data::Bf16(x) => Data::Bf16(normalize(cuda.device(), &op, x.get(), &inv_rms)?),
-    };
-    Ok(RmsNormOut { y: Tensor::new(data, op.x.rows, op.x.cols)?, inv_rms: Buf::new(inv_rms) })
-}
-
-fn normalize<T: Plain>(
-    device: &Device,
-    op: &RmsNorm<'_, Cuda>,
-    x: &Buffer<T>,
-    inv_rms: &Buffer<f32>,
-) -> Result<Buf<T>> {
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
     let (rows, d) = op.x.shape();
-    let y = device.alloc::<T>(rows * d)?;
-    if rows == 0 {
-        return Ok(Buf::new(y));
+    check_size(OP, rows, d)?;
+    let (device, dtype) = (cuda.device(), op.x.dtype());
+    let inv_rms = device.alloc::<f32>(rows)?;
+    let y = unwritten_plain(device, dtype, rows, d)?;
+    let sum = op.plus.map(|_| unwritten_plain(device, dtype, rows, d)).transpose()?;
+    if rows > 0 {
+        let config = Forward::choose(dtype, d);
+        let kernel = device.kernel(&config.spec(dtype, op.plus.is_some()))?;
+        let [x, y] = [op.x, &y].map(|x| plain_arg(x).0);
+        let (plus, sum) = (plain_or_null(op.plus), plain_or_null(sum.as_ref()));
+        let weight = op.weight.f32(OP, "weight")?.get();
+        let args: [&dyn KernelArg; 9] =
+            [x, plus, weight, y, sum, &inv_rms, &(rows as u32), &(d as u32), &op.eps];
+        // SAFETY: `Held` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
+        // a value a row; the instance is one that holds d, and that adds if there is something to add.
+        unsafe { kernel.launch(config.launch(rows), &args) }?;
     }
-    let config = Forward::choose(op.x.dtype(), d);
-    let kernel = device.kernel(&config.spec(op.x.dtype()))?;
-    let weight = op.weight.f32("rms_norm", "weight")?.get();
-    // SAFETY: `Held` and `check` held x to `[rows, d]` and weight to d values; y is as large as x, inv_rms has a value a row.
-    unsafe {
-        kernel
-            .launch(config.launch(rows), &[x, weight, &y, inv_rms, &(rows as u32), &(d as u32), &op.eps])?;
-    }
-    Ok(Buf::new(y))
+    Ok(RmsNormOut { y, inv_rms: Buf::new(inv_rms), sum })
 }
 
 /// How [`RmsNormBackward`] is launched.
@@ -173,20 +173,21 @@ impl Backward {
         d.is_multiple_of(8) && d <= most
     }
 
-    /// One kernel, or two.
-    fn specs(&self, dtype: DType) -> Vec<KernelSpec> {
+    /// One kernel, or two. plus: dx and something else are added.
+    fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
+        let plus = ("kPlus", TemplateArg::Bool(plus));
         let spec = |name, args| KernelSpec { source: "kernels/rms_norm_backward.cuh", name, args };
         match *self {
             Self::Short { threads } => {
-                vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads))])]
+                vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads)), plus])]
             }
             Self::Wide { blocks, rows } => {
-                let args = vec![t, ("kBlocks", int(blocks)), ("kRows", int(rows))];
+                let args = vec![t, ("kBlocks", int(blocks)), ("kRows", int(rows)), plus];
                 vec![spec("nib::rms_backward_wide", args)]
             }
             Self::Apart { aligned } => vec![
-                spec("nib::rms_dx", vec![t, ("kAligned", TemplateArg::Bool(aligned))]),
+                spec("nib::rms_dx", vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus]),
                 spec("nib::rms_dweight", vec![t]),
             ],
         }
@@ -213,115 +214,117 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
     held.tensor("dy", op.dy)?;
     held.tensor("dweight", op.dweight)?;
     held.values("inv_rms", op.inv_rms, rows)?;
-    let shards = op.dweight.rows;
-    if shards == 0 {
-        return Err(Error::shape(OP, "rows of dweight", 0, "at least one shard"));
-    }
-    let pass =
-        Pass { rows, d, shards, weight: op.weight.f32(OP, "weight")?.get(), inv_rms: op.inv_rms.get() };
-    let Data::F32(dweight) = &mut op.dweight.data else {
-        return Err(Error::shape(OP, "type of dweight", DType::Bf16, DType::F32));
-    };
-    let dweight = dweight.make_mut()?;
-    let data = match (&op.x.data, &op.dy.data) {
-        (Data::F32(x), Data::F32(dy)) => Data::F32(pass.run(cuda.device(), DType::F32, x, dy, dweight)?),
-        (Data::Bf16(x), Data::Bf16(dy)) => {
-            Data::Bf16(pass.run(cuda.device(), DType::Bf16, x, dy, dweight)?)
-        }
-        _ => return Err(Error::shape(OP, "type of dy", op.dy.dtype(), op.x.dtype())),
-    };
-    Tensor::new(data, rows, d)
-}
-
-/// What a backward pass reads beside x and dy.
-struct Pass<'a> {
-    rows: usize,
-    d: usize,
-    shards: usize,
-    weight: &'a Buffer<f32>,
-    inv_rms: &'a Buffer<f32>,
-}
-
-impl Pass<'_> {
-    fn run<T: Plain>(
-        &self,
-        device: &Device,
-        dtype: DType,
-        x: &Buf<T>,
-        dy: &Buf<T>,
-        dweight: &mut Buffer<f32>,
-    ) -> Result<Buf<T>> {
-        let Self { rows, d, shards, weight, inv_rms } = *self;
-        let (x, dy, dx) = (x.get(), dy.get(), device.alloc::<T>(rows * d)?);
-        if rows == 0 {
-            return Ok(Buf::new(dx));
-        }
-        let per_shard = rows / shards;
-        let chunks = per_shard.div_ceil(CHUNK);
-        let sums = device.alloc::<f32>(shards * chunks * d)?;
-        let config = Backward::choose(d);
-        // Sides are below 2^30, and there are no more chunks than rows.
-        let (all_chunks, blocks) = (shards * chunks, d.div_ceil(THREADS));
-        let [rows_arg, d_arg, per_shard, chunks_arg, all_arg, blocks_arg] =
-            [rows, d, per_shard, chunks, all_chunks, blocks].map(|n| n as u32);
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (dtype, weight) = (op.x.dtype(), op.weight.f32(OP, "weight")?.get());
+    let inv_rms = op.inv_rms.get();
+    let dx = unwritten_plain(cuda.device(), dtype, rows, d)?;
+    let [x, dy, to] = [op.x, op.dy, &dx].map(|x| plain_arg(x).0);
+    let plus = plain_or_null(op.plus);
+    let config = Backward::choose(d);
+    let blocks = d.div_ceil(THREADS);
+    let [rows_arg, d_arg, blocks_arg] = [rows, d, blocks].map(|n| n as u32);
+    add_chunks(cuda.device(), OP, (rows, d), op.dweight, |chunks| {
+        let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
         let launches: Vec<(Launch, Vec<&dyn KernelArg>)> = match config {
             Backward::Short { threads } => {
-                let launch = plain_launch(all_chunks.div_ceil(THREADS / threads), THREADS);
-                let args: [&dyn KernelArg; 10] =
-                    [x, weight, inv_rms, dy, &dx, &sums, &per_shard, &chunks_arg, &all_arg, &d_arg];
+                let launch = plain_launch((*all as usize).div_ceil(THREADS / threads), THREADS);
+                let args: [&dyn KernelArg; 11] =
+                    [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, all, &d_arg];
                 vec![(launch, args.to_vec())]
             }
             Backward::Wide { .. } => {
                 let shared_bytes = config.shared_bytes(dtype, d);
-                let launch = Launch { shared_bytes, ..plain_launch(all_chunks, THREADS) };
-                let args: [&dyn KernelArg; 9] =
-                    [x, weight, inv_rms, dy, &dx, &sums, &per_shard, &chunks_arg, &d_arg];
+                let launch = Launch { shared_bytes, ..plain_launch(*all as usize, THREADS) };
+                let args: [&dyn KernelArg; 10] =
+                    [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, &d_arg];
                 vec![(launch, args.to_vec())]
             }
             Backward::Apart { .. } => {
-                let ctas = all_chunks.saturating_mul(blocks);
+                let ctas = (*all as usize).saturating_mul(blocks);
                 if ctas >= 1 << 31 {
                     let got = format!("{rows} x {d}");
-                    return Err(Error::shape("rms_norm_backward", "shape of x", got, "below 2^44 numbers"));
+                    return Err(Error::shape(OP, "shape of x", got, "below 2^44 numbers"));
                 }
-                let dx_args: [&dyn KernelArg; 7] = [x, weight, inv_rms, dy, &dx, &rows_arg, &d_arg];
+                let dx_args: [&dyn KernelArg; 8] = [x, weight, inv_rms, dy, plus, to, &rows_arg, &d_arg];
                 let dweight_args: [&dyn KernelArg; 8] =
-                    [x, inv_rms, dy, &sums, &per_shard, &chunks_arg, &d_arg, &blocks_arg];
+                    [x, inv_rms, dy, sums, rows_per_shard, per_shard, &d_arg, &blocks_arg];
                 vec![
                     (plain_launch(rows.div_ceil(THREADS / 32), THREADS), dx_args.to_vec()),
                     (plain_launch(ctas, THREADS), dweight_args.to_vec()),
                 ]
             }
         };
-        for (spec, (launch, args)) in config.specs(dtype).iter().zip(launches) {
-            // SAFETY: `Held` and `check` held x and dy to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as large
-            // as x, `sums` has a row of d for each chunk; the instance is one that holds d.
-            unsafe { device.kernel(spec)?.launch(launch, &args) }?;
+        for (spec, (launch, args)) in config.specs(dtype, op.plus.is_some()).iter().zip(launches) {
+            // SAFETY: `Held` and `check` held x, dy and plus to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as
+            // large as x, `sums` has a row of d for each chunk; the instance is one that holds d, and that adds if there is
+            // something to add.
+            unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
         }
-        Stack { sums, shards, rows: chunks, cols: d }.add_to(device, "rms_norm_backward", dweight)?;
-        Ok(Buf::new(dx))
+        Ok(())
+    })?;
+    Ok(dx)
+}
+
+/// What kernels write of dweight: sums over chunks of rows.
+pub(super) struct Chunks {
+    /// `[all, d]`, a row a chunk.
+    pub sums: Buffer<f32>,
+    /// Chunks of all shards.
+    pub all: u32,
+    pub rows_per_shard: u32,
+    /// Chunks of a shard.
+    pub per_shard: u32,
+}
+
+/// Adds what `write` makes of every chunk of rows, shard by shard, to dweight. Rows and columns are below 2^30; there are no rows, or
+/// `write` is called once.
+pub(super) fn add_chunks(
+    device: &Device,
+    op: &'static str,
+    (rows, d): (usize, usize),
+    dweight: &mut Tensor<Cuda>,
+    write: impl FnOnce(&Chunks) -> Result<()>,
+) -> Result<()> {
+    let shards = dweight.rows;
+    if shards == 0 {
+        return Err(Error::shape(op, "rows of dweight", 0, "at least one shard"));
     }
+    let Data::F32(dweight) = &mut dweight.data else {
+        return Err(Error::shape(op, "type of dweight", DType::Bf16, DType::F32));
+    };
+    if rows == 0 {
+        return Ok(());
+    }
+    let rows_per_shard = rows / shards;
+    let per_shard = rows_per_shard.div_ceil(CHUNK);
+    let all = shards * per_shard; // no more than rows
+    let sums = device.alloc::<f32>(all * d)?;
+    let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);
+    let chunks = Chunks { sums, all, rows_per_shard, per_shard: chunks };
+    write(&chunks)?;
+    let stack = Stack { sums: chunks.sums, shards, rows: per_shard, cols: d };
+    stack.add_to(device, op, dweight.make_mut()?)
 }
 
 /// The instances, with the most shared memory any launch asks for.
 pub(crate) fn instances() -> Vec<Instance> {
-    let of = |dtype| {
+    let of = |(dtype, plus)| {
         let long = [true, false].map(|aligned| Forward::Long { aligned });
         let forward = Forward::held(dtype).chain(long);
-        let forward = forward.map(move |config| Instance { spec: config.spec(dtype), shared_bytes: 0 });
+        let forward = forward.map(move |config| Instance { spec: config.spec(dtype, plus), shared_bytes: 0 });
         let backward = Backward::fused().chain([true, false].map(|aligned| Backward::Apart { aligned }));
         let backward = backward.flat_map(move |config| {
             let shared_bytes = match config {
                 Backward::Wide { blocks, .. } => config.shared_bytes(dtype, BLOCK * blocks),
                 Backward::Short { .. } | Backward::Apart { .. } => 0,
             };
-            config.specs(dtype).into_iter().map(move |spec| Instance { spec, shared_bytes })
+            config.specs(dtype, plus).into_iter().map(move |spec| Instance { spec, shared_bytes })
         });
         forward.chain(backward)
     };
-    // dweight is summed by one instance whatever the alignment.
+    // dweight is summed by one instance whatever the alignment, and whatever is added to dx.
     let mut all: Vec<Instance> = Vec::new();
-    for instance in TYPES.into_iter().flat_map(of) {
+    for instance in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))).flat_map(of) {
         if !all.contains(&instance) {
             all.push(instance);
         }
@@ -358,12 +361,12 @@ mod tests {
         let all = instances();
         assert!(all.iter().all(|instance| instance.shared_bytes <= 232_448 - 8192));
         for d in 1..10_000 {
-            for dtype in TYPES {
-                let forward = Forward::choose(dtype, d);
-                assert!(all.iter().any(|instance| instance.spec == forward.spec(dtype)), "{forward:?}");
-                let backward = Backward::choose(d);
+            for (dtype, plus) in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))) {
                 let found = |spec| all.iter().any(|instance| instance.spec == spec);
-                assert!(backward.specs(dtype).into_iter().all(found), "{backward:?}");
+                let forward = Forward::choose(dtype, d);
+                assert!(found(forward.spec(dtype, plus)), "{forward:?}");
+                let backward = Backward::choose(d);
+                assert!(backward.specs(dtype, plus).into_iter().all(found), "{backward:?}");
             }
         }
     }

@@ -60,7 +60,12 @@ pub fn cast<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 #[derive(Debug)]
-struct Adding(Matrix, Input);
+struct Adding {
+    a: Matrix,
+    /// The second term's values, and the third's, if there is one.
+    b: Input,
+    plus: Option<Input>,
+}
 
 impl<B: Convert> Case<B> for Adding {
     fn agreement(&self) -> Agreement {
@@ -68,16 +73,24 @@ impl<B: Convert> Case<B> for Adding {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let (x, y) = (self.0.upload(b, "add.a")?, Matrix { input: self.1, ..self.0 }.upload(b, "add.b")?);
-        one_tensor(b, &Add { a: &x, b: &y }.run(b)?)
+        let like = |input: Input, name| Matrix { input, ..self.a }.upload(b, name);
+        let plus = self.plus.map(|input| like(input, "add.plus")).transpose()?;
+        let (x, y) = (self.a.upload(b, "add.a")?, like(self.b, "add.b")?);
+        one_tensor(b, &Add { a: &x, b: &y, plus: plus.as_ref() }.run(b)?)
     }
 }
 
 /// Conformance of [`Add`].
 pub fn add<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
-        pair.check(&Adding(matrix, matrix.input));
-        pair.check(&Adding(matrix, Input::Normal));
+        for (b, plus) in [
+            (matrix.input, None),
+            (Input::Normal, None),
+            (Input::Normal, Some(Input::Normal)),
+            (Input::Normal, Some(matrix.input)),
+        ] {
+            pair.check(&Adding { a: matrix, b, plus });
+        }
     }
 }
 

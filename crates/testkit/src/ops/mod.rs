@@ -7,6 +7,7 @@ mod elementwise;
 mod embed;
 mod gemm;
 mod head_loss;
+mod norm_rope;
 mod permute;
 mod quantize;
 mod rms_norm;
@@ -24,6 +25,7 @@ pub use elementwise::{add, cast, init_normal, sum_shards, sum_squares, transpose
 pub use embed::{embed, embed_backward};
 pub use gemm::{gemm, grouped_gemm, grouped_wgrad};
 pub use head_loss::head_loss;
+pub use norm_rope::{norm_rope, norm_rope_backward};
 pub use permute::{combine_slots, gather_scalars, pack_rows, permute, plan_permute, unpack_rows, unpermute};
 pub use quantize::{dequantize, quantize};
 pub use rms_norm::{rms_norm, rms_norm_backward};

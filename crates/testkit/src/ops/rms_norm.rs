@@ -27,6 +27,8 @@ struct Rows {
     shards: usize,
     dtype: DType,
     input: Input,
+    /// Whether there is something to add, before the norm or behind its backward pass.
+    plus: bool,
 }
 
 impl Rows {
@@ -38,15 +40,21 @@ impl Rows {
         Tensor::from_f32(b, &Input::Normal.values(&stream("rms_norm.weight"), self.d), 1, self.d)
     }
 
+    fn plus<B: Model>(&self, b: &B) -> Result<Option<Tensor<B>>> {
+        self.plus.then(|| self.x(b, "rms_norm.plus")).transpose()
+    }
+
     fn forward<B: Model>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
-        RmsNorm { x, weight: &self.weight(b)?, eps: 1e-6 }.run(b)
+        RmsNorm { x, plus: self.plus(b)?.as_ref(), weight: &self.weight(b)?, eps: 1e-6 }.run(b)
     }
 
     fn all() -> impl Iterator<Item = Rows> {
         let of = |sizes: &'static [_], inputs: &'static [Input]| {
             PLAIN.into_iter().flat_map(move |dtype| {
                 inputs.iter().flat_map(move |&input| {
-                    sizes.iter().map(move |&(rows, d, shards)| Rows { rows, d, shards, dtype, input })
+                    sizes.iter().flat_map(move |&(rows, d, shards)| {
+                        [false, true].map(|plus| Rows { rows, d, shards, dtype, input, plus })
+                    })
                 })
             })
         };
@@ -67,6 +75,9 @@ impl<B: Model> Case<B> for Forward {
         let mut out = Outputs::default();
         out.tensor(b, "y", &made.y)?;
         out.buf(b, "inv_rms", &made.inv_rms, None)?;
+        if let Some(sum) = &made.sum {
+            out.tensor(b, "sum", sum)?;
+        }
         Ok(out)
     }
 }
@@ -87,11 +98,13 @@ impl<B: Model> Case<B> for Backward {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Rows { d, shards, .. } = self.0;
         let (x, dy, weight) = (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.weight(b)?);
-        let inv_rms = self.0.forward(b, &x)?.inv_rms;
+        let plus = self.0.plus(b)?;
+        let inv_rms = RmsNorm::new(&x, &weight, 1e-6).run(b)?.inv_rms;
         let dweight = Input::Normal.values(&stream("rms_norm.dweight"), shards * d);
         let dweight = Tensor::from_f32(b, &dweight, shards, d)?;
         let (dweight, dx) = in_place(b, &dweight, |dweight| {
-            RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &dy, dweight }.run(b)
+            let (x, dy, plus) = (&x, &dy, plus.as_ref());
+            RmsNormBackward { x, weight: &weight, inv_rms: &inv_rms, dy, plus, dweight }.run(b)
         })?;
         let mut out = Outputs::default();
         out.tensor(b, "dx", &dx)?;

@@ -18,7 +18,7 @@ struct Heads {
 }
 
 /// Cosines, then sines, of the usual angles.
-fn table(positions: usize, head_dim: usize) -> Vec<f32> {
+pub(super) fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let angle = |p: usize, i: usize| p as f64 * 10_000f64.powf(-(i as f64) / half as f64);
     let row = |p: usize| {

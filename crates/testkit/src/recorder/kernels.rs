@@ -59,7 +59,7 @@ impl<B: Convert> Convert for Recorder<B> {
     op!(transcode(Transcode { reads x; may_read groups; plain to, axis, rule; }) -> Transcoded<Self>);
     op!(cast(Cast { reads x; plain dtype; }) -> Tensor<Self>);
     op!(transpose(Transpose { reads x; plain stack; }) -> Tensor<Self>);
-    op!(add(Add { reads a, b; }) -> Tensor<Self>);
+    op!(add(Add { reads a, b; may_read plus; }) -> Tensor<Self>);
     op!(sum_shards(SumShards { reads x; writes into; plain shards; }) -> ());
     op!(route(Route { reads logits; plain top_k, normalize, shards; }) -> Routing<Self>);
     op!(route_backward(RouteBackward {
@@ -112,8 +112,14 @@ impl<B: Products> Products for Recorder<B> {
 impl<B: Model> Model for Recorder<B> {
     op!(embed(Embed { reads table, ids; plain dtype; }) -> EmbedOut<Self>);
     op!(embed_backward(EmbedBackward { reads ids, dy; writes grad; plain shards; }) -> ());
-    op!(rms_norm(RmsNorm { reads x, weight; plain eps; }) -> RmsNormOut<Self>);
-    op!(rms_norm_backward(RmsNormBackward { reads x, weight, inv_rms, dy; writes dweight; }) -> Tensor<Self>);
+    op!(rms_norm(RmsNorm { reads x, weight; may_read plus; plain eps; }) -> RmsNormOut<Self>);
+    op!(rms_norm_backward(RmsNormBackward {
+        reads x, weight, inv_rms, dy; may_read plus; writes dweight;
+    }) -> Tensor<Self>);
+    op!(norm_rope(NormRope { reads x, weight, table; plain eps, seq_len, first_position; }) -> RmsNormOut<Self>);
+    op!(norm_rope_backward(NormRopeBackward {
+        reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
+    }) -> Tensor<Self>);
     op!(rope(Rope { reads x, table; plain seq_len, first_position, inverse; }) -> Tensor<Self>);
     op!(attention(Attention { reads q, k, v; plain head_dim, seq_len; }) -> AttentionOut<Self>);
     op!(attention_backward(AttentionBackward {

@@ -131,7 +131,11 @@ over!(SwigluGrads, |x, m| SwigluGrads {
     dweight: m.buf(&x.dweight)?
 });
 over!(EmbedOut, |x, m| EmbedOut { x: x.x.mapped(m)?, bad_ids: m.buf(&x.bad_ids)? });
-over!(RmsNormOut, |x, m| RmsNormOut { y: x.y.mapped(m)?, inv_rms: m.buf(&x.inv_rms)? });
+over!(RmsNormOut, |x, m| RmsNormOut {
+    y: x.y.mapped(m)?,
+    inv_rms: m.buf(&x.inv_rms)?,
+    sum: x.sum.mapped(m)?
+});
 over!(AttentionOut, |x, m| AttentionOut { out: x.out.mapped(m)?, lse: m.buf(&x.lse)? });
 over!(AttentionGrads, |x, m| AttentionGrads {
     dq: x.dq.mapped(m)?,

@@ -1,12 +1,12 @@
 //! Causal self-attention with grouped query heads, RMSNorm on each query and key head, and RoPE (Qwen3).
 //! t tokens, d model, h heads, g key/value heads, c head_dim.
 
-use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, wgrad_x};
+use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, Turn, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
-use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionOut, Rope};
+use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionOut};
 use nibble_core::recipe::Kind;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
@@ -143,32 +143,6 @@ impl<B: Kernels> Attention<B> {
         linears.into_iter().chain([&mut self.q_norm.weight, &mut self.k_norm.weight]).collect()
     }
 
-    fn rotate(&self, cx: &Cx<'_, B>, x: &Tensor<B>, inverse: bool) -> Result<Tensor<B>> {
-        let seq_len = self.shape.seq_len.min(x.rows);
-        Rope { x, table: &self.rope, seq_len, first_position: 0, inverse }.run(cx.b)
-    }
-
-    /// Norm and rotation of the heads of q or k: `[t, n·c]`.
-    fn heads(&self, cx: &Cx<'_, B>, norm: &Norm<B>, x: Tensor<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
-        let (t, cols) = x.shape();
-        let c = self.shape.head_dim;
-        let (y, saved) = norm.forward(cx, x.reshape(t * cols / c, c)?)?;
-        Ok((self.rotate(cx, &y.reshape(t, cols)?, false)?, saved))
-    }
-
-    /// The rotated heads again, from what was saved.
-    fn heads_again(
-        &self,
-        cx: &Cx<'_, B>,
-        norm: &Norm<B>,
-        saved: &NormSaved<B>,
-        t: usize,
-    ) -> Result<Tensor<B>> {
-        let y = norm.again(cx, saved)?;
-        let cols = y.rows * y.cols / t;
-        self.rotate(cx, &y.reshape(t, cols)?, false)
-    }
-
     /// The forward pass up to its last product: what that multiplies, and what is kept.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
         let groups = cx.training.then_some(&cx.shards.groups);
@@ -177,9 +151,10 @@ impl<B: Kernels> Attention<B> {
         let [q, k, v] =
             [self.q.product(cx, &fprop)?, self.k.product(cx, &fprop)?, self.v.product(cx, &fprop)?];
         drop(fprop);
-        let (q, q_norm) = self.heads(cx, &self.q_norm, q)?;
-        let (k, k_norm) = self.heads(cx, &self.k_norm, k)?;
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
+        let turn = Turn { table: &self.rope, seq_len };
+        let (q, q_norm) = self.q_norm.heads(cx, q, &turn)?;
+        let (k, k_norm) = self.k_norm.heads(cx, k, &turn)?;
         let AttentionOut { out, lse } = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
         let heads = self.keep_heads.then_some([q, k]);
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -204,14 +179,14 @@ impl<B: Kernels> Layer<B> for Attention<B> {
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
-        let t = dy_td.rows;
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
+        let turn = Turn { table: &self.rope, seq_len };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let [q, k] = match saved.heads {
             Some(heads) => heads,
             None => [
-                self.heads_again(cx, &self.q_norm, &saved.q_norm, t)?,
-                self.heads_again(cx, &self.k_norm, &saved.k_norm, t)?,
+                self.q_norm.heads_again(cx, &saved.q_norm, &turn)?,
+                self.k_norm.heads_again(cx, &saved.k_norm, &turn)?,
             ],
         };
         let op = AttentionBackward {
@@ -225,16 +200,15 @@ impl<B: Kernels> Layer<B> for Attention<B> {
             seq_len,
         };
         let grads = op.run(cx.b)?;
-        let dq = self.rotate(cx, &grads.dq, true)?.reshape(t * self.shape.heads, head_dim)?;
-        let dk = self.rotate(cx, &grads.dk, true)?.reshape(t * self.shape.kv_heads, head_dim)?;
-        let dq = self.q_norm.backward(cx, saved.q_norm, dq)?.reshape(t, self.shape.heads * head_dim)?;
-        let dk = self.k_norm.backward(cx, saved.k_norm, dk)?.reshape(t, self.shape.kv_heads * head_dim)?;
+        let dq = self.q_norm.heads_gradient(cx, saved.q_norm, grads.dq, &turn)?;
+        let dk = self.k_norm.heads_gradient(cx, saved.k_norm, grads.dk, &turn)?;
         // One lift for all three. It has a name of its own, and so random bits, should it draw any.
         let section = cx.section(Kind::Linear, &self.name);
         let x = wgrad_x(cx, &format!("{}.qkv", self.name), &section, &saved.x, &cx.shards.groups)?;
         drop(saved.x);
-        let dx = self.q.gradients(cx, &x, &dq)?;
-        let dx = Add { a: &dx, b: &self.k.gradients(cx, &x, &dk)? }.run(cx.b)?;
-        Add { a: &dx, b: &self.v.gradients(cx, &x, &grads.dv)? }.run(cx.b)
+        let of_q = self.q.gradients(cx, &x, &dq)?;
+        let of_k = self.k.gradients(cx, &x, &dk)?;
+        let of_v = self.v.gradients(cx, &x, &grads.dv)?;
+        Add { a: &of_q, b: &of_k, plus: Some(&of_v) }.run(cx.b)
     }
 }

@@ -11,7 +11,7 @@ pub use head::{HeadInput, HeadSaved};
 pub use linear::{Input, Linear, LinearSaved};
 pub(crate) use linear::{gradient_operands, one_read, wgrad_x};
 pub use mlp::{Mlp, MlpSaved};
-pub use norm::{Norm, NormSaved};
+pub use norm::{Norm, NormSaved, Residual, Turn};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;

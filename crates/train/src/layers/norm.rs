@@ -1,10 +1,10 @@
-//! RMSNorm. t tokens (or token·head rows), d width.
+//! RMSNorm, of the residual stream or of heads. t tokens, d width.
 
 use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Writes};
-use nibble_core::ops::{RmsNorm, RmsNormBackward};
+use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
 
 /// y = x / rms(x) · weight.
@@ -23,8 +23,33 @@ pub struct NormSaved<B: Kernels> {
     pub layer: String,
     /// `[t, d]`.
     pub x: Tensor<B>,
-    /// 1 / rms of each row.
+    /// 1 / rms of each row, or head.
     pub inv_rms: B::Buf<f32>,
+}
+
+/// The residual stream between two norms: x, and what a half of a layer has made to be added to it. The next norm adds them, in the
+/// pass in which it reads them, and gives the sum back as the x that it saves.
+#[derive(Debug, Clone)]
+pub struct Residual<B: Kernels> {
+    /// `[t, d]`.
+    pub x: Tensor<B>,
+    /// Yet to be added.
+    pub plus: Option<Tensor<B>>,
+}
+
+impl<B: Kernels> From<Tensor<B>> for Residual<B> {
+    fn from(x: Tensor<B>) -> Self {
+        Self { x, plus: None }
+    }
+}
+
+/// The rotation of heads.
+#[derive(Debug)]
+pub struct Turn<'a, B: Kernels> {
+    /// As [`nibble_core::ops::Rope`] has it.
+    pub table: &'a Tensor<B>,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
 }
 
 impl<B: Kernels> Saved for NormSaved<B> {
@@ -45,9 +70,68 @@ impl<B: Kernels> Norm<B> {
         self.weight.name.trim_end_matches(".weight").to_owned()
     }
 
+    /// The norm of the residual stream, and the stream itself in what is saved.
+    pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
+        let Residual { x, plus } = residual;
+        let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: &self.weight.master, eps: self.eps };
+        let out = op.run(cx.b)?;
+        Ok((out.y, NormSaved { layer: self.layer(), x: out.sum.unwrap_or(x), inv_rms: out.inv_rms }))
+    }
+
     /// The output again, from what was saved.
     pub fn again(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
-        Ok(RmsNorm { x: &saved.x, weight: &self.weight.master, eps: self.eps }.run(cx.b)?.y)
+        Ok(RmsNorm::new(&saved.x, &self.weight.master, self.eps).run(cx.b)?.y)
+    }
+
+    /// dx + plus, of the gradient dy of the output.
+    pub fn gradient(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: NormSaved<B>,
+        dy: &Tensor<B>,
+        plus: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let weight = self.weight.master.clone();
+        self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
+            let NormSaved { x, inv_rms, .. } = &saved;
+            RmsNormBackward { x, weight: &weight, inv_rms, dy, plus, dweight }.run(cx.b)
+        })
+    }
+
+    /// Heads of x, each normed, then rotated: `[t, n·c]`.
+    pub fn heads(
+        &self,
+        cx: &Cx<'_, B>,
+        x: Tensor<B>,
+        turn: &Turn<'_, B>,
+    ) -> Result<(Tensor<B>, NormSaved<B>)> {
+        let out = self.turned(&x, turn).run(cx.b)?;
+        Ok((out.y, NormSaved { layer: self.layer(), x, inv_rms: out.inv_rms }))
+    }
+
+    /// The heads again, from what was saved.
+    pub fn heads_again(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>, turn: &Turn<'_, B>) -> Result<Tensor<B>> {
+        Ok(self.turned(&saved.x, turn).run(cx.b)?.y)
+    }
+
+    fn turned<'a>(&'a self, x: &'a Tensor<B>, &Turn { table, seq_len }: &Turn<'a, B>) -> NormRope<'a, B> {
+        NormRope { x, weight: &self.weight.master, eps: self.eps, table, seq_len, first_position: 0 }
+    }
+
+    /// dx, of the gradient dy of what [`Norm::heads`] gives.
+    pub fn heads_gradient(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: NormSaved<B>,
+        dy: Tensor<B>,
+        &Turn { table, seq_len }: &Turn<'_, B>,
+    ) -> Result<Tensor<B>> {
+        let weight = self.weight.master.clone();
+        self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
+            let NormSaved { x, inv_rms, .. } = &saved;
+            let (weight, dy, first_position) = (&weight, &dy, 0);
+            NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
+        })
     }
 }
 
@@ -57,15 +141,10 @@ impl<B: Kernels> Layer<B> for Norm<B> {
     type Saved = NormSaved<B>;
 
     fn forward(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
-        let out = RmsNorm { x: &x, weight: &self.weight.master, eps: self.eps }.run(cx.b)?;
-        Ok((out.y, NormSaved { layer: self.layer(), x, inv_rms: out.inv_rms }))
+        self.of(cx, x.into())
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: NormSaved<B>, dy: Tensor<B>) -> Result<Tensor<B>> {
-        let weight = self.weight.master.clone();
-        self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
-            let NormSaved { x, inv_rms, .. } = &saved;
-            RmsNormBackward { x, weight: &weight, inv_rms, dy: &dy, dweight }.run(cx.b)
-        })
+        self.gradient(cx, saved, &dy, None)
     }
 }

@@ -1,8 +1,9 @@
-//! One decoder layer: x + attention(norm(x)), then x + experts(norm(x)). Either half, or both, may be made again.
+//! One decoder layer: x + attention(norm(x)), then x + experts(norm(x)). Either half, or both, may be made again. What a half adds
+//! is added by the norm that reads the sum ([`Residual`]), and in the backward pass by the norm that the half begins with.
 //! t tokens, d model.
 
 use crate::cx::Cx;
-use crate::layers::{Attention, AttentionSaved, Layer, Mlp, MlpSaved, Norm, NormSaved};
+use crate::layers::{Attention, AttentionSaved, Layer, Mlp, MlpSaved, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, Routed};
 use crate::recompute::{Kept, Scope};
@@ -116,16 +117,17 @@ impl<B: Kernels> Block<B> {
         self.recompute.contains(&scope)
     }
 
-    /// x + attention(norm(x)).
-    fn attend(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Tensor<B>, AttendSaved<B>)> {
-        let (n_td, norm) = self.attn_norm.forward(cx, x_td.clone())?;
+    /// x + attention(norm(x)), yet to be added.
+    fn attend(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, AttendSaved<B>)> {
+        let (n_td, norm) = self.attn_norm.of(cx, x)?;
         let (y_td, attn) = self.attn.forward(cx, n_td)?;
-        Ok((Add { a: x_td, b: &y_td }.run(cx.b)?, AttendSaved { norm, attn }))
+        let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
+        Ok((y, AttendSaved { norm, attn }))
     }
 
     /// What [`Block::attend`] keeps, made again.
-    fn attend_again(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<AttendSaved<B>> {
-        let (n_td, norm) = self.attn_norm.forward(cx, x_td.clone())?;
+    fn attend_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<AttendSaved<B>> {
+        let (n_td, norm) = self.attn_norm.of(cx, x)?;
         Ok(AttendSaved { norm, attn: self.attn.again(cx, n_td)? })
     }
 
@@ -136,27 +138,27 @@ impl<B: Kernels> Block<B> {
         dy_td: &Tensor<B>,
     ) -> Result<Tensor<B>> {
         let dn_td = self.attn.backward(cx, saved.attn, dy_td.clone())?;
-        let dn_td = self.attn_norm.backward(cx, saved.norm, dn_td)?;
-        Add { a: dy_td, b: &dn_td }.run(cx.b)
+        self.attn_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
     }
 
-    /// x + experts(norm(x)).
-    fn feed(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Tensor<B>, FeedSaved<B>)> {
-        let (n_td, norm) = self.mlp_norm.forward(cx, x_td.clone())?;
+    /// x + experts(norm(x)), yet to be added.
+    fn feed(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, FeedSaved<B>)> {
+        let (n_td, norm) = self.mlp_norm.of(cx, x)?;
         let (mut y_td, moe) = self.moe.forward(cx, &n_td)?;
         let kept = self.kept_norm(&n_td);
         let mut shared = None;
         if let Some(mlp) = &self.shared {
             let (s_td, saved) = mlp.forward(cx, n_td)?;
-            y_td = Add { a: &y_td, b: &s_td }.run(cx.b)?;
+            y_td = Add::new(&y_td, &s_td).run(cx.b)?;
             shared = Some(saved);
         }
-        Ok((Add { a: x_td, b: &y_td }.run(cx.b)?, FeedSaved { norm, n_td: kept, moe, shared }))
+        let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
+        Ok((y, FeedSaved { norm, n_td: kept, moe, shared }))
     }
 
     /// What [`Block::feed`] keeps, made again.
-    fn feed_again(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<FeedSaved<B>> {
-        let (n_td, norm) = self.mlp_norm.forward(cx, x_td.clone())?;
+    fn feed_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<FeedSaved<B>> {
+        let (n_td, norm) = self.mlp_norm.of(cx, x)?;
         let moe = self.moe.again(cx, &n_td)?;
         let kept = self.kept_norm(&n_td);
         let shared = self.shared.as_ref().map(|mlp| mlp.again(cx, n_td)).transpose()?;
@@ -175,41 +177,37 @@ impl<B: Kernels> Block<B> {
         let mut dn_td = self.moe.backward(cx, saved.moe, &n_td, dy_td)?;
         if let (Some(mlp), Some(saved)) = (&mut self.shared, saved.shared) {
             let ds_td = mlp.backward(cx, saved, dy_td.clone())?;
-            dn_td = Add { a: &dn_td, b: &ds_td }.run(cx.b)?;
+            dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
         }
-        let dx_td = self.mlp_norm.backward(cx, saved.norm, dn_td)?;
-        Add { a: dy_td, b: &dx_td }.run(cx.b)
+        self.mlp_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
     }
-}
 
-impl<B: Kernels> Layer<B> for Block<B> {
-    type In = Tensor<B>;
-    type Out = Tensor<B>;
-    type Saved = BlockSaved<B>;
-
-    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, BlockSaved<B>)> {
+    /// The forward pass.
+    pub fn forward(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, BlockSaved<B>)> {
         let [attention, experts, layers] =
             [Scope::Attention, Scope::Experts, Scope::Layers].map(|scope| self.makes_again(scope));
         let [first, second] = [&self.attn_norm, &self.mlp_norm].map(Norm::layer);
-        let (mid_td, attend) = self.attend(cx, &x_td)?;
+        let (mid, attend) = self.attend(cx, x)?;
+        let x_td = attend.norm.x.clone();
         let attend = Kept::of(attention || layers, first.clone(), &x_td, attend);
-        let (y_td, feed) = self.feed(cx, &mid_td)?;
-        let routed = feed.moe.routed();
+        let (y, feed) = self.feed(cx, mid)?;
+        let (mid_td, routed) = (feed.norm.x.clone(), feed.moe.routed());
         let feed = Kept::of(experts || layers, second, &mid_td, feed);
         let halves = Kept::of(layers, first, &x_td, Halves { attend, feed });
-        Ok((y_td, BlockSaved { routed, halves }))
+        Ok((y, BlockSaved { routed, halves }))
     }
 
-    fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+    /// The backward pass: the gradient of the residual stream before the layer, from that behind it.
+    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let Halves { attend, feed } = saved.halves.all(cx, |x_td| {
-            let (mid_td, attend) = self.attend(cx, x_td)?;
-            let feed = self.feed_again(cx, &mid_td)?;
+            let (mid, attend) = self.attend(cx, x_td.clone().into())?;
+            let feed = self.feed_again(cx, mid)?;
             Ok(Halves { attend: Kept::All(attend), feed: Kept::All(feed) })
         })?;
-        let feed = feed.all(cx, |x_td| self.feed_again(cx, x_td))?;
+        let feed = feed.all(cx, |x_td| self.feed_again(cx, x_td.clone().into()))?;
         let dx_td = self.feed_backward(cx, feed, &dy_td)?;
         drop(dy_td);
-        let attend = attend.all(cx, |x_td| self.attend_again(cx, x_td))?;
+        let attend = attend.all(cx, |x_td| self.attend_again(cx, x_td.clone().into()))?;
         self.attend_backward(cx, attend, &dx_td)
     }
 }

@@ -10,7 +10,8 @@ pub use names::Named;
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, rope_table,
+    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, Residual,
+    rope_table,
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeShape};
@@ -280,16 +281,17 @@ impl<B: Kernels> Decoder<B> {
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x: mut x_td, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x: x_td, bad_ids } = op.run(cx.b)?;
+        let mut residual = Residual::from(x_td);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let (y_td, saved) = block.forward(cx, x_td)?;
-            x_td = y_td;
+            let (next, saved) = block.forward(cx, residual)?;
+            residual = next;
             if cx.training {
                 blocks.push(saved);
             }
         }
-        let (x_td, norm) = self.norm.forward(cx, x_td)?;
+        let (x_td, norm) = self.norm.of(cx, residual)?;
         Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 

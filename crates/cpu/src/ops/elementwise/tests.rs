@@ -130,7 +130,7 @@ fn a_sum_is_rounded_once() {
             let (x, y) = (normals(2, len), normals(3, len));
             let got = same_everywhere(|cpu| {
                 let (a, b) = (tensor(cpu, &x, dtype), tensor(cpu, &y, dtype));
-                bits(&add(cpu, Add { a: &a, b: &b }).unwrap())
+                bits(&add(cpu, Add::new(&a, &b)).unwrap())
             });
             for i in 0..len {
                 let want = match dtype {

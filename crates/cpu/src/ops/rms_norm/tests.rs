@@ -49,7 +49,8 @@ fn wide(x: &[f32]) -> Vec<f64> {
 
 fn forward_on(cpu: &Cpu, x: &[f32], weight: &[f32], rows: usize, dtype: DType) -> RmsNormOut<Cpu> {
     let x = Tensor { cols: weight.len(), ..tensor(cpu, x, rows, dtype) };
-    let op = RmsNorm { x: &x, weight: &tensor(cpu, weight, 1, DType::F32), eps: EPS };
+    let weight = tensor(cpu, weight, 1, DType::F32);
+    let op = RmsNorm::new(&x, &weight, EPS);
     op.check().unwrap();
     rms_norm(cpu, op).unwrap()
 }
@@ -93,7 +94,14 @@ fn backward_on(
     let weight = tensor(cpu, weight, 1, DType::F32);
     let [x, dy] = [x, dy].map(|x| Tensor { cols: d, ..tensor(cpu, x, rows, dtype) });
     let mut dweight = tensor(cpu, &vec![0.5; shards * d], shards, DType::F32);
-    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &dy, dweight: &mut dweight };
+    let op = RmsNormBackward {
+        x: &x,
+        weight: &weight,
+        inv_rms: &inv_rms,
+        dy: &dy,
+        plus: None,
+        dweight: &mut dweight,
+    };
     op.check().unwrap();
     (rms_norm_backward(cpu, op).unwrap(), dweight)
 }
@@ -228,15 +236,17 @@ fn mistakes_are_named() {
     let (x, weight) = (tensor(&cpu, &[1.0; 8], 2, DType::F32), tensor(&cpu, &[1.0; 4], 1, DType::F32));
     let inv_rms = cpu.zeros::<f32>(2).unwrap();
     let mut none = Tensor::zeros(&cpu, DType::F32, 0, 4).unwrap();
-    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight: &mut none };
+    let op =
+        RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, plus: None, dweight: &mut none };
     let error = rms_norm_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "rms_norm_backward: `rows of dweight` is 0, expected at least one shard");
     let mut half = Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap();
-    let op = RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, dweight: &mut half };
+    let op =
+        RmsNormBackward { x: &x, weight: &weight, inv_rms: &inv_rms, dy: &x, plus: None, dweight: &mut half };
     let error = rms_norm_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "rms_norm_backward: `type of dweight` is bf16, expected f32");
     let empty = Tensor::zeros(&cpu, DType::F32, 3, 0).unwrap();
     let no_weight = Tensor::zeros(&cpu, DType::F32, 1, 0).unwrap();
-    let error = rms_norm(&cpu, RmsNorm { x: &empty, weight: &no_weight, eps: EPS }).unwrap_err().to_string();
+    let error = rms_norm(&cpu, RmsNorm::new(&empty, &no_weight, EPS)).unwrap_err().to_string();
     assert_eq!(error, "rms_norm: `columns of x` is 0, expected at least one");
 }

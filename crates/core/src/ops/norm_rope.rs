@@ -1,0 +1,104 @@
+use super::rope::check_turn;
+use super::{RmsNormBackward, RmsNormOut};
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+
+/// Queries or keys before attention: [`RmsNorm`](super::RmsNorm) of each head, rounded to the type of x, then
+/// [`Rope`](super::Rope), rounded again. The bits of the two, one after the other.
+///
+/// Head h of row r is row r · heads + h of the norm.
+#[derive(Debug)]
+pub struct NormRope<'a, B: Backend> {
+    /// `[t, heads · head_dim]`, F32 or BF16.
+    pub x: &'a Tensor<B>,
+    /// F32 `[1, head_dim]`.
+    pub weight: &'a Tensor<B>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// F32 `[positions, head_dim]`, as [`Rope`](super::Rope) has it.
+    pub table: &'a Tensor<B>,
+    /// Rows of one sequence.
+    pub seq_len: usize,
+    /// Position of the first row of a sequence.
+    pub first_position: usize,
+}
+
+impl<B: Backend> NormRope<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "norm_rope";
+        check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
+        check_weight(OP, self.weight, self.table)
+    }
+
+    /// Checks and runs: y `[t, heads · head_dim]`, `inv_rms` a number a head, no sum.
+    pub fn run(self, b: &B) -> Result<RmsNormOut<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.norm_rope(self)
+    }
+}
+
+/// The backward pass of [`NormRope`]: [`Rope`](super::Rope) back, rounded to the type of dy, then
+/// [`RmsNormBackward`] of each head. Returns dx and adds each shard's dweight.
+#[derive(Debug)]
+pub struct NormRopeBackward<'a, B: Backend> {
+    /// The input, `[t, heads · head_dim]`.
+    pub x: &'a Tensor<B>,
+    /// F32 `[1, head_dim]`.
+    pub weight: &'a Tensor<B>,
+    /// From the forward pass.
+    pub inv_rms: &'a B::Buf<f32>,
+    /// Same shape as x.
+    pub dy: &'a Tensor<B>,
+    /// F32 `[positions, head_dim]`.
+    pub table: &'a Tensor<B>,
+    /// Rows of one sequence.
+    pub seq_len: usize,
+    /// Position of the first row of a sequence.
+    pub first_position: usize,
+    /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. Added to.
+    pub dweight: &'a mut Tensor<B>,
+}
+
+impl<B: Backend> NormRopeBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
+
+    /// Heads of all rows. For checked arguments.
+    pub fn heads(&self) -> usize {
+        self.x.rows * (self.x.cols / self.table.cols)
+    }
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "norm_rope_backward";
+        check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
+        check_weight(OP, self.weight, self.table)?;
+        expect_eq(OP, "shape of dy", self.dy.shape(), self.x.shape())?;
+        expect_eq(OP, "type of dy", self.dy.dtype(), self.x.dtype())?;
+        expect_eq(OP, "columns of dweight", self.dweight.cols, self.table.cols)?;
+        expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.heads())?;
+        expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.norm_rope_backward(self)
+    }
+}
+
+fn check_weight<B: Backend>(op: &'static str, weight: &Tensor<B>, table: &Tensor<B>) -> Result<()> {
+    expect_eq(op, "shape of weight", weight.shape(), (1, table.cols))?;
+    expect_eq(op, "type of weight", weight.dtype(), DType::F32)?;
+    expect_eq(op, "type of table", table.dtype(), DType::F32)
+}

@@ -1,0 +1,184 @@
+// Cross-entropy of long rows of logits as the head of a BF16 model wants it: sums in an order of this kernel's own, hardware exponentials.
+// For what is owed to the bit see cross_entropy.cuh.
+//
+// head_rows<kCluster>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless it is null;
+//   bad_ids counts targets at or past the vocabulary, which, as negative ones, have no loss and no gradient.
+//   A cluster takes every (gridDim.x / kCluster)-th row, each cta `part` neighbouring elements of it: a multiple of 8, as vocab is. While
+//   a row is in work the copy engine brings the next. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and
+//   2 * part * 4 bytes.
+#pragma once
+#include "formats/plain.cuh"
+#include "math/log.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
+
+namespace nib {
+
+constexpr int kRowThreads = 512;
+constexpr int kRowWarps = kRowThreads / 32;
+
+/// What a cta keeps beside its two buffers. `maxima` and `sums` are of all ctas, for two rows in turns.
+struct alignas(16) HeadRoom {
+    ptx::Barrier full[2];
+    float in_warp[2][kRowWarps];
+    float maxima[2][8];
+    float sums[2][8];
+};
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) x = ptx::max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, half));
+    return x;
+}
+
+/// e^x by the hardware, to two units in the last place or so.
+__device__ __forceinline__ float fast_exp(float x) { return ptx::exp2_approx(__fmul_rn(x, 1.44269504f)); }
+
+/// One cta's part of a cluster's rows.
+template <int kCluster>
+struct HeadPart {
+    HeadRoom& room;
+    int count;  // elements of this cta
+    int rank;
+
+    /// The largest of the part, by all threads.
+    __device__ __forceinline__ float largest(const float4* z) const {
+        float max = __uint_as_float(0xFF800000);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
+            const float4 v = z[i];
+            max = ptx::max_or_nan(max, ptx::max_or_nan(ptx::max_or_nan(v.x, v.y), ptx::max_or_nan(v.z, v.w)));
+        }
+        max = warp_max(max);
+        if (threadIdx.x % 32 == 0) room.in_warp[0][threadIdx.x / 32] = max;
+        __syncthreads();
+        max = warp_max(room.in_warp[0][threadIdx.x % kRowWarps]);
+        // Nothing lies below -infinity: exponentials below 0 are right, and all 0.
+        return max == __uint_as_float(0xFF800000) ? 0.0f : max;
+    }
+
+    /// Replaces the part by its exponentials below `max`; their sum, by all threads.
+    __device__ __forceinline__ float exponentials(float4* z, float max) const {
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
+            float4 v = z[i];
+            v = {fast_exp(v.x - max), fast_exp(v.y - max), fast_exp(v.z - max), fast_exp(v.w - max)};
+            sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)));
+            z[i] = v;
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) room.in_warp[1][threadIdx.x / 32] = sum;
+        __syncthreads();
+        return warp_sum(threadIdx.x % 32 < kRowWarps ? room.in_warp[1][threadIdx.x % 32] : 0.0f);
+    }
+
+    /// From the part's maximum and sum to the row's. `turn` counts the rows that came here.
+    __device__ __forceinline__ void meet(int turn, float& max, float& sum) const {
+        if constexpr (kCluster > 1) {
+            float* const maxima = room.maxima[turn % 2];
+            float* const sums = room.sums[turn % 2];
+            if (threadIdx.x < kCluster) {
+                ptx::store_at(&maxima[rank], threadIdx.x, max);
+                ptx::store_at(&sums[rank], threadIdx.x, sum);
+            }
+            ptx::cluster_sync();
+            float all = __uint_as_float(0xFF800000), total = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kCluster; ++i) all = ptx::max_or_nan(all, maxima[i]);
+            // A part without elements has a sum of 0.
+#pragma unroll
+            for (int i = 0; i < kCluster; ++i)
+                if (sums[i] != 0.0f) total = __fadd_rn(total, __fmul_rn(sums[i], fast_exp(maxima[i] - all)));
+            max = all;
+            sum = total;
+        }
+    }
+
+    /// Writes factor times each exponential, and the target's.
+    __device__ __forceinline__ void gradient(const float4* e, u16* out, int target, float factor, float scale) const {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
+            const float4 v = e[i];
+            const float d[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+            Few<Bf16, 4>::from_f32(d).store(out + i * 4);
+        }
+        // By the thread that has just written it.
+        if (u32(target) < u32(count) && target / 4 % kRowThreads == threadIdx.x) {
+            const float d[1] = {__fsub_rn(reinterpret_cast<const float*>(e)[target] * factor, scale)};
+            Few<Bf16, 1>::from_f32(d).store(out + target);
+        }
+    }
+
+    __device__ __forceinline__ void clear(u16* out) const {
+        for (int i = threadIdx.x; i < count / 4; i += kRowThreads) ptx::store_8(out + i * 4, {0, 0});
+    }
+};
+
+template <int kCluster>
+__global__ void __launch_bounds__(kRowThreads, 1)
+    head_rows(const float* __restrict__ logits, const int* __restrict__ targets, float* __restrict__ loss, u16* __restrict__ dlogits,
+              u64* __restrict__ bad_ids, int rows, int vocab, int part, float scale) {
+    extern __shared__ float4 shared[];
+    HeadRoom& room = *reinterpret_cast<HeadRoom*>(shared);
+    float4* const buffers = reinterpret_cast<float4*>(&room + 1);
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank()), first = rank * part;
+    const HeadPart<kCluster> mine{room, min(max(vocab - first, 0), part), rank};
+    const int clusters = gridDim.x / kCluster, begin = blockIdx.x / kCluster;
+
+    const auto bring = [&](int row, int buffer) {
+        if (row >= rows || mine.count == 0) return;
+        ptx::barrier_arrive_expect(room.full[buffer], mine.count * 4);
+        ptx::bulk_load(buffers + buffer * (part / 4), logits + u64(row) * vocab + first, mine.count * 4, room.full[buffer]);
+    };
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(room.full[0], 1);
+        ptx::barrier_init(room.full[1], 1);
+        ptx::barrier_init_fence();
+    }
+    if constexpr (kCluster > 1)
+        ptx::cluster_sync();  // they all run
+    else
+        __syncthreads();
+    if (threadIdx.x == 0) {
+        bring(begin, 0);
+        bring(begin + clusters, 1);
+    }
+    int turn = 0;
+    for (int row = begin, i = 0; row < rows; row += clusters, ++i) {
+        const int buffer = i % 2, target = __ldg(targets + row);
+        float4* const held = buffers + buffer * (part / 4);
+        u16* const out = dlogits == nullptr ? nullptr : dlogits + u64(row) * vocab + first;
+        if (mine.count > 0) ptx::barrier_wait(room.full[buffer], i / 2 % 2);
+        if (u32(target) >= u32(vocab)) {
+            if (rank == 0 && threadIdx.x == 0) {
+                loss[row] = 0.0f;
+                if (target >= 0) atomicAdd(bad_ids, u64(1));
+            }
+            if (out != nullptr) mine.clear(out);
+        } else {
+            const float part_max = mine.largest(held);
+            float max = part_max, sum = mine.exponentials(held, part_max);
+            mine.meet(turn++, max, sum);
+            if (rank == 0 && threadIdx.x == 0)
+                loss[row] = __fadd_rn(log_of_normal(sum), __fsub_rn(max, __ldg(logits + u64(row) * vocab + target)));
+            const float factor = __fdiv_rn(__fmul_rn(scale, kCluster == 1 ? 1.0f : fast_exp(part_max - max)), sum);
+            if (out != nullptr) mine.gradient(held, out, target - first, factor, scale);
+        }
+        // What is written and read here comes before what the copy engine writes next.
+        ptx::fence_shared_to_async();
+        __syncthreads();
+        if (threadIdx.x == 0) bring(row + 2 * clusters, buffer);
+    }
+}
+
+}  // namespace nib
