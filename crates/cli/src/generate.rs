@@ -74,9 +74,10 @@ impl Work for Generation<'_> {
             return Ok(());
         }
         let stream = Stream::new(args.seed, Purpose::Sample, fnv1a32("generate"), 0);
+        let mut decoding = trainer.decoding()?;
         for position in 0..args.tokens {
             let window = &ids[ids.len().saturating_sub(config.data.seq_len)..];
-            let mut logits = trainer.next_logits(window)?;
+            let mut logits = decoding.next_logits(window)?;
             // A model may have rows to spare.
             logits.truncate(tokenizer.vocab_size());
             let random = stream.u32_at(position as u64);

@@ -73,6 +73,17 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// [`crate::Error::Shape`] if they do not fit.
     fn write<T: Plain>(&self, buf: &mut Self::Buf<T>, at: usize, values: &[T]) -> Result<()>;
+    /// Copies values of this range to index `at` of another buffer, at that buffer's address, on the device.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if either has no such range.
+    fn copy<T: Plain>(
+        &self,
+        from: &Self::Buf<T>,
+        range: Range<usize>,
+        to: &mut Self::Buf<T>,
+        at: usize,
+    ) -> Result<()>;
     /// Sets every byte of the buffer to 0, at its address.
     fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;
     /// Begins to bring values of this range to the host, as they are after everything issued so far. Does not wait.
@@ -82,6 +93,13 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
     /// The values of [`Backend::begin_download`], waiting for them.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
+    /// Copies the values from index `at` on to the host, beside the work that other threads issue meanwhile: it waits for none of
+    /// that, and none of that waits for it. So the caller owes that nothing issued and not yet done writes these values, and that
+    /// nothing is issued that does before this returns.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if the buffer has fewer; [`crate::Error::Device`] while work is recorded.
+    fn copy_out<T: Plain>(&self, buf: &Self::Buf<T>, at: usize, to: &mut [T]) -> Result<()>;
     /// The same bytes as values of another type, sharing the allocation.
     ///
     /// # Errors
@@ -191,6 +209,8 @@ pub trait Model: Backend {
     fn rope(&self, op: Rope<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`Attention`].
     fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>>;
+    /// See [`AttentionDecode`].
+    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<crate::Tensor<Self>>;
     /// See [`AttentionBackward`].
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>>;
     /// See [`CrossEntropy`].

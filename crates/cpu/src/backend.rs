@@ -273,6 +273,13 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
+        let range = check_range("copy", Self::len(from), range)?;
+        let into = check_range("copy", Self::len(to), at..at.saturating_add(range.len()))?;
+        to.as_mut_slice()[into].copy_from_slice(&from.as_slice()[range]);
+        Ok(())
+    }
+
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         bytemuck::fill_zeroes(buf.as_mut_slice());
         Ok(())
@@ -287,6 +294,13 @@ impl Backend for Cpu {
     fn finish_download<T: Plain>(&self, pending: Vec<T>) -> Result<Vec<T>> {
         self.inner.memory.traffic.wait();
         Ok(pending)
+    }
+
+    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
+        let range = check_range("copy_out", Self::len(buf), at..at.saturating_add(to.len()))?;
+        to.copy_from_slice(&buf.as_slice()[range]);
+        self.inner.memory.traffic.download(size_of_val(to));
+        Ok(())
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {

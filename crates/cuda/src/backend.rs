@@ -140,6 +140,10 @@ impl Backend for Cuda {
         buf.make_mut()?.write_at(at, values)
     }
 
+    fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
+        to.make_mut()?.copy_from(at, from.get(), range)
+    }
+
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         buf.make_mut()?.fill(0)
     }
@@ -150,6 +154,10 @@ impl Backend for Cuda {
 
     fn finish_download<T: Plain>(&self, pending: Pending<T>) -> Result<Vec<T>> {
         pending.finish()
+    }
+
+    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
+        buf.get().copy_out(at, to)
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {

@@ -276,6 +276,29 @@ impl<T: Pod> Buffer<T> {
         Ok(copy)
     }
 
+    /// Overwrites the values from index `at` on with those of another buffer of the same device, after everything issued so far.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a range past the end of either, or a buffer of another device.
+    pub(crate) fn copy_from(&mut self, at: usize, from: &Self, range: Range<usize>) -> Result<()> {
+        let Range { start, end } = check_range("copy", from.len(), range)?;
+        check_range("copy", self.len, at..at.saturating_add(end - start))?;
+        if !from.device().is_same(self.device()) {
+            let got = format!("on {:?}", from.device());
+            return Err(Error::shape("copy", "from", got, format!("on {:?}", self.device())));
+        }
+        let (each, stream) = (size_of::<T>(), self.device().stream()?);
+        let bytes = (end - start) * each;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (from, to) = (from.address + (start * each) as u64, self.address + (at * each) as u64);
+        // SAFETY: both ranges are within their buffers, which are freed behind the copy in the stream; the one written has no other
+        // handle, so they do not overlap.
+        let copied = unsafe { result::memcpy_dtod_async(to, from, bytes, stream) };
+        named("cuMemcpyDtoDAsync", copied)
+    }
+
     /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
     ///
     /// # Errors

@@ -3,6 +3,9 @@
 //! The first stream copies the range on the device and goes on; the second one brings the copy to pinned memory and then gives
 //! its memory back. So the range itself is used by the first stream alone: it may be overwritten, freed or used again at once,
 //! by replayed work, too.
+//!
+//! What is too large for a copy on the device is brought out as it is ([`Buffer::copy_out`]), while the first stream leaves it
+//! alone.
 
 use crate::buffer::Buffer;
 use crate::device::Device;
@@ -21,6 +24,9 @@ const SMALLEST_LANDING: usize = 4 << 10;
 
 /// Pinned blocks up to this many bytes stay for the next download.
 const LARGEST_KEPT: usize = 16 << 20;
+
+/// What [`Buffer::copy_out`] brings at a time, and the size of the two pinned blocks that it goes through.
+const PIECE: usize = 8 << 20;
 
 /// Pinned host memory for one download.
 pub(crate) struct Landing {
@@ -143,6 +149,23 @@ impl<T: Pod> Buffer<T> {
         }
         Ok(pending)
     }
+
+    /// Copies the values from index `at` on, by the second stream alone and without a copy on the device: from any thread, while
+    /// the first stream goes on. Whatever writes them must have been waited for, and nothing may write them before this returns.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Shape`] if the buffer has fewer; [`nibble_core::Error::Device`] while work is recorded.
+    pub(crate) fn copy_out(&self, at: usize, to: &mut [T]) -> Result<()> {
+        check_range("copy_out", self.len(), at..at.saturating_add(to.len()))?;
+        let device = self.device();
+        device.not_recording("copy_out")?;
+        device.stream()?;
+        let to: &mut [u8] = bytemuck::cast_slice_mut(to);
+        device.traffic().download(to.len());
+        let from = self.address() + (at * size_of::<T>()) as u64;
+        // SAFETY: as many bytes are there, and stay: `self` holds them until this returns.
+        unsafe { device.bring(from, to) }
+    }
 }
 
 impl Device {
@@ -170,6 +193,58 @@ impl Device {
             Ok(_) => drop(landing),
             // The context is lost, and the memory with it.
             Err(_) => mem::forget(landing),
+        }
+    }
+
+    /// Brings bytes at `from` to the host by the second stream. With the context current.
+    ///
+    /// # Safety
+    /// As many bytes as `to` has are there until this returns.
+    unsafe fn bring(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        let blocks = [self.landing(PIECE)?, self.landing(PIECE)?];
+        // SAFETY: by the caller's promise.
+        let brought = unsafe { self.bring_through(&blocks, from, to) };
+        if brought.is_err() {
+            self.drain_copies();
+        }
+        blocks.into_iter().for_each(|block| self.land(Some(block)));
+        brought
+    }
+
+    /// While one block is emptied the other one is filled.
+    ///
+    /// # Safety
+    /// As for [`Device::bring`]. After an error copies to the blocks may be under way.
+    unsafe fn bring_through(&self, blocks: &[Landing; 2], from: u64, to: &mut [u8]) -> Result<()> {
+        let (bytes, pieces) = (to.len(), to.len().div_ceil(PIECE));
+        let range = |piece: usize| piece * PIECE..bytes.min((piece + 1) * PIECE);
+        for next in 0..=pieces {
+            if next < pieces {
+                let Range { start, end } = range(next);
+                // SAFETY: within the range that the caller promises. The block is large enough, and what it held before was taken
+                // out a turn ago.
+                unsafe { self.fetch_piece(from + start as u64, end - start, &blocks[next % 2])? };
+            }
+            if let Some(last) = next.checked_sub(1) {
+                let (block, to) = (&blocks[last % 2], &mut to[range(last)]);
+                block.wait()?;
+                // SAFETY: the block has at least as many bytes, and the copy to it is done.
+                unsafe { std::ptr::copy_nonoverlapping(block.bytes.as_ptr(), to.as_mut_ptr(), to.len()) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Issues the copy of `bytes` at `from` to the block, on the second stream alone.
+    ///
+    /// # Safety
+    /// So many bytes are there, and the block has room for them; both live until the block's event `done` has passed.
+    unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: &Landing) -> Result<()> {
+        // SAFETY: by the caller's promise; event and stream are alive and of one context.
+        unsafe {
+            let code = sys::cuMemcpyDtoHAsync_v2(to.bytes.as_ptr().cast(), from, bytes, self.copies());
+            check("cuMemcpyDtoHAsync", code)?;
+            named("cuEventRecord", result::event::record(to.done, self.copies()))
         }
     }
 

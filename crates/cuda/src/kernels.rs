@@ -90,6 +90,9 @@ impl Model for Cuda {
     fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
         self.timed("attention", || ops::attention::attention(self, op))
     }
+    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
+        self.timed("attention_decode", || ops::attention_decode::attention_decode(self, op))
+    }
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
         self.timed("attention_backward", || ops::attention::attention_backward(self, op))
     }

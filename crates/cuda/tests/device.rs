@@ -128,6 +128,32 @@ fn a_download_under_way_brings_the_values_of_its_moment() {
 }
 
 #[test]
+fn values_come_out_beside_the_work() {
+    let Some(device) = device("copies beside the work") else { return };
+    let b = Cuda::on(device.clone());
+    // Several pieces, and not a whole number of them.
+    let words: Vec<u32> = (0..(5 << 20) + 77).map(|i: u32| i.wrapping_mul(0x9E37_79B9)).collect();
+    let buf = b.upload(&words).unwrap();
+    device.synchronize().unwrap();
+    std::thread::scope(|threads| {
+        let (b, copy, words) = (b.clone(), buf.clone(), &words);
+        let copier = threads.spawn(move || {
+            for at in [0, 1, 4 << 20, words.len() - 3, words.len()] {
+                let mut to = vec![0; words.len() - at];
+                b.copy_out(&copy, at, &mut to).unwrap();
+                assert!(to == words[at..], "from {at}");
+            }
+        });
+        while !copier.is_finished() {
+            assert!(device.filled::<u32>(1 << 20, 0xEE).unwrap().download().unwrap()[77] == 0xEEEE_EEEE);
+        }
+        copier.join().unwrap();
+    });
+    let error = b.copy_out(&buf, words.len() - 1, &mut [0, 0]).unwrap_err().to_string();
+    assert!(error.contains("copy_out") && error.contains("`range`"), "{error}");
+}
+
+#[test]
 fn what_goes_between_host_and_device_is_counted() {
     let Some(device) = device("traffic") else { return };
     let b = Cuda::on(device);

@@ -79,6 +79,17 @@ impl Backend for Dry {
         self.make_mut(buf)
     }
 
+    fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
+        let range = check_range("copy", from.len(), range)?;
+        check_range("copy", to.len(), at..at.saturating_add(range.len())).map(drop)
+    }
+
+    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
+        let range = check_range("copy_out", buf.len(), at..at.saturating_add(to.len()))?;
+        to.copy_from_slice(&buf.values()[range]);
+        Ok(())
+    }
+
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
         self.make_mut(buf)
     }

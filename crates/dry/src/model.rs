@@ -106,6 +106,10 @@ impl Model for Dry {
         Ok(AttentionOut { out, lse: self.buf(tokens * (cols / op.head_dim.max(1)))? })
     }
 
+    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.q.dtype(), op.q.rows, op.q.cols)
+    }
+
     fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
         let like = |x: &Tensor<Self>| self.plain(x.dtype(), x.rows, x.cols);
         let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };

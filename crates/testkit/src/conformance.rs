@@ -380,7 +380,7 @@ macro_rules! conformance {
     };
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
-            embed embed_backward rms_norm rms_norm_backward norm_rope norm_rope_backward rope attention attention_backward cross_entropy
+            embed embed_backward rms_norm rms_norm_backward norm_rope norm_rope_backward rope attention attention_decode attention_backward cross_entropy
             head_loss begin_step begin_micro_batch collect sum_squares end_step adamw
         }
     };

@@ -60,6 +60,46 @@ impl<B: Backend> Attention<'_, B> {
     }
 }
 
+/// Attention of one more token: one row of [`Attention`], that of the last of `len` tokens, against the keys and values of all of
+/// them. Returns `[1, heads · head_dim]`, type of q. Backends owe each other what they do in [`Attention`] ([`attention_agreement`]);
+/// on one backend it agrees with [`Attention`] no worse, and on a CPU it is the same but for the sign of a zero.
+#[derive(Debug)]
+pub struct AttentionDecode<'a, B: Backend> {
+    /// `[1, heads · head_dim]`.
+    pub q: &'a Tensor<B>,
+    /// `[capacity, kv_heads · head_dim]`: rows from `len` on are not read.
+    pub k: &'a Tensor<B>,
+    /// As k.
+    pub v: &'a Tensor<B>,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Tokens so far, that of q included.
+    pub len: usize,
+}
+
+impl<B: Backend> AttentionDecode<'_, B> {
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "attention_decode";
+        let Self { q, k, v, head_dim, len } = self;
+        expect_eq(OP, "rows of q", q.rows, 1)?;
+        check_heads(OP, q, k, v, *head_dim)?;
+        match (1..=k.rows).contains(len) {
+            true => Ok(()),
+            false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
+        }
+    }
+
+    /// Checks and runs.
+    pub fn run(self, b: &B) -> Result<Tensor<B>>
+    where
+        B: Model,
+    {
+        self.check()?;
+        b.attention_decode(self)
+    }
+}
+
 /// The backward pass of [`Attention`]; scores are made again from q, k and lse.
 #[derive(Debug)]
 pub struct AttentionBackward<'a, B: Backend> {
@@ -122,8 +162,22 @@ fn check_qkv<B: Backend>(
     head_dim: usize,
     seq_len: usize,
 ) -> Result<()> {
-    expect_eq(op, "shape of v", v.shape(), k.shape())?;
     expect_eq(op, "rows of k", k.rows, q.rows)?;
+    check_heads(op, q, k, v, head_dim)?;
+    if seq_len == 0 || !q.rows.is_multiple_of(seq_len) {
+        return Err(Error::shape(op, "rows of q", q.rows, format!("a multiple of seq_len = {seq_len}")));
+    }
+    Ok(())
+}
+
+fn check_heads<B: Backend>(
+    op: &'static str,
+    q: &Tensor<B>,
+    k: &Tensor<B>,
+    v: &Tensor<B>,
+    head_dim: usize,
+) -> Result<()> {
+    expect_eq(op, "shape of v", v.shape(), k.shape())?;
     expect_eq(op, "types of k and v", (k.dtype(), v.dtype()), (q.dtype(), q.dtype()))?;
     if head_dim == 0
         || !q.cols.is_multiple_of(head_dim)
@@ -133,9 +187,6 @@ fn check_qkv<B: Backend>(
     {
         let got = format!("{} and {} columns with head_dim {head_dim}", q.cols, k.cols);
         return Err(Error::shape(op, "q and k", got, "whole heads, query heads a multiple of key heads"));
-    }
-    if seq_len == 0 || !q.rows.is_multiple_of(seq_len) {
-        return Err(Error::shape(op, "rows of q", q.rows, format!("a multiple of seq_len = {seq_len}")));
     }
     Ok(())
 }

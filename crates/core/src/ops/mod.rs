@@ -22,7 +22,9 @@ mod swiglu;
 mod transcode;
 
 pub use adamw::AdamW;
-pub use attention::{Attention, AttentionBackward, AttentionGrads, AttentionOut, attention_agreement};
+pub use attention::{
+    Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
+};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward, EmbedOut};

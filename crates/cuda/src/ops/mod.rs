@@ -3,6 +3,7 @@
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
+pub(crate) mod attention_decode;
 mod attention_wgmma;
 pub(crate) mod copy_rows;
 pub(crate) mod cross_entropy;
@@ -81,6 +82,7 @@ pub fn instances() -> Vec<Instance> {
         embed::instances(),
         rms_norm::instances(),
         row_tree::instances(),
+        attention_decode::instances(),
         norm_rope::instances(),
         rope::instances(),
         cross_entropy::instances(),

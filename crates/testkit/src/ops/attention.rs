@@ -2,7 +2,7 @@ use super::PLAIN;
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
-use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, attention_agreement};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_agreement};
 use nibble_core::{Agreement, DType, Model, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
@@ -115,6 +115,40 @@ fn cases(strict: bool) -> Vec<Heads> {
 /// Conformance of [`Attention`].
 pub fn attention<A: Model, B: Model>(pair: &Pair<A, B>) {
     cases(pair.strict).into_iter().for_each(|heads| pair.check(&Forward(heads)));
+}
+
+/// One query against the first rows of a cache.
+#[derive(Debug)]
+struct Decode {
+    heads: Heads,
+    len: usize,
+}
+
+impl<B: Model> Case<B> for Decode {
+    fn agreement(&self) -> Agreement {
+        attention_agreement(self.heads.dtype)
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let [_, k, v] = self.heads.qkv(b)?;
+        let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
+        let q = one.tensor(b, "attention.q", one.heads)?;
+        let made = AttentionDecode { q: &q, k: &k, v: &v, head_dim: one.head_dim, len: self.len }.run(b)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`AttentionDecode`].
+pub fn attention_decode<A: Model, B: Model>(pair: &Pair<A, B>) {
+    for heads in cases(pair.strict) {
+        let heads = Heads { sequences: 1, ..heads };
+        let all = heads.seq_len;
+        let mut lens = vec![1, all.div_ceil(2), all - all / 9, all];
+        lens.dedup();
+        lens.into_iter().for_each(|len| pair.check(&Decode { heads, len }));
+    }
 }
 
 /// Conformance of [`AttentionBackward`].

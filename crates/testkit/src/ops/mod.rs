@@ -19,7 +19,7 @@ mod swiglu;
 mod transcode;
 
 pub use adamw::adamw;
-pub use attention::{attention, attention_backward};
+pub use attention::{attention, attention_backward, attention_decode};
 pub use cross_entropy::cross_entropy;
 pub use elementwise::{add, cast, init_normal, sum_shards, sum_squares, transpose};
 pub use embed::{embed, embed_backward};

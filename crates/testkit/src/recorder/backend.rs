@@ -1,6 +1,6 @@
 //! Memory and order: what is no operation.
 
-use super::call::Taken;
+use super::call::{Taken, open};
 use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
 use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic};
@@ -77,6 +77,18 @@ impl<B: Backend> Backend for Recorder<B> {
         call.issue(move |b, run| b.clear(&mut *Taken::new(b, &buf, run)?))
     }
 
+    fn copy<T: Plain>(
+        &self,
+        from: &Buf<T, B>,
+        range: Range<usize>,
+        to: &mut Buf<T, B>,
+        at: usize,
+    ) -> Result<()> {
+        let mut call = self.call("copy", &(&from, &range, &to, at));
+        let (from, to) = (call.reads(from)?, call.writes(to)?);
+        call.issue(move |b, run| b.copy(&open(b, &from)?, range.clone(), &mut *Taken::new(b, &to, run)?, at))
+    }
+
     fn begin_download<T: Plain>(&self, buf: &Buf<T, B>, range: Range<usize>) -> Result<B::Pending<T>> {
         self.refuse_while_recording("begin_download")?;
         let arguments = || format!("{buf:?} at {range:?}");
@@ -88,6 +100,13 @@ impl<B: Backend> Backend for Recorder<B> {
         self.refuse_while_recording("finish_download")?;
         self.note(|| Event::of_transfer("finish_download", String::new(), [], []));
         self.inner.finish_download(pending)
+    }
+
+    fn copy_out<T: Plain>(&self, buf: &Buf<T, B>, at: usize, to: &mut [T]) -> Result<()> {
+        self.refuse_while_recording("copy_out")?;
+        let arguments = || format!("{buf:?} from {at}");
+        self.note(|| Event::of_transfer("copy_out", arguments(), [buf.cell.id()], []));
+        self.inner.copy_out(&buf.inner(&self.inner)?, at, to)
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T, B>) -> Result<Buf<U, B>> {

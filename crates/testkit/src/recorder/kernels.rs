@@ -122,6 +122,7 @@ impl<B: Model> Model for Recorder<B> {
     }) -> Tensor<Self>);
     op!(rope(Rope { reads x, table; plain seq_len, first_position, inverse; }) -> Tensor<Self>);
     op!(attention(Attention { reads q, k, v; plain head_dim, seq_len; }) -> AttentionOut<Self>);
+    op!(attention_decode(AttentionDecode { reads q, k, v; plain head_dim, len; }) -> Tensor<Self>);
     op!(attention_backward(AttentionBackward {
         reads q, k, v, out, lse, dout; plain head_dim, seq_len;
     }) -> AttentionGrads<Self>);

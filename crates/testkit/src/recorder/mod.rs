@@ -99,7 +99,8 @@ pub struct Event {
 impl Event {
     /// Whether it is a copy between host and device, or the wait for one.
     pub fn is_transfer(&self) -> bool {
-        ["upload", "write", "download", "begin_download", "finish_download"].contains(&self.op)
+        let transfers = ["upload", "write", "download", "begin_download", "finish_download", "copy_out"];
+        transfers.contains(&self.op)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo, TensorView};
 use sha2::{Digest, Sha256};
 
 use super::state::FileEntry;
@@ -20,6 +20,22 @@ pub struct TensorRef<'a> {
     pub shape: Vec<usize>,
     /// The values, as many as the shape's product.
     pub data: &'a [f32],
+}
+
+/// Name and shape of a logical tensor whose values are to follow: F32, row-major.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// As in [`TensorRef`].
+    pub name: String,
+    /// Shape, the slowest dimension first.
+    pub shape: Vec<usize>,
+}
+
+impl TensorSpec {
+    /// Number of values.
+    pub fn num_values(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 /// Tensors read from a checkpoint; each can be taken once, and at the end none may be left.
@@ -103,36 +119,144 @@ pub fn encode(path: &Path, tensors: &[TensorRef<'_>]) -> Result<Vec<u8>> {
         let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(data));
         views.push((name, view.map_err(|e| Error::checkpoint(path, e.to_string()))?));
     }
-    // What readers of the Hugging Face family ask for.
-    let metadata = [("format".to_owned(), "pt".to_owned())].into();
-    safetensors::serialize(views, Some(metadata)).map_err(|e| Error::checkpoint(path, e.to_string()))
+    safetensors::serialize(views, Some(metadata())).map_err(|e| Error::checkpoint(path, e.to_string()))
+}
+
+/// What readers of the Hugging Face family ask for.
+fn metadata() -> HashMap<String, String> {
+    [("format".to_owned(), "pt".to_owned())].into()
+}
+
+/// What precedes the values in the file that [`encode`] would make of these tensors, which are in order of their names.
+fn header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
+    if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name >= pair[1].name) {
+        let why = match pair[0].name == pair[1].name {
+            true => format!("two tensors are called `{}`", pair[0].name),
+            false => format!("tensor `{}` comes before `{}`", pair[0].name, pair[1].name),
+        };
+        return Err(Error::checkpoint(path, why));
+    }
+    let mut end = 0;
+    let infos = tensors.iter().map(|tensor| {
+        let start = end;
+        end += size_of::<f32>() * tensor.num_values();
+        let shape = tensor.shape.clone();
+        (tensor.name.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (start, end) })
+    });
+    let text = Metadata::new(Some(metadata()), infos.collect())
+        .map_err(|e| e.to_string())
+        .and_then(|metadata| serde_json::to_string(&metadata).map_err(|e| e.to_string()))
+        .map_err(|why| Error::checkpoint(path, why))?;
+    // Spaces after it align the values.
+    let len = text.len().next_multiple_of(size_of::<u64>());
+    let mut bytes = (len as u64).to_le_bytes().to_vec();
+    bytes.extend(text.as_bytes());
+    bytes.resize(size_of::<u64>() + len, b' ');
+    Ok(bytes)
+}
+
+/// Writes the file of these tensors, which are in order of their names, and waits until it is on the disk. `next` gives their
+/// values one after the other, in pieces of any length.
+pub(super) fn write_tensors(
+    dir: &Path,
+    name: &str,
+    tensors: &[TensorSpec],
+    next: &mut dyn FnMut() -> Result<Vec<f32>>,
+) -> Result<FileEntry> {
+    let path = dir.join(name);
+    let header = header(&path, tensors)?;
+    let mut file = HashedFile::create(path)?;
+    file.write(&header)?;
+    let mut missing: usize = tensors.iter().map(TensorSpec::num_values).sum();
+    while missing > 0 {
+        let values = next()?;
+        let Some(left) = missing.checked_sub(values.len()).filter(|_| !values.is_empty()) else {
+            let why = format!("was given {} values where {missing} are missing", values.len());
+            return Err(Error::checkpoint(&file.path, why));
+        };
+        if cfg!(target_endian = "big") {
+            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            file.write(&bytes)?;
+        } else {
+            file.write(bytemuck::cast_slice(&values))?;
+        }
+        missing = left;
+    }
+    file.finish(name)
+}
+
+/// A new file whose checksum is made as it is written.
+struct HashedFile {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    hash: Sha256,
+}
+
+impl HashedFile {
+    fn create(path: PathBuf) -> Result<Self> {
+        let file = File::create_new(&path).map_err(Error::io(&path))?;
+        Ok(Self { path, file, bytes: 0, hash: Sha256::new() })
+    }
+
+    fn write(&mut self, content: &[u8]) -> Result<()> {
+        self.file.write_all(content).map_err(Error::io(&self.path))?;
+        self.hash.update(content);
+        self.bytes += content.len() as u64;
+        Ok(())
+    }
+
+    /// Waits until it is on the disk.
+    fn finish(self, name: &str) -> Result<FileEntry> {
+        self.file.sync_all().map_err(Error::io(&self.path))?;
+        Ok(FileEntry { name: name.to_owned(), bytes: self.bytes, sha256: hexadecimal(&self.hash.finalize()) })
+    }
 }
 
 /// Writes a new file and waits until it is on the disk.
 pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<FileEntry> {
-    let path = dir.join(name);
-    let write = || {
-        let mut file = File::create_new(&path)?;
-        file.write_all(content)?;
-        file.sync_all()
-    };
-    write().map_err(Error::io(&path))?;
-    Ok(FileEntry { name: name.to_owned(), bytes: content.len() as u64, sha256: sha256_hex(content) })
+    let mut file = HashedFile::create(dir.join(name))?;
+    file.write(content)?;
+    file.finish(name)
+}
+
+/// Compares a file with what was written, a piece at a time.
+pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
+    let path = dir.join(&entry.name);
+    let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
+    let mut file = File::open(&path).map_err(unreadable)?;
+    check_len(&path, file.metadata().map_err(unreadable)?.len(), entry)?;
+    let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece).map_err(unreadable)? {
+            0 => return check_hash(&path, &hexadecimal(&hash.finalize()), entry),
+            len => hash.update(&piece[..len]),
+        }
+    }
 }
 
 /// Reads a file and compares it with what was written.
 pub(super) fn read_checked(dir: &Path, entry: &FileEntry) -> Result<Vec<u8>> {
     let path = dir.join(&entry.name);
     let content = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
-    if content.len() as u64 != entry.bytes {
-        let how = if (content.len() as u64) < entry.bytes { "truncated" } else { "altered" };
-        let why = format!("is {how}: {} bytes, expected {}", content.len(), entry.bytes);
-        return Err(Error::checkpoint(&path, why));
-    }
-    if sha256_hex(&content) != entry.sha256 {
-        return Err(Error::checkpoint(&path, "is altered: it does not match its SHA-256"));
-    }
+    check_len(&path, content.len() as u64, entry)?;
+    check_hash(&path, &sha256_hex(&content), entry)?;
     Ok(content)
+}
+
+fn check_len(path: &Path, bytes: u64, entry: &FileEntry) -> Result<()> {
+    if bytes == entry.bytes {
+        return Ok(());
+    }
+    let how = if bytes < entry.bytes { "truncated" } else { "altered" };
+    Err(Error::checkpoint(path, format!("is {how}: {bytes} bytes, expected {}", entry.bytes)))
+}
+
+fn check_hash(path: &Path, sha256: &str, entry: &FileEntry) -> Result<()> {
+    match sha256 == entry.sha256 {
+        true => Ok(()),
+        false => Err(Error::checkpoint(path, "is altered: it does not match its SHA-256")),
+    }
 }
 
 /// Waits until a directory's entries (creations, renames) are on the disk.
@@ -146,5 +270,49 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
 
 /// SHA-256, hexadecimal.
 pub(crate) fn sha256_hex(content: &[u8]) -> String {
-    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
+    hexadecimal(&Sha256::digest(content))
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_in_pieces_is_what_is_encoded_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let values: Vec<f32> = (0..77).map(|i| (i as f32).sqrt() - 3.0).collect();
+        let shapes: [(&str, &[usize], usize); 5] = [
+            ("a.10.\"w\"", &[2, 3], 6),
+            ("a.2.w", &[], 1),
+            ("a.2.w.exp_avg", &[7, 0], 0),
+            ("a.2.w.exp_avg_sq", &[10, 7], 70),
+            ("ä", &[0], 0),
+        ];
+        let (mut at, mut refs, mut specs) = (0, Vec::new(), Vec::new());
+        for (name, shape, len) in shapes {
+            refs.push(TensorRef { name: name.into(), shape: shape.to_vec(), data: &values[at..][..len] });
+            specs.push(TensorSpec { name: name.into(), shape: shape.to_vec() });
+            at += len;
+        }
+        refs.reverse();
+        let whole = encode(dir.path(), &refs).unwrap();
+        for (i, piece) in [1, 2, 10, 76, 77].into_iter().enumerate() {
+            let (name, mut pieces) = (format!("{i}"), values.chunks(piece));
+            let mut next = || Ok(pieces.next().unwrap().to_vec());
+            let entry = write_tensors(dir.path(), &name, &specs, &mut next).unwrap();
+            assert!(fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
+            assert_eq!((entry.bytes, entry.sha256.as_str()), (whole.len() as u64, &*sha256_hex(&whole)));
+            verify(dir.path(), &entry).unwrap();
+        }
+        let mut next = || Ok(vec![0.0; 50]);
+        let error = write_tensors(dir.path(), "more", &specs, &mut next).unwrap_err().to_string();
+        assert!(error.contains("was given 50 values where 27 are missing"), "{error}");
+        specs.swap(1, 2);
+        let error = write_tensors(dir.path(), "order", &specs, &mut next).unwrap_err().to_string();
+        assert!(error.contains("tensor `a.2.w.exp_avg` comes before `a.2.w`"), "{error}");
+    }
 }

@@ -18,13 +18,14 @@ mod state;
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 pub(crate) use files::sha256_hex;
-pub use files::{TensorRef, Tensors, encode};
+pub use files::{TensorRef, TensorSpec, Tensors, encode};
 pub use state::{FileEntry, Position, State};
 
 use crate::error::{Error, Result};
-use files::{read_checked, sync_dir, write_synced};
+use files::{read_checked, sync_dir, verify, write_synced, write_tensors};
 use state::STATE_FILE;
 
 const DIR: &str = "checkpoints";
@@ -53,12 +54,27 @@ pub struct Contents<'a> {
     pub position: Position,
 }
 
-/// The checkpoints of one run, open for writing by one process at a time.
-#[derive(Debug)]
+/// All that a checkpoint holds but the values of its tensors, which come while it is written.
+#[derive(Debug, Clone)]
+pub struct Outline {
+    /// F32 master weights, in order of their names.
+    pub model: Vec<TensorSpec>,
+    /// Optimizer moments, in order of their names.
+    pub optim: Vec<TensorSpec>,
+    /// `config.json`.
+    pub config_json: String,
+    /// `tokenizer.json`.
+    pub tokenizer_json: String,
+    /// Where the run stands.
+    pub position: Position,
+}
+
+/// The checkpoints of one run, open for writing by one process at a time. Clones share it.
+#[derive(Debug, Clone)]
 pub struct Store {
     dir: PathBuf,
-    /// Locked as long as this lives; the system unlocks it when the process ends, however it ends.
-    _lock: File,
+    /// Locked as long as a clone lives; the system unlocks it when the process ends, however it ends.
+    _lock: Arc<File>,
 }
 
 impl Store {
@@ -80,7 +96,7 @@ impl Store {
             }
             Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
         }
-        let store = Self { dir, _lock: lock };
+        let store = Self { dir, _lock: Arc::new(lock) };
         store.clean()?;
         Ok(store)
     }
@@ -91,10 +107,45 @@ impl Store {
     /// [`Error::Io`] (a full disk, say) and [`Error::Checkpoint`] for tensors that contradict themselves; the earlier
     /// checkpoints are untouched then.
     pub fn save(&self, contents: Contents<'_>, keep: usize) -> Result<PathBuf> {
-        let name = format!("{PREFIX}{:08}", contents.position.step);
+        let Contents { mut model, mut optim, config_json, tokenizer_json, position } = contents;
+        let specs = |tensors: &mut Vec<TensorRef<'_>>| {
+            tensors.sort_by(|a, b| a.name.cmp(&b.name));
+            let specs = tensors.iter().map(|tensor| {
+                let spec = TensorSpec { name: tensor.name.clone(), shape: tensor.shape.clone() };
+                let (name, shape, got) = (&spec.name, &spec.shape, tensor.data.len());
+                if spec.num_values() == got {
+                    return Ok(spec);
+                }
+                let why = format!("tensor `{name}` has {got} values, expected shape {shape:?}");
+                Err(Error::checkpoint(&self.dir, why))
+            });
+            specs.collect::<Result<Vec<_>>>()
+        };
+        let (config_json, tokenizer_json) = (config_json.to_owned(), tokenizer_json.to_owned());
+        let (model_specs, optim_specs) = (specs(&mut model)?, specs(&mut optim)?);
+        let outline =
+            Outline { model: model_specs, optim: optim_specs, config_json, tokenizer_json, position };
+        let mut tensors =
+            model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
+        self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default().to_vec()), keep)
+    }
+
+    /// Writes a checkpoint whose tensors' values come from `next`: those of the model and then those of the optimizer, one tensor
+    /// after the other as the outline has them, in pieces of any length that end where a file ends. Nothing more of them is
+    /// held. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    ///
+    /// # Errors
+    /// As [`Store::save`], and what `next` returns.
+    pub fn save_in_pieces(
+        &self,
+        outline: &Outline,
+        next: &mut dyn FnMut() -> Result<Vec<f32>>,
+        keep: usize,
+    ) -> Result<PathBuf> {
+        let name = format!("{PREFIX}{:08}", outline.position.step);
         let tmp = self.dir.join(format!("{TMP_PREFIX}{name}"));
         remove(&tmp)?;
-        let written = write_all(&tmp, contents).and_then(|()| self.publish(&tmp, &name));
+        let written = write_all(&tmp, outline, next).and_then(|()| self.publish(&tmp, &name));
         if written.is_err() {
             // The first error is the one to tell; what cannot be removed now goes when the store is next opened.
             let _ = remove(&tmp);
@@ -102,6 +153,12 @@ impl Store {
         let path = written?;
         self.prune(keep, &path)?;
         Ok(path)
+    }
+
+    /// The error of a checkpoint whose values stop coming: whoever sent them has failed, and tells why.
+    pub(crate) fn given_up(&self, outline: &Outline) -> Error {
+        let path = self.dir.join(format!("{PREFIX}{:08}", outline.position.step));
+        Error::checkpoint(&path, "was given up before all of its values had come")
     }
 
     /// Renames a complete directory to its final name.
@@ -155,18 +212,17 @@ impl Store {
 }
 
 /// Writes every file of a checkpoint into a new directory, `state.json` last, all synced.
-fn write_all(dir: &Path, contents: Contents<'_>) -> Result<()> {
-    let Contents { model, optim, config_json, tokenizer_json, position } = contents;
+fn write_all(dir: &Path, outline: &Outline, next: &mut dyn FnMut() -> Result<Vec<f32>>) -> Result<()> {
+    let Outline { model, optim, config_json, tokenizer_json, position } = outline;
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
     let mut entries = Vec::new();
     for (name, tensors) in [(MODEL_FILE, model), (OPTIM_FILE, optim)] {
-        let bytes = encode(&dir.join(name), &tensors)?;
-        entries.push(write_synced(dir, name, &bytes)?);
+        entries.push(write_tensors(dir, name, tensors, next)?);
     }
     for (name, text) in [(CONFIG_FILE, config_json), (TOKENIZER_FILE, tokenizer_json)] {
         entries.push(write_synced(dir, name, text.as_bytes())?);
     }
-    let state = State::new(position, entries).to_json(&dir.join(STATE_FILE))?;
+    let state = State::new(position.clone(), entries).to_json(&dir.join(STATE_FILE))?;
     write_synced(dir, STATE_FILE, state.as_bytes())?;
     sync_dir(dir)
 }
@@ -221,7 +277,7 @@ impl Checkpoint {
         };
         let state = State::from_json(&text, &state_path)?;
         for entry in &state.files {
-            read_checked(path, entry)?;
+            verify(path, entry)?;
         }
         Ok(Self { path: path.to_path_buf(), state })
     }

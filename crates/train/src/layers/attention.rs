@@ -6,9 +6,10 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
-use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionOut};
+use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionDecode, AttentionOut};
 use nibble_core::recipe::Kind;
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
+use std::ops::Range;
 
 /// Sizes of an attention layer.
 #[derive(Debug, Clone, Copy)]
@@ -64,6 +65,56 @@ pub struct Attention<B: Kernels> {
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass.
     pub keep_heads: bool,
+}
+
+/// Keys and values of a sequence's tokens so far, in one layer.
+#[derive(Debug)]
+pub struct KvCache<B: Kernels> {
+    /// Normed and rotated, `[seq_len, g·c]`.
+    k: Tensor<B>,
+    /// `[seq_len, g·c]`.
+    v: Tensor<B>,
+    /// Rows that are filled.
+    len: usize,
+}
+
+impl<B: Kernels> KvCache<B> {
+    /// Another sequence begins.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+}
+
+/// Queries, keys and values of some tokens, and what is kept of making them.
+struct Projected<B: Kernels> {
+    x: Operand<B>,
+    /// Normed and rotated.
+    q: Tensor<B>,
+    q_norm: NormSaved<B>,
+    /// Normed and rotated.
+    k: Tensor<B>,
+    k_norm: NormSaved<B>,
+    v: Tensor<B>,
+}
+
+/// Copies rows to those from `at` on of a tensor of the same type and as many columns.
+pub fn copy_rows<B: Kernels>(
+    b: &B,
+    from: &Tensor<B>,
+    rows: Range<usize>,
+    to: &mut Tensor<B>,
+    at: usize,
+) -> Result<()> {
+    let cols = to.cols;
+    if from.cols != cols {
+        return Err(Error::shape("copy_rows", "columns", from.cols, cols));
+    }
+    let (range, at) = (rows.start * cols..rows.end * cols, at * cols);
+    match (&from.data, &mut to.data) {
+        (Data::F32(from), Data::F32(to)) => b.copy(from, range, to, at),
+        (Data::Bf16(from), Data::Bf16(to)) => b.copy(from, range, to, at),
+        _ => Err(Error::shape("copy_rows", "type", from.dtype(), to.dtype())),
+    }
 }
 
 /// What attention keeps.
@@ -143,23 +194,54 @@ impl<B: Kernels> Attention<B> {
         linears.into_iter().chain([&mut self.q_norm.weight, &mut self.k_norm.weight]).collect()
     }
 
-    /// The forward pass up to its last product: what that multiplies, and what is kept.
-    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
+    /// Queries, keys and values of tokens from this position on, and what is kept of making them.
+    fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let groups = cx.training.then_some(&cx.shards.groups);
-        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), &x_td, groups)?;
+        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), x_td, groups)?;
         let Input { fprop, saved: x } = input;
         let [q, k, v] =
             [self.q.product(cx, &fprop)?, self.k.product(cx, &fprop)?, self.v.product(cx, &fprop)?];
         drop(fprop);
-        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
-        let turn = Turn { table: &self.rope, seq_len };
+        let turn = Turn { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
         let (q, q_norm) = self.q_norm.heads(cx, q, &turn)?;
         let (k, k_norm) = self.k_norm.heads(cx, k, &turn)?;
+        Ok(Projected { x, q, q_norm, k, k_norm, v })
+    }
+
+    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
+        let Projected { x, q, q_norm, k, k_norm, v } = self.projected(cx, &x_td, 0)?;
+        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
         let AttentionOut { out, lse } = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
         let heads = self.keep_heads.then_some([q, k]);
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
         Ok((o_input, AttentionSaved { layer, x, q_norm, k_norm, heads, v, out, lse, o }))
+    }
+
+    /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
+    /// the cache. Several tokens at once only where it is empty.
+    pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
+        let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len)?;
+        let (t, head_dim) = (x_td.rows, self.shape.head_dim);
+        for (from, to) in [(&k, &mut cache.k), (&v, &mut cache.v)] {
+            copy_rows(cx.b, from, 0..t, to, cache.len)?;
+        }
+        let first = cache.len;
+        cache.len += t;
+        let out = if first == 0 {
+            AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len: t }.run(cx.b)?.out
+        } else {
+            AttentionDecode { q: &q, k: &cache.k, v: &cache.v, head_dim, len: cache.len }.run(cx.b)?
+        };
+        self.o.product(cx, &self.o.input(cx, &out)?.0)
+    }
+
+    /// A cache for a sequence.
+    pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
+        let (rows, cols) = (self.shape.seq_len, self.shape.kv_heads * self.shape.head_dim);
+        let zeros = || Tensor::zeros(b, activations, rows, cols);
+        Ok(KvCache { k: zeros()?, v: zeros()?, len: 0 })
     }
 
     /// What a forward pass keeps, made again.
@@ -180,7 +262,7 @@ impl<B: Kernels> Layer<B> for Attention<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
-        let turn = Turn { table: &self.rope, seq_len };
+        let turn = Turn { table: &self.rope, seq_len, first_position: 0 };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let [q, k] = match saved.heads {
             Some(heads) => heads,

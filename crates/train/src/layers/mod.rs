@@ -6,7 +6,7 @@ mod linear;
 mod mlp;
 mod norm;
 
-pub use attention::{Attention, AttentionSaved, AttentionShape, rope_table};
+pub use attention::{Attention, AttentionSaved, AttentionShape, KvCache, copy_rows, rope_table};
 pub use head::{HeadInput, HeadSaved};
 pub use linear::{Input, Linear, LinearSaved};
 pub(crate) use linear::{gradient_operands, one_read, wgrad_x};

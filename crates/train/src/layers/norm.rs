@@ -50,6 +50,8 @@ pub struct Turn<'a, B: Kernels> {
     pub table: &'a Tensor<B>,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Position of the first of them.
+    pub first_position: usize,
 }
 
 impl<B: Kernels> Saved for NormSaved<B> {
@@ -114,8 +116,9 @@ impl<B: Kernels> Norm<B> {
         Ok(self.turned(&saved.x, turn).run(cx.b)?.y)
     }
 
-    fn turned<'a>(&'a self, x: &'a Tensor<B>, &Turn { table, seq_len }: &Turn<'a, B>) -> NormRope<'a, B> {
-        NormRope { x, weight: &self.weight.master, eps: self.eps, table, seq_len, first_position: 0 }
+    fn turned<'a>(&'a self, x: &'a Tensor<B>, turn: &Turn<'a, B>) -> NormRope<'a, B> {
+        let &Turn { table, seq_len, first_position } = turn;
+        NormRope { x, weight: &self.weight.master, eps: self.eps, table, seq_len, first_position }
     }
 
     /// dx, of the gradient dy of what [`Norm::heads`] gives.
@@ -124,12 +127,12 @@ impl<B: Kernels> Norm<B> {
         cx: &Cx<'_, B>,
         saved: NormSaved<B>,
         dy: Tensor<B>,
-        &Turn { table, seq_len }: &Turn<'_, B>,
+        &Turn { table, seq_len, first_position }: &Turn<'_, B>,
     ) -> Result<Tensor<B>> {
         let weight = self.weight.master.clone();
         self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
             let NormSaved { x, inv_rms, .. } = &saved;
-            let (weight, dy, first_position) = (&weight, &dy, 0);
+            let (weight, dy) = (&weight, &dy);
             NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
         })
     }

@@ -3,7 +3,7 @@
 //! t tokens, d model.
 
 use crate::cx::Cx;
-use crate::layers::{Attention, AttentionSaved, Layer, Mlp, MlpSaved, Norm, NormSaved, Residual};
+use crate::layers::{Attention, AttentionSaved, KvCache, Layer, Mlp, MlpSaved, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeSaved, Routed};
 use crate::recompute::{Kept, Scope};
@@ -180,6 +180,13 @@ impl<B: Kernels> Block<B> {
             dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
         }
         self.mlp_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
+    }
+
+    /// The forward pass of tokens that follow those in the cache: see [`Attention::cached`].
+    pub fn cached(&self, cx: &Cx<'_, B>, x: Residual<B>, cache: &mut KvCache<B>) -> Result<Residual<B>> {
+        let (n_td, norm) = self.attn_norm.of(cx, x)?;
+        let y_td = self.attn.cached(cx, &n_td, cache)?;
+        Ok(self.feed(cx, Residual { x: norm.x, plus: Some(y_td) })?.0)
     }
 
     /// The forward pass.

@@ -10,8 +10,8 @@ pub use names::Named;
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
 use crate::layers::{
-    Attention, AttentionShape, HeadInput, HeadSaved, Layer, Linear, Mlp, Norm, NormSaved, Residual,
-    rope_table,
+    Attention, AttentionShape, HeadInput, HeadSaved, KvCache, Layer, Linear, Mlp, Norm, NormSaved, Residual,
+    copy_rows, rope_table,
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{Moe, MoeShape};
@@ -19,7 +19,7 @@ use crate::param::{Param, Placement, Writes};
 use crate::recompute::Scope;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
 use nibble_core::recipe::Kind;
-use nibble_core::{Comm, DType, Data, Kernels, Plain, Recipe, Result, Tensor};
+use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
@@ -265,6 +265,32 @@ impl<B: Kernels> Decoder<B> {
         Ok((head.logits(cx, last_row(cx.b, &x_td)?)?, bad_ids))
     }
 
+    /// Caches for one sequence, one a layer.
+    pub fn caches(&self, cx: &Cx<'_, B>) -> Result<Vec<KvCache<B>>> {
+        self.blocks.iter().map(|block| block.attn.cache(cx.b, cx.activations())).collect()
+    }
+
+    /// As [`Decoder::last_logits`], of tokens that follow those in the caches: see [`Attention::cached`].
+    ///
+    /// [`Attention::cached`]: crate::layers::Attention::cached
+    pub fn cached_logits(
+        &self,
+        cx: &Cx<'_, B>,
+        ids: &B::Buf<i32>,
+        caches: &mut [KvCache<B>],
+    ) -> Result<(Tensor<B>, B::Buf<u64>)> {
+        let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
+        let EmbedOut { x, bad_ids } = op.run(cx.b)?;
+        let mut residual = Residual::from(x);
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            residual = block.cached(cx, residual, cache)?;
+        }
+        let plus = residual.plus.as_ref().map(|plus| last_row(cx.b, plus)).transpose()?;
+        let (x_td, _) = self.norm.of(cx, Residual { x: last_row(cx.b, &residual.x)?, plus })?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        Ok((head.logits(cx, x_td)?, bad_ids))
+    }
+
     /// Logits after each of these tokens, F32 `[t, v]`, and what each layer's router chose.
     pub fn inspect(&mut self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Vec<Routing<B>>)> {
         // What would be made again is looked at here, and so kept.
@@ -318,15 +344,9 @@ struct Trunk<B: Kernels> {
     norm: NormSaved<B>,
 }
 
-/// The last row, by way of the host: one row is no reason for an operation of its own.
+/// The last row.
 fn last_row<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<Tensor<B>> {
-    fn tail<B: Kernels, T: Plain>(b: &B, x: &B::Buf<T>, len: usize) -> Result<B::Buf<T>> {
-        let all = B::len(x);
-        b.upload(&b.finish_download(b.begin_download(x, all - len.min(all)..all)?)?)
-    }
-    let data = match &x.data {
-        Data::F32(data) => Data::F32(tail(b, data, x.cols)?),
-        Data::Bf16(data) => Data::Bf16(tail(b, data, x.cols)?),
-    };
-    Tensor::new(data, 1, x.cols)
+    let mut row = Tensor::zeros(b, x.dtype(), 1, x.cols)?;
+    copy_rows(b, x, x.rows.saturating_sub(1)..x.rows, &mut row, 0)?;
+    Ok(row)
 }

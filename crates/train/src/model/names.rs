@@ -15,6 +15,16 @@ pub struct Named {
     pub shape: Vec<usize>,
 }
 
+impl Named {
+    /// Where its first value lies in the whole parameter.
+    pub fn first_value(&self) -> usize {
+        match self.shape.as_slice() {
+            [] | [_] => self.first_row,
+            [.., cols] => self.first_row * cols,
+        }
+    }
+}
+
 /// The tensors one parameter is written as. `experts` counts them over all ranks.
 fn tensors<B: Kernels>(param: &Param<B>, experts: usize) -> Vec<Named> {
     let (rows, cols) = param.master.shape();

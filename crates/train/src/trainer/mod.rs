@@ -1,15 +1,18 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
 mod checks;
+mod decoding;
 mod inspect;
 mod recorded;
 mod rehearse;
 mod run;
+mod saving;
 mod setup;
 mod step;
 mod weights;
 
 pub use checks::{checked_recipe, load_recipe};
+pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
 
@@ -27,6 +30,7 @@ use crate::tokenizer::Tokenizer;
 use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe, Tensor};
 use recorded::Recorded;
+use saving::Saving;
 use setup::Setup;
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -54,6 +58,8 @@ pub struct Trainer<'a, B: Kernels> {
     issued: VecDeque<Issued<B>>,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
+    /// The checkpoint on its way to the disk, if there is one.
+    saving: Saving,
 }
 
 /// The arenas of a run, on one rank.
@@ -136,6 +142,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             loader: None,
             issued: VecDeque::new(),
             settled: None,
+            saving: Saving::default(),
         })
     }
 
@@ -217,7 +224,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.make_buffers()?;
-        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, .. } = self else {
+        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, saving, .. } = self
+        else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
         let lr = setup.config.schedule().lr(setup.step);
@@ -229,10 +237,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let alone = setup.comm.world() == 1;
         let mut whole = || -> Result<Duration> {
             if setup.b.can_record() && alone && trace.is_none() {
-                return Recorded::run(recorded, setup, model, buffers);
+                return Recorded::run(recorded, setup, model, buffers, saving);
             }
             let mut step = Step::new(setup, model, buffers, trace)?;
-            step.run()?;
+            step.run(saving)?;
             step.end();
             Ok(Duration::ZERO)
         };

@@ -1,5 +1,6 @@
 //! A step recorded once and replayed: its parts at one point of the precision schedule.
 
+use super::saving::Saving;
 use super::setup::Setup;
 use super::step::{Step, StepBuffers};
 use crate::error::Result;
@@ -20,12 +21,14 @@ pub(super) struct Recorded<B: Kernels> {
 
 impl<B: Kernels> Recorded<B> {
     /// Replays a step. It is recorded first, if it has not been or the precisions have changed since; the old recording is gone
-    /// before the new one is made. Returns how long the recording took.
+    /// before the new one is made. The optimizer waits until a checkpoint under way has copied what it changes. Returns how long
+    /// the recording took.
     pub fn run(
         recorded: &mut Option<Self>,
         setup: &Setup<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
+        saving: &mut Saving,
     ) -> Result<Duration> {
         let started = Instant::now();
         let precisions: Vec<Section> = layer_names(&setup.config.model)
@@ -35,13 +38,18 @@ impl<B: Kernels> Recorded<B> {
         let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
         let recorded = recorded.insert(match kept {
             Some(kept) => kept,
-            None => Self::record(setup, model, buffers, precisions)?,
+            None => {
+                // Nothing else goes on while work is recorded.
+                saving.wait_copied();
+                Self::record(setup, model, buffers, precisions)?
+            }
         });
         let (b, recording) = (setup.b, started.elapsed());
         b.replay(&recorded.first)?;
         if let Some(next) = &recorded.next {
             (1..setup.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
         }
+        saving.wait_copied();
         b.replay(&recorded.optimize)?;
         Ok(recording)
     }

@@ -153,14 +153,19 @@ fn run_rank<B: Kernels>(
             let valid_loss = trainer.evaluate(config.eval.batches)?;
             report(&mut outputs, observer, step, valid_loss)?;
         }
+        let mut done = trainer.saved()?;
         if save {
-            saved = checkpoint(&mut trainer, &outputs, observer)?;
+            // One at a time.
+            done = done.or(trainer.finish_save()?);
+            trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
         }
+        saved = tell(done, observer).or(saved);
     }
+    saved = tell(trainer.finish_save()?, observer).or(saved);
     let valid_loss = trainer.evaluate(0)?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
     if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
-        saved = checkpoint(&mut trainer, &outputs, observer)?;
+        saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
     let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
@@ -193,16 +198,9 @@ fn report(
     Ok(())
 }
 
-fn checkpoint<B: Kernels>(
-    trainer: &mut Trainer<'_, B>,
-    outputs: &Option<Outputs>,
-    observer: &mut dyn Observer,
-) -> Result<Option<PathBuf>> {
-    let path = trainer.save(outputs.as_ref().map(|o| &o.store))?;
-    if let Some(path) = &path {
-        observer.checkpoint(path);
-    }
-    Ok(path)
+/// Tells of a checkpoint that has got into its place.
+fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> {
+    saved.inspect(|path| observer.checkpoint(path))
 }
 
 /// Goes on from the newest whole checkpoint, if the run has one and its configuration is this run's.

@@ -4,6 +4,7 @@
 //! the step before. Nothing in between waits for the host.
 
 use super::inspect::HostTensor;
+use super::saving::Saving;
 use super::setup::Setup;
 use super::weights::slices;
 use crate::checkpoint::TensorRef;
@@ -177,12 +178,13 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.buffers.place = clock.map(|clock| Place { shards, clock, counted });
     }
 
-    /// Everything, one part after the other.
-    pub fn run(&mut self) -> Result<()> {
+    /// Everything, one part after the other. The optimizer waits until a checkpoint under way has copied what it changes.
+    pub fn run(&mut self, saving: &mut Saving) -> Result<()> {
         self.first_micro_batch()?;
         for _ in 1..self.setup.config.train.grad_accum {
             self.next_micro_batch()?;
         }
+        saving.wait_copied();
         self.optimize()
     }
 

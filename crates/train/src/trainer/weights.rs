@@ -1,7 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, Tensors, sha256_hex};
+use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors, sha256_hex};
 use crate::error::Result;
 use crate::model::Named;
 use crate::param::{Moments, Param, Placement};
@@ -9,7 +9,6 @@ use half::bf16;
 use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 use serde_json::json;
-use std::path::PathBuf;
 
 /// A parameter's values over all ranks.
 pub(super) fn gather<B: Kernels>(
@@ -30,13 +29,11 @@ pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Ve
     named
         .iter()
         .map(|tensor| {
-            let cols = tensor.shape.last().copied().unwrap_or(1);
             let len = tensor.shape.iter().product();
-            let first = tensor.first_row * if tensor.shape.len() > 1 { cols } else { 1 };
             TensorRef {
                 name: format!("{}{suffix}", tensor.name),
                 shape: tensor.shape.clone(),
-                data: &values[first..][..len],
+                data: &values[tensor.first_value()..][..len],
             }
         })
         .collect()
@@ -87,49 +84,13 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// Gathers everything from all ranks; the rank that has the store writes it and returns its directory.
-    ///
-    /// # Errors
-    /// [`crate::Error::Io`] if it cannot be written; errors of other ranks.
-    pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
-        self.require_settled("save")?;
-        self.make_buffers()?;
-        let (b, comm, position) = (self.setup.b, self.setup.comm, self.position()?);
-        let config_json = self.config_json();
-        let named = self.model.named_tensors();
-        let mut gathered = Vec::new();
-        for param in self.model.params() {
-            let values = |tensor| gather(b, comm, param, tensor);
-            let Some(Moments { exp_avg, exp_avg_sq }) = &param.moments else { continue };
-            gathered.push([values(&param.master)?, values(exp_avg)?, values(exp_avg_sq)?]);
-        }
-        let mut model = Vec::new();
-        let mut optim = Vec::new();
-        for (named, [master, exp_avg, exp_avg_sq]) in named.iter().zip(&gathered) {
-            model.extend(slices(named, "", master));
-            optim.extend(slices(named, ".exp_avg", exp_avg));
-            optim.extend(slices(named, ".exp_avg_sq", exp_avg_sq));
-        }
-        if let Some(store) = store {
-            let tokenizer_json = self.tokenizer().to_json();
-            let contents = Contents {
-                model,
-                optim,
-                config_json: &config_json,
-                tokenizer_json: &tokenizer_json,
-                position,
-            };
-            return store.save(contents, self.setup.config.checkpoint.keep).map(Some);
-        }
-        Ok(None)
-    }
-
     /// Continues from a checkpoint, written by any number of ranks.
     ///
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
+        self.saving.wait_copied();
         self.make_buffers()?;
         let (b, rank) = (self.setup.b, self.setup.comm.rank());
         let (mut model, mut optim) = (checkpoint.model()?, checkpoint.optim()?);

@@ -2,6 +2,7 @@
 //!
 //! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by sequence and head.
 
+mod decode;
 mod fast;
 mod spec;
 #[cfg(test)]
@@ -11,7 +12,7 @@ mod tile;
 use crate::simd::Real;
 use crate::{Cpu, Path};
 use half::bf16;
-use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut};
 use nibble_core::{DType, Result, Tensor};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -21,6 +22,14 @@ pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOu
     match op.q.dtype() {
         DType::F32 => forward::<f32>(cpu, &op),
         DType::Bf16 => forward::<bf16>(cpu, &op),
+    }
+}
+
+/// One row of [`attention`].
+pub(crate) fn attention_decode(cpu: &Cpu, op: AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    match op.q.dtype() {
+        DType::F32 => decode::decode::<f32>(cpu, &op),
+        DType::Bf16 => decode::decode::<bf16>(cpu, &op),
     }
 }
 

@@ -1,0 +1,53 @@
+//! One query against keys and values that lie in a cache: the sums of `spec`, in its order. Keys that the query does not see take
+//! part in nothing.
+
+use super::Heads;
+use crate::Cpu;
+use crate::simd::{Real, softmax_terms};
+use nibble_core::ops::AttentionDecode;
+use nibble_core::{Result, Tensor};
+use rayon::prelude::*;
+
+/// Keys whose scores are made side by side, each by its own chain.
+const KEYS: usize = 8;
+
+pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    const OP: &str = "attention_decode";
+    let sizes = Heads::new(op.q, op.k, op.head_dim, 1);
+    let [q, k, v] = [T::slice(OP, "q", op.q)?, T::slice(OP, "k", op.k)?, T::slice(OP, "v", op.v)?];
+    let mut out = cpu.scratch::<T>(q.len());
+    let head = |(head, to): (usize, &mut [T])| {
+        let query: Vec<f32> =
+            q[head * op.head_dim..][..op.head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
+        let first = sizes.kv_head(head) * op.head_dim;
+        one_head(&query, [k, v].map(|x| &x[first..]), op.k.cols, op.len, to);
+    };
+    cpu.pool().install(|| out.as_mut_slice().par_chunks_mut(op.head_dim).enumerate().for_each(head));
+    Tensor::new(T::data(out), 1, op.q.cols)
+}
+
+/// `query` is scaled; keys and values are rows that are `stride` apart.
+fn one_head<T: Real>(query: &[f32], [k, v]: [&[T]; 2], stride: usize, len: usize, to: &mut [T]) {
+    let dim = query.len();
+    let row =
+        |x: &'_ [T], j: usize| -> Vec<f32> { x[j * stride..][..dim].iter().map(|x| x.widen()).collect() };
+    let mut weights = Vec::with_capacity(len);
+    for first in (0..len).step_by(KEYS) {
+        let keys: Vec<Vec<f32>> = (first..len.min(first + KEYS)).map(|j| row(k, j)).collect();
+        let mut sums = [0.0f32; KEYS];
+        for (c, q) in query.iter().enumerate() {
+            for (sum, key) in sums.iter_mut().zip(&keys) {
+                *sum = q.mul_add(key[c], *sum);
+            }
+        }
+        weights.extend(&sums[..keys.len()]);
+    }
+    let (_, sum) = softmax_terms(&mut weights);
+    let mut out = vec![0.0f32; dim];
+    for (j, &weight) in weights.iter().enumerate() {
+        for (out, x) in out.iter_mut().zip(&v[j * stride..][..dim]) {
+            *out = weight.mul_add(x.widen(), *out);
+        }
+    }
+    to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * (1.0 / sum)));
+}

@@ -1,0 +1,50 @@
+//! Tokens against a cache: the logits that all tokens at once give, to the last bit on a CPU.
+
+mod rig;
+
+use nibble_core::Kernels;
+use nibble_cpu::Cpu;
+use nibble_testkit::Recorder;
+use nibble_train::trainer::Trainer;
+use rig::{SOLO, small};
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    // Adding 0 makes -0 of a sum that underflowed +0.
+    logits.iter().map(|x| (x + 0.0).to_bits()).collect()
+}
+
+/// Windows of a text as `generate` takes them, from a prompt of so many tokens on, past the length of a sequence.
+fn check<B: Kernels>(b: &B, recipe: &str, prompt: usize, tokens: usize) {
+    let mut trainer = Trainer::new(b, &SOLO, &small(recipe, &[])).unwrap();
+    trainer.train_step().unwrap();
+    let (seq_len, vocab) = (trainer.config().data.seq_len, trainer.config().model.vocab_size);
+    let text: Vec<i32> = (0..prompt + tokens).map(|i| (i * i * 7 + 3 * i) as i32 % vocab as i32).collect();
+    let windows: Vec<&[i32]> =
+        (prompt..text.len()).map(|end| &text[end.saturating_sub(seq_len)..end]).collect();
+    let whole: Vec<_> = windows.iter().map(|ids| bits(&trainer.next_logits(ids).unwrap())).collect();
+    let mut decoding = trainer.decoding().unwrap();
+    for (ids, whole) in windows.iter().zip(&whole) {
+        assert!(bits(&decoding.next_logits(ids).unwrap()) == *whole, "{recipe}: {} tokens", ids.len());
+    }
+    // Another text, an error, and the first text again.
+    decoding.next_logits(&text[1..3]).unwrap();
+    assert!(decoding.next_logits(&[text[1], text[2], -1]).is_err());
+    assert!(decoding.next_logits(&vec![0; seq_len + 1]).is_err());
+    assert!(bits(&decoding.next_logits(windows[0]).unwrap()) == whole[0], "{recipe}: again");
+    drop(decoding);
+    trainer.train_step().unwrap();
+}
+
+#[test]
+fn a_cache_changes_no_bit() {
+    for recipe in rig::recipes() {
+        check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+    }
+}
+
+#[test]
+fn a_window_that_moves_is_computed_again() {
+    let seq_len = small("bf16", &[]).data.seq_len;
+    check(&Cpu::new(2).unwrap(), "bf16", seq_len - 3, 6);
+    check(&Recorder::new(Cpu::new(2).unwrap()), "mxfp4-hopper", seq_len - 2, 4);
+}

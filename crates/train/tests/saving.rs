@@ -1,0 +1,114 @@
+//! A checkpoint that is written while training goes on: the files are those of the step at which it was begun, the run is that without
+//! it, and what goes wrong is told.
+
+mod rig;
+
+use nibble_core::{Comm, Kernels};
+use nibble_cpu::{Cpu, ThreadComm};
+use nibble_testkit::Recorder;
+use nibble_train::checkpoint::{Checkpoint, Store, latest_valid};
+use nibble_train::config::Config;
+use nibble_train::trainer::Trainer;
+use rig::{SOLO, small, state};
+use std::path::Path;
+
+const FILES: [&str; 5] =
+    ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
+
+fn files(checkpoint: &Path) -> Vec<Vec<u8>> {
+    FILES.iter().map(|name| std::fs::read(checkpoint.join(name)).unwrap()).collect()
+}
+
+/// Two steps, a checkpoint that is waited for, and one of the same step while two more steps are made.
+fn twice<B: Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, [alone, beside]: [&Path; 2]) {
+    let mut trainer = Trainer::new(b, comm, config).unwrap();
+    (0..2).for_each(|_| drop(trainer.train_step().unwrap()));
+    let [alone, beside] = [alone, beside].map(|dir| (comm.rank() == 0).then(|| Store::open(dir).unwrap()));
+    let whole = trainer.save(alone.as_ref()).unwrap();
+    trainer.begin_save(beside.as_ref()).unwrap();
+    (0..2).for_each(|_| drop(trainer.train_step().unwrap()));
+    let written = trainer.finish_save().unwrap();
+    assert_eq!((trainer.saved().unwrap(), trainer.finish_save().unwrap()), (None, None), "told once");
+    assert_eq!(written.is_some(), beside.is_some());
+    if let (Some(whole), Some(written)) = (whole, written) {
+        assert!(files(&whole) == files(&written));
+        Checkpoint::open(&written).unwrap();
+    }
+}
+
+fn alone<B: Kernels>(b: &B, config: &Config) {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    twice(b, &SOLO, config, [dirs[0].path(), dirs[1].path()]);
+    // Steps beside a checkpoint are those without one.
+    let run = |save: bool| {
+        let mut trainer = Trainer::new(b, &SOLO, config).unwrap();
+        let store = tempfile::tempdir().unwrap();
+        let store = Store::open(store.path()).unwrap();
+        for _ in 0..4 {
+            if save {
+                trainer.begin_save(Some(&store)).unwrap();
+            }
+            trainer.train_step().unwrap();
+        }
+        assert_eq!(trainer.finish_save().unwrap().is_some(), save);
+        state(b, &mut trainer)
+    };
+    assert!(run(true) == run(false));
+}
+
+#[test]
+fn a_checkpoint_is_that_of_its_step() {
+    alone(&Cpu::new(2).unwrap(), &small("bf16", &["train.moment_dtype=bf16"]));
+    alone(&Recorder::new(Cpu::new(2).unwrap()), &small("mxfp4-hopper", &["checkpoint.host_gib=0"]));
+}
+
+#[test]
+fn ranks_write_what_one_writes() {
+    let config = |ranks| small("mxfp4-hopper", &[&*format!("run.ranks={ranks}")]);
+    let dirs = [(); 4].map(|()| tempfile::tempdir().unwrap());
+    let [one, two, three, four] = dirs.each_ref().map(|dir| dir.path());
+    twice(&Cpu::new(1).unwrap(), &SOLO, &config(1), [one, two]);
+    std::thread::scope(|threads| {
+        for comm in ThreadComm::world(2) {
+            let config = config(2);
+            threads.spawn(move || twice(&Cpu::new(1).unwrap(), &comm, &config, [three, four]));
+        }
+    });
+    let [one, two] = [one, four].map(|dir| files(&dir.join("checkpoints/step-00000002")));
+    assert!(one[..2] == two[..2], "weights and moments");
+}
+
+#[test]
+fn what_goes_wrong_with_a_checkpoint_is_told_and_training_goes_on() {
+    let b = Cpu::new(2).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    let mut trainer = Trainer::new(&b, &SOLO, &small("bf16", &[])).unwrap();
+    trainer.train_step().unwrap();
+    let good = trainer.save(Some(&store)).unwrap().unwrap();
+    // No directory can be made where a file is.
+    let (checkpoints, aside) = (dir.path().join("checkpoints"), dir.path().join("aside"));
+    std::fs::rename(&checkpoints, &aside).unwrap();
+    std::fs::write(&checkpoints, "").unwrap();
+    trainer.begin_save(Some(&store)).unwrap();
+    trainer.train_step().unwrap();
+    let error = loop {
+        match trainer.saved() {
+            Ok(None) => std::thread::yield_now(),
+            Ok(Some(path)) => panic!("{}", path.display()),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("checkpoints"), "{error}");
+    assert_eq!(trainer.saved().unwrap(), None, "told once");
+    trainer.train_step().unwrap();
+    std::fs::remove_file(&checkpoints).unwrap();
+    std::fs::rename(&aside, &checkpoints).unwrap();
+    // The one before is whole; nothing else is left.
+    assert_eq!(latest_valid(dir.path()).unwrap().checkpoint.unwrap().path(), good);
+    // A trainer that goes away before it has asked leaves a whole checkpoint.
+    trainer.begin_save(Some(&store)).unwrap();
+    drop(trainer);
+    let latest = latest_valid(dir.path()).unwrap();
+    assert_eq!((latest.checkpoint.unwrap().position().step, latest.rejected.len()), (3, 0));
+}
