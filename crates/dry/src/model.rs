@@ -2,8 +2,9 @@
 
 use crate::Dry;
 use crate::memory::Buf;
+use nibble_core::formats::Codec;
 use nibble_core::ops::*;
-use nibble_core::{Backend, DType, Model, Result, Tensor};
+use nibble_core::{Backend, Convert, DType, Model, Result, Tensor};
 
 /// Queries of a tile of a GPU's attention.
 const ATTENTION_TILE: usize = 128;
@@ -30,6 +31,53 @@ impl Dry {
 
     fn turns_as_it_norms(&self, head_dim: usize) -> bool {
         self.is_gpu() && FUSED_HEADS.contains(&head_dim)
+    }
+}
+
+impl Dry {
+    /// What a chunk of the head's rows takes while it lasts.
+    fn head_chunk_of(
+        &self,
+        rows: usize,
+        (d, vocab): (usize, usize),
+        (dtype, gradients): (DType, bool),
+        codecs: HeadCodecs,
+    ) -> Result<()> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
+        // A CPU quantizes a copy; a GPU finds x where it is.
+        let copied = if self.is_gpu() { 0 } else { rows };
+        let x = || self.plain(dtype, copied, d).map(|x| Tensor { rows, ..x });
+        let _x = self.head_planes(x, fprop_x, wgrad_x)?;
+        let logits = self.is_gpu().then(|| self.plain(DType::F32, rows, vocab)).transpose()?;
+        if !gradients {
+            return Ok(());
+        }
+        // Those that a GPU has made for the chunk go when there are planes of them.
+        let mut made = self.is_gpu().then(|| self.plain(dtype, rows, vocab)).transpose()?;
+        drop(logits);
+        let dlogits = || made.take().map_or_else(|| self.plain(dtype, rows, vocab), Ok);
+        self.head_planes(dlogits, dgrad_dy, wgrad_dy).map(drop)
+    }
+
+    /// Planes of a matrix by rows and by columns, as far as they are wanted.
+    fn head_planes(
+        &self,
+        x: impl FnOnce() -> Result<Tensor<Self>>,
+        rows: Option<Codec>,
+        cols: Option<Codec>,
+    ) -> Result<Vec<Emitted<Self>>> {
+        if rows.is_none() && cols.is_none() {
+            return Ok(Vec::new());
+        }
+        let x = x()?;
+        let wanted = match (rows, cols) {
+            (Some(rows), cols) if cols == Some(rows) => vec![(rows, Planes::Both)],
+            (rows, cols) => {
+                let rows = rows.map(|codec| (codec, Planes::Rows));
+                rows.into_iter().chain(cols.map(|codec| (codec, Planes::Cols))).collect()
+            }
+        };
+        wanted.into_iter().map(|(codec, planes)| self.quantize(Quantize::new(&x, codec, planes))).collect()
     }
 }
 
@@ -130,14 +178,22 @@ impl Model for Dry {
     }
 
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
-        let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows, op.x.dtype());
-        let longest = op.longest_chunk();
+        let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
+        let (chunks, longest) = (op.chunks(), op.longest_chunk());
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+        let [x_counts, dlogits_counts] = [(fprop_x, wgrad_x), (dgrad_dy, wgrad_dy)].map(|(rows, cols)| {
+            let any = rows.is_some() || cols.is_some();
+            any.then(|| self.counters(3).map(Counts)).transpose()
+        });
         let _loss: Buf<f32> = self.buf(tokens)?;
         let bad_ids = self.counters(1)?;
-        let _logits = self.plain(DType::F32, longest, vocab)?;
+        // A CPU has room for the longest chunk from the first to the last, a GPU for each chunk as it comes.
+        let room = |dtype| (!self.is_gpu()).then(|| self.plain(dtype, longest, vocab)).transpose();
+        let _logits = room(DType::F32)?;
         let (mut dx, mut beside) = (None, None);
+        let gradients = op.grad.is_some();
         if let Some(grad) = op.grad {
-            let dlogits = self.plain(dtype, longest, vocab)?;
+            let dlogits = room(dtype)?;
             dx = Some(self.plain(dtype, tokens, d)?);
             // A shard in several chunks has a sum of its own, unless that is the gradient itself: a GPU adds to one in F32.
             let adds = grad.accumulate && !self.is_gpu();
@@ -147,9 +203,16 @@ impl Model for Dry {
             beside = Some((dlogits, chain));
             self.make_tensor_mut(grad.dw)?;
         }
-        let out = HeadLossOut { shard_nats: self.shard_nats(tokens, op.shards)?, bad_ids, dx };
+        let mut known = None;
+        for rows in chunks.into_iter().map(|chunk| chunk.tokens.len()) {
+            // What one chunk takes the next of the same length takes again.
+            if known.replace(rows) != Some(rows) {
+                self.head_chunk_of(rows, (d, vocab), (dtype, gradients), op.codecs)?;
+            }
+        }
+        let shard_nats = self.shard_nats(tokens, op.shards)?;
         drop(beside);
-        Ok(out)
+        Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts: x_counts?, dlogits_counts: dlogits_counts? })
     }
 
     fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {

@@ -44,6 +44,13 @@ fn every_arena_is_as_large_as_predicted() {
         ],
         &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]", "train.grad_accum=2"],
         &["recipe=fp8-flow", "train.recompute=[]"],
+        &["recipe=mxfp4-hopper-head8"],
+        &[
+            "recipe=mxfp4-hopper-head8",
+            "model.tie_embeddings=false",
+            "model.vocab_size=1000",
+            "train.grad_dtype=bf16",
+        ],
         &["recipe=bf16", "train.shards=8", "data.seq_len=256", "train.grad_dtype=bf16", "train.grad_accum=2"],
         &[
             "recipe=mxfp4-hopper",

@@ -24,6 +24,11 @@ use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
 
+/// The embedding; the head's name as well where it is tied to it.
+const EMBED: &str = "model.embed_tokens";
+/// The output head of its own.
+const HEAD: &str = "lm_head";
+
 /// The names by which a recipe's overrides know the layers of a model.
 pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
     let parts = |i: usize| {
@@ -38,7 +43,8 @@ pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
         }
         names
     };
-    (0..config.layers).flat_map(parts).collect()
+    let head = if config.tie_embeddings { EMBED } else { HEAD };
+    (0..config.layers).flat_map(parts).chain([(Kind::Head, head.to_owned())]).collect()
 }
 
 /// The whole decoder.
@@ -88,7 +94,7 @@ pub struct DecoderSaved<B: Kernels> {
 
 impl<B: Kernels> Saved for DecoderSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.words::<B, i32>("model.embed_tokens", "ids", &self.ids);
+        ledger.words::<B, i32>(EMBED, "ids", &self.ids);
         self.blocks.iter().for_each(|block| block.ledger(ledger));
         self.norm.ledger(ledger);
         self.head.ledger(ledger);
@@ -129,7 +135,7 @@ impl<B: Kernels> Decoder<B> {
         let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
             let weight =
                 Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, quantized: false })
+            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, kind: Kind::Head })
         };
         let attention = AttentionShape {
             d_model: d,
@@ -178,10 +184,10 @@ impl<B: Kernels> Decoder<B> {
         });
         Ok(Self {
             config: config.clone(),
-            embed: vocab_linear("model.embed_tokens", INIT_STD)?,
+            embed: vocab_linear(EMBED, INIT_STD)?,
             blocks: blocks.collect::<Result<_>>()?,
             norm: Norm::new(b, "model.norm", d, eps)?,
-            head: if config.tie_embeddings { None } else { Some(vocab_linear("lm_head", INIT_STD)?) },
+            head: if config.tie_embeddings { None } else { Some(vocab_linear(HEAD, INIT_STD)?) },
         })
     }
 
