@@ -8,6 +8,8 @@ use nibble_core::{Backend, Convert, DType, Model, Result, Tensor};
 
 /// Queries of a tile of a GPU's attention.
 const ATTENTION_TILE: usize = 128;
+/// Columns of heads that a GPU norms and turns in one pass.
+const FUSED_HEADS: [usize; 3] = [64, 128, 256];
 
 impl Dry {
     /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
@@ -19,24 +21,16 @@ impl Dry {
         }
         Ok(nats)
     }
-}
 
-impl Dry {
-    /// A norm's gradients, and on a GPU the sums of chunks of its rows, which have so many columns.
-    fn norm_backward(
-        &self,
-        x: &Tensor<Self>,
-        (rows, cols): (usize, usize),
-        dweight: &mut Tensor<Self>,
-    ) -> Result<Tensor<Self>> {
-        self.make_tensor_mut(dweight)?;
-        let dx = self.plain(x.dtype(), x.rows, x.cols)?;
-        if self.is_gpu() {
-            let shards = dweight.rows.max(1);
-            let chunks = shards * (rows / shards).div_ceil(RmsNormBackward::<Self>::CHUNK);
-            let _sums: Buf<f32> = self.buf(chunks * cols)?;
-        }
-        Ok(dx)
+    /// A GPU's sums over chunks of rows, of a norm's weight.
+    fn beside_dweight(&self, (rows, cols): (usize, usize), shards: usize) -> Result<()> {
+        let chunks = shards * (rows / shards.max(1)).div_ceil(RmsNormBackward::<Self>::CHUNK);
+        let _sums: Buf<f32> = self.buf(chunks * cols)?;
+        Ok(())
+    }
+
+    fn turns_as_it_norms(&self, head_dim: usize) -> bool {
+        self.is_gpu() && FUSED_HEADS.contains(&head_dim)
     }
 }
 
@@ -106,24 +100,48 @@ impl Model for Dry {
     }
 
     fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
-        let inv_rms = self.buf(op.x.rows)?;
         let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
-        let sum = op.plus.map(|_| like()).transpose()?;
-        Ok(RmsNormOut { y: like()?, inv_rms, sum })
-    }
-
-    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
-        let inv_rms = self.buf(op.x.rows * (op.x.cols / op.table.cols.max(1)))?;
-        Ok(RmsNormOut { y: self.plain(op.x.dtype(), op.x.rows, op.x.cols)?, inv_rms, sum: None })
-    }
-
-    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
-        let heads = op.heads();
-        self.norm_backward(op.x, (heads, op.table.cols), op.dweight)
+        let sum = || op.plus.map(|_| like()).transpose();
+        if self.is_gpu() {
+            let inv_rms = self.buf(op.x.rows)?;
+            return Ok(RmsNormOut { inv_rms, y: like()?, sum: sum()? });
+        }
+        Ok(RmsNormOut { sum: sum()?, y: like()?, inv_rms: self.buf(op.x.rows)? })
     }
 
     fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
-        self.norm_backward(op.x, op.x.shape(), op.dweight)
+        self.make_tensor_mut(op.dweight)?;
+        let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
+        let dx = like()?;
+        if self.is_gpu() {
+            self.beside_dweight(op.x.shape(), op.dweight.rows)?;
+            return Ok(dx);
+        }
+        // What is to be added is added by itself.
+        if op.plus.is_some() { like() } else { Ok(dx) }
+    }
+
+    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
+        let (x, heads) = (op.x, op.x.rows * (op.x.cols / op.table.cols));
+        if self.turns_as_it_norms(op.table.cols) {
+            let inv_rms = self.buf(heads)?;
+            return Ok(RmsNormOut { inv_rms, y: self.plain(x.dtype(), x.rows, x.cols)?, sum: None });
+        }
+        let rows = x.reshape(heads, op.table.cols)?;
+        let normed = self.rms_norm(RmsNorm::new(&rows, op.weight, op.eps))?;
+        Ok(RmsNormOut { y: self.plain(x.dtype(), x.rows, x.cols)?, ..normed })
+    }
+
+    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
+        let (x, head) = (op.x, (op.heads(), op.table.cols));
+        self.make_tensor_mut(op.dweight)?;
+        let like = || self.plain(x.dtype(), x.rows, x.cols);
+        let _turned = if self.turns_as_it_norms(head.1) { None } else { Some(like()?) };
+        let dx = like()?;
+        if self.is_gpu() {
+            self.beside_dweight(head, op.dweight.rows)?;
+        }
+        Ok(dx)
     }
 
     fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
