@@ -61,7 +61,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     say!("recipes:");
     for name in Recipe::names() {
-        say!("  {name:<14} {}", Recipe::builtin(name)?.description);
+        say!("  {name:<18} {}", Recipe::builtin(name)?.description);
     }
     Ok(())
 }

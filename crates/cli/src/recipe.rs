@@ -28,7 +28,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let Some(name) = args.recipe else {
         for name in Recipe::names() {
-            say!("{name:<14} {}", Recipe::builtin(name)?.description);
+            say!("{name:<18} {}", Recipe::builtin(name)?.description);
         }
         return Ok(());
     };

@@ -6,11 +6,13 @@ use crate::error::Result;
 use crate::eval::{against, unit};
 use crate::run_dir;
 use indicatif::{ProgressBar, ProgressStyle};
+use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
 use nibble_train::config::Config;
-use nibble_train::data::Entropy;
+use nibble_train::data::{Dataset, Entropy};
 use nibble_train::metrics::Metrics;
-use nibble_train::trainer::{self, Observer, Options, Start, Summary, Trainer};
+use nibble_train::plan;
+use nibble_train::trainer::{self, Observer, Options, Start, Summary};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -27,6 +29,7 @@ use std::time::{Duration, Instant};
     nibble train shakespeare --set data.source=book.txt.gz --set run.dir=runs/book\n  \
     nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
+    nibble train my.toml --dry-run=gpu\n  \
     nibble train my.toml --resume"
 )]
 pub struct Args {
@@ -43,9 +46,19 @@ pub struct Args {
     /// Goes on from the newest whole checkpoint of the latest run of this configuration.
     #[arg(long)]
     resume: bool,
-    /// Prints configuration, number of parameters and memory ledger, and stops; writes nothing.
-    #[arg(long)]
-    dry_run: bool,
+    /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
+    /// On the device that the run would be on; =gpu: on a GPU, wherever this is.
+    #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
+    dry_run: Option<DryRunOn>,
+}
+
+/// Whose memory a dry run predicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum DryRunOn {
+    /// That of the device that the run would be on, which must be there.
+    Device,
+    /// A GPU's, which need not be there.
+    Gpu,
 }
 
 /// `--recipe`, short for `--set recipe=...`.
@@ -67,8 +80,15 @@ impl RecipeArg {
 pub fn run(args: Args) -> Result<()> {
     let overrides = args.device.after(args.recipe.after(args.overrides));
     let mut config = Config::load(&args.config, &overrides)?;
-    if args.dry_run {
-        return device::run(&config.run, &DryRun { config: &config });
+    match args.dry_run {
+        Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
+        Some(DryRunOn::Gpu) => {
+            say!("device: a GPU, by its kind alone");
+            introduce_dry_run(&config, DeviceKind::Gpu)?;
+            say!("dry run: nothing was written");
+            return Ok(());
+        }
+        None => {}
     }
     choose_dir(&args.config, &overrides, args.resume, &mut config)?;
     let options = Options { resume: args.resume };
@@ -106,24 +126,27 @@ impl Work for DryRun<'_> {
     type Out = ();
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        on.announce();
-        let mut trainer = Trainer::new(on.b, on.comm, self.config)?;
-        let (ledger, _) = trainer.ledger()?;
-        let parameters = trainer.parameters();
-        if on.comm.rank() == 0 {
-            let start = Start {
-                step: 0,
-                config: trainer.config(),
-                recipe: trainer.recipe(),
-                ledger: &ledger,
-                parameters,
-                entropy: trainer.data()?.entropy(),
-            };
-            introduce(&start);
-            say!("dry run: nothing was written");
+        if on.comm.rank() != 0 {
+            return Ok(());
         }
+        on.announce();
+        let recipe = introduce_dry_run(self.config, on.b.kind())?;
+        match plan::require_room(on.b, self.config.run.ranks, self.config, &recipe) {
+            Ok(_) => say!("the device has room for it"),
+            Err(refusal) => say!("it would be refused: {refusal}"),
+        }
+        say!("dry run: nothing was written");
         Ok(())
     }
+}
+
+/// Says what a run takes on a device of this kind. Returns its recipe.
+fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
+    let recipe = trainer::checked_recipe(config)?;
+    let entropy = Dataset::of(config)?.entropy();
+    let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
+    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy });
+    Ok(recipe)
 }
 
 /// Settles `run.dir`, and says so where it is not the obvious one.
@@ -150,15 +173,27 @@ fn introduce(start: &Start<'_>) {
     say!("config:");
     print_config(start.config);
     say!("recipe: {}: {}", start.recipe.name, start.recipe.description);
-    say!("parameters: {}", thousands(start.parameters as u64));
+    let prediction = start.prediction;
+    say!("parameters: {}", thousands(prediction.parameters as u64));
     if let Some(Entropy { rate, unigram }) = start.entropy {
         say!("data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)");
     }
     let of = if start.config.run.ranks > 1 { ", first rank" } else { "" };
-    say!("kept by a forward pass for its backward pass{of}: {}", bytes(start.ledger.bytes() as u64));
-    for line in start.ledger.table().lines() {
+    let ledger = &prediction.ledger;
+    say!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64));
+    for line in ledger.table().lines() {
         say!("  {line}");
     }
+    say!("memory{of}, as predicted:");
+    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
+        say!("  {part:<34} {:>10}", bytes(size as u64));
+    }
+    let whose = match (prediction.kind, start.config.run.ranks) {
+        (DeviceKind::Gpu, 2..) => "of each GPU",
+        (DeviceKind::Gpu, _) => "of the GPU",
+        (DeviceKind::Host, _) => "of the host",
+    };
+    say!("  {:<34} {:>10}", format!("in all, {whose}"), bytes(prediction.device_bytes() as u64));
     let arithmetic = start.config.flops_per_token();
     say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
     if start.step > 0 {

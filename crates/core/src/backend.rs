@@ -24,6 +24,15 @@ pub struct MemoryStats {
     pub total_bytes: Option<usize>,
 }
 
+/// Where a backend computes: how its operations use memory, and whose memory that is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// On the host: ranks share its memory.
+    Host,
+    /// On a GPU: a rank has one of its own.
+    Gpu,
+}
+
 /// Memory and order only; nothing numeric.
 ///
 /// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
@@ -40,6 +49,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
 
     /// The backend and its device, for people.
     fn name(&self) -> String;
+    /// Where it computes.
+    fn kind(&self) -> DeviceKind;
     /// A buffer of zeros.
     fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
     /// A buffer of unspecified values, for what an operation overwrites entirely.
@@ -205,7 +216,9 @@ pub trait Model: Backend {
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>>;
     /// Tokens a chunk of [`HeadLoss`] that suit this backend and a head of `vocab` rows; even, at least 2.
-    fn head_chunk(&self, vocab: usize) -> usize;
+    fn head_chunk(&self, vocab: usize) -> usize {
+        head_chunk(self.kind(), vocab)
+    }
     /// See [`HeadLoss`].
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>>;
     /// See [`BeginStep`].

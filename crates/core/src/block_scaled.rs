@@ -1,5 +1,5 @@
 use crate::{Backend, DType, Error, Result, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 
 /// The plane of scales of a [`BlockScaled`] tensor.
 #[derive(Debug, Clone)]
@@ -47,6 +47,33 @@ pub struct BlockScaled<B: Backend> {
 }
 
 impl<B: Backend> BlockScaled<B> {
+    /// A tensor whose planes the next operation overwrites. `rows` are those of all `stack` matrices.
+    pub fn unwritten(
+        b: &B,
+        (format, rule): (Format, ScaleRule),
+        axis: BlockAxis,
+        (rows, cols, stack): (usize, usize, usize),
+        scale_layout: ScaleLayout,
+    ) -> Result<Self> {
+        let (lines, blocks) = Self::scale_shape(format, axis, rows, cols, stack);
+        let num_scales = scale_layout.len(lines, blocks, rule.kind().bytes());
+        Ok(Self {
+            format,
+            axis,
+            rule,
+            rows,
+            cols,
+            stack,
+            codes: b.alloc(Self::code_bytes(format, axis, rows, cols))?,
+            scales: match rule.kind() {
+                ScaleKind::E8m0 => Scales::E8m0(b.alloc(num_scales)?),
+                ScaleKind::F32 => Scales::F32(b.alloc(num_scales)?),
+            },
+            scale_layout,
+            shared_cols: 1,
+        })
+    }
+
     /// Bytes of the code plane for this format, axis and shape.
     pub fn code_bytes(format: Format, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         match axis {

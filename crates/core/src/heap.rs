@@ -82,6 +82,16 @@ impl Heap {
         best.map(|(i, _)| i)
     }
 
+    /// Whether a block of so many bytes finds a place.
+    fn has_room(&self, bytes: usize) -> bool {
+        let Some(size) = rounded(bytes) else { return false };
+        self.capacity - self.top >= size || self.holes.iter().any(|hole| hole.end - hole.start >= size)
+    }
+
+    fn is_full(&self) -> bool {
+        self.top == self.capacity && self.holes.is_empty()
+    }
+
     /// Takes a block back, by the offset and the bytes of its allocation.
     ///
     /// # Panics
@@ -142,6 +152,76 @@ impl Heap {
     /// The highest end that a block ever had: what must be backed by memory.
     pub fn extent(&self) -> usize {
         self.extent
+    }
+}
+
+/// Heaps one after the other, for memory that cannot grow at its place: segments never move and never go away. A block lies in
+/// the first that has room for it, so that where it lies depends on the live blocks alone: later segments do not change what the
+/// earlier ones answer.
+#[derive(Debug, Clone, Default)]
+pub struct Segments {
+    heaps: Vec<Heap>,
+    /// Those that are not full, in order.
+    open: Vec<usize>,
+    capacity: usize,
+}
+
+impl Segments {
+    /// The smallest segment, in bytes. Each new one is as large as all before it, up to [`Segments::LARGEST_STEP`], and holds at
+    /// least what was asked for.
+    pub const SMALLEST: usize = 1 << 20;
+    /// The largest segment that is larger than what it was made for.
+    pub const LARGEST_STEP: usize = 1 << 30;
+
+    /// Segment and offset of a block of so many bytes; `None` beyond the end of all addresses. A segment that was not there
+    /// before is as long as [`Segments::capacity`] says.
+    pub fn alloc(&mut self, bytes: usize) -> Option<(usize, usize)> {
+        let found = self.open.iter().position(|i| self.heaps[*i].has_room(bytes));
+        let at = match found {
+            Some(at) => at,
+            None => {
+                let step = self.capacity.clamp(Self::SMALLEST, Self::LARGEST_STEP).max(rounded(bytes)?);
+                self.capacity = self.capacity.checked_add(step)?;
+                self.open.push(self.heaps.len());
+                self.heaps.push(Heap::new(step));
+                self.open.len() - 1
+            }
+        };
+        let segment = self.open[at];
+        let offset = self.heaps[segment].alloc(bytes)?;
+        if self.heaps[segment].is_full() {
+            self.open.remove(at);
+        }
+        Some((segment, offset))
+    }
+
+    /// Takes a block back.
+    ///
+    /// # Panics
+    /// As [`Heap::free`]; for a segment that is not there.
+    pub fn free(&mut self, (segment, offset): (usize, usize), bytes: usize) {
+        self.heaps[segment].free(offset, bytes);
+        if let Err(at) = self.open.binary_search(&segment) {
+            self.open.insert(at, segment);
+        }
+    }
+
+    /// Number of segments.
+    pub fn count(&self) -> usize {
+        self.heaps.len()
+    }
+
+    /// Bytes of a segment.
+    ///
+    /// # Panics
+    /// For a segment that is not there.
+    pub fn capacity(&self, segment: usize) -> usize {
+        self.heaps[segment].capacity
+    }
+
+    /// What must be backed by memory, in all segments.
+    pub fn extent(&self) -> usize {
+        self.heaps.iter().map(Heap::extent).sum()
     }
 }
 
@@ -239,6 +319,25 @@ mod tests {
         heap.raise_capacity(2048);
         heap.raise_capacity(512);
         assert_eq!([heap.alloc(1024), heap.alloc(1)], [Some(1024), None]);
+    }
+
+    #[test]
+    fn segments_grow_and_the_first_that_has_room_is_taken() {
+        let mut segments = Segments::default();
+        assert_eq!(
+            [segments.alloc(Segments::SMALLEST - 256), segments.alloc(1)],
+            [Some((0, 0)), Some((0, Segments::SMALLEST - 256))]
+        );
+        assert_eq!(segments.alloc(3), Some((1, 0)));
+        assert_eq!(segments.alloc(10 << 20), Some((2, 0)));
+        assert_eq!(segments.alloc(1), Some((1, 256)));
+        segments.free((0, 0), Segments::SMALLEST - 256);
+        assert_eq!(segments.alloc(1 << 19), Some((0, 0)));
+        assert_eq!(segments.alloc(12 << 20), Some((3, 0)), "as large as all before it");
+        let capacities: Vec<usize> = (0..segments.count()).map(|i| segments.capacity(i)).collect();
+        assert_eq!(capacities, [1 << 20, 1 << 20, 10 << 20, 12 << 20]);
+        assert_eq!(segments.extent(), (1 << 20) + 512 + (10 << 20) + (12 << 20));
+        assert_eq!(segments.alloc(usize::MAX), None);
     }
 
     /// A training step: what the layers keep piles up and is taken down from the other end, temporaries of many sizes come

@@ -21,12 +21,12 @@ mod tensor;
 mod traffic;
 
 pub use agreement::Agreement;
-pub use backend::{Backend, Convert, Kernels, LayerKernels, MemoryStats, Model, Plain, Products};
+pub use backend::{Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products};
 pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result, check_range};
 pub use groups::{Groups, Occupancy, PermuteMap, round_up};
-pub use heap::{HEAP_ALIGN, Heap};
+pub use heap::{HEAP_ALIGN, Heap, Segments};
 pub use nibble_formats as formats;
 pub use recipe::Recipe;
 pub use scope::Scope;

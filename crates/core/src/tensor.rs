@@ -62,6 +62,22 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
+    /// A tensor that the next operation overwrites.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for more elements than can be counted.
+    pub fn unwritten(b: &B, dtype: DType, rows: usize, cols: usize) -> Result<Self> {
+        let len = rows.checked_mul(cols);
+        let len = len.ok_or_else(|| {
+            Error::shape("Tensor::unwritten", "rows · cols", format!("{rows} · {cols}"), "below 2^64")
+        })?;
+        let data = match dtype {
+            DType::F32 => Data::F32(b.alloc(len)?),
+            DType::Bf16 => Data::Bf16(b.alloc(len)?),
+        };
+        Ok(Self { data, rows, cols })
+    }
+
     /// An F32 tensor with these values.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 use crate::gemm::Isa;
 use crate::memory::{Arena, Memory, Words};
-use nibble_core::{Backend, Error, MemoryStats, Plain, Result, Traffic, check_range};
+use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Traffic, check_range};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
@@ -221,6 +221,10 @@ impl Backend for Cpu {
             Path::Scalar => format!("cpu, {threads} threads, scalar specification"),
             Path::Simd => format!("cpu, {threads} threads, {:?}", self.inner.isa),
         }
+    }
+
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Host
     }
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {

@@ -119,9 +119,6 @@ impl Model for Cpu {
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
     }
-    fn head_chunk(&self, _: usize) -> usize {
-        ops::head_loss::CHUNK
-    }
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         self.timed("head_loss", || ops::head_loss::head_loss(self, op))
     }

@@ -1,6 +1,6 @@
 //! Where buffers lie: in a pool by size class, or in an arena.
 
-use nibble_core::{HEAP_ALIGN, Heap, MemoryStats, Scope, TrafficCounter};
+use nibble_core::{HEAP_ALIGN, MemoryStats, Scope, Segments, TrafficCounter};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr::NonNull;
@@ -112,26 +112,21 @@ struct Shared {
     state: Mutex<State>,
 }
 
-/// Segments never move and never go away before the arena does. A block lies in the first that has room for it, so that where
-/// it lies depends on the live blocks alone: later segments do not change what the earlier ones answer.
+/// What is never touched of a segment costs addresses and no memory.
 #[derive(Default)]
 struct State {
+    places: Segments,
+    /// One each of `places`.
     segments: Vec<Segment>,
     live: usize,
     peak: usize,
 }
-
-/// The smallest segment, in bytes. Each new one is as large as all before it, up to [`LARGEST_STEP`], and holds at least what
-/// was asked for. What is never touched costs addresses and no memory.
-const SMALLEST_SEGMENT: usize = 1 << 20;
-const LARGEST_STEP: usize = 1 << 30;
 
 struct Segment {
     /// Owned; zeros when it was new, so that every byte is initialised.
     memory: *mut [u64],
     /// The first place in it that is aligned to [`HEAP_ALIGN`].
     base: NonNull<u64>,
-    heap: Heap,
 }
 
 // SAFETY: the segment owns its memory. Blocks of it are disjoint and own their ranges.
@@ -145,11 +140,7 @@ impl Segment {
         let skip = (first as usize).next_multiple_of(HEAP_ALIGN) - first as usize;
         // SAFETY: within the allocation, which is not null.
         let base = unsafe { NonNull::new_unchecked(first.byte_add(skip)) };
-        Self { memory, base, heap: Heap::new(bytes / HEAP_ALIGN * HEAP_ALIGN) }
-    }
-
-    fn bytes(&self) -> usize {
-        8 * self.memory.len()
+        Self { memory, base }
     }
 }
 
@@ -168,28 +159,24 @@ impl Arena {
     /// So many words of unspecified contents, counted as this many live bytes, of which they are at least as many.
     fn take(&self, words: usize, bytes: usize) -> Block {
         let mut state = self.shared.lock();
-        let size = 8 * words;
-        let found = state.segments.iter_mut().enumerate().find_map(|(i, s)| Some((i, s.heap.alloc(size)?)));
-        let (segment, offset) = found.unwrap_or_else(|| {
-            let taken: usize = state.segments.iter().map(Segment::bytes).sum();
-            let step = taken.clamp(SMALLEST_SEGMENT, LARGEST_STEP);
-            let mut segment = Segment::new(step.max(size.next_multiple_of(HEAP_ALIGN)));
-            // It was made as large as what is asked for.
-            let offset = segment.heap.alloc(size).expect("a new segment has room");
-            state.segments.push(segment);
-            (state.segments.len() - 1, offset)
-        });
+        // Buffers of more bytes than there are addresses cannot be asked for.
+        let place = state.places.alloc(8 * words).expect("fewer bytes than addresses");
+        let (segment, offset) = place;
+        if segment == state.segments.len() {
+            let bytes = state.places.capacity(segment);
+            state.segments.push(Segment::new(bytes));
+        }
         state.live += bytes;
         state.peak = state.peak.max(state.live);
         // SAFETY: the heap gave offset and size within its capacity, which the segment has from `base` on.
         let first = unsafe { state.segments[segment].base.byte_add(offset) };
         drop(state);
-        Block { first, words, bytes, segment, offset, arena: self.clone() }
+        Block { first, words, bytes, place, arena: self.clone() }
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
         let state = self.shared.lock();
-        let total = state.segments.iter().map(|segment| segment.heap.extent()).sum();
+        let total = state.places.extent();
         MemoryStats { live_bytes: state.live, peak_bytes: state.peak, total_bytes: Some(total) }
     }
 }
@@ -213,8 +200,7 @@ pub(crate) struct Block {
     first: NonNull<u64>,
     words: usize,
     bytes: usize,
-    segment: usize,
-    offset: usize,
+    place: (usize, usize),
     arena: Arena,
 }
 
@@ -239,7 +225,7 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let mut state = self.arena.shared.lock();
-        state.segments[self.segment].heap.free(self.offset, 8 * self.words);
+        state.places.free(self.place, 8 * self.words);
         state.live -= self.bytes;
     }
 }

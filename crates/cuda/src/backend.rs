@@ -7,7 +7,7 @@ use crate::download::Pending;
 use crate::driver::failed;
 use crate::profile::Marks;
 use crate::recording::Recording;
-use nibble_core::{Backend, MemoryStats, Plain, Result, Traffic, check_range};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic, check_range};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -97,6 +97,10 @@ impl Backend for Cuda {
     fn name(&self) -> String {
         let info = self.device.info();
         format!("CUDA device {}: {}", info.ordinal, info.name)
+    }
+
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Gpu
     }
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {

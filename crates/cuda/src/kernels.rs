@@ -120,9 +120,6 @@ impl Model for Cuda {
     fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         self.timed("cross_entropy", || ops::cross_entropy::cross_entropy(self, op))
     }
-    fn head_chunk(&self, vocab: usize) -> usize {
-        ops::head_loss::head_chunk(vocab)
-    }
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         self.timed("head_loss", || ops::head_loss::head_loss(self, op))
     }

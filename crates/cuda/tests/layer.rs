@@ -6,9 +6,10 @@ mod gpu;
 
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Cast, InitNormal};
-use nibble_core::{Backend, DType, LayerKernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, DeviceKind, LayerKernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
+use nibble_dry::Dry;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
@@ -106,6 +107,31 @@ fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     let sum = |of: &dyn Fn(usize) -> f64| (0..want.len()).map(of).map(|x| x * x).sum::<f64>();
     let error = sum(&|i| f64::from(got[i]) - f64::from(want[i]));
     (error / sum(&|i| f64::from(want[i]))).sqrt()
+}
+
+/// What a pass takes of an arena.
+fn taken<B: LayerKernels>(b: &B, recipe: &Recipe, remake_x: bool) -> Result<MemoryStats> {
+    let cx = context(b, recipe, SHARDS, TOKENS);
+    let mut scene = Scene::new(&cx)?;
+    scene.moe.remake_x = remake_x;
+    let arena = b.arena("layer")?;
+    b.within(&arena, || scene.pass(&cx).map(drop))?;
+    Ok(b.arena_memory(&arena))
+}
+
+#[test]
+fn a_pass_takes_the_memory_that_shapes_predict() {
+    let Some((cuda, _alone)) = cuda() else { return };
+    for (name, _) in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        for remake_x in [false, true] {
+            let predicted = taken(&Dry::new(DeviceKind::Gpu), &recipe, remake_x).unwrap();
+            let there = taken(&cuda, &recipe, remake_x).unwrap();
+            println!("{name}, remade {remake_x}: {predicted:?} predicted, {there:?} there");
+            let off = predicted.peak_bytes as f64 / there.peak_bytes as f64 - 1.0;
+            assert!(off.abs() < 0.02, "{name}: {predicted:?} predicted, {there:?} there");
+        }
+    }
 }
 
 #[test]

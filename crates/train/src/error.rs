@@ -59,6 +59,16 @@ pub enum Error {
         /// Where, and how many bytes were asked for.
         source: nibble_core::Error,
     },
+    /// A run that needs more memory than the device has.
+    #[error("{why}")]
+    Memory {
+        /// Bytes needed of one device; `usize::MAX` where they were not counted to the end.
+        needed: usize,
+        /// What would make it fit, as overrides (`train.grad_dtype=bf16`); empty if nothing that can be set does.
+        settings: Vec<String>,
+        /// The numbers, and what would make it fit.
+        why: String,
+    },
     /// What an operation, a kernel or a collective refused.
     #[error(transparent)]
     Core(#[from] nibble_core::Error),
@@ -70,7 +80,7 @@ impl Error {
     #[must_use]
     pub fn is_user_error(&self) -> bool {
         match self {
-            Self::Config { .. } | Self::Data { .. } => true,
+            Self::Config { .. } | Self::Data { .. } | Self::Memory { .. } => true,
             Self::Checkpoint { .. } | Self::OutOfMemory { .. } => false,
             Self::Core(error) => matches!(error, nibble_core::Error::Recipe { .. }),
             Self::Io { source, .. } => {

@@ -17,6 +17,7 @@ pub mod model;
 pub mod moe;
 pub mod optim;
 pub mod param;
+pub mod plan;
 pub mod recompute;
 pub mod record;
 pub mod schedule;

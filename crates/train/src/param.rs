@@ -229,7 +229,7 @@ impl<B: LayerKernels> Param<B> {
         if at_once && !alone {
             let (rows, cols) = (shards * self.master.rows, self.master.cols);
             let mut parts = match writes {
-                Writes::Overwrites | Writes::InParts => uninitialized(cx.b, DType::F32, rows, cols)?,
+                Writes::Overwrites | Writes::InParts => Tensor::unwritten(cx.b, DType::F32, rows, cols)?,
                 Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
             };
             let made = pass(&mut parts, false)?;
@@ -252,7 +252,9 @@ impl<B: LayerKernels> Param<B> {
     fn values(&mut self, b: &B, parts: usize) -> Result<&mut Tensor<B>> {
         let values = match self.gradient.values.take() {
             Some(values) => values,
-            None => uninitialized(b, self.gradient.plan.dtype, parts * self.master.rows, self.master.cols)?,
+            None => {
+                Tensor::unwritten(b, self.gradient.plan.dtype, parts * self.master.rows, self.master.cols)?
+            }
         };
         Ok(self.gradient.values.insert(values))
     }
@@ -264,7 +266,7 @@ impl<B: LayerKernels> Param<B> {
             SumShards { x: parts, shards, into: values }.run(cx.b)?;
             all_reduce(cx, values)?;
         } else {
-            let mut sum = uninitialized(cx.b, DType::F32, values.rows, values.cols)?;
+            let mut sum = Tensor::unwritten(cx.b, DType::F32, values.rows, values.cols)?;
             SumShards { x: parts, shards, into: &mut sum }.run(cx.b)?;
             all_reduce(cx, &mut sum)?;
             SumShards { x: &sum, shards: 1, into: values }.run(cx.b)?;
@@ -325,7 +327,7 @@ impl<B: LayerKernels> Param<B> {
         if shards == 1 && values.dtype() == DType::F32 {
             all_reduce(cx, values)?;
         } else {
-            let mut sum = uninitialized(cx.b, DType::F32, rows, cols)?;
+            let mut sum = Tensor::unwritten(cx.b, DType::F32, rows, cols)?;
             SumShards { x: values, shards, into: &mut sum }.run(cx.b)?;
             all_reduce(cx, &mut sum)?;
             self.gradient.sum = Some(sum);
@@ -379,15 +381,6 @@ pub enum Writes {
     InParts,
     /// It always adds: what is there must be zero. F32 alone.
     Adds,
-}
-
-/// A tensor that the next operation overwrites.
-fn uninitialized<B: LayerKernels>(b: &B, dtype: DType, rows: usize, cols: usize) -> Result<Tensor<B>> {
-    let data = match dtype {
-        DType::F32 => Data::F32(b.alloc(rows * cols)?),
-        DType::Bf16 => Data::Bf16(b.alloc(rows * cols)?),
-    };
-    Tensor::new(data, rows, cols)
 }
 
 fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {

@@ -48,6 +48,23 @@ impl Scope {
     }
 }
 
+impl Scope {
+    /// The scopes that this one takes the place of.
+    const fn within(self) -> &'static [Self] {
+        match self {
+            Self::Experts => &[Self::ExpertInput],
+            Self::Layers => &[Self::ExpertInput, Self::Attention, Self::Experts],
+            _ => &[],
+        }
+    }
+
+    /// The same scopes in their order, each once, without those that another one takes the place of.
+    pub fn normal(scopes: &[Self]) -> Vec<Self> {
+        let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
+        Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
+    }
+}
+
 /// What a part of the model keeps: everything that its backward pass reads, or its input alone.
 #[derive(Debug)]
 pub enum Kept<B: Backend, S> {

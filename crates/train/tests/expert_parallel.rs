@@ -65,7 +65,7 @@ fn metrics_do_not_depend_on_the_number_of_ranks() {
     for recipe in rig::recipes() {
         let config = small(recipe, &["train.grad_accum=2", "model.layers=3"]);
         let one = told(&config, 1);
-        let quantized = ["fp8-flow", "mxfp4-hopper"].contains(&recipe);
+        let quantized = ["fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"].contains(&recipe);
         assert_eq!(one[0].shift_inexact_fraction.is_some(), quantized, "{recipe}");
         for world in [2, 4] {
             assert_eq!(told(&config, world), one, "{recipe}, {world} ranks");

@@ -224,7 +224,7 @@ fn dense_linear_layer() {
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
         let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
-        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, quantized: true };
+        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, kind: Kind::Linear };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));

@@ -114,6 +114,74 @@ fn mxfp4_hopper_casts_twice_and_lifts() {
     assert_eq!(expert_trace(&small("mxfp4-hopper", &[])), want);
 }
 
+/// The trace of the output head in one step.
+fn head_trace(config: &Config, head: &str) -> Vec<String> {
+    let events = traces(config, 1).remove(0);
+    let of = events.iter().filter(|e| e.layer == head);
+    of.map(|e| format!("{} {}: {} to {}", e.op, e.tensor, e.from, e.to)).collect()
+}
+
+/// Tied to the embedding and by itself. What it multiplies is made of plain tensors, once each; it keeps nothing but one
+/// plain gradient, as any other head.
+#[test]
+fn an_fp8_head_quantizes_its_input_and_its_gradient() {
+    let want = [
+        "head_loss+quantize x: bf16 to e4m3 rows and columns",
+        "head_loss+quantize dlogits: bf16 to e4m3 rows and columns",
+    ];
+    for (changes, head) in [(&[][..], "model.embed_tokens"), (&["model.tie_embeddings=false"][..], "lm_head")]
+    {
+        let config = small("mxfp4-hopper-head8", changes);
+        assert_eq!(head_trace(&config, head), want);
+        assert_eq!(head_trace(&small("mxfp4-hopper", changes), head), [""; 0]);
+        assert_eq!(kept(&config, head, "dx"), one("bf16"));
+        let base = traces(&small("mxfp4-hopper", changes), 1).remove(0);
+        let others: Vec<Event> =
+            traces(&config, 1).remove(0).into_iter().filter(|e| e.layer != head).collect();
+        assert_eq!(others, base);
+        assert_same_on_two_ranks(&config);
+    }
+}
+
+/// By products, and with other scales.
+#[test]
+fn a_head_of_other_precisions_trains() {
+    for (lines, want) in [
+        (
+            r#"wgrad = { dy = { format = "bf16" }, x = { format = "bf16" } }"#,
+            &["head_loss+quantize x: bf16 to e4m3 rows", "head_loss+quantize dlogits: bf16 to e4m3 rows"][..],
+        ),
+        (
+            r#"
+            wgrad.dy = { format = "e4m3", axis = "col", scale = "amax" }
+            wgrad.x = { format = "e4m3", axis = "col", scale = "amax" }
+            "#,
+            &[
+                "head_loss+quantize x: bf16 to e4m3 rows",
+                "head_loss+quantize x: bf16 to e4m3 columns",
+                "head_loss+quantize dlogits: bf16 to e4m3 rows",
+                "head_loss+quantize dlogits: bf16 to e4m3 columns",
+            ],
+        ),
+    ] {
+        let text = format!("extends = \"mxfp4-hopper-head8\"\n[head]\n{lines}");
+        let (config, _dir) = with_recipe(&text, &["train.grad_accum=2"]);
+        assert_eq!(head_trace(&config, "model.embed_tokens")[..want.len()], *want);
+        assert_same_on_two_ranks(&config);
+    }
+    let text = r#"
+        extends = "mxfp4-hopper-head8"
+        [[override]]
+        layers = "lm_head"
+        steps = "0.5..1"
+        set = { recipe = "bf16" }
+    "#;
+    let (config, _dir) =
+        with_recipe(text, &["model.tie_embeddings=false", "train.steps=4", "train.warmup_steps=1"]);
+    let of_head = |events: &Vec<Event>| events.iter().any(|e| e.layer == "lm_head");
+    assert_eq!(traces(&config, 4).iter().map(of_head).collect::<Vec<_>>(), [true, true, false, false]);
+}
+
 #[test]
 fn an_expert_layer_has_one_standalone_quantization_each_way() {
     let count = |recipe: &str| standalone(&small(recipe, &[]), "model.layers.0.mlp.experts");
@@ -144,6 +212,7 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         ("fp8-block", "e4m3", "e4m3", "bf16", ["bf16", "bf16"]),
         ("fp8-flow", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
         ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
+        ("mxfp4-hopper-head8", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
     ] {
         let config = small(recipe, &[]);
         for linear in [".self_attn", "o_proj", "shared_expert.gate_up_proj"] {

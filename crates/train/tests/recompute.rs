@@ -147,7 +147,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             for scopes in &CHOICES[1..] {
                 let less = kept(scopes);
                 // What the forward pass has not cannot be kept.
-                let equal = *scopes == [Swiglu] && recipe == "mxfp4-hopper";
+                let equal = *scopes == [Swiglu] && recipe.starts_with("mxfp4-hopper");
                 let fewer = less.iter().zip(&nothing).all(|(a, b)| if equal { a == b } else { a < b });
                 assert!(fewer, "{what}: {scopes:?} keeps {less:?}, and nothing made again {nothing:?}");
             }

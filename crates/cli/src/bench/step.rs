@@ -136,7 +136,7 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         format!("; floor {:.2} ms: {:.1} % of the peak", 1e3 * floor, 100.0 * floor / step)
     });
     let drawn = draw.map_or(String::new(), |draw| format!("; {:.0} W, {} MHz", draw.watts, draw.sm_mhz));
-    say!("{name:<14} {:>9} tokens/s  {:>8.2} ms a step{beside}{drawn}", thousands(tps as u64), 1e3 * step);
+    say!("{name:<18} {:>9} tokens/s  {:>8.2} ms a step{beside}{drawn}", thousands(tps as u64), 1e3 * step);
     let each = |count: u64| count as f64 / steps as f64;
     say!(
         "    a step: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",

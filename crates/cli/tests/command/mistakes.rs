@@ -228,6 +228,9 @@ fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
     let wide = ["--set", "model.d_model=1048576", "--set", "model.expert_ffn=1048576"];
     let error = place.train(&wide).failed(2);
     assert!(error.contains("GiB"), "{error}");
+    assert!(!place.path("runs").exists());
+    let error = place.train(&["--set", "model.layers=9223372036854775807"]).failed(2);
+    assert!(error.contains("model.layers"), "{error}");
     let error = place.train(&["--set", "train.grad_accum=4611686018427387904"]).failed(2);
     assert!(error.contains("train.grad_accum"), "{error}");
 }

@@ -44,7 +44,7 @@ fn generate_is_a_function_of_its_seed() {
 #[test]
 fn recipes_are_listed_and_traced() {
     let place = Place::new();
-    for recipe in ["f32", "bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"] {
+    for recipe in ["f32", "bf16", "fp8-block", "fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"] {
         place.nibble(&["recipe"]).ok().contains(recipe);
     }
     let flow = place.nibble(&["recipe", "fp8-flow", "--trace"]).ok();

@@ -58,6 +58,38 @@ fn a_dry_run_writes_nothing() {
     assert!(!place.path("runs").exists());
     // On ranks too.
     place.train(&["--dry-run", "--set", "run.ranks=2"]).ok().contains("2 ranks");
+    // For a GPU, which need not be there.
+    place
+        .nibble(&["train", "s", "--dry-run=gpu"])
+        .ok()
+        .contains("activations")
+        .contains("in all, of the GPU");
+}
+
+#[test]
+fn a_dry_run_knows_the_memory_of_hundreds_of_billions_of_parameters() {
+    let place = Place::new();
+    let sizes = [
+        "model.d_model=7168",
+        "model.layers=61",
+        "model.heads=128",
+        "model.kv_heads=128",
+        "model.head_dim=128",
+        "model.experts=256",
+        "model.top_k=8",
+        "model.expert_ffn=2048",
+        "model.vocab_size=129280",
+        "data.seq_len=4096",
+    ];
+    let mut args = vec!["train", "tiny", "--dry-run"];
+    sizes.iter().for_each(|size| args.extend(["--set", *size]));
+    let started = std::time::Instant::now();
+    let done = place.nibble(&args).ok();
+    done.contains("parameters: 717,")
+        .contains("activations")
+        .contains("in all, of the host")
+        .contains("would be refused");
+    assert!(started.elapsed() < std::time::Duration::from_secs(20));
 }
 
 #[test]

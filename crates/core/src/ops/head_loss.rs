@@ -1,7 +1,11 @@
 use super::cross_entropy::check_shards;
+use super::quantize::{Counts, check_axis, check_contraction, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, DeviceKind, Error, Model, Operand, Result, Tensor};
+use nibble_formats::{BlockAxis, Codec};
 use std::ops::Range;
+
+const OP: &str = "head_loss";
 
 /// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of `scale · Σ loss` with
 /// respect to x and w. The logits of all tokens never exist.
@@ -19,28 +23,92 @@ use std::ops::Range;
 /// and where products are chains in ascending order (on the CPU) it is so to the bit, whatever the chunk: the chain of a
 /// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done. Where
 /// they are none (tensor cores), a `dw` in F32 may be added to chunk by chunk; one in BF16 is rounded once a shard there too.
+///
+/// Products may take quantized operands: the weight as it comes, x and dlogits as `codecs` say, rows for the logits and
+/// dx, columns for dw. It is then as if [`super::Quantize`] had made them of all tokens: of x, and of dlogits in the type of x,
+/// to which they are rounded first. A chunk that parts a shard ends with a block of its columns.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`, type of x.
-    pub w: &'a Tensor<B>,
+    /// The head's weight `[v, d]`: plain, type of x, or tiles.
+    pub w: &'a Operand<B>,
+    /// What is quantized of x and dlogits.
+    pub codecs: HeadCodecs,
     /// The right token of each row; see [`super::CrossEntropy`] for one that is none.
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot takes the contraction in pairs. No chunk has a
-    /// part of one shard and a part of another: long shards are cut, of short ones several may be taken at a time.
+    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot takes the contraction in pairs, and
+    /// with quantized columns a multiple of their block. No chunk has a part of one shard and a part of another: long shards are
+    /// cut, of short ones several may be taken at a time.
     pub chunk: usize,
     /// What the gradients need; none where the losses alone are wanted.
     pub grad: Option<HeadLossGrad<'a, B>>,
 }
 
+/// What [`HeadLoss`] quantizes itself, named as a recipe names it; none is multiplied as it is. Nothing is rounded
+/// stochastically.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct HeadCodecs {
+    /// x by rows, for the logits; there is one if, and only if, the weight is quantized.
+    pub fprop_x: Option<Codec>,
+    /// dlogits by rows, for dx; there is one if, and only if, the transposed weight is quantized.
+    pub dgrad_dy: Option<Codec>,
+    /// dlogits by columns, for dw; beside quantized columns of x alone.
+    pub wgrad_dy: Option<Codec>,
+    /// x by columns, for dw.
+    pub wgrad_x: Option<Codec>,
+}
+
+impl HeadCodecs {
+    /// Whether everything is multiplied as it is.
+    pub fn is_plain(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Length of the blocks down the columns, 1 if there are none.
+    pub fn column_block(&self) -> usize {
+        self.wgrad_dy.map_or(1, |codec| codec.format().spec().block)
+    }
+
+    fn check(&self, gradients: bool) -> Result<()> {
+        for (argument, codec) in [
+            ("codecs.fprop_x", self.fprop_x),
+            ("codecs.dgrad_dy", self.dgrad_dy),
+            ("codecs.wgrad_dy", self.wgrad_dy),
+            ("codecs.wgrad_x", self.wgrad_x),
+        ] {
+            let Some(codec) = codec else { continue };
+            if codec.rounding().is_random() {
+                return Err(Error::shape(OP, argument, codec.rounding(), "a rounding without random bits"));
+            }
+            if !gradients && argument != "codecs.fprop_x" {
+                return Err(Error::shape(
+                    OP,
+                    argument,
+                    codec.format(),
+                    "none, as no gradients are asked for",
+                ));
+            }
+        }
+        let blocks = [self.wgrad_dy, self.wgrad_x].map(|codec| codec.map(|c| c.format().spec().block));
+        match blocks {
+            [None, None] => Ok(()),
+            [Some(dy), Some(x)] => expect_eq(OP, "block of codecs.wgrad_x", x, dy),
+            [dy, x] => {
+                let [got, beside] = [x, dy].map(|block| if block.is_some() { "quantized" } else { "plain" });
+                Err(Error::shape(OP, "codecs.wgrad_x", got, format!("{beside}, as codecs.wgrad_dy is")))
+            }
+        }
+    }
+}
+
 /// What [`HeadLoss`] needs for the gradients.
 #[derive(Debug)]
 pub struct HeadLossGrad<'a, B: Backend> {
-    /// The head's weight transposed, `[d, v]`, type of x.
-    pub wt: &'a Tensor<B>,
+    /// The head's weight transposed, `[d, v]`: plain, type of x, or tiles.
+    pub wt: &'a Operand<B>,
     /// Factor of the gradient, 1 / (tokens of the step) for a mean.
     pub scale: f32,
     /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
@@ -58,6 +126,10 @@ pub struct HeadLossOut<B: Backend> {
     pub bad_ids: B::Buf<u64>,
     /// `[t, d]`, type of x, if gradients were asked for.
     pub dx: Option<Tensor<B>>,
+    /// Blocks of x, if any of it was quantized.
+    pub x_counts: Option<Counts<B>>,
+    /// Blocks of dlogits, if any of them were quantized.
+    pub dlogits_counts: Option<Counts<B>>,
 }
 
 /// Tokens that [`HeadLoss`] takes together: whole shards, or a part of one.
@@ -71,6 +143,28 @@ pub struct HeadLossChunk {
     pub is_first: bool,
     /// Whether the shards' last tokens are among them.
     pub is_last: bool,
+}
+
+/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
+/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
+/// far as logits and gradients leave memory to others.
+pub fn head_chunk(kind: DeviceKind, vocab: usize) -> usize {
+    /// Tokens on a CPU.
+    const OF_A_CPU: usize = 512;
+    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+    const OF_A_GPU: usize = 8192;
+    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU; where the gradients are quantized, both their
+    /// planes lie where the logits were.
+    const GPU_BYTES: usize = 15 << 29;
+    /// Rows of a product's tile.
+    const TILE: usize = 128;
+    match kind {
+        DeviceKind::Host => OF_A_CPU,
+        DeviceKind::Gpu => {
+            let fits = GPU_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
+            (fits / TILE * TILE).clamp(TILE, OF_A_GPU)
+        }
+    }
 }
 
 impl HeadLossChunk {
@@ -91,21 +185,49 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
+    /// The same where anything is quantized: logits of E4M3 differ by 7e-4 ([`super::FP8_AGREEMENT`]) of what they can be, their
+    /// gradients by several times that, and of the codes of those, which are 6 to 12 % apart, a few in a hundred are others.
+    pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
+
+    /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
+    pub fn longest_chunk(&self) -> usize {
+        let each = self.x.rows / self.shards.max(1);
+        match self.chunk.checked_div(each) {
+            Some(0) => self.chunk,
+            Some(together) => each * together.min(self.shards),
+            None => 0,
+        }
+    }
+
     /// Checks shapes and types.
     pub fn check(&self) -> Result<()> {
-        const OP: &str = "head_loss";
-        let ((tokens, d), v) = (self.x.shape(), self.w.rows);
-        expect_eq(OP, "columns of w", self.w.cols, d)?;
-        expect_eq(OP, "type of w", self.w.dtype(), self.x.dtype())?;
+        let ((tokens, d), v) = (self.x.shape(), self.w.rows());
+        self.codecs.check(self.grad.is_some())?;
+        check_weight(("w", "codecs.fprop_x"), self.w, (v, d), self.x.dtype(), self.codecs.fprop_x)?;
         expect_eq(OP, "targets.len()", B::len(self.targets), tokens)?;
         check_shards(OP, tokens, self.shards)?;
         if self.chunk == 0 || !self.chunk.is_multiple_of(2) {
             return Err(Error::shape(OP, "chunk", self.chunk, "an even number of tokens, at least 2"));
         }
         let Some(grad) = &self.grad else { return Ok(()) };
-        expect_eq(OP, "shape of wt", grad.wt.shape(), (d, v))?;
-        expect_eq(OP, "type of wt", grad.wt.dtype(), self.x.dtype())?;
-        expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))
+        check_weight(("wt", "codecs.dgrad_dy"), grad.wt, (d, v), self.x.dtype(), self.codecs.dgrad_dy)?;
+        expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))?;
+        self.check_columns(tokens)
+    }
+
+    /// Blocks down the columns begin with a shard, and no chunk cuts one.
+    fn check_columns(&self, tokens: usize) -> Result<()> {
+        let (block, each) = (self.codecs.column_block(), tokens / self.shards);
+        if !self.chunk.is_multiple_of(block) {
+            let expected = format!("a multiple of the columns' block of {block}");
+            return Err(Error::shape(OP, "chunk", self.chunk, expected));
+        }
+        if self.shards > 1 && !each.is_multiple_of(block) {
+            let expected = format!("a multiple of the columns' block of {block}");
+            return Err(Error::shape(OP, "tokens of a shard", each, expected));
+        }
+        let format = self.codecs.wgrad_dy.map(|codec| codec.format());
+        format.map_or(Ok(()), |format| check_contraction(OP, format, "tokens of a shard", each))
     }
 
     /// The chunks, in the order of the tokens. One of no tokens where there are none.
@@ -138,5 +260,51 @@ impl<B: Backend> HeadLoss<'_, B> {
     {
         self.check()?;
         b.head_loss(self)
+    }
+}
+
+/// A weight of this shape: plain, of the type of x, or tiles beside whatever `codec` makes of the other operand.
+fn check_weight<B: Backend>(
+    (argument, beside): (&'static str, &'static str),
+    w: &Operand<B>,
+    shape: (usize, usize),
+    dtype: DType,
+    codec: Option<Codec>,
+) -> Result<()> {
+    let is = if argument == "w" {
+        ["shape of w", "type of w", "axis of w", "stack of w"]
+    } else {
+        ["shape of wt", "type of wt", "axis of wt", "stack of wt"]
+    };
+    expect_eq(OP, is[0], (w.rows(), w.cols()), shape)?;
+    match (w, codec) {
+        (Operand::Plain(w), None) => expect_eq(OP, is[1], w.dtype(), dtype),
+        (Operand::Block(w), Some(codec)) if w.format.spec().block == codec.format().spec().block => {
+            check_planes(OP, w)?;
+            check_axis(OP, is[2], w, BlockAxis::Tile)?;
+            expect_eq(OP, is[3], w.stack, 1)?;
+            check_contraction(OP, codec.format(), beside, w.cols)
+        }
+        (w, codec) => {
+            let got = codec.map_or("none".into(), |codec| codec.format().to_string());
+            let expected =
+                format!("a codec beside a quantized {argument} alone, of its block; it is {}", w.format());
+            Err(Error::shape(OP, beside, got, expected))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_a_gpu_are_shorter_where_the_vocabulary_is_large() {
+        for (vocab, chunk) in
+            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 8192), (262_144, 5120), (usize::MAX / 16, 128)]
+        {
+            assert_eq!(head_chunk(DeviceKind::Gpu, vocab), chunk, "{vocab}");
+            assert_eq!(head_chunk(DeviceKind::Host, vocab), 512, "{vocab}");
+        }
     }
 }

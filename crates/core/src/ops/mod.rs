@@ -29,7 +29,7 @@ pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
-pub use head_loss::{HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut};
+pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random};

@@ -11,12 +11,13 @@ use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use std::fmt;
 
 /// The recipes that ship with Nibble.
-const BUILTIN: [(&str, &str); 5] = [
+const BUILTIN: [(&str, &str); 6] = [
     ("f32", include_str!("../../../../recipes/f32.toml")),
     ("bf16", include_str!("../../../../recipes/bf16.toml")),
     ("fp8-block", include_str!("../../../../recipes/fp8-block.toml")),
     ("fp8-flow", include_str!("../../../../recipes/fp8-flow.toml")),
     ("mxfp4-hopper", include_str!("../../../../recipes/mxfp4-hopper.toml")),
+    ("mxfp4-hopper-head8", include_str!("../../../../recipes/mxfp4-hopper-head8.toml")),
 ];
 
 /// A place in a layer where a precision is chosen. The names are the keys of a recipe file.
@@ -196,15 +197,35 @@ pub enum Kind {
     Linear,
     /// Expert layers.
     Expert,
+    /// The output head with its loss: its dY is the gradient of the logits.
+    Head,
 }
 
 impl Kind {
+    /// Every kind.
+    pub const ALL: [Self; 3] = [Self::Linear, Self::Expert, Self::Head];
+
     /// Its table's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Linear => "linear",
             Self::Expert => "expert",
+            Self::Head => "head",
         }
+    }
+
+    /// The parts of the keys of its sites: only experts exchange rows, and the head keeps no more than a gradient.
+    pub fn products(self) -> &'static [&'static str] {
+        match self {
+            Self::Linear => &["fprop", "dgrad", "wgrad", "saved"],
+            Self::Expert => &["fprop", "dgrad", "wgrad", "saved", "dispatch", "combine"],
+            Self::Head => &["fprop", "dgrad", "wgrad"],
+        }
+    }
+
+    /// The sites that there are in it.
+    pub fn sites(self) -> impl Iterator<Item = Site> {
+        Site::ALL.into_iter().filter(move |site| self.products().contains(&site.product()))
     }
 }
 
@@ -245,7 +266,7 @@ pub struct Override {
     pub products: Vec<String>,
     /// Half-open part of the run, as fractions of its steps.
     pub steps: (f64, f64),
-    /// What to set, for both kinds of layer.
+    /// What to set, by kind of layer.
     pub set: Vec<(Kind, Site, Precision)>,
 }
 
@@ -262,6 +283,8 @@ pub struct Recipe {
     pub linear: Section,
     /// Expert layers.
     pub expert: Section,
+    /// The output head: plain unless the recipe says otherwise.
+    pub head: Section,
     /// Exceptions, later ones winning.
     pub overrides: Vec<Override>,
 }
@@ -297,12 +320,18 @@ impl Recipe {
         Ok(recipe)
     }
 
+    /// The section of a kind of layer, overrides aside.
+    pub fn of(&self, kind: Kind) -> &Section {
+        match kind {
+            Kind::Linear => &self.linear,
+            Kind::Expert => &self.expert,
+            Kind::Head => &self.head,
+        }
+    }
+
     /// The section for one layer at one point of the run (`progress` = step / steps, from 0 to 1), overrides applied.
     pub fn section(&self, kind: Kind, layer: &str, progress: f64) -> Section {
-        let mut section = match kind {
-            Kind::Linear => self.linear,
-            Kind::Expert => self.expert,
-        };
+        let mut section = *self.of(kind);
         for o in self
             .overrides
             .iter()
@@ -315,6 +344,12 @@ impl Recipe {
             }
         }
         section
+    }
+
+    /// The points of a run (step / steps) from which on sections may be others, its beginning first.
+    pub fn boundaries(&self) -> Vec<f64> {
+        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
+        std::iter::once(0.0).chain(ends).collect()
     }
 
     /// Every section that these layers meet in the course of a run, overrides applied, each checked.
@@ -332,8 +367,7 @@ impl Recipe {
                 why: format!("{:?} matches no layer; there are: {}", o.layers, names.join(", ")),
             });
         }
-        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
-        let boundaries: Vec<f64> = std::iter::once(0.0).chain(ends).collect();
+        let boundaries = self.boundaries();
         let mut sections = Vec::new();
         for (kind, layer) in layers {
             for progress in &boundaries {
@@ -350,8 +384,9 @@ impl Recipe {
     /// Every tensor that is quantized from an already quantized one: the second quantizations of the recipe.
     pub fn requantizations(&self) -> Vec<String> {
         let mut found = Vec::new();
-        for (kind, section) in [(Kind::Linear, &self.linear), (Kind::Expert, &self.expert)] {
-            for site in Site::ALL {
+        for kind in Kind::ALL {
+            let section = self.of(kind);
+            for site in kind.sites() {
                 let p = section.at(site);
                 let origin = match (site, p.from) {
                     (_, From::Source) => continue,
@@ -372,12 +407,12 @@ impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "recipe {}: {}", self.name, self.description)?;
         writeln!(f, "  activations between products: {}", self.activations)?;
-        for (kind, section) in [(Kind::Linear, &self.linear), (Kind::Expert, &self.expert)] {
+        // A head that nobody has quantized is not mentioned.
+        let is_plain = self.head == Section::plain(self.activations);
+        for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Head || !is_plain) {
             writeln!(f, "  [{}]", kind.name())?;
-            for site in Site::ALL {
-                if kind == Kind::Expert || !matches!(site.product(), "dispatch" | "combine") {
-                    writeln!(f, "    {:<13} {}", site.key(), section.at(site))?;
-                }
+            for site in kind.sites() {
+                writeln!(f, "    {:<13} {}", site.key(), self.of(kind).at(site))?;
             }
         }
         for o in &self.overrides {
@@ -389,7 +424,9 @@ impl fmt::Display for Recipe {
                 o.steps.0,
                 o.steps.1.min(1.0)
             )?;
-            for (kind, site, precision) in &o.set {
+            let same =
+                |kind, site, p: &Precision| is_plain && kind == Kind::Head && *p == *self.head.at(site);
+            for (kind, site, precision) in o.set.iter().filter(|(kind, site, p)| !same(*kind, *site, p)) {
                 writeln!(f, "    {}.{:<13} {precision}", kind.name(), site.key())?;
             }
         }

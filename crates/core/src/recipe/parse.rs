@@ -37,28 +37,28 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             activations: DType::Bf16,
             linear: Section::plain(DType::Bf16),
             expert: Section::plain(DType::Bf16),
+            head: Section::plain(DType::Bf16),
             overrides: Vec::new(),
         },
     };
     recipe.name = name.to_owned();
+    if let Some(value) = table.get("activations") {
+        recipe.activations = reader.activations(value)?;
+        // A head that nobody has quantized is as the activations are.
+        if !recipe.head.has_blocks() {
+            recipe.head = Section::plain(recipe.activations);
+        }
+    }
     for (key, value) in &table {
         match key.as_str() {
-            "extends" => {}
+            "extends" | "activations" => {}
             "description" => recipe.description = reader.string(key, value)?.to_owned(),
-            "activations" => {
-                recipe.activations = match reader.string(key, value)? {
-                    "f32" => DType::F32,
-                    "bf16" => DType::Bf16,
-                    other => {
-                        return Err(reader.error(key, unknown("type", other, ["f32", "bf16"].into_iter())));
-                    }
-                }
-            }
             "linear" => reader.section(Kind::Linear, value, &mut recipe.linear)?,
             "expert" => reader.section(Kind::Expert, value, &mut recipe.expert)?,
+            "head" => reader.section(Kind::Head, value, &mut recipe.head)?,
             "override" => recipe.overrides.extend(reader.overrides(value)?),
             other => {
-                let known = ["extends", "description", "activations", "linear", "expert", "override"];
+                let known = ["extends", "description", "activations", "linear", "expert", "head", "override"];
                 return Err(reader.error(other, unknown("key", other, known.into_iter())));
             }
         }
@@ -79,14 +79,22 @@ impl Reader<'_> {
         value.as_table().ok_or_else(|| self.error(key, format!("expected a table, got {value}")))
     }
 
+    fn activations(&self, value: &Value) -> Result<DType> {
+        match self.string("activations", value)? {
+            "f32" => Ok(DType::F32),
+            "bf16" => Ok(DType::Bf16),
+            other => Err(self.error("activations", unknown("type", other, ["f32", "bf16"].into_iter()))),
+        }
+    }
+
     /// `fprop.x = { .. }` and its like: two levels of keys, then a precision.
     fn sites(&self, kind: Kind, value: &Value) -> Result<Vec<(Site, Precision)>> {
         let mut sites = Vec::new();
         for (product, operands) in self.table(kind.name(), value)? {
-            let products = ["fprop", "dgrad", "wgrad", "saved", "dispatch", "combine"];
+            let products = kind.products();
             if !products.contains(&product.as_str()) {
                 let key = format!("{}.{product}", kind.name());
-                return Err(self.error(&key, unknown("key", product, products.into_iter())));
+                return Err(self.error(&key, unknown("key", product, products.iter().copied())));
             }
             for (operand, precision) in self.table(product, operands)? {
                 let key = format!("{product}.{operand}");
@@ -207,25 +215,24 @@ impl Reader<'_> {
         Ok(o)
     }
 
-    /// `set = { recipe = "bf16" }` takes every site of another recipe; `set.linear` and `set.expert` single ones.
+    /// `set = { recipe = "bf16" }` takes every site of another recipe; `set.linear`, `set.expert` and `set.head` single ones.
     fn set(&self, table: &Table) -> Result<Vec<(Kind, Site, Precision)>> {
         let mut set = Vec::new();
         for (key, value) in table {
             match key.as_str() {
                 "recipe" => {
                     let other = Recipe::builtin(self.string("override.set.recipe", value)?)?;
-                    for site in Site::ALL {
-                        set.push((Kind::Linear, site, *other.linear.at(site)));
-                        set.push((Kind::Expert, site, *other.expert.at(site)));
-                    }
+                    let pairs = |site| [Kind::Linear, Kind::Expert].map(|kind| (kind, site));
+                    let head = Kind::Head.sites().map(|site| (Kind::Head, site));
+                    let all = Site::ALL.into_iter().flat_map(pairs).chain(head);
+                    set.extend(all.map(|(kind, site)| (kind, site, *other.of(kind).at(site))));
                 }
-                "linear" => set
-                    .extend(self.sites(Kind::Linear, value)?.into_iter().map(|(s, p)| (Kind::Linear, s, p))),
-                "expert" => set
-                    .extend(self.sites(Kind::Expert, value)?.into_iter().map(|(s, p)| (Kind::Expert, s, p))),
                 other => {
-                    let known = ["recipe", "linear", "expert"];
-                    return Err(self.error("override.set", unknown("key", other, known.into_iter())));
+                    let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == other) else {
+                        let known = ["recipe", "linear", "expert", "head"];
+                        return Err(self.error("override.set", unknown("key", other, known.into_iter())));
+                    };
+                    set.extend(self.sites(kind, value)?.into_iter().map(|(site, p)| (kind, site, p)));
                 }
             }
         }

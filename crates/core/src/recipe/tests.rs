@@ -52,6 +52,67 @@ fn impossible_recipes_fail_when_read() {
 }
 
 #[test]
+fn the_head_is_plain_unless_a_recipe_says_otherwise() {
+    let sites =
+        |recipe: &Recipe| Kind::Head.sites().map(|site| recipe.head.at(site).format).collect::<Vec<_>>();
+    for name in Recipe::names() {
+        let recipe = Recipe::builtin(name).unwrap();
+        let format = match (name, recipe.activations) {
+            ("mxfp4-hopper-head8", _) => Format::E4m3,
+            (_, DType::F32) => Format::F32,
+            (_, DType::Bf16) => Format::Bf16,
+        };
+        assert_eq!(sites(&recipe), [format; 6], "{name}");
+        // How a recipe prints is how a checkpoint knows it.
+        assert_eq!(recipe.to_string().contains("[head]"), format == Format::E4m3, "{name}");
+    }
+    let [with, without] = ["mxfp4-hopper-head8", "mxfp4-hopper"].map(|name| Recipe::builtin(name).unwrap());
+    assert_eq!((with.linear, with.expert), (without.linear, without.expert));
+    assert_eq!(with.requantizations(), without.requantizations());
+    assert_eq!(sites(&Recipe::parse("mine", "extends = \"f32\"").unwrap()), [Format::F32; 6]);
+
+    let text = "extends = \"mxfp4-hopper-head8\"\n[[override]]\nlayers = \"lm_head\"\nsteps = \"0.5..1\"\nset = { recipe = \"bf16\" }";
+    let recipe = Recipe::parse("mine", text).unwrap();
+    assert!(recipe.to_string().contains("head.wgrad.dy"));
+    let same =
+        Recipe::parse("mine", "extends = \"fp8-flow\"\n[[override]]\nset = { recipe = \"bf16\" }").unwrap();
+    assert!(!same.to_string().contains("head"), "{same}");
+    let format = |progress| recipe.section(Kind::Head, "lm_head", progress).at(Site::WgradDy).format;
+    assert_eq!([format(0.4), format(0.6)], [Format::E4m3, Format::Bf16]);
+}
+
+#[test]
+fn a_head_that_cannot_be_is_refused_when_read() {
+    let error = |line: &str| {
+        let text = format!("extends = \"mxfp4-hopper-head8\"\n[head]\n{line}");
+        Recipe::parse("mine", &text).unwrap_err().to_string()
+    };
+    for (line, parts) in [
+        ("saved.x = { format = \"bf16\" }", ["head.saved", "there are: fprop, dgrad, wgrad"]),
+        ("dispatch.fwd = { format = \"bf16\" }", ["head.dispatch", "there are: fprop, dgrad, wgrad"]),
+        (
+            "wgrad.x = { format = \"e4m3\", axis = \"col\", scale = \"rceil\", from = \"saved\" }",
+            ["head.wgrad.x", "cannot be made from Saved"],
+        ),
+        (
+            "dgrad.dy = { format = \"e4m3\", axis = \"row\", scale = \"rceil\", round = \"stochastic\" }",
+            ["head.dgrad.dy", "rounded to nearest"],
+        ),
+        ("fprop.x = { format = \"bf16\" }", ["head.fprop.x", "fprop.w is e4m3"]),
+        ("wgrad.dy = { format = \"e4m3\", axis = \"row\", scale = \"rceil\" }", ["head.wgrad.dy", "axis"]),
+        (
+            "fprop.w = { format = \"e4m3\", axis = \"tile\", scale = \"amax\" }",
+            ["head.dgrad.w", "must equal fprop.w"],
+        ),
+    ] {
+        let error = error(line);
+        assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
+    }
+    let e = Recipe::parse("mine", "extends = \"f32\"\n[head]\nfprop.x = { format = \"bf16\" }").unwrap_err();
+    assert!(e.to_string().contains("head.fprop.x"), "{e}");
+}
+
+#[test]
 fn overrides_pick_layers_products_and_steps() {
     let text = "extends = \"mxfp4-hopper\"\n[[override]]\nlayers = \"layers.0.*\"\nsteps = \"0.94..1\"\nset = { recipe = \"bf16\" }";
     let recipe = Recipe::parse("mine", text).unwrap();

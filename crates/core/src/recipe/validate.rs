@@ -5,11 +5,12 @@ use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {
-    section(recipe, Kind::Linear, &recipe.linear)?;
-    section(recipe, Kind::Expert, &recipe.expert)?;
+    for kind in Kind::ALL {
+        section(recipe, kind, recipe.of(kind))?;
+    }
     // Every override by itself must leave something the kernels can follow.
     for o in &recipe.overrides {
-        for kind in [Kind::Linear, Kind::Expert] {
+        for kind in Kind::ALL {
             let name = o.layers.replace(['*', '?'], "x");
             section(recipe, kind, &recipe.section(kind, &name, o.steps.0))?;
         }
@@ -38,9 +39,7 @@ impl Check<'_> {
 
 pub(super) fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
     let check = Check { recipe, kind };
-    // Only experts exchange rows.
-    let used = |site: &Site| kind == Kind::Expert || !matches!(site.product(), "dispatch" | "combine");
-    for site in Site::ALL.into_iter().filter(used) {
+    for site in kind.sites() {
         let p = s.at(site);
         if p.rht.is_some() {
             check.fail::<()>(site, "no product applies a Hadamard transform yet")?;
@@ -48,6 +47,8 @@ pub(super) fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
         let gradient = matches!(site, Site::DgradDy | Site::WgradDy | Site::DispatchBwd);
         let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
         check.expect(site, gradient || !random, "stochastic rounding is for gradients")?;
+        let nearest = kind != Kind::Head || !random;
+        check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
         if p.format.is_block() {
             if let Err(e) = p.codec() {
                 check.fail::<()>(site, e)?;
@@ -131,11 +132,11 @@ fn origins(check: &Check<'_>, s: &Section) -> Result<()> {
             }
         }
     }
-    for site in Site::ALL {
+    for site in check.kind.sites() {
         let p = s.at(site);
         let (origin_site, allowed) = match (site, p.from) {
             (_, From::Source) => continue,
-            (Site::WgradX, From::Saved) => (Site::SavedX, true),
+            (Site::WgradX, From::Saved) => (Site::SavedX, check.kind != Kind::Head),
             (Site::FpropX | Site::SavedX, From::Dispatched) => {
                 (Site::DispatchFwd, check.kind == Kind::Expert)
             }

@@ -128,7 +128,7 @@ fn scale_values(scales: &Scales<Cpu>) -> ScaleValues<'_> {
 }
 
 /// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
-fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
+pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
     let q = match x {
         Operand::Plain(x) => return Ok(gemm::Operand::rows(plain(x), x.cols).at(first * x.cols)),
         Operand::Block(q) => q,
@@ -148,7 +148,7 @@ fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm:
 }
 
 /// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
-fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
+pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
     let q = match x {
         Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
         Operand::Block(q) => q,

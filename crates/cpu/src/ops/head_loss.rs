@@ -1,20 +1,20 @@
 //! See [`nibble_core::ops::HeadLoss`].
 //!
 //! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
-//! chunk to chunk, and the rows of [`super::cross_entropy`].
+//! chunk to chunk, the rows of [`super::cross_entropy`], and [`super::quantize`].
 
 use super::cross_entropy::{Rows, shard_sums};
-use super::gemm::{engine, refused};
+use super::gemm::{down_rows, engine, refused, view};
+use super::quantize::quantize;
 use crate::gemm::{self, Engine, GemmError, Group, Operand, Output, Shape};
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{HeadLoss, HeadLossChunk, HeadLossOut};
-use nibble_core::{DType, Data, Result, Tensor};
+use nibble_core::formats::Codec;
+use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, Quantize};
+use nibble_core::{self as core, DType, Data, Result, Tensor};
 
 const OP: &str = "head_loss";
-/// Tokens a chunk that suit a CPU's caches: what is packed of the weight pays, and a row of logits is soon read again.
-pub(crate) const CHUNK: usize = 512;
 
 /// Losses of the shards, dx and dw.
 pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
@@ -57,17 +57,20 @@ struct Sizes {
 
 fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
     let (tokens, d) = op.x.shape();
-    let sizes = Sizes { vocab: op.w.rows, d };
+    let sizes = Sizes { vocab: op.w.rows(), d };
     let vocab = sizes.vocab;
-    let (x, w) = (T::slice(OP, "x", op.x)?, T::slice(OP, "w", op.w)?);
+    let (x, w) = (T::slice(OP, "x", op.x)?, view(OP, op.w, 0)?);
     let targets = op.targets.as_slice();
     let chunks = op.chunks();
     let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
     let mut loss = cpu.scratch::<f32>(tokens);
     let mut logits = cpu.scratch::<f32>(longest * vocab);
+    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+    let (mut of_x, mut of_dlogits) =
+        (Quantizer::new(cpu, fprop_x, wgrad_x), Quantizer::new(cpu, dgrad_dy, wgrad_dy));
     let (scale, mut gradients) = match op.grad {
         Some(grad) => {
-            let wt = T::slice(OP, "wt", grad.wt)?;
+            let wt = view(OP, grad.wt, 0)?;
             let dlogits = cpu.scratch::<T>(longest * vocab);
             let dx = cpu.scratch::<T>(tokens * d);
             let dw = WeightGradient::new(cpu, grad.dw, grad.accumulate, &chunks, sizes);
@@ -77,9 +80,9 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     };
     for chunk in &chunks {
         let rows = chunk.tokens.clone();
-        let x = &x[rows.start * d..rows.end * d];
+        let x = of_x.factor(&x[rows.start * d..rows.end * d], d)?;
         let logits = &mut logits.as_mut_slice()[..rows.len() * vocab];
-        product(cpu, (rows.len(), vocab, d), (x, w), &mut *logits)?;
+        product(cpu, (rows.len(), vocab, d), (&x.rows()?, &w), &mut *logits)?;
         let losses = &mut loss.as_mut_slice()[rows.clone()];
         let entropy = Rows::new(cpu, &targets[rows.clone()], vocab, scale);
         match &mut gradients {
@@ -87,9 +90,10 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
             Some(Gradients { wt, dlogits, dx, dw }) => {
                 let dlogits = &mut dlogits.as_mut_slice()[..rows.len() * vocab];
                 entropy.run(logits, losses, dlogits);
+                let dlogits = of_dlogits.factor(dlogits, vocab)?;
                 let dx = &mut dx.as_mut_slice()[rows.start * d..rows.end * d];
-                product(cpu, (rows.len(), d, vocab), (dlogits, wt), dx)?;
-                dw.add(cpu, chunk, dlogits, x)?;
+                product(cpu, (rows.len(), d, vocab), (&dlogits.rows()?, wt), dx)?;
+                dw.add(cpu, chunk, &dlogits.down()?, &x.down()?)?;
             }
         }
     }
@@ -97,12 +101,14 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         shard_nats: shard_sums(cpu, loss.as_slice(), op.shards)?,
         bad_ids: cpu.computed(&[Rows::new(cpu, targets, vocab, scale).bad_ids()]),
         dx: gradients.map(|g| Tensor::new(T::data(g.dx), tokens, d)).transpose()?,
+        x_counts: of_x.counts(),
+        dlogits_counts: of_dlogits.counts(),
     })
 }
 
 /// What is there only for gradients.
 struct Gradients<'a, T: Factor> {
-    wt: &'a [T],
+    wt: Operand<'a>,
     /// Of one chunk.
     dlogits: Buf<T>,
     /// Of all tokens.
@@ -110,15 +116,88 @@ struct Gradients<'a, T: Factor> {
     dw: WeightGradient<'a>,
 }
 
+/// Makes what the products take of a tensor, chunk by chunk, and counts as it goes.
+struct Quantizer<'a> {
+    cpu: &'a Cpu,
+    rows: Option<Codec>,
+    cols: Option<Codec>,
+    counts: [u64; 3],
+}
+
+impl<'a> Quantizer<'a> {
+    fn new(cpu: &'a Cpu, rows: Option<Codec>, cols: Option<Codec>) -> Self {
+        Self { cpu, rows, cols, counts: [0; 3] }
+    }
+
+    /// A chunk's, of rows of `cols` values.
+    fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
+        let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
+        if self.rows.is_none() && self.cols.is_none() {
+            return Ok(made);
+        }
+        let mut copy = self.cpu.scratch::<T>(values.len());
+        copy.as_mut_slice().copy_from_slice(values);
+        let x = Tensor::new(T::data(copy), values.len() / cols.max(1), cols)?;
+        match (self.rows, self.cols) {
+            (Some(rows), Some(cols)) if rows == cols => {
+                let both = self.quantize(&x, rows, Planes::Both)?;
+                (made.by_rows, made.by_cols) = (both.rows, both.cols);
+            }
+            (rows, cols) => {
+                if let Some(codec) = rows {
+                    made.by_rows = self.quantize(&x, codec, Planes::Rows)?.rows;
+                }
+                if let Some(codec) = cols {
+                    made.by_cols = self.quantize(&x, codec, Planes::Cols)?.cols;
+                }
+            }
+        }
+        Ok(made)
+    }
+
+    fn quantize(&mut self, x: &Tensor<Cpu>, codec: Codec, planes: Planes) -> Result<core::ops::Emitted<Cpu>> {
+        let made = quantize(self.cpu, Quantize::new(x, codec, planes))?;
+        if let Some(Counts(counts)) = &made.counts {
+            self.counts.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
+        }
+        Ok(made)
+    }
+
+    fn counts(&self) -> Option<Counts<Cpu>> {
+        (self.rows.is_some() || self.cols.is_some()).then(|| Counts(self.cpu.computed(&self.counts)))
+    }
+}
+
+/// Some rows of a matrix as the products take them: as they are, unless planes have been made of them.
+struct Chunk<'a> {
+    values: gemm::Data<'a>,
+    cols: usize,
+    by_rows: Option<core::Operand<Cpu>>,
+    by_cols: Option<core::Operand<Cpu>>,
+}
+
+impl Chunk<'_> {
+    /// With a contraction along the rows.
+    fn rows(&self) -> Result<Operand<'_>> {
+        let plain = || Ok(Operand::rows(self.values, self.cols));
+        self.by_rows.as_ref().map_or_else(plain, |rows| view(OP, rows, 0))
+    }
+
+    /// With one down the columns.
+    fn down(&self) -> Result<Operand<'_>> {
+        let plain = || Ok(Operand::transposed(self.values, self.cols));
+        self.by_cols.as_ref().map_or_else(plain, |cols| down_rows(OP, cols))
+    }
+}
+
 /// out `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
-fn product<T: Factor, U: Factor>(
+fn product<T: Factor>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
-    (a, b): (&[T], &[T]),
-    out: &mut [U],
+    (a, b): (&Operand<'_>, &Operand<'_>),
+    out: &mut [T],
 ) -> Result<()> {
-    let (a, b) = (Operand::rows(T::factor(a), k), Operand::rows(T::factor(b), k));
-    multiply(cpu, U::output(out, n), |engine, out| engine.gemm(Shape { m, n, k }, &a, &b, out))
+    multiply(cpu, T::output(out, n), |engine, out| engine.gemm(Shape { m, n, k }, a, b, out))
 }
 
 /// Runs a product in the pool of its backend.
@@ -155,11 +234,16 @@ impl<'a> WeightGradient<'a> {
         Self { dw: &mut dw.data, accumulate, sizes, chain }
     }
 
-    fn add<T: Factor>(&mut self, cpu: &Cpu, chunk: &HeadLossChunk, dlogits: &[T], x: &[T]) -> Result<()> {
+    fn add(
+        &mut self,
+        cpu: &Cpu,
+        chunk: &HeadLossChunk,
+        dlogits: &Operand<'_>,
+        x: &Operand<'_>,
+    ) -> Result<()> {
         let (Sizes { vocab, d }, len) = (self.sizes, chunk.tokens_each());
         let groups: Vec<Group> = (0..chunk.shards.len()).map(|i| Group { start: i * len, len }).collect();
-        let (a, b) = (Operand::transposed(T::factor(dlogits), vocab), Operand::transposed(T::factor(x), d));
-        let ragged = |engine: Engine, out: Output<'_>| engine.ragged(&groups, vocab, d, &a, &b, out);
+        let ragged = |engine: Engine, out: Output<'_>| engine.ragged(&groups, vocab, d, dlogits, x, out);
         let matrix = vocab * d;
         let at = chunk.shards.start * matrix..chunk.shards.end * matrix;
         let Some(chain) = &mut self.chain else {

@@ -1,6 +1,6 @@
 // What the head's loss needs beside its products and the cross-entropy.
 //
-// equal_groups: start[g] = g * each for g <= groups, len[g] = each. 256 threads; grid ceil((groups + 1) / 256).
+// equal_groups: start[g] = g * apart for g <= groups, len[g] = each. 256 threads; grid ceil((groups + 1) / 256).
 // round_gradient: out[i] = sum[i], or out[i] + sum[i], rounded to BF16. 256 threads; grid ceil(len / 1024).
 #pragma once
 #include "formats/plain.cuh"
@@ -10,9 +10,10 @@ namespace nib {
 constexpr int kHeadThreads = 256;
 constexpr int kHeadCount = 4;  // numbers a thread rounds
 
-__global__ void __launch_bounds__(kHeadThreads) equal_groups(int* __restrict__ start, int* __restrict__ len, int groups, int each) {
+__global__ void __launch_bounds__(kHeadThreads)
+    equal_groups(int* __restrict__ start, int* __restrict__ len, int groups, int each, int apart) {
     const int g = blockIdx.x * kHeadThreads + threadIdx.x;
-    if (g <= groups) start[g] = g * each;
+    if (g <= groups) start[g] = g * apart;
     if (g < groups) len[g] = each;
 }
 

@@ -7,12 +7,13 @@ use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::probe::GpuInfo;
 use crate::tensor_map::Fetch;
+use nibble_core::ops::ProductDims;
 use nibble_core::{Error, Result};
 use std::fmt;
 
 /// Rows and columns of a tile.
-pub(super) const BLOCK_M: usize = 256;
-pub(super) const BLOCK_N: usize = 128;
+pub(super) const BLOCK_M: usize = ProductDims::GPU_TILE.0;
+pub(super) const BLOCK_N: usize = ProductDims::GPU_TILE.1;
 /// Rows that a warpgroup multiplies at once.
 const WAVE_ROWS: usize = 64;
 /// Bytes of a row in a stage.

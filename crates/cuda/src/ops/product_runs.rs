@@ -5,13 +5,13 @@
 //! groups, and so of ranks.
 
 use super::gemm::Product;
-use super::grouped_config::{BLOCK_M, BLOCK_N};
 use super::permute::type_name;
 use super::product::{GroupBuffers, Ragged, Target};
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use half::bf16;
+use nibble_core::ops::ProductDims;
 use nibble_core::{DType, Error, Result};
 
 const OP: &str = "product_runs";
@@ -26,30 +26,10 @@ pub(super) fn runs_of(product: &Product<'_>) -> usize {
     let rows = product.groups.and_then(|groups| groups.rows_each);
     match (product.ragged, rows) {
         (Ragged::Contraction, Some(rows)) if (product.m * product.n).is_multiple_of(UNIT) => {
-            choose(product.m, product.n, rows)
+            ProductDims { m: product.m, n: product.n, k: product.k }.gpu_runs(rows)
         }
         _ => 1,
     }
-}
-
-/// The number that takes the least time by a simple count: whole waves of tiles, and each run's D written and read once.
-fn choose(m: usize, n: usize, rows: usize) -> usize {
-    /// Tiles at a time.
-    const MULTIPROCESSORS: usize = 132;
-    /// Rows of a run, at least: its tiles begin and end as any others.
-    const SHORTEST: usize = 1024;
-    const MOST: usize = 16;
-    /// Microseconds that a row of a tile takes; and that a number of D takes to be written and read again.
-    const ROW_US: f64 = 7.4e-3;
-    const NUMBER_US: f64 = 2e-6;
-    let tiles = m.div_ceil(BLOCK_M) * n.div_ceil(BLOCK_N);
-    let time = |runs: usize| {
-        let waves = (tiles * runs).div_ceil(MULTIPROCESSORS) as f64;
-        let sums = if runs == 1 { 0.0 } else { (runs * m * n) as f64 * NUMBER_US };
-        waves * (rows as f64 / runs as f64) * ROW_US + sums
-    };
-    let candidates = (1..=MOST).filter(|&runs| runs == 1 || rows / runs >= SHORTEST);
-    candidates.min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
 
 /// Where the runs lie, on the device.
@@ -156,21 +136,4 @@ pub(super) fn instances() -> Vec<super::Instance> {
     let sums = outs.into_iter().flat_map(|out| [1, PARTS].map(|parts| sum_spec(out, parts)));
     let specs = sums.chain([spec("nib::cut_groups", Vec::new())]);
     specs.map(|spec| super::Instance { spec, shared_bytes: 0 }).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn small_gradients_of_many_rows_are_cut_and_others_are_not() {
-        // Queries, keys and the router of a model 1024 wide; experts' widths; few rows.
-        assert_eq!(choose(2048, 1024, 32_768), 2);
-        assert_eq!(choose(512, 1024, 32_768), 8);
-        assert_eq!(choose(192, 1024, 32_768), 16);
-        assert_eq!(choose(4096, 2048, 32_768), 1);
-        assert_eq!(choose(7168, 7168, 16_384), 1);
-        assert_eq!(choose(512, 1024, 1024), 1);
-        assert_eq!(choose(512, 1024, 0), 1);
-    }
 }

@@ -12,7 +12,7 @@ use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
-use nibble_core::ops::{Emitted, Hadamard, Planes, Quantize};
+use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
@@ -53,6 +53,16 @@ impl PowerRule {
 
 /// See [`Quantize`].
 pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
+    let counts = super::counts(cuda)?;
+    quantize_counting(cuda, op, counts)
+}
+
+/// The same, with what it counts added to `counts`, which are this device's.
+pub(super) fn quantize_counting(
+    cuda: &Cuda,
+    op: Quantize<'_, Cuda>,
+    counts: Counts<Cuda>,
+) -> Result<Emitted<Cuda>> {
     op.check()?;
     let (device, held) = (cuda.device(), Held::by(OP, cuda));
     held.tensor("x", op.x)?;
@@ -75,7 +85,6 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
         _ if desc.lays_strips_together() => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
         _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
     };
-    let counts = super::counts(cuda)?;
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = Source::of(&op);
         let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };

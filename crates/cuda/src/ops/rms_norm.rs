@@ -187,7 +187,7 @@ impl Backward {
                 vec![spec("nib::rms_backward_wide", args)]
             }
             Self::Apart { aligned } => vec![
-                spec("nib::rms_dx", vec![t.clone(), ("kAligned", TemplateArg::Bool(aligned)), plus]),
+                spec("nib::rms_dx", vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus]),
                 spec("nib::rms_dweight", vec![t]),
             ],
         }

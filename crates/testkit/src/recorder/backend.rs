@@ -3,7 +3,7 @@
 use super::call::{Taken, open};
 use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
-use nibble_core::{Backend, MemoryStats, Plain, Result, Traffic};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic};
 use std::ops::Range;
 
 impl<B: Backend> Backend for Recorder<B> {
@@ -14,6 +14,10 @@ impl<B: Backend> Backend for Recorder<B> {
 
     fn name(&self) -> String {
         format!("{}, {} by a recorder", self.inner.name(), self.shared.mode.verb())
+    }
+
+    fn kind(&self) -> DeviceKind {
+        self.inner.kind()
     }
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T, B>> {

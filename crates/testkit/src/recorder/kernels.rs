@@ -143,13 +143,9 @@ impl<B: Model> Model for Recorder<B> {
         plain beta1, beta2, eps, weight_decay;
     }) -> ());
 
-    fn head_chunk(&self, vocab: usize) -> usize {
-        self.inner.head_chunk(vocab)
-    }
-
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let mut call = self.call("head_loss", &op);
-        let HeadLoss { x, w, targets, shards, chunk, grad } = op;
+        let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
         let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
         let grad = match grad {
             Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
@@ -169,7 +165,7 @@ impl<B: Model> Model for Recorder<B> {
                 let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
                 HeadLossGrad { wt, scale, dw, accumulate }
             });
-            b.head_loss(HeadLoss { x: &x, w: &w, targets: &targets, shards, chunk, grad })
+            b.head_loss(HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad })
         })
     }
 

@@ -152,6 +152,8 @@ over!(HeadLossOut, |x, m| HeadLossOut {
     shard_nats: m.buf(&x.shard_nats)?,
     bad_ids: m.buf(&x.bad_ids)?,
     dx: x.dx.mapped(m)?,
+    x_counts: x.x_counts.mapped(m)?,
+    dlogits_counts: x.dlogits_counts.mapped(m)?,
 });
 over!(SlotRanks, |x, m| SlotRanks {
     rank: m.buf(&x.rank)?,

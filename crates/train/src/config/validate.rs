@@ -6,6 +6,9 @@ use super::{Config, DeviceChoice, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 
+/// More layers than any model has: each is an object of its own, also where memory is only counted.
+const MOST_LAYERS: usize = 1 << 12;
+
 impl Config {
     /// Checks that the values fit each other.
     ///
@@ -41,6 +44,9 @@ impl Config {
         ] {
             require(value > 0, key, || "is 0, expected at least 1".into())?;
         }
+        require(m.layers <= MOST_LAYERS, "model.layers", || {
+            format!("is {}, expected at most {MOST_LAYERS}", m.layers)
+        })?;
         require(m.heads.is_multiple_of(m.kv_heads), "model.kv_heads", || {
             format!("is {}, which does not divide model.heads = {}", m.kv_heads, m.heads)
         })?;

@@ -36,7 +36,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    fn zeroed(sequences: usize, seq_len: usize) -> Self {
+    pub(crate) fn zeroed(sequences: usize, seq_len: usize) -> Self {
         let tokens = vec![0; sequences * seq_len];
         Self { inputs: tokens.clone(), targets: tokens, sequences, seq_len }
     }

@@ -165,7 +165,7 @@ impl<B: Kernels> Attention<B> {
         let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
             let weight_name = format!("{name}.{part}.weight");
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: activations, quantized: true })
+            Ok(Linear { weight, name: name.to_owned(), out: activations, kind: Kind::Linear })
         };
         let (d, q_cols, kv_cols) =
             (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);

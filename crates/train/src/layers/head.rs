@@ -5,10 +5,13 @@
 //! size of the input.
 
 use super::Linear;
-use crate::cx::Cx;
+use crate::cx::{Cx, Pass};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Writes;
-use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut};
+use crate::record::Conversion;
+use nibble_core::formats::Codec;
+use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, Planes};
+use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
 /// The gradient of the head's input, made in the forward pass.
@@ -37,11 +40,12 @@ pub struct HeadInput<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// The losses alone. The head is never quantized.
+    /// The losses alone.
     pub fn losses(&self, cx: &Cx<'_, B>, input: &HeadInput<'_, B>) -> Result<HeadLossOut<B>> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let w = self.weight.w()?.plain("head_loss")?;
-        HeadLoss { x, w, targets, shards, chunk: cx.b.head_chunk(w.rows), grad: None }.run(cx.b)
+        let (w, chunk) = (self.weight.w()?, cx.b.head_chunk(self.weight.master.rows));
+        let codecs = HeadCodecs { fprop_x: codec(&self.section(cx), Site::FpropX)?, ..HeadCodecs::default() };
+        HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
     /// The losses; and the gradients of `scale` · their sum, that of the weight added to what it has.
@@ -52,20 +56,63 @@ impl<B: Kernels> Linear<B> {
         scale: f32,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let layer = self.weight.name.trim_end_matches(".weight").to_owned();
+        let layer = self.site().to_owned();
+        let codecs = self.codecs(cx, &layer)?;
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
-        let (w, wt) = (w.plain("head_loss")?, wt.plain("head_loss")?);
-        let chunk = cx.b.head_chunk(w.rows);
+        let chunk = cx.b.head_chunk(w.rows());
         let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
-            let grad = Some(HeadLossGrad { wt, scale, dw, accumulate });
-            HeadLoss { x, w, targets, shards, chunk, grad }.run(cx.b)
+            let grad = Some(HeadLossGrad { wt: &wt, scale, dw, accumulate });
+            HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
         })?;
+        cx.keep_counts(&layer, "x", Conversion::Quantize, out.x_counts.as_ref());
+        cx.keep_counts(&layer, "dlogits", Conversion::Quantize, out.dlogits_counts.as_ref());
         let dx = out.dx.take().ok_or_else(|| Error::shape("head_loss", "dx", "missing", "[t, d]"))?;
         Ok((out, HeadSaved { layer, dx }))
     }
 
+    /// What a pass with gradients quantizes, which is noted. All of it in the forward pass.
+    fn codecs(&self, cx: &Cx<'_, B>, layer: &str) -> Result<HeadCodecs> {
+        let section = self.section(cx);
+        let codecs = HeadCodecs {
+            fprop_x: codec(&section, Site::FpropX)?,
+            dgrad_dy: codec(&section, Site::DgradDy)?,
+            wgrad_dy: codec(&section, Site::WgradDy)?,
+            wgrad_x: codec(&section, Site::WgradX)?,
+        };
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
+        for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
+            let made = match (rows, cols) {
+                (Some(rows), Some(cols)) if rows == cols => vec![(rows, "rows and columns")],
+                (rows, cols) => {
+                    let [rows, cols] =
+                        [rows.map(|codec| (codec, "rows")), cols.map(|codec| (codec, "columns"))];
+                    rows.into_iter().chain(cols).collect()
+                }
+            };
+            for (codec, planes) in made {
+                let to = format!("{} {planes}", codec.format());
+                cx.note(Pass::Forward, layer, "head_loss+quantize", tensor, cx.activations(), to);
+            }
+        }
+        Ok(codecs)
+    }
+
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
-        Gemm { a: &Operand::Plain(x), b: self.weight.w()?, out: DType::F32 }.run(cx.b)
+        let section = self.section(cx);
+        let to = section.at(Site::FpropX);
+        let x = match to.format.is_block() {
+            true => cx
+                .quantize(Pass::Forward, self.site(), "x", &x, to, Planes::Rows, None)?
+                .take_rows("logits")?,
+            false => Operand::Plain(x),
+        };
+        Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)
     }
+}
+
+/// That of a site's blocks.
+fn codec(section: &Section, site: Site) -> Result<Option<Codec>> {
+    let to = section.at(site);
+    to.format.is_block().then(|| to.codec()).transpose()
 }

@@ -61,8 +61,8 @@ pub struct Linear<B: LayerKernels> {
     pub name: String,
     /// Type of the output.
     pub out: DType,
-    /// Whether the recipe's `[linear]` applies; otherwise operands are plain activations (output head).
-    pub quantized: bool,
+    /// Which of the recipe's sections applies: `[linear]`, or that of the output head.
+    pub kind: Kind,
 }
 
 /// The input in the form the recipe keeps.
@@ -81,13 +81,13 @@ impl<B: LayerKernels> Saved for LinearSaved<B> {
 
 impl<B: LayerKernels> Linear<B> {
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
-    fn site(&self) -> &str {
+    pub(super) fn site(&self) -> &str {
         self.weight.name.trim_end_matches(".weight")
     }
 
     /// The precisions of this layer now.
     pub fn section(&self, cx: &Cx<'_, B>) -> Section {
-        if self.quantized { cx.section(Kind::Linear, &self.name) } else { Section::plain(cx.activations()) }
+        cx.section(self.kind, &self.name)
     }
 
     /// Makes the weight's copies for this step.

@@ -24,6 +24,11 @@ use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
 
+/// The embedding; the head's name as well where it is tied to it.
+const EMBED: &str = "model.embed_tokens";
+/// The output head of its own.
+const HEAD: &str = "lm_head";
+
 /// The names by which a recipe's overrides know the layers of a model.
 pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
     let parts = |i: usize| {
@@ -38,7 +43,8 @@ pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
         }
         names
     };
-    (0..config.layers).flat_map(parts).collect()
+    let head = if config.tie_embeddings { EMBED } else { HEAD };
+    (0..config.layers).flat_map(parts).chain([(Kind::Head, head.to_owned())]).collect()
 }
 
 /// The whole decoder.
@@ -88,7 +94,7 @@ pub struct DecoderSaved<B: Kernels> {
 
 impl<B: Kernels> Saved for DecoderSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.words::<B, i32>("model.embed_tokens", "ids", &self.ids);
+        ledger.words::<B, i32>(EMBED, "ids", &self.ids);
         self.blocks.iter().for_each(|block| block.ledger(ledger));
         self.norm.ledger(ledger);
         self.head.ledger(ledger);
@@ -108,15 +114,28 @@ impl<B: Kernels> Decoder<B> {
         seq_len: usize,
         seed: u64,
     ) -> Result<Self> {
+        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
+        Self::with_rope(b, comm, recipe, config, rope, seed)
+    }
+
+    /// [`Decoder::new`] with RoPE's table, `[positions, head_dim]`.
+    pub(crate) fn with_rope(
+        b: &B,
+        comm: &dyn Comm<B>,
+        recipe: &Recipe,
+        config: &ModelConfig,
+        rope: Tensor<B>,
+        seed: u64,
+    ) -> Result<Self> {
+        let seq_len = rope.rows;
         let mut cx = Cx::inference(b, comm, recipe, Shards::new(b, 1, 1, comm.rank())?, 0.0);
         cx.seed = seed;
         let (v, d) = (config.vocab_size, config.d_model);
         let (eps, out_std) = (config.norm_eps as f32, INIT_STD / (2.0 * config.layers as f32).sqrt());
-        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
         let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
             let weight =
                 Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, quantized: false })
+            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, kind: Kind::Head })
         };
         let attention = AttentionShape {
             d_model: d,
@@ -165,10 +184,10 @@ impl<B: Kernels> Decoder<B> {
         });
         Ok(Self {
             config: config.clone(),
-            embed: vocab_linear("model.embed_tokens", INIT_STD)?,
+            embed: vocab_linear(EMBED, INIT_STD)?,
             blocks: blocks.collect::<Result<_>>()?,
             norm: Norm::new(b, "model.norm", d, eps)?,
-            head: if config.tie_embeddings { None } else { Some(vocab_linear("lm_head", INIT_STD)?) },
+            head: if config.tie_embeddings { None } else { Some(vocab_linear(HEAD, INIT_STD)?) },
         })
     }
 
@@ -300,7 +319,9 @@ impl<B: Kernels> Decoder<B> {
         for block in &self.blocks {
             let (next, saved) = block.forward(cx, residual)?;
             residual = next;
-            blocks.push(saved);
+            if cx.training {
+                blocks.push(saved);
+            }
         }
         let (x_td, norm) = self.norm.of(cx, residual)?;
         Ok(Trunk { x_td, bad_ids, blocks, norm })
@@ -324,6 +345,7 @@ struct Trunk<B: Kernels> {
     /// The head's input, `[t, d]`.
     x_td: Tensor<B>,
     bad_ids: B::Buf<u64>,
+    /// None where no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
 }

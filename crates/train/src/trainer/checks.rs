@@ -3,8 +3,9 @@
 use crate::config::Config;
 use crate::error::Result;
 use crate::model::layer_names;
-use nibble_core::recipe::{Kind, Section, Site};
-use nibble_core::{Backend, DType, Recipe};
+use crate::plan;
+use nibble_core::Recipe;
+use nibble_core::recipe::{Section, Site};
 
 /// A built-in recipe by name, or a recipe file by path.
 ///
@@ -20,8 +21,29 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     Ok(Recipe::parse(&name, &text)?)
 }
 
+/// The recipe of a configuration, once both are known to fit each other.
+///
+/// # Errors
+/// For a recipe that cannot be read, sizes that cannot be counted, or a batch that the recipe's blocks do not divide.
+pub fn checked_recipe(config: &Config) -> Result<Recipe> {
+    plan::check_sizes(config)?;
+    let recipe = load_recipe(&config.recipe)?;
+    check_blocks(config, &recipe)?;
+    Ok(recipe)
+}
+
+/// The steps, of so many, from which on a recipe's precisions may be others; and the end.
+pub(super) fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
+    let at = |progress: f64| (progress * steps as f64).ceil() as u64;
+    let mut found: Vec<u64> = recipe.boundaries().into_iter().map(at).filter(|step| *step < steps).collect();
+    found.push(steps);
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
 /// What the recipe's blocks ask of the model's widths and of the batch, in every layer at every point of the run.
-pub(super) fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
+fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     let sections = recipe.sections(&layer_names(&config.model))?;
     if !sections.iter().any(Section::has_blocks) {
         return Ok(());
@@ -53,92 +75,4 @@ pub(super) fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Whether what a run keeps for every parameter of this rank can fit at all: weights, their copies, gradients, moments.
-pub(super) fn check_memory<B: Backend>(b: &B, config: &Config, recipe: &Recipe) -> Result<()> {
-    let needed = resident_bytes(config, recipe);
-    let gib = f64::from(1 << 30);
-    match b.memory().total_bytes {
-        Some(total) if needed > total as f64 => {
-            let why = format!(
-                "the model's weights, their copies, gradients and moments take {:.1} GiB, and {} has {:.1} GiB",
-                needed / gib,
-                b.name(),
-                total as f64 / gib
-            );
-            Err(crate::Error::config("model.d_model", why))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Bytes that a rank keeps for its parameters through a step, norms and scales aside.
-pub(super) fn resident_bytes(config: &Config, recipe: &Recipe) -> f64 {
-    let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
-    // In F64: a wrong width must not wrap around to a small number.
-    let [v, d, f, shared, e] =
-        [m.vocab_size, m.d_model, m.expert_ffn, m.shared_ffn, m.experts / ranks].map(|n| n as f64);
-    let attention = d * (2.0 * m.heads as f64 + 2.0 * m.kv_heads as f64) * m.head_dim as f64;
-    let [layers, router, vocabulary] = [m.layers as f64, m.experts as f64 * d, v * d];
-    // Master, gradient, moments. Where shards meet at the end of a step each has a gradient of its own.
-    let [grad, moment] = [t.grad_dtype, t.moment_dtype].map(|x| DType::from(x).size_bytes() as f64);
-    let shards = (t.shards / ranks).max(1) as f64;
-    let own = |copies: f64| 4.0 + copies * grad + 2.0 * moment;
-    let dense = if t.grad_accum > 1 { own(shards) } else { own(1.0) };
-    let table = if m.tie_embeddings { own(shards) } else { 2.0 * dense };
-    // Two copies of what is multiplied, the second transposed; an F32 weight is its own first copy.
-    const F32_COPIES: f64 = 4.0;
-    let copies = |kind: Kind| -> f64 {
-        let names = layer_names(m);
-        let of_kind: Vec<_> = names.into_iter().filter(|(k, _)| *k == kind).collect();
-        let sections = of_kind.iter().map(|(kind, name)| recipe.section(*kind, name, 0.0));
-        let bits = sections.map(|s| s.at(Site::FpropW).format.spec().code_bits as f64).fold(0.0, f64::max);
-        if bits == 32.0 { F32_COPIES } else { 2.0 * bits / 8.0 }
-    };
-    let head = if recipe.activations == DType::F32 { F32_COPIES } else { 4.0 };
-    let linear = layers * (attention + 3.0 * d * shared) * (dense + copies(Kind::Linear));
-    let experts = layers * 3.0 * d * f * e * (own(1.0) + copies(Kind::Expert));
-    linear + experts + layers * router * (dense + F32_COPIES) + vocabulary * (table + head)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::trainer::Trainer;
-    use nibble_core::SoloComm;
-    use nibble_cpu::Cpu;
-
-    /// What is predicted is what is there: by the allocator before a step, copies of the weights included.
-    #[test]
-    fn resident_bytes_are_those_of_a_run() {
-        for changes in [
-            &["recipe=bf16"][..],
-            &["recipe=f32", "model.tie_embeddings=false", "model.shared_ffn=64"],
-            &["recipe=fp8-flow", "train.grad_dtype=bf16", "train.moment_dtype=bf16"],
-            &["recipe=mxfp4-hopper", "train.grad_accum=2", "train.shards=2", "model.layers=3"],
-        ] {
-            let changes: Vec<String> = changes.iter().map(|c| (*c).to_owned()).collect();
-            let config = Config::load("tiny", &changes).unwrap();
-            let cpu = Cpu::new(1).unwrap();
-            let mut trainer = Trainer::new(&cpu, &SoloComm, &config).unwrap();
-            trainer.make_buffers().unwrap();
-            let memory = trainer.memory();
-            let copies = {
-                let before = cpu.memory().live_bytes;
-                let cx = trainer.setup.inference_cx(1).unwrap();
-                let cx = crate::cx::Cx { training: true, ..cx };
-                trainer.model.prepare(&cx).unwrap();
-                cx.counted.borrow_mut().truncate(0);
-                let copies = cpu.memory().live_bytes - before;
-                trainer.model.release();
-                copies
-            };
-            let resident =
-                memory.weights.live_bytes + memory.gradients.live_bytes + memory.moments.live_bytes + copies;
-            let predicted = resident_bytes(&config, trainer.recipe());
-            let ratio = predicted / resident as f64;
-            assert!((0.95..1.02).contains(&ratio), "{changes:?}: {predicted} predicted, {resident} there");
-        }
-    }
 }

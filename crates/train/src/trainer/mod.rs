@@ -4,28 +4,31 @@ mod checks;
 mod decoding;
 mod inspect;
 mod recorded;
+mod rehearse;
 mod run;
 mod saving;
 mod setup;
 mod step;
 mod weights;
 
-pub use checks::load_recipe;
+pub use checks::{checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
-use crate::data::{Dataset, Loader};
+use crate::data::{Batch, Dataset, Loader};
 use crate::error::Result;
+use crate::layers::rope_table;
 use crate::ledger::{Ledger, Saved};
 use crate::metrics::Metrics;
 use crate::model::Decoder;
+use crate::plan;
 use crate::record::Report;
 use crate::tokenizer::Tokenizer;
 use nibble_core::ops::verify_ids;
-use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe};
+use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe, Tensor};
 use recorded::Recorded;
 use saving::Saving;
 use setup::Setup;
@@ -82,6 +85,18 @@ struct Issued<B: Kernels> {
     issuing: Duration,
 }
 
+impl RunMemory {
+    /// Each arena by its name.
+    pub fn arenas(&self) -> [(&'static str, MemoryStats); 4] {
+        [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("moments", self.moments),
+            ("activations", self.activations),
+        ]
+    }
+}
+
 impl<'a, B: Kernels> Trainer<'a, B> {
     /// A run at its beginning.
     ///
@@ -98,12 +113,23 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::new`], the data aside.
     pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        let recipe = load_recipe(&config.recipe)?;
-        checks::check_blocks(config, &recipe)?;
-        checks::check_memory(b, config, &recipe)?;
+        let recipe = checked_recipe(config)?;
+        plan::require_room_for_state(b, comm.world(), config, &recipe)?;
+        let (m, seq_len) = (&config.model, config.data.seq_len);
+        Self::assemble(b, comm, config, recipe, |b| rope_table(b, seq_len, m.head_dim, m.rope_theta))
+    }
+
+    /// A trainer whose RoPE table is made by `rope`. Nothing is checked.
+    fn assemble(
+        b: &'a B,
+        comm: &'a dyn Comm<B>,
+        config: &Config,
+        recipe: Recipe,
+        rope: impl FnOnce(&B) -> nibble_core::Result<Tensor<B>>,
+    ) -> Result<Self> {
         let weights = b.arena("weights")?;
         let mut model = b.within(&weights, || {
-            Decoder::new(b, comm, &recipe, &config.model, config.data.seq_len, config.seed)
+            Decoder::with_rope(b, comm, &recipe, &config.model, rope(b)?, config.seed)
         })?;
         model.recompute(&config.train.recompute);
         Ok(Self {
@@ -329,13 +355,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
+        let batch = self.setup.plan()?.batch(self.setup.step, 0);
+        self.ledger_of(&batch)
+    }
+
+    fn ledger_of(&mut self, batch: &Batch) -> Result<(Ledger, usize)> {
         // The forward pass makes the head's gradient: where it lives during the run.
         self.make_buffers()?;
         let Self { setup, model, activations, .. } = self;
         let t = &setup.config.train;
         let (local, rows_each) =
             (t.shards / setup.comm.world(), t.batch_size / t.shards * setup.config.data.seq_len);
-        let batch = setup.plan()?.batch(setup.step, 0);
         let measured = setup.b.within(activations, || {
             let shards = Shards::new(setup.b, local, rows_each, setup.comm.rank())?;
             let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());

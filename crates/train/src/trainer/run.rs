@@ -1,18 +1,18 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
-use super::Trainer;
+use super::{Trainer, checked_recipe};
 use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
-use crate::ledger::Ledger;
 use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
+use crate::plan::{self, Prediction};
 use nibble_core::{Comm, Kernels, MemoryStats};
 use std::path::{Path, PathBuf};
 
 /// What whoever watches a run is told, by its first rank.
 pub trait Observer {
-    /// The run begins (or goes on) at this step; what its forward passes keep.
+    /// The run begins (or goes on) at this step; what memory it takes.
     fn start(&mut self, start: &Start<'_>);
     /// A checkpoint passed over while resuming.
     fn rejected(&mut self, path: &Path, why: &Error);
@@ -35,10 +35,8 @@ pub struct Start<'a> {
     pub config: &'a Config,
     /// The recipe.
     pub recipe: &'a nibble_core::Recipe,
-    /// What a forward pass keeps.
-    pub ledger: &'a Ledger,
-    /// Trainable numbers over all ranks.
-    pub parameters: usize,
+    /// Its size and its memory.
+    pub prediction: &'a Prediction,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
 }
@@ -118,17 +116,16 @@ fn run_rank<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
     let first = comm.rank() == 0;
+    let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
     let mut trainer = Trainer::new(b, comm, config)?;
     if options.resume {
         resume(&mut trainer, observer, first)?;
     }
     let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
-    let (ledger, _) = trainer.ledger()?;
-    let parameters = trainer.parameters();
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
-        let start = Start { step: trainer.step(), config, recipe, ledger: &ledger, parameters, entropy };
+        let start = Start { step: trainer.step(), config, recipe, prediction: &prediction, entropy };
         observer.start(&start);
     }
     let mut loss = None;

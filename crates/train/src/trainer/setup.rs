@@ -73,7 +73,7 @@ impl<B: Kernels> Setup<'_, B> {
     }
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
-    fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
+    pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
         let each = batch.sequences.div_ceil(self.comm.world());
         let mine = batch.part(self.comm.rank() * each, each);
         // Every rank runs as many tokens; those past the batch have no target.

@@ -60,8 +60,18 @@ pub struct Kept {
 
 /// The experts alone, or a whole layer.
 enum Parts<B: LayerKernels> {
-    Experts { experts: Box<Experts<B>>, section: Box<Section>, plan: Plan<B>, x: Operand<B>, dy: Operand<B> },
-    Moe { moe: Box<Moe<B>>, x: Tensor<B>, dy: Tensor<B> },
+    Experts {
+        experts: Box<Experts<B>>,
+        section: Box<Section>,
+        plan: Box<Plan<B>>,
+        x: Operand<B>,
+        dy: Operand<B>,
+    },
+    Moe {
+        moe: Box<Moe<B>>,
+        x: Tensor<B>,
+        dy: Tensor<B>,
+    },
 }
 
 /// A layer under a recipe.
@@ -90,7 +100,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
             let plan = exchange.plan(&uneven(b, shape)?, if section.has_blocks() { 128 } else { 1 })?;
             let sorted = |seed| exchange.dispatch(&plan, &Operand::Plain(rows(seed)?));
             let (x, dy) = (sorted(1)?, sorted(2)?);
-            Parts::Experts { experts, section, plan, x, dy }
+            Parts::Experts { experts, section, plan: Box::new(plan), x, dy }
         };
         Ok(Self { cx, parts })
     }

@@ -127,7 +127,7 @@ pub fn run(bench: &Bench) -> Result<Value> {
     let heads =
         [("dense", 10), ("speed", 6), ("experts", 12), ("speed", 6), ("after dispatch", 18), ("speed", 6)];
     let heads: String = heads.iter().map(|(head, width)| format!("{head:>width$}")).collect();
-    say!("{:<14}{heads}", "recipe");
+    say!("{:<18}{heads}", "recipe");
     let all = Recipe::names().map(|name| Costs::of(bench, name)).collect::<Result<Vec<_>>>()?;
     let base = all.iter().find(|c| c.recipe == BASELINE).map_or([None; 3], Costs::us);
     Ok(all.iter().map(|costs| report(costs, base)).collect())
@@ -141,7 +141,7 @@ fn report(costs: &Costs, base: [Option<f64>; 3]) -> Value {
     let cells = [10, 12, 18].iter().enumerate();
     let cells: String =
         cells.map(|(i, &width)| format!("{:>width$}{:>6}", shown(us[i], 1), shown(speed(i), 2))).collect();
-    say!("{:<14}{cells}", costs.recipe);
+    say!("{:<18}{cells}", costs.recipe);
     for why in [&costs.dense, &costs.experts].into_iter().filter_map(|cost| cost.as_ref().err()) {
         say!("  not timed: {}", shortened(&why.to_string()));
     }

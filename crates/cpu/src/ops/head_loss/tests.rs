@@ -1,9 +1,12 @@
-use super::CHUNK;
 use crate::Cpu;
 use crate::ops::elementwise::tests::{below, bits, normals, same_everywhere};
 use half::bf16;
-use nibble_core::ops::{CrossEntropy, Gemm, GroupedWgrad, HeadLoss, HeadLossGrad, HeadLossOut};
-use nibble_core::{Backend, DType, Groups, Operand, Tensor};
+use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{
+    Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut,
+    Planes, Quantize, head_chunk,
+};
+use nibble_core::{Backend, DType, DeviceKind, Groups, Operand, Tensor};
 
 const SCALE: f32 = 0.02;
 
@@ -65,9 +68,11 @@ impl Call {
     fn in_chunks(&self, cpu: &Cpu, chunk: usize) -> Results {
         let [x, w, wt, mut dw] = self.operands(cpu);
         let targets = cpu.upload(&self.targets()).unwrap();
+        let (codecs, w, wt) = (HeadCodecs::default(), Operand::Plain(w), Operand::Plain(wt));
         let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: self.accumulate };
-        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: self.shards, chunk, grad: Some(grad) };
-        let HeadLossOut { shard_nats, bad_ids, dx } = op.run(cpu).unwrap();
+        let shards = self.shards;
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
+        let HeadLossOut { shard_nats, bad_ids, dx, .. } = op.run(cpu).unwrap();
         results(shard_nats.as_slice(), bad_ids.as_slice(), &dx.unwrap(), &dw)
     }
 
@@ -118,8 +123,9 @@ fn losses_alone_are_those_of_the_pass_with_gradients() {
     let want = call.in_chunks(&Cpu::scalar(1).unwrap(), 8);
     let (nats, bad) = same_everywhere(|cpu| {
         let [x, w, ..] = call.operands(cpu);
-        let targets = cpu.upload(&call.targets()).unwrap();
-        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: 3, chunk: 12, grad: None };
+        let (targets, w) = (cpu.upload(&call.targets()).unwrap(), Operand::Plain(w));
+        let codecs = HeadCodecs::default();
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 3, chunk: 12, grad: None };
         let out = op.run(cpu).unwrap();
         assert!(out.dx.is_none());
         let nats: Vec<u64> = out.shard_nats.as_slice().iter().map(|n| n.to_bits()).collect();
@@ -133,10 +139,12 @@ fn no_tokens_have_no_gradient() {
     let cpu = Cpu::new(1).unwrap();
     let empty = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
     let (w, wt) = (tensor(&cpu, &[1.0; 12], 3, DType::F32), tensor(&cpu, &[1.0; 12], 4, DType::F32));
+    let (w, wt, codecs) = (Operand::Plain(w), Operand::Plain(wt), HeadCodecs::default());
     let mut dw = tensor(&cpu, &[5.0; 24], 6, DType::F32);
     let grad = HeadLossGrad { wt: &wt, scale: 1.0, dw: &mut dw, accumulate: false };
     let targets = cpu.upload::<i32>(&[]).unwrap();
-    let op = HeadLoss { x: &empty(4), w: &w, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
+    let op =
+        HeadLoss { x: &empty(4), w: &w, codecs, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
     let out = op.run(&cpu).unwrap();
     assert_eq!(out.shard_nats.as_slice(), [0.0, 0.0]);
     assert_eq!(out.dx.unwrap().shape(), (0, 4));
@@ -146,19 +154,160 @@ fn no_tokens_have_no_gradient() {
 #[test]
 fn all_logits_never_exist_at_once() {
     let (tokens, vocab, d) = (1024, 32_768, 16);
-    for (dtype, chunk) in [(DType::Bf16, CHUNK), (DType::F32, 128)] {
+    for (dtype, chunk) in [(DType::Bf16, head_chunk(DeviceKind::Host, vocab)), (DType::F32, 128)] {
         let cpu = Cpu::new(2).unwrap();
         let w = normals(2, vocab * d);
         let (x, wt) = (tensor(&cpu, &normals(1, tokens * d), tokens, dtype), transposed(&w, vocab));
-        let (w, wt) = (tensor(&cpu, &w, vocab, dtype), tensor(&cpu, &wt, d, dtype));
+        let [w, wt] = [tensor(&cpu, &w, vocab, dtype), tensor(&cpu, &wt, d, dtype)].map(Operand::Plain);
+        let codecs = HeadCodecs::default();
         let mut dw = Tensor::zeros(&cpu, DType::F32, vocab, d).unwrap();
         let targets = cpu.upload(&below(4, vocab, tokens)).unwrap();
         let live = cpu.memory().live_bytes;
         let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: true };
-        let op = HeadLoss { x: &x, w: &w, targets: &targets, shards: 1, chunk, grad: Some(grad) };
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 1, chunk, grad: Some(grad) };
         op.run(&cpu).unwrap();
         let (peak, logits) = (cpu.memory().peak_bytes, tokens * vocab * size_of::<f32>());
         assert!(live < logits / 4, "the operands are small beside the logits");
         assert!(peak < logits, "{dtype}, chunks of {chunk}: {peak} bytes, and the logits are {logits}");
     }
+}
+
+fn e4m3(rule: ScaleRule) -> Codec {
+    Codec::new(Format::E4m3, rule, Rounding::NearestEven).unwrap()
+}
+
+fn add(sum: &mut [u64; 3], made: &Emitted<Cpu>) {
+    let Counts(counts) = made.counts.as_ref().unwrap();
+    sum.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
+}
+
+/// Counts of x and dlogits beside the results.
+type Quantized = (Results, [u64; 3], [u64; 3]);
+
+impl Call {
+    /// The weight in tiles, and transposed.
+    fn tiles(&self, cpu: &Cpu, rule: ScaleRule) -> [Operand<Cpu>; 2] {
+        let w = tensor(cpu, &normals(2, self.vocab * self.d), self.vocab, DType::F32);
+        let tiles = Quantize::new(&w, e4m3(rule), Planes::Tiles).run(cpu).unwrap();
+        [tiles.rows.unwrap(), tiles.cols.unwrap()]
+    }
+
+    fn quantized_in_chunks(&self, cpu: &Cpu, codecs: HeadCodecs, chunk: usize) -> Quantized {
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [w, wt] = match codecs.fprop_x {
+            Some(codec) => self.tiles(cpu, codec.rule()),
+            None => [w, wt].map(Operand::Plain),
+        };
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: self.accumulate };
+        let shards = self.shards;
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
+        let out = op.run(cpu).unwrap();
+        let counts = |counts: Option<Counts<Cpu>>| counts.unwrap().0.as_slice().try_into().unwrap();
+        let results = results(out.shard_nats.as_slice(), out.bad_ids.as_slice(), &out.dx.unwrap(), &dw);
+        (results, counts(out.x_counts), counts(out.dlogits_counts))
+    }
+
+    /// By the operations that it unites, over all tokens.
+    fn quantized_apart(&self, cpu: &Cpu, codecs: HeadCodecs) -> Quantized {
+        let Self { tokens, shards, dtype, accumulate, .. } = *self;
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [w, wt] = match codecs.fprop_x {
+            Some(codec) => self.tiles(cpu, codec.rule()),
+            None => [w, wt].map(Operand::Plain),
+        };
+        let groups = Groups::uniform(cpu, shards, tokens / shards, 128, 0).unwrap();
+        let [mut of_x, mut of_dlogits] = [[0; 3]; 2];
+        let operands = |x: &Tensor<Cpu>, rows: Option<Codec>, cols: Option<Codec>, counts: &mut [u64; 3]| {
+            let plain = || Some(Operand::Plain(x.clone()));
+            if rows == cols {
+                let both =
+                    Quantize { groups: Some(&groups), ..Quantize::new(x, rows.unwrap(), Planes::Both) };
+                let both = both.run(cpu).unwrap();
+                add(counts, &both);
+                return [both.rows, both.cols].map(Option::unwrap);
+            }
+            let [rows, cols] = [(rows, Planes::Rows), (cols, Planes::Cols)].map(|(codec, planes)| {
+                let made = codec.map(|codec| {
+                    Quantize { groups: Some(&groups), ..Quantize::new(x, codec, planes) }.run(cpu).unwrap()
+                });
+                made.iter().for_each(|made| add(counts, made));
+                made
+            });
+            [rows.map_or_else(plain, |made| made.rows), cols.map_or_else(plain, |made| made.cols)]
+                .map(Option::unwrap)
+        };
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
+        let [x_rows, x_cols] = operands(&x, fprop_x, wgrad_x, &mut of_x);
+        let logits = Gemm { a: &x_rows, b: &w, out: DType::F32 }.run(cpu).unwrap();
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let loss =
+            CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards, grad: Some(dtype) }
+                .run(cpu)
+                .unwrap();
+        let [rows, cols] = operands(&loss.dlogits.unwrap(), dgrad_dy, wgrad_dy, &mut of_dlogits);
+        let dx = Gemm { a: &rows, b: &wt, out: dtype }.run(cpu).unwrap();
+        GroupedWgrad { dy: &cols, x: &x_cols, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
+        (results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw), of_x, of_dlogits)
+    }
+}
+
+#[test]
+fn quantized_operands_are_those_of_all_tokens_whatever_the_chunk() {
+    let (powers, floats) = (e4m3(ScaleRule::Rceil), e4m3(ScaleRule::Amax));
+    let all = |codec| HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
+    let choices = [
+        all(Some(powers)),
+        all(Some(floats)),
+        HeadCodecs { wgrad_dy: None, wgrad_x: None, ..all(Some(powers)) },
+        HeadCodecs { wgrad_dy: Some(powers), wgrad_x: Some(powers), ..all(Some(floats)) },
+        HeadCodecs { fprop_x: None, dgrad_dy: None, ..all(Some(powers)) },
+    ];
+    // A vocabulary and a width that end inside a block, whole ones; several shards a chunk and parts of one.
+    for (tokens, d, vocab, shards) in [(512, 24, 136, 4), (256, 128, 128, 1), (300, 24, 72, 1)] {
+        for (i, codecs) in choices.into_iter().enumerate() {
+            let (type_of_dw, accumulate) =
+                [(DType::F32, false), (DType::F32, true), (DType::Bf16, true)][i % 3];
+            let dtype = if i == 1 { DType::F32 } else { DType::Bf16 };
+            let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
+            let apart = if shards == 1 {
+                None
+            } else {
+                Some(same_everywhere(|cpu| call.quantized_apart(cpu, codecs)))
+            };
+            let want =
+                apart.unwrap_or_else(|| same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, 512)));
+            assert!(want.1[Counts::<Cpu>::NON_ZERO] > 0 && want.2[Counts::<Cpu>::NON_ZERO] > 0);
+            for chunk in [128, 256] {
+                let got = same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, chunk));
+                assert!(got == want, "{call:?}, {codecs:?} in chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_honoured_is_refused() {
+    let cpu = Cpu::new(1).unwrap();
+    let (dtype, type_of_dw, accumulate) = (DType::Bf16, DType::F32, false);
+    let call = Call { tokens: 256, d: 16, vocab: 24, shards: 2, dtype, type_of_dw, accumulate };
+    let codec = Some(e4m3(ScaleRule::Rceil));
+    let all = HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
+    let random = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).ok();
+    let refused = |call: Call, codecs: HeadCodecs, tiles: bool, chunk: usize, argument: &str| {
+        let [x, w, wt, mut dw] = call.operands(&cpu);
+        let [w, wt] = if tiles { call.tiles(&cpu, ScaleRule::Rceil) } else { [w, wt].map(Operand::Plain) };
+        let targets = cpu.upload(&call.targets()).unwrap();
+        let grad = Some(HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate });
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: call.shards, chunk, grad };
+        let error = op.run(&cpu).unwrap_err().to_string();
+        assert!(error.contains(argument), "{error}");
+    };
+    refused(call, all, true, 64, "`chunk`");
+    refused(Call { tokens: 200, ..call }, all, true, 128, "`tokens of a shard`");
+    refused(call, all, false, 128, "`codecs.fprop_x`");
+    refused(call, HeadCodecs::default(), true, 128, "`codecs.fprop_x`");
+    refused(call, HeadCodecs { dgrad_dy: None, ..all }, true, 128, "`codecs.dgrad_dy`");
+    refused(call, HeadCodecs { wgrad_x: None, ..all }, true, 128, "`codecs.wgrad_x`");
+    refused(call, HeadCodecs { dgrad_dy: random, ..all }, true, 128, "`codecs.dgrad_dy`");
 }

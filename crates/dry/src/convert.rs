@@ -1,0 +1,370 @@
+//! Formats, conversions, routing and the expert layer's fused kernels, in the order in which the real operations allocate.
+
+use crate::Dry;
+use crate::memory::Buf;
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::ops::*;
+use nibble_core::{
+    Backend, BlockScaled, Convert, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
+};
+
+/// Rows and columns of a tile of the GPU's fused kernels.
+const TILE: usize = 128;
+/// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
+const PLAN_CHUNK: usize = 2048;
+const PLAN_CHUNKS: usize = 256;
+
+impl Dry {
+    pub(crate) fn plain(&self, dtype: DType, rows: usize, cols: usize) -> Result<Tensor<Self>> {
+        Tensor::unwritten(self, dtype, rows, cols)
+    }
+
+    /// The three counts of a conversion.
+    fn counts(&self) -> Result<Counts<Self>> {
+        self.counters(3).map(Counts)
+    }
+
+    /// Planes as kernels write them: scales of columns lie where the backend's products read them best.
+    fn planes(
+        &self,
+        stored: (Format, ScaleRule),
+        axis: BlockAxis,
+        sizes: (usize, usize, usize),
+    ) -> Result<BlockScaled<Self>> {
+        let layout = match axis {
+            BlockAxis::Col if self.is_gpu() => ScaleLayout::MnMajor,
+            _ => ScaleLayout::RowMajor,
+        };
+        BlockScaled::unwritten(self, stored, axis, sizes, layout)
+    }
+
+    /// A result in the form asked for. Column blocks reach over the end of rows that no group has.
+    fn emitted(&self, emit: Emit, rows: usize, cols: usize, least_block: usize) -> Result<Emitted<Self>> {
+        let (codec, planes) = match emit {
+            Emit::Plain(dtype) => {
+                let rows = Some(Operand::Plain(self.plain(dtype, rows, cols)?));
+                return Ok(Emitted { rows, cols: None, counts: None });
+            }
+            Emit::Block { codec, planes } => (codec, planes),
+        };
+        let stored = stored(codec);
+        let capacity = rows.next_multiple_of(stored.0.spec().block.max(least_block));
+        let row_plane = || self.planes(stored, BlockAxis::Row, (rows, cols, 1));
+        let col_plane = || self.planes(stored, BlockAxis::Col, (capacity, cols, 1));
+        let (row_plane, col_plane) = match planes {
+            Planes::Rows => (Some(row_plane()?), None),
+            Planes::Cols => (None, Some(col_plane()?)),
+            Planes::Both | Planes::Tiles => (Some(row_plane()?), Some(col_plane()?)),
+        };
+        let [rows, cols] = [row_plane, col_plane].map(|plane| plane.map(Operand::Block));
+        Ok(Emitted { rows, cols, counts: Some(self.counts()?) })
+    }
+
+    /// The two planes of stacked matrices in square tiles.
+    fn tiles(
+        &self,
+        stored: (Format, ScaleRule),
+        (stack, n, k): (usize, usize, usize),
+    ) -> Result<[BlockScaled<Self>; 2]> {
+        let plane = |rows, cols| self.planes(stored, BlockAxis::Tile, (stack * rows, cols, stack));
+        Ok([plane(n, k)?, plane(k, n)?])
+    }
+
+    /// Rows of a matrix at other places, one each of `index`.
+    fn gathered(&self, rows: &Operand<Self>, count: usize) -> Result<Operand<Self>> {
+        Ok(match rows {
+            Operand::Plain(x) => Operand::Plain(self.plain(x.dtype(), count, x.cols)?),
+            Operand::Block(x) => {
+                Operand::Block(self.planes((x.format, x.rule), BlockAxis::Row, (count, x.cols, 1))?)
+            }
+        })
+    }
+
+    /// The form asked for, from the plain matrix of [`plain_form`]: what a GPU does where no kernel writes the form itself.
+    fn emitted_from(&self, x: Tensor<Self>, emit: Emit) -> Result<Emitted<Self>> {
+        match emit {
+            Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+            Emit::Block { codec, planes } => self.quantize(Quantize::new(&x, codec, planes)),
+        }
+    }
+
+    /// Whether one kernel of a GPU makes `a`, of columns that are a multiple of `unit`.
+    fn is_fused(&self, op: &Swiglu<'_, Self>, codec: Codec, unit: usize) -> bool {
+        is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16 && (op.h.cols / 2).is_multiple_of(unit)
+    }
+
+    /// h as the backward pass will want it.
+    fn saved_h(&self, op: &Swiglu<'_, Self>) -> Result<Option<BlockScaled<Self>>> {
+        let plane = |codec| self.planes(stored(codec), BlockAxis::Row, (op.h.rows, op.h.cols, 1));
+        op.save_h.map(plane).transpose()
+    }
+
+    /// On a GPU: h and its gradient, and `a` in some form whether or not it is wanted.
+    fn swiglu_backward_on_gpu(&self, op: &SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
+        let (rows, f) = op.da.shape();
+        let to = op.a.unwrap_or(match op.dh {
+            Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
+            Emit::Block { .. } => Emit::Plain(DType::Bf16),
+            plain @ Emit::Plain(_) => plain,
+        });
+        let wanted = |a: Emitted<Self>| op.a.map(|_| a);
+        let tiled = op.groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
+        let sources = op.h.format() != Format::F32 && op.da.dtype() == DType::Bf16;
+        if is_fused_pair(op.dh, to) && tiled && sources && f.is_multiple_of(TILE) && rows > 0 {
+            let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
+            let a = self.emitted(to, rows, f, 1)?;
+            let _parts: Buf<f32> = self.buf(rows * (f / TILE))?;
+            return Ok(SwigluGrads { dh, a: wanted(a), dweight: self.buf(rows)? });
+        }
+        let _decoded = match op.h {
+            Operand::Block(h) => Some(self.plain(DType::F32, h.rows, h.cols)?),
+            Operand::Plain(_) => None,
+        };
+        let dh = self.plain(plain_form(op.dh), rows, 2 * f)?;
+        let a = self.plain(plain_form(to), rows, f)?;
+        let dweight = self.buf(rows)?;
+        let dh = self.emitted_from(dh, op.dh)?;
+        let a = op.a.map(|to| self.emitted_from(a, to)).transpose()?;
+        Ok(SwigluGrads { dh, a, dweight })
+    }
+}
+
+/// The plain matrix that a form is made from on a GPU.
+fn plain_form(emit: Emit) -> DType {
+    match emit {
+        Emit::Plain(dtype) => dtype,
+        Emit::Block { .. } => DType::F32,
+    }
+}
+
+/// Whether a GPU's kernels that make more than one thing write this.
+fn is_fused_e4m3(codec: Codec) -> bool {
+    codec.format() == Format::E4m3
+        && codec.rounding() == Rounding::NearestEven
+        && matches!(codec.rule(), ScaleRule::Amax | ScaleRule::Rceil)
+}
+
+/// Both planes of one and the columns of the other, in one format.
+fn is_fused_pair(dh: Emit, a: Emit) -> bool {
+    match dh {
+        Emit::Block { codec, planes: Planes::Both } => {
+            a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec)
+        }
+        _ => false,
+    }
+}
+
+fn stored(codec: Codec) -> (Format, ScaleRule) {
+    (codec.format(), codec.rule())
+}
+
+impl Convert for Dry {
+    fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
+        let (rows, cols) = op.x.shape();
+        if op.planes == Planes::Tiles {
+            let n = rows / op.stack.max(1);
+            let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
+            let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
+            return Ok(Emitted { rows, cols, counts: Some(self.counts()?) });
+        }
+        let least_block = match op.hadamard {
+            Some(transform) if op.planes == Planes::Cols => transform.len,
+            _ => 1,
+        };
+        let emit = Emit::Block { codec: op.codec, planes: op.planes };
+        let emitted = || self.emitted(emit, rows, cols, least_block);
+        // A transform that is not made as the matrix is read: on the host always, on a GPU of what is not BF16.
+        let apart = op.hadamard.is_some() && !(self.is_gpu() && op.x.dtype() == DType::Bf16);
+        let transformed = || {
+            let rows = if op.planes == Planes::Cols {
+                rows.next_multiple_of(least_block.max(op.codec.format().spec().block))
+            } else {
+                rows
+            };
+            self.plain(DType::F32, rows, cols)
+        };
+        if !self.is_gpu() {
+            let _transformed = apart.then(transformed).transpose()?;
+            return emitted();
+        }
+        let out = emitted()?;
+        let _transformed = apart.then(transformed).transpose()?;
+        if op.planes == Planes::Both {
+            // The rows' scales by columns, before they come to their places.
+            let (block, bytes) = (op.codec.format().spec().block, op.codec.rule().kind().bytes());
+            let _by_block: Buf<u8> =
+                self.buf(cols.next_multiple_of(TILE) / block * rows.next_multiple_of(TILE) * bytes)?;
+        }
+        Ok(out)
+    }
+
+    fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.dtype, op.x.rows, op.x.cols)
+    }
+
+    fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
+        let x = op.x;
+        // Only MXFP4 gets scales chosen anew.
+        let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
+        if op.axis == BlockAxis::Tile {
+            let [out, transposed] =
+                self.tiles((op.to, x.rule), (x.stack, x.rows / x.stack.max(1), x.cols))?;
+            return Ok(Transcoded { out, transposed: Some(transposed), counts: self.counts()? });
+        }
+        let rows = match op.axis {
+            BlockAxis::Col => x.rows.next_multiple_of(op.to.spec().block),
+            BlockAxis::Row | BlockAxis::Tile => x.rows,
+        };
+        let mut out = self.planes((op.to, rule), op.axis, (rows, x.cols, 1))?;
+        if op.axis == BlockAxis::Col {
+            out.shared_cols = x.format.spec().block;
+        }
+        Ok(Transcoded { out, transposed: None, counts: self.counts()? })
+    }
+
+    fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.dtype, op.x.rows, op.x.cols)
+    }
+
+    fn transpose(&self, op: Transpose<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.x.dtype(), op.stack * op.x.cols, op.x.rows / op.stack.max(1))
+    }
+
+    fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.a.dtype(), op.a.rows, op.a.cols)
+    }
+
+    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()> {
+        self.make_tensor_mut(op.into)
+    }
+
+    fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
+        let (tokens, experts) = op.logits.shape();
+        let (probs, log_sum_exp) = (self.plain(DType::F32, tokens, experts)?, self.buf(tokens)?);
+        let (expert, weight) = (self.buf(tokens * op.top_k)?, self.buf(tokens * op.top_k)?);
+        let (load, losses) = (self.buf(op.shards * experts)?, self.buf(2 * op.shards)?);
+        if self.is_gpu() {
+            let chunks = op.shards * (tokens / op.shards).div_ceil(Route::<Self>::CHUNK);
+            let _sums: (Buf<f32>, Buf<f32>, Buf<i32>) =
+                (self.buf(chunks * experts)?, self.buf(chunks)?, self.buf(chunks * experts)?);
+            let _products: Buf<f64> = self.buf(op.shards * experts)?;
+        }
+        Ok(Routing { expert, weight, probs, log_sum_exp, load, losses })
+    }
+
+    fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<Tensor<Self>> {
+        let (tokens, experts) = op.routing.probs.shape();
+        self.plain(DType::F32, tokens, experts)
+    }
+
+    fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
+        // Slots of each group in each chunk of slots, of 16 bits.
+        let counts = Self::len(op.expert).div_ceil(PLAN_CHUNK).min(PLAN_CHUNKS) * op.num_groups;
+        let _counts: Option<Buf<u8>> = self.is_gpu().then(|| self.buf(2 * counts)).transpose()?;
+        let (start, len) = (self.buf(op.num_groups + 1)?, self.buf(op.num_groups)?);
+        let (row_id, source_row, row_slot) =
+            (self.buf(op.capacity)?, self.buf(op.capacity)?, self.buf(op.capacity)?);
+        let slot_row = self.buf(op.num_slots)?;
+        let &PlanPermute { num_groups, align, capacity, num_slots, .. } = &op;
+        let groups = Groups { start, len, row_id, num_groups, align, capacity, rows_each: None };
+        let occupancy = Occupancy { found: self.buf(2)?, num_slots, capacity };
+        Ok(PermuteMap { groups, source_row, row_slot, num_slots, slot_row, occupancy })
+    }
+
+    fn permute(&self, op: Permute<'_, Self>) -> Result<Operand<Self>> {
+        self.gathered(op.rows, op.map.groups.capacity)
+    }
+
+    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Operand<Self>> {
+        self.gathered(op.rows, op.map.num_slots)
+    }
+
+    fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Buf<f32>> {
+        self.buf(Self::len(op.index))
+    }
+
+    fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.rows.dtype(), op.tokens(), op.rows.cols)
+    }
+
+    fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Buf<u8>> {
+        self.buf(Self::len(op.index) * op.rows.row_kind().row_bytes())
+    }
+
+    fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
+        let (kind, rows) = (op.kind, Self::len(op.bytes) / op.kind.row_bytes());
+        match kind.format {
+            Format::F32 => Ok(Operand::Plain(self.plain(DType::F32, rows, kind.cols)?)),
+            Format::Bf16 => Ok(Operand::Plain(self.plain(DType::Bf16, rows, kind.cols)?)),
+            format => {
+                Ok(Operand::Block(self.planes((format, kind.rule), BlockAxis::Row, (rows, kind.cols, 1))?))
+            }
+        }
+    }
+
+    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
+        let slots = Self::len(op.expert);
+        Ok(SlotRanks { rank: self.buf(slots)?, first: self.buf(slots)?, counts: self.buf(2 * op.world)? })
+    }
+
+    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Buf<i32>> {
+        self.buf(Self::len(op.slot) * record_words(op.top_k))
+    }
+
+    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
+        let (n, slots) = (op.records(), op.records() * op.top_k);
+        Ok(ReceivedSlots { token_id: self.buf(n)?, expert: self.buf(slots)?, weight: self.buf(slots)? })
+    }
+
+    fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        if !self.is_gpu() {
+            let a = self.emitted(op.a, rows, f, 1)?;
+            return Ok(SwigluOut { a, h: self.saved_h(&op)? });
+        }
+        match op.a {
+            Emit::Block { codec, planes: Planes::Rows } if self.is_fused(&op, codec, 32) => {
+                let h = self.saved_h(&op)?;
+                Ok(SwigluOut { a: self.emitted(op.a, rows, f, 1)?, h })
+            }
+            Emit::Block { codec, planes: Planes::Both } if self.is_fused(&op, codec, 8) => {
+                let a = self.emitted(op.a, rows, f, 1)?;
+                Ok(SwigluOut { a, h: self.saved_h(&op)? })
+            }
+            to => {
+                let a = self.emitted_from(self.plain(plain_form(to), rows, f)?, to)?;
+                Ok(SwigluOut { a, h: self.saved_h(&op)? })
+            }
+        }
+    }
+
+    fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
+        if self.is_gpu() {
+            return self.swiglu_backward_on_gpu(&op);
+        }
+        let (rows, f) = op.da.shape();
+        let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
+        let a = op.a.map(|a| self.emitted(a, rows, f, 1)).transpose()?;
+        Ok(SwigluGrads { dh, a, dweight: self.buf(rows)? })
+    }
+
+    fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
+        self.plain(DType::F32, op.rows, op.cols)
+    }
+}
+
+impl Dry {
+    /// Room for a copy, where another handle shares what is to be written.
+    pub(crate) fn make_tensor_mut(&self, x: &mut Tensor<Self>) -> Result<()> {
+        match &mut x.data {
+            Data::F32(values) => self.make_mut(values),
+            Data::Bf16(values) => self.make_mut(values),
+        }
+    }
+
+    /// So many elements of a BF16 temporary.
+    pub(crate) fn bf16(&self, len: usize) -> Result<Buf<bf16>> {
+        self.buf(len)
+    }
+}

@@ -1,0 +1,51 @@
+//! A backend that computes nothing. Its buffers have a type, a length and a place in an arena, and no bytes; its operations
+//! return what the real ones return, and take in between what those take. Whatever runs over a backend runs over this one, in
+//! the time it takes to count, and [`Backend::arena_memory`](nibble_core::Backend::arena_memory) says what it needs, holes
+//! included: places are given by the same arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
+//!
+//! Downloads give zeros. So whoever decides by values that were computed is told nothing: the ranks' exchange, which reads how
+//! many rows go where, has a communicator here that says so ([`DryComm`]).
+
+mod backend;
+mod comm;
+mod convert;
+mod memory;
+mod model;
+mod products;
+
+pub use comm::DryComm;
+pub use memory::{Arena, Buf};
+
+use memory::{Counters, Memory};
+use nibble_core::{DeviceKind, Scope};
+use std::sync::{Arc, Mutex};
+
+/// A device of a kind, as large as it must be.
+#[derive(Clone)]
+pub struct Dry {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    kind: DeviceKind,
+    memory: Arc<Memory>,
+    scope: Scope<Arena>,
+    /// Of a GPU: words that counters are cut from.
+    counters: Mutex<Option<Counters>>,
+}
+
+impl Dry {
+    /// The most bytes that may live at once: a pebibyte, which no device has. Sizes of mistakes stop here.
+    pub const MOST_BYTES: usize = 1 << 50;
+
+    /// A device of this kind.
+    pub fn new(kind: DeviceKind) -> Self {
+        let (memory, scope, counters) = (Arc::default(), Scope::default(), Mutex::default());
+        Self { inner: Arc::new(Inner { kind, memory, scope, counters }) }
+    }
+
+    /// Whether it stands for a GPU.
+    pub(crate) fn is_gpu(&self) -> bool {
+        self.inner.kind == DeviceKind::Gpu
+    }
+}

@@ -1,0 +1,234 @@
+//! The rest of a transformer and of a training step.
+
+use crate::Dry;
+use crate::memory::Buf;
+use nibble_core::formats::Codec;
+use nibble_core::ops::*;
+use nibble_core::{Backend, Convert, DType, Model, Result, Tensor};
+
+/// Queries of a tile of a GPU's attention.
+const ATTENTION_TILE: usize = 128;
+
+impl Dry {
+    /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
+    fn shard_nats(&self, tokens: usize, shards: usize) -> Result<Buf<f64>> {
+        let nats = self.buf(shards)?;
+        if self.is_gpu() {
+            let chunks = (tokens / shards.max(1)).div_ceil(CrossEntropy::<Self>::CHUNK);
+            let _sums: Buf<f64> = self.buf(shards * chunks)?;
+        }
+        Ok(nats)
+    }
+}
+
+impl Dry {
+    /// A norm's gradients, and on a GPU the sums of chunks of its rows, which have so many columns.
+    fn norm_backward(
+        &self,
+        x: &Tensor<Self>,
+        (rows, cols): (usize, usize),
+        dweight: &mut Tensor<Self>,
+    ) -> Result<Tensor<Self>> {
+        self.make_tensor_mut(dweight)?;
+        let dx = self.plain(x.dtype(), x.rows, x.cols)?;
+        if self.is_gpu() {
+            let shards = dweight.rows.max(1);
+            let chunks = shards * (rows / shards).div_ceil(RmsNormBackward::<Self>::CHUNK);
+            let _sums: Buf<f32> = self.buf(chunks * cols)?;
+        }
+        Ok(dx)
+    }
+}
+
+impl Dry {
+    /// What a chunk of the head's rows takes while it lasts.
+    fn head_chunk_of(
+        &self,
+        rows: usize,
+        (d, vocab): (usize, usize),
+        (dtype, gradients): (DType, bool),
+        codecs: HeadCodecs,
+    ) -> Result<()> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
+        // A CPU quantizes a copy; a GPU finds x where it is.
+        let copied = if self.is_gpu() { 0 } else { rows };
+        let x = || self.plain(dtype, copied, d).map(|x| Tensor { rows, ..x });
+        let _x = self.head_planes(x, fprop_x, wgrad_x)?;
+        let logits = self.is_gpu().then(|| self.plain(DType::F32, rows, vocab)).transpose()?;
+        if !gradients {
+            return Ok(());
+        }
+        // Those that a GPU has made for the chunk go when there are planes of them.
+        let mut made = self.is_gpu().then(|| self.plain(dtype, rows, vocab)).transpose()?;
+        drop(logits);
+        let dlogits = || made.take().map_or_else(|| self.plain(dtype, rows, vocab), Ok);
+        self.head_planes(dlogits, dgrad_dy, wgrad_dy).map(drop)
+    }
+
+    /// Planes of a matrix by rows and by columns, as far as they are wanted.
+    fn head_planes(
+        &self,
+        x: impl FnOnce() -> Result<Tensor<Self>>,
+        rows: Option<Codec>,
+        cols: Option<Codec>,
+    ) -> Result<Vec<Emitted<Self>>> {
+        if rows.is_none() && cols.is_none() {
+            return Ok(Vec::new());
+        }
+        let x = x()?;
+        let wanted = match (rows, cols) {
+            (Some(rows), cols) if cols == Some(rows) => vec![(rows, Planes::Both)],
+            (rows, cols) => {
+                let rows = rows.map(|codec| (codec, Planes::Rows));
+                rows.into_iter().chain(cols.map(|codec| (codec, Planes::Cols))).collect()
+            }
+        };
+        wanted.into_iter().map(|(codec, planes)| self.quantize(Quantize::new(&x, codec, planes))).collect()
+    }
+}
+
+impl Model for Dry {
+    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
+        let bad_ids = self.counters(1)?;
+        Ok(EmbedOut { x: self.plain(op.dtype, Self::len(op.ids), op.table.cols)?, bad_ids })
+    }
+
+    fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
+        self.make_tensor_mut(op.grad)?;
+        if self.is_gpu() {
+            // Tokens sorted by id; then their order, the tasks, and the sums of ids of several chunks.
+            let (tokens, d) = op.dy.shape();
+            drop::<Buf<i32>>(self.buf(6 * tokens)?);
+            let _tasks: Buf<i32> = self.buf(5 * tokens)?;
+            let _sums: Buf<f32> = self.buf((2 * tokens).div_ceil(EmbedBackward::<Self>::CHUNK) * d)?;
+        }
+        Ok(())
+    }
+
+    fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
+        let inv_rms = self.buf(op.x.rows)?;
+        let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
+        let sum = op.plus.map(|_| like()).transpose()?;
+        Ok(RmsNormOut { y: like()?, inv_rms, sum })
+    }
+
+    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
+        let inv_rms = self.buf(op.x.rows * (op.x.cols / op.table.cols.max(1)))?;
+        Ok(RmsNormOut { y: self.plain(op.x.dtype(), op.x.rows, op.x.cols)?, inv_rms, sum: None })
+    }
+
+    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
+        let heads = op.heads();
+        self.norm_backward(op.x, (heads, op.table.cols), op.dweight)
+    }
+
+    fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
+        self.norm_backward(op.x, op.x.shape(), op.dweight)
+    }
+
+    fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.x.dtype(), op.x.rows, op.x.cols)
+    }
+
+    fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
+        let (tokens, cols) = op.q.shape();
+        let out = self.plain(op.q.dtype(), tokens, cols)?;
+        Ok(AttentionOut { out, lse: self.buf(tokens * (cols / op.head_dim.max(1)))? })
+    }
+
+    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
+        self.plain(op.q.dtype(), op.q.rows, op.q.cols)
+    }
+
+    fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
+        let like = |x: &Tensor<Self>| self.plain(x.dtype(), x.rows, x.cols);
+        let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
+        if self.is_gpu() {
+            // Log-sum-exp and out · dout of each query, by heads of whole tiles.
+            let seq_len = op.seq_len.max(1);
+            let rows = Self::len(op.lse) / seq_len * seq_len.next_multiple_of(ATTENTION_TILE);
+            let _rows: [Buf<f32>; 2] = [self.buf(rows)?, self.buf(rows)?];
+        }
+        Ok(grads)
+    }
+
+    fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
+        let (tokens, vocab) = op.logits.shape();
+        let (loss, bad_ids) = (self.buf(tokens)?, self.counters(1)?);
+        let dlogits = op.grad.map(|dtype| self.plain(dtype, tokens, vocab)).transpose()?;
+        Ok(CrossEntropyOut { loss, shard_nats: self.shard_nats(tokens, op.shards)?, bad_ids, dlogits })
+    }
+
+    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+        let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
+        let (chunks, longest) = (op.chunks(), op.longest_chunk());
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+        let [x_counts, dlogits_counts] = [(fprop_x, wgrad_x), (dgrad_dy, wgrad_dy)].map(|(rows, cols)| {
+            let any = rows.is_some() || cols.is_some();
+            any.then(|| self.counters(3).map(Counts)).transpose()
+        });
+        let _loss: Buf<f32> = self.buf(tokens)?;
+        let bad_ids = self.counters(1)?;
+        // A CPU has room for the longest chunk from the first to the last, a GPU for each chunk as it comes.
+        let room = |dtype| (!self.is_gpu()).then(|| self.plain(dtype, longest, vocab)).transpose();
+        let _logits = room(DType::F32)?;
+        let (mut dx, mut beside) = (None, None);
+        let gradients = op.grad.is_some();
+        if let Some(grad) = op.grad {
+            let dlogits = room(dtype)?;
+            dx = Some(self.plain(dtype, tokens, d)?);
+            // A shard in several chunks has a sum of its own, unless that is the gradient itself: a GPU adds to one in F32.
+            let adds = grad.accumulate && !self.is_gpu();
+            let is_cut = longest < tokens / op.shards.max(1);
+            let apart = is_cut && (adds || grad.dw.dtype() == DType::Bf16);
+            let chain = apart.then(|| self.plain(DType::F32, vocab, d)).transpose()?;
+            beside = Some((dlogits, chain));
+            self.make_tensor_mut(grad.dw)?;
+        }
+        let mut known = None;
+        for rows in chunks.into_iter().map(|chunk| chunk.tokens.len()) {
+            // What one chunk takes the next of the same length takes again.
+            if known.replace(rows) != Some(rows) {
+                self.head_chunk_of(rows, (d, vocab), (dtype, gradients), op.codecs)?;
+            }
+        }
+        let shard_nats = self.shard_nats(tokens, op.shards)?;
+        drop(beside);
+        Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts: x_counts?, dlogits_counts: dlogits_counts? })
+    }
+
+    fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
+        self.make_mut(op.clock)?;
+        self.make_mut(op.control)?;
+        self.make_mut(op.table)
+    }
+
+    fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()> {
+        self.make_mut(op.clock)?;
+        [op.ids, op.targets, op.row_id].into_iter().try_for_each(|words| self.make_mut(words))
+    }
+
+    fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
+        self.make_mut(op.table)
+    }
+
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
+        self.make_mut(op.into)?;
+        if self.is_gpu() {
+            let (rows, cols) = op.x.shape();
+            let chunks = (rows / op.parts.max(1) * cols).div_ceil(SumSquares::<Self>::CHUNK);
+            let _sums: Buf<f64> = self.buf(op.parts * chunks)?;
+        }
+        Ok(())
+    }
+
+    fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
+        self.make_mut(op.clock)?;
+        self.make_mut(op.control)?;
+        self.make_mut(op.reports)
+    }
+
+    fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
+        [op.param, op.exp_avg, op.exp_avg_sq].into_iter().try_for_each(|x| self.make_tensor_mut(x))
+    }
+}

@@ -1,0 +1,216 @@
+//! Memory known before it is used: what a run takes, from its shapes alone, and what would make it fit.
+//!
+//! A run is rehearsed on [`Dry`], which computes nothing: the trainer's own step and evaluation, with the same allocations in
+//! the same order. So the arenas' sizes are found and not estimated. What a router decides is not known before: where ranks
+//! exchange rows, each is taken to get as many as the others.
+
+mod search;
+mod sizes;
+
+pub use sizes::check_sizes;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::ledger::Ledger;
+use crate::param::Placement;
+use crate::trainer::{RunMemory, Trainer};
+use nibble_core::{Backend, Comm, DeviceKind, Recipe, SoloComm};
+use nibble_dry::{Dry, DryComm};
+
+/// What a run takes on one rank.
+#[derive(Debug, Clone)]
+pub struct Prediction {
+    /// Where it would run.
+    pub kind: DeviceKind,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The arenas of a rank, at their largest.
+    pub memory: RunMemory,
+    /// Bytes of a rank outside arenas: inputs, sums, reports, and among several ranks what a checkpoint brings together.
+    pub beside_bytes: usize,
+    /// What a forward pass keeps for its backward pass.
+    pub ledger: Ledger,
+    /// Trainable numbers over all ranks.
+    pub parameters: usize,
+}
+
+impl Prediction {
+    /// Bytes of each part of one rank.
+    pub fn parts(&self) -> [(&'static str, usize); 5] {
+        let [weights, gradients, moments, activations] =
+            self.memory.arenas().map(|(name, stats)| (name, stats.total_bytes.unwrap_or(stats.peak_bytes)));
+        [weights, gradients, moments, activations, ("other buffers", self.beside_bytes)]
+    }
+
+    /// What the device takes for itself, and what that is.
+    pub fn allowance(&self) -> (&'static str, usize) {
+        match self.kind {
+            DeviceKind::Host => ("the process", 64 << 20),
+            DeviceKind::Gpu => ("context and kernels", 1 << 30),
+        }
+    }
+
+    /// Bytes of one device: a GPU has one rank, a host all of them.
+    pub fn device_bytes(&self) -> usize {
+        let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
+        rank * self.ranks_of_a_device() + self.allowance().1
+    }
+
+    fn ranks_of_a_device(&self) -> usize {
+        match self.kind {
+            DeviceKind::Host => self.ranks,
+            DeviceKind::Gpu => 1,
+        }
+    }
+
+    /// `weights 1.5 GiB, gradients 1.5 GiB, ...`.
+    pub fn summary(&self) -> String {
+        let ranks = match self.ranks_of_a_device() {
+            1 => String::new(),
+            n => format!("{n} ranks of "),
+        };
+        let parts = self.parts().map(|(name, bytes)| format!("{name} {}", in_words(bytes))).join(", ");
+        let (name, bytes) = self.allowance();
+        format!("{ranks}{parts}; {name} {}", in_words(bytes))
+    }
+}
+
+/// Predicts a run on so many ranks of a device of this kind.
+///
+/// # Errors
+/// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
+pub fn predict(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+    rehearsed(kind, ranks, config, recipe, |trainer| trainer.rehearse())
+}
+
+/// Predicts what is there as long as the run: no activations.
+fn predict_state(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+    rehearsed(kind, ranks, config, recipe, |_| Ok(Ledger::default()))
+}
+
+fn rehearsed(
+    kind: DeviceKind,
+    ranks: usize,
+    config: &Config,
+    recipe: &Recipe,
+    run: impl FnOnce(&mut Trainer<'_, Dry>) -> Result<Ledger>,
+) -> Result<Prediction> {
+    check_sizes(config)?;
+    let dry = Dry::new(kind);
+    let tokens = config.train.batch_size / ranks * config.data.seq_len;
+    let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
+    let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
+    let done = (|| {
+        let mut trainer = Trainer::of_shapes(&dry, comm, config, recipe)?;
+        let ledger = run(&mut trainer)?;
+        let beside_bytes = dry.pooled_peak() + gathered_bytes(&mut trainer, ranks);
+        let (memory, parameters) = (trainer.memory(), trainer.parameters());
+        Ok(Prediction { kind, ranks, memory, beside_bytes, ledger, parameters })
+    })();
+    match done {
+        Err(_) if dry.has_overflowed() => Err(Error::Memory {
+            needed: usize::MAX,
+            settings: Vec::new(),
+            why: format!("a run takes more than {}, and no device has that", in_words(Dry::MOST_BYTES)),
+        }),
+        done => done,
+    }
+}
+
+/// What a checkpoint brings together of the largest tensor that ranks share out.
+fn gathered_bytes(trainer: &mut Trainer<'_, Dry>, ranks: usize) -> usize {
+    let shared = trainer.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
+    let largest = shared.map(|p| p.master.bytes()).max().unwrap_or(0);
+    if ranks == 1 { 0 } else { largest * (1 + ranks) }
+}
+
+/// Predicts the run, if this device has room for it.
+///
+/// # Errors
+/// [`Error::Memory`] if not, with the shortest list of settings that would make it fit.
+pub fn require_room<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+    let there = b.memory().total_bytes.unwrap_or(usize::MAX);
+    require_bytes(b.kind(), ranks, config, recipe, (&b.name(), there))
+}
+
+/// [`require_room`] on a device of this name and size.
+///
+/// # Errors
+/// As [`require_room`].
+pub fn require_bytes(
+    kind: DeviceKind,
+    ranks: usize,
+    config: &Config,
+    recipe: &Recipe,
+    (device, there): (&str, usize),
+) -> Result<Prediction> {
+    let predicted = predict(kind, ranks, config, recipe);
+    let (needed, parts) = match &predicted {
+        Ok(prediction) if prediction.device_bytes() <= there => return predicted,
+        Ok(prediction) => (prediction.device_bytes(), format!(" ({})", prediction.summary())),
+        Err(Error::Memory { .. }) => (usize::MAX, String::new()),
+        Err(_) => return predicted,
+    };
+    let found = search::shortest(kind, ranks, config, there)?;
+    let settings = match &found {
+        Some(found) if found.bytes <= there => found.settings.clone(),
+        _ => Vec::new(),
+    };
+    let advice = match found {
+        Some(found) if found.bytes <= there => {
+            format!("it would fit, in {}, with {}", in_words(found.bytes), overrides(&found.settings))
+        }
+        Some(found) if found.bytes < needed => {
+            let (least, with) = (in_words(found.bytes), overrides(&found.settings));
+            format!(
+                "no setting makes it fit: the least is {least}, with {with}; make the model or the batch smaller"
+            )
+        }
+        _ => "no setting makes it smaller; make the model or the batch smaller".to_owned(),
+    };
+    let takes = match needed {
+        usize::MAX => format!("more than {}", in_words(Dry::MOST_BYTES)),
+        bytes => in_words(bytes),
+    };
+    let why = format!("the run takes {takes}{parts}, and {device} has {}; {advice}", in_words(there));
+    Err(Error::Memory { needed, settings, why })
+}
+
+/// As the command line takes them.
+fn overrides(settings: &[String]) -> String {
+    let option = |setting: &String| match setting.contains(['"', ' ']) {
+        true => format!("--set '{setting}'"),
+        false => format!("--set {setting}"),
+    };
+    settings.iter().map(option).collect::<Vec<_>>().join(" ")
+}
+
+/// Whether this device has room for weights, gradients and moments, whatever is done with them.
+///
+/// # Errors
+/// [`Error::Memory`] if not.
+pub(crate) fn require_room_for_state<B: Backend>(
+    b: &B,
+    ranks: usize,
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<()> {
+    let there = b.memory().total_bytes.unwrap_or(usize::MAX);
+    let predicted = predict_state(b.kind(), ranks, config, recipe)?;
+    let needed = predicted.device_bytes();
+    if needed <= there {
+        return Ok(());
+    }
+    let (takes, parts, has) = (in_words(needed), predicted.summary(), in_words(there));
+    let why = format!("the model's state takes {takes} ({parts}), and {} has {has}", b.name());
+    Err(Error::Memory { needed, settings: Vec::new(), why })
+}
+
+/// 3 670 016 → `3.5 MiB`; nothing above GiB, so that sizes compare at a glance.
+fn in_words(bytes: usize) -> String {
+    const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match UNITS.into_iter().find(|(_, power)| bytes >> power > 0) {
+        Some((unit, power)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << power) as f64),
+        None => format!("{bytes} B"),
+    }
+}

@@ -1,0 +1,62 @@
+//! Sizes that can be counted at all: everything after this multiplies them without looking.
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// The most numbers a model may have.
+const MOST_PARAMETERS: u128 = 1 << 48;
+/// The most tokens of a micro-batch on one rank: the host has a list of them, too.
+const MOST_TOKENS: usize = 1 << 24;
+/// The most elements of one tensor of activations.
+const MOST_ELEMENTS: u128 = 1 << 50;
+
+/// Whether every size of this configuration can be counted, and is not beyond what any machine has.
+///
+/// # Errors
+/// [`Error::Config`] naming the key.
+pub fn check_sizes(config: &Config) -> Result<()> {
+    let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
+    let wide = |n: usize| n as u128;
+    let times =
+        |factors: &[usize]| factors.iter().try_fold(1u128, |product, n| product.checked_mul(wide(*n)));
+    // All weights but norms; none where the product is beyond 128 bits.
+    let parts = [
+        times(&[m.vocab_size, m.d_model]),
+        times(&[m.layers, m.d_model, m.heads, m.head_dim, 4]),
+        times(&[m.layers, m.d_model, m.shared_ffn, 3]),
+        times(&[m.layers, m.experts, m.d_model, m.expert_ffn, 3]),
+        times(&[m.layers, m.experts, m.d_model]),
+    ];
+    let parameters = parts.into_iter().try_fold(0u128, |sum, part| sum.checked_add(part?));
+    if parameters.is_none_or(|n| n > MOST_PARAMETERS) {
+        let why = format!(
+            "with {} columns, {} layers and {} experts of {} the model has more than 2^48 parameters",
+            m.d_model, m.layers, m.experts, m.expert_ffn
+        );
+        return Err(Error::config("model", why));
+    }
+    let tokens = times(&[t.batch_size / ranks, config.data.seq_len]);
+    if tokens.is_none_or(|n| n > wide(MOST_TOKENS)) {
+        let why = format!(
+            "is {}: with sequences of {} a rank has more than {MOST_TOKENS} tokens of a micro-batch; make it smaller, and \
+             train.grad_accum larger",
+            t.batch_size, config.data.seq_len
+        );
+        return Err(Error::config("train.batch_size", why));
+    }
+    // Sizes up to here have no more than 48 bits each.
+    let tokens = tokens.unwrap_or(0);
+    let rows = tokens * wide(m.top_k) * wide(ranks) + wide(m.experts) * 128;
+    let widest =
+        [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * wide(m.head_dim), 2 * wide(m.shared_ffn)];
+    let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
+    let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
+    if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {
+        let why = format!(
+            "is {}: rows of {widest} for each slot of a token are more than 2^50 elements",
+            t.batch_size
+        );
+        return Err(Error::config("train.batch_size", why));
+    }
+    Ok(())
+}

@@ -1,0 +1,302 @@
+//! What is predicted is what a run takes: by the allocator, arena by arena, after steps and an evaluation.
+
+use nibble_core::{DeviceKind, Recipe, SoloComm};
+use nibble_cpu::{Cpu, ThreadComm};
+use nibble_train::Error;
+use nibble_train::config::Config;
+use nibble_train::plan::{Prediction, predict, require_bytes, require_room};
+use nibble_train::trainer::{RunMemory, Trainer, checked_recipe};
+use std::time::{Duration, Instant};
+
+fn config(changes: &[&str]) -> Config {
+    Config::load("tiny", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>()).unwrap()
+}
+
+fn prediction(kind: DeviceKind, config: &Config) -> nibble_train::Result<Prediction> {
+    predict(kind, config.run.ranks, config, &checked_recipe(config)?)
+}
+
+/// Two steps and an evaluation.
+fn measured(trainer: &mut Trainer<'_, Cpu>) -> RunMemory {
+    trainer.train_step().unwrap();
+    trainer.train_step().unwrap();
+    trainer.evaluate(1).unwrap();
+    trainer.memory()
+}
+
+fn off(got: usize, expected: usize) -> f64 {
+    (got as f64 / expected as f64 - 1.0).abs()
+}
+
+#[test]
+fn every_arena_is_as_large_as_predicted() {
+    for changes in [
+        &["recipe=bf16"][..],
+        &["recipe=f32", "model.tie_embeddings=false", "model.shared_ffn=64"],
+        &["recipe=fp8-flow", "train.grad_dtype=bf16", "train.moment_dtype=bf16"],
+        &["recipe=fp8-block", "train.shards=4", "train.grad_accum=3"],
+        &["recipe=mxfp4-hopper", "train.grad_accum=2", "train.shards=2", "model.layers=3"],
+        &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.recompute=[\"expert_input\"]"],
+        &[
+            "recipe=bf16",
+            "train.recompute=[\"norms\", \"swiglu\", \"attention\", \"experts\"]",
+            "model.shared_ffn=64",
+        ],
+        &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]", "train.grad_accum=2"],
+        &["recipe=fp8-flow", "train.recompute=[]"],
+        &["recipe=mxfp4-hopper-head8"],
+        &[
+            "recipe=mxfp4-hopper-head8",
+            "model.tie_embeddings=false",
+            "model.vocab_size=1000",
+            "train.grad_dtype=bf16",
+        ],
+        &["recipe=bf16", "train.shards=8", "data.seq_len=256", "train.grad_dtype=bf16", "train.grad_accum=2"],
+        &[
+            "recipe=mxfp4-hopper",
+            "model.experts=32",
+            "model.top_k=4",
+            "model.expert_ffn=128",
+            "model.heads=8",
+        ],
+    ] {
+        let config = config(changes);
+        let cpu = Cpu::new(1).unwrap();
+        let mut trainer = Trainer::new(&cpu, &SoloComm, &config).unwrap();
+        let there = measured(&mut trainer);
+        let predicted = prediction(DeviceKind::Host, &config).unwrap();
+        for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
+            println!("{changes:?} {name}: {predicted:?} predicted, {there:?} there");
+            let (live, all) = (
+                off(predicted.peak_bytes, there.peak_bytes),
+                off(predicted.total_bytes.unwrap(), there.total_bytes.unwrap()),
+            );
+            if name == "activations" {
+                assert!(
+                    live < 0.01 && all < 0.05,
+                    "{changes:?} {name}: {predicted:?} predicted, {there:?} there"
+                );
+            } else {
+                assert_eq!(predicted, there, "{changes:?} {name}");
+            }
+        }
+        assert_eq!(predicted.parameters, trainer.parameters());
+        let (ledger, _) = trainer.ledger().unwrap();
+        assert_eq!(predicted.ledger.table(), ledger.table(), "{changes:?}");
+    }
+}
+
+#[test]
+fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("late.toml");
+    let text = "extends = \"mxfp4-hopper\"\n[[override]]\nlayers = \"*\"\nsteps = \"0.5..1\"\nset = { recipe = \"bf16\" }";
+    std::fs::write(&path, text).unwrap();
+    let of = |recipe: &str| prediction(DeviceKind::Host, &config(&[&format!("recipe={recipe}")])).unwrap();
+    let activations = |prediction: &Prediction| prediction.memory.activations.peak_bytes;
+    let (late, first, last) = (of(path.to_str().unwrap()), of("mxfp4-hopper"), of("bf16"));
+    assert!(activations(&first) < activations(&last));
+    assert!(
+        off(activations(&late), activations(&last)) < 0.05,
+        "{} {}",
+        activations(&late),
+        activations(&last)
+    );
+}
+
+#[test]
+fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
+    let config = config(&["run.ranks=2", "train.shards=2", "recipe=mxfp4-hopper"]);
+    let predicted = prediction(DeviceKind::Host, &config).unwrap();
+    let rank = |comm: ThreadComm| {
+        let cpu = Cpu::new(1).unwrap();
+        measured(&mut Trainer::new(&cpu, &comm, &config).unwrap())
+    };
+    let rank = &rank;
+    let there: Vec<RunMemory> = std::thread::scope(|scope| {
+        let ranks = ThreadComm::world(2).into_iter();
+        let handles: Vec<_> = ranks.map(|comm| scope.spawn(move || rank(comm))).collect();
+        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+    });
+    for there in there {
+        for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
+            let bound = if name == "activations" { 0.1 } else { 1e-9 };
+            assert!(off(predicted.peak_bytes, there.peak_bytes) < bound, "{name}: {predicted:?}, {there:?}");
+        }
+    }
+}
+
+/// Of configuration `s` on an H200, as its driver and its arenas reported after some steps: recipe; of the activations the
+/// most bytes that lived and the bytes taken, and by the ledger what a forward pass keeps, in GiB.
+const MEASURED: [(&str, [f64; 3]); 2] = [("bf16", [32.6, 33.0, 24.4]), ("mxfp4-hopper", [17.6, 17.8, 12.6])];
+
+#[test]
+fn a_gpu_takes_what_was_measured() {
+    for (recipe, measured) in MEASURED {
+        let config = Config::load("s", &[format!("recipe={recipe}")]).unwrap();
+        let predicted = prediction(DeviceKind::Gpu, &config).unwrap();
+        let RunMemory { weights, gradients, moments, activations } = predicted.memory;
+        let there = [activations.peak_bytes, activations.total_bytes.unwrap(), predicted.ledger.bytes()]
+            .map(|bytes| bytes as f64 / (1u64 << 30) as f64);
+        println!("{recipe}: {there:.2?} GiB predicted, {measured:?} measured");
+        for (predicted, measured) in there.into_iter().zip(measured) {
+            assert!((predicted / measured - 1.0).abs() < 0.05, "{recipe}: {there:?}, {measured:?}");
+        }
+        let each = |bytes: usize| bytes as f64 / predicted.parameters as f64;
+        let state = [weights, gradients, moments].map(|arena| each(arena.peak_bytes));
+        println!("{state:.4?} bytes a parameter");
+        for (predicted, measured) in state.into_iter().zip([4.0, 2.0, 8.0]) {
+            assert!((predicted - measured).abs() < 0.01, "{recipe}: {state:?}");
+        }
+    }
+}
+
+/// DeepSeek-V3's sizes.
+const HUGE: &[&str] = &[
+    "model.d_model=7168",
+    "model.layers=61",
+    "model.heads=128",
+    "model.kv_heads=128",
+    "model.head_dim=128",
+    "model.experts=256",
+    "model.top_k=8",
+    "model.expert_ffn=2048",
+    "model.shared_ffn=2048",
+    "model.vocab_size=129280",
+    "data.seq_len=4096",
+    "train.batch_size=16",
+    "train.shards=1",
+    "model.tie_embeddings=false",
+];
+
+#[test]
+fn hundreds_of_billions_of_parameters_cost_a_second() {
+    for kind in [DeviceKind::Host, DeviceKind::Gpu] {
+        for recipe in ["recipe=bf16", "recipe=mxfp4-hopper"] {
+            let config = config(&[HUGE, &[recipe]].concat());
+            let started = Instant::now();
+            let predicted = prediction(kind, &config).unwrap();
+            let took = started.elapsed();
+            println!(
+                "{kind:?} {recipe}: {:.1}e9 parameters, {} in {took:?}",
+                predicted.parameters as f64 / 1e9,
+                predicted.summary()
+            );
+            assert!(predicted.parameters > 600_000_000_000);
+            assert!(off(predicted.memory.moments.peak_bytes, 8 * predicted.parameters) < 1e-6);
+            assert!(took < Duration::from_secs(5), "{took:?}");
+        }
+    }
+}
+
+/// The refusal on a device of so many bytes.
+fn refused(config: &Config, there: usize) -> (Vec<String>, String) {
+    let recipe = checked_recipe(config).unwrap();
+    match require_bytes(DeviceKind::Gpu, config.run.ranks, config, &recipe, ("a small GPU", there)) {
+        Err(Error::Memory { settings, why, .. }) => (settings, why),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_told_the_shortest_list_that_does() {
+    // Over a gibibyte of weights.
+    let config = config(&[
+        "recipe=bf16",
+        "model.d_model=1024",
+        "model.expert_ffn=4096",
+        "model.experts=16",
+        "train.batch_size=32",
+    ]);
+    let bytes = |changes: &[&str]| {
+        let text = config.resolved_toml().unwrap();
+        let changes: Vec<String> = changes.iter().map(|c| (*c).to_owned()).collect();
+        let config = Config::from_text(&text, std::path::Path::new("test"), &changes).unwrap();
+        prediction(DeviceKind::Gpu, &config).unwrap().device_bytes()
+    };
+    let all = bytes(&[]);
+    let recipe = Recipe::builtin("bf16").unwrap();
+    assert!(require_bytes(DeviceKind::Gpu, 1, &config, &recipe, ("a GPU", all)).is_ok());
+    let moments = bytes(&["train.moment_dtype=bf16"]);
+    let (settings, why) = refused(&config, moments);
+    println!("{why}");
+    assert_eq!(settings, ["train.moment_dtype=bf16"], "{why}");
+    for part in [
+        "GiB",
+        "a small GPU",
+        "weights",
+        "gradients",
+        "moments",
+        "activations",
+        "--set train.moment_dtype=bf16",
+    ] {
+        assert!(why.contains(part), "{part}: {why}");
+    }
+    // Two where one does not do.
+    let (settings, why) = refused(&config, bytes(&["train.moment_dtype=bf16", "train.grad_dtype=bf16"]));
+    println!("{why}");
+    assert_eq!(settings, ["train.grad_dtype=bf16", "train.moment_dtype=bf16"], "{why}");
+    // Nothing.
+    let (settings, why) = refused(&config, 1 << 30);
+    println!("{why}");
+    assert!(settings.is_empty() && why.contains("no setting makes it fit: the least is"), "{why}");
+}
+
+#[test]
+fn what_does_not_fit_is_made_again_as_far_as_it_must() {
+    let config = Config::load("s", &["recipe=bf16".to_owned()]).unwrap();
+    let all = prediction(DeviceKind::Gpu, &config).unwrap().device_bytes();
+    for (less, setting) in [
+        (1, r#"train.recompute=["norms", "swiglu", "expert_input"]"#),
+        (10, r#"train.recompute=["norms", "swiglu", "expert_input", "attention"]"#),
+        (16, r#"train.recompute=["norms", "swiglu", "attention", "experts"]"#),
+    ] {
+        let (settings, why) = refused(&config, all - (less << 30));
+        println!("{why}");
+        assert_eq!(settings, [setting], "{why}");
+        assert!(why.contains(&format!("--set '{setting}'")), "{why}");
+    }
+}
+
+/// All the recomputation that there is.
+const LAYERS: &str = "train.recompute=[\"norms\", \"swiglu\", \"layers\"]";
+
+#[test]
+fn smaller_micro_batches_keep_the_tokens_of_a_step() {
+    let config = config(&["recipe=mxfp4-hopper", "train.batch_size=4096", LAYERS]);
+    let bytes = prediction(DeviceKind::Gpu, &config).unwrap().device_bytes();
+    let (settings, why) = refused(&config, bytes / 10 * 9);
+    println!("{why}");
+    assert_eq!(settings, ["train.batch_size=2048", "train.grad_accum=2"], "{why}");
+}
+
+#[test]
+fn absurd_sizes_are_errors() {
+    let load = |changes: &[&str]| {
+        let changes: Vec<String> = changes.iter().map(|c| (*c).to_owned()).collect();
+        Config::load("tiny", &changes)
+    };
+    let text = |changes: &[&str]| match load(changes) {
+        Err(e) => e.to_string(),
+        Ok(config) => {
+            let started = Instant::now();
+            let cpu = Cpu::new(1).unwrap();
+            let refused = Trainer::new(&cpu, &SoloComm, &config)
+                .map(drop)
+                .and_then(|()| require_room(&cpu, 1, &config, &checked_recipe(&config)?).map(drop));
+            assert!(started.elapsed() < Duration::from_secs(20), "{changes:?}");
+            refused.unwrap_err().to_string()
+        }
+    };
+    assert!(text(&["model.layers=9223372036854775807"]).contains("model.layers"));
+    assert!(text(&["train.batch_size=400000", "train.shards=1"]).contains("train.batch_size"));
+    assert!(text(&["model.d_model=4611686018427387904"]).contains("2^48 parameters"));
+    assert!(text(&["model.vocab_size=9223372036854775807"]).contains("model.vocab_size"));
+    assert!(text(&["model.heads=9223372036854775806", "model.kv_heads=1"]).contains("2^48 parameters"));
+    assert!(
+        text(&["data.seq_len=1048576", "train.batch_size=16", "train.shards=1", "model.head_dim=1048576"])
+            .contains("GiB")
+    );
+    assert!(text(&["model.layers=4096", "model.d_model=4096", "model.expert_ffn=4096"]).contains("GiB"));
+    assert!(text(&["model.d_model=1048576", "model.expert_ffn=1048576", "recipe=bf16"]).contains("GiB"));
+}
