@@ -58,6 +58,16 @@ pub enum Error {
         /// The device's answer.
         why: String,
     },
+    /// The device has no room for what is asked of it.
+    #[error("out of memory in {place}, which was asked for {bytes} bytes: {why}")]
+    OutOfMemory {
+        /// The arena, or the device's pool.
+        place: String,
+        /// Bytes asked for.
+        bytes: usize,
+        /// What there is and what is free, and the device's answer.
+        why: String,
+    },
     /// A collective failed, or another rank did.
     #[error("rank {rank}: {call}: {why}")]
     Comm {

@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::driver::{check, failed};
 use crate::recording::Kept;
 use cudarc::driver::{result, sys};
-use nibble_core::{Heap, MemoryStats, Result};
+use nibble_core::{Error, Heap, MemoryStats, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -90,10 +90,9 @@ impl Arena {
             let (free, total) = result::mem_get_info().unwrap_or_default();
             let live = state.heap.live();
             let why = format!(
-                "{bytes} bytes were asked for, with {live} live and {mapped} mapped in it; of the device's {total} bytes \
-                 {free} are free: {error}"
+                "{live} bytes are live and {mapped} mapped in it; of the device's {total} bytes {free} are free: {error}"
             );
-            failed(format!("allocating in arena `{name}`"), why)
+            Error::OutOfMemory { place: format!("arena `{name}`"), bytes, why }
         })?;
         state.heap.raise_capacity(end);
         Ok(())

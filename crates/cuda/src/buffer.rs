@@ -82,7 +82,14 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
     }
     // SAFETY: pool and stream live as long as the device. The driver has no empty allocations; one byte stands for them.
     let address = unsafe { result::mem_pool::alloc_async(device.pool(), bytes.max(1), stream) };
-    address.or_else(|error| named(&call(), Err(error)))
+    address.or_else(|error| match error.0 {
+        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            let (free, total) = result::mem_get_info().unwrap_or_default();
+            let why = format!("of the device's {total} bytes {free} are free");
+            Err(Error::OutOfMemory { place: "the device's pool".into(), bytes, why })
+        }
+        _ => named(&call(), Err(error)),
+    })
 }
 
 /// Words zeroed at a time: enough for the conversions of a training step.

@@ -48,6 +48,17 @@ pub enum Error {
         /// What the system said.
         source: std::io::Error,
     },
+    /// A step that the device has no room for.
+    #[error(
+        "step {step}: {source}\nLess memory: a smaller train.batch_size, with train.grad_accum larger for as many tokens; \
+         more scopes in train.recompute; train.grad_dtype=bf16, train.moment_dtype=bf16; a shorter data.seq_len"
+    )]
+    OutOfMemory {
+        /// The step under way, counted from 0 as for [`nibble_core::Error::NonFinite`].
+        step: u64,
+        /// Where, and how many bytes were asked for.
+        source: nibble_core::Error,
+    },
     /// A run that needs more memory than the device has.
     #[error("{why}")]
     Memory {
@@ -70,7 +81,7 @@ impl Error {
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Memory { .. } => true,
-            Self::Checkpoint { .. } => false,
+            Self::Checkpoint { .. } | Self::OutOfMemory { .. } => false,
             Self::Core(error) => matches!(error, nibble_core::Error::Recipe { .. }),
             Self::Io { source, .. } => {
                 use std::io::ErrorKind as K;
@@ -79,6 +90,14 @@ impl Error {
                     K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory
                 )
             }
+        }
+    }
+
+    /// Says in which step, of an error that does not say it itself.
+    pub(crate) fn in_step(self, step: u64) -> Self {
+        match self {
+            Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => Self::OutOfMemory { step, source },
+            other => other,
         }
     }
 
@@ -144,6 +163,20 @@ mod tests {
         };
         assert_eq!(error.to_string(), "run.toml:7: `train.stpes`: unknown key; did you mean `train.steps`?");
         assert!(error.is_user_error());
+    }
+
+    #[test]
+    fn a_step_without_room_says_which_where_and_what_helps() {
+        let place = "arena `activations`".to_owned();
+        let core = nibble_core::Error::OutOfMemory { place, bytes: 77, why: "3 are free".into() };
+        let error = Error::from(core).in_step(12);
+        let text = error.to_string();
+        for part in ["step 12", "arena `activations`", "77 bytes", "3 are free", "train.recompute"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        assert!(!error.is_user_error());
+        let other = Error::config("train.steps", "is 0");
+        assert_eq!(other.to_string(), Error::config("train.steps", "is 0").in_step(12).to_string());
     }
 
     #[test]

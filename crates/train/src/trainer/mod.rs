@@ -217,6 +217,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     fn issue(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+        let step = self.setup.step;
+        self.issue_whole(trace).map_err(|error| error.in_step(step))
+    }
+
+    fn issue_whole(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
         const RING: usize = 2;
         if self.issued.len() >= RING {
             let expected = format!("fewer than {RING}: settle one first");
