@@ -278,7 +278,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The directory of a checkpoint that has got into its place since this was last asked. Does not wait.
     ///
     /// # Errors
-    /// What went wrong with it: [`Error::Io`] if it could not be written, errors of the backend.
+    /// What went wrong with it: [`crate::Error::Io`] if it could not be written, errors of the backend.
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         if self.saving.is_done() { self.saving.finish() } else { Ok(None) }
     }
