@@ -1,10 +1,10 @@
 //! `nibble eval`: the held-out loss of a checkpoint.
 
+use crate::changes::Changes;
 use crate::checkpoint;
 use crate::console::{bits, say, thousands};
-use crate::device::{self, Device, DeviceArg, On, Work};
+use crate::device::{self, Device, On, Work};
 use crate::error::Result;
-use crate::train::RecipeArg;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
@@ -21,19 +21,13 @@ pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
     #[arg(value_name = "RUN_OR_CHECKPOINT")]
     path: PathBuf,
-    /// Changes a value of the checkpoint's configuration.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    overrides: Vec<String>,
     #[command(flatten)]
-    recipe: RecipeArg,
-    #[command(flatten)]
-    device: DeviceArg,
+    changes: Changes,
 }
 
 pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
-    let overrides = args.device.after(args.recipe.after(args.overrides));
-    let config = checkpoint::config(&checkpoint, &overrides)?;
+    let config = checkpoint::config(&checkpoint, &args.changes.overrides())?;
     device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config })
 }
 

@@ -1,9 +1,9 @@
 //! `nibble inspect`: one training step laid open in a file, for comparison with another implementation.
 
+use crate::changes::Changes;
 use crate::console::{bytes, say};
-use crate::device::{self, Device, DeviceArg, On, Work};
+use crate::device::{self, Device, On, Work};
 use crate::error::{Error, Result};
-use crate::train::RecipeArg;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use std::path::{Path, PathBuf};
@@ -21,21 +21,15 @@ pub struct Args {
     /// A built-in configuration or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
-    /// Changes a value of the configuration; may be given many times.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    overrides: Vec<String>,
     #[command(flatten)]
-    recipe: RecipeArg,
-    #[command(flatten)]
-    device: DeviceArg,
+    changes: Changes,
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let overrides = args.device.after(args.recipe.after(args.overrides));
-    let config = Config::load(&args.config, &overrides)?;
+    let config = Config::load(&args.config, &args.changes.overrides())?;
     device::run(&config.run, &Inspect { config: &config, out: &args.out })
 }
 

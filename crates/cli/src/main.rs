@@ -2,6 +2,7 @@
 //! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
 
 mod bench;
+mod changes;
 mod checkpoint;
 mod console;
 mod device;

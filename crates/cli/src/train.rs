@@ -1,7 +1,8 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
+use crate::changes::Changes;
 use crate::console::{bits, bytes, say, thousands};
-use crate::device::{self, Device, DeviceArg, On, Work};
+use crate::device::{self, Device, On, Work};
 use crate::error::Result;
 use crate::eval::{against, unit};
 use crate::run_dir;
@@ -36,13 +37,8 @@ pub struct Args {
     /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
-    /// Changes a value of the configuration; may be given many times.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    overrides: Vec<String>,
     #[command(flatten)]
-    recipe: RecipeArg,
-    #[command(flatten)]
-    device: DeviceArg,
+    changes: Changes,
     /// Goes on from the newest whole checkpoint of the latest run of this configuration.
     #[arg(long)]
     resume: bool,
@@ -61,24 +57,8 @@ enum DryRunOn {
     Gpu,
 }
 
-/// `--recipe`, short for `--set recipe=...`.
-#[derive(Debug, clap::Args)]
-pub struct RecipeArg {
-    /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
-    #[arg(long, value_name = "RECIPE")]
-    recipe: Option<String>,
-}
-
-impl RecipeArg {
-    /// The overrides, this one last.
-    pub fn after(self, mut overrides: Vec<String>) -> Vec<String> {
-        overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
-        overrides
-    }
-}
-
 pub fn run(args: Args) -> Result<()> {
-    let overrides = args.device.after(args.recipe.after(args.overrides));
+    let overrides = args.changes.overrides();
     let mut config = Config::load(&args.config, &overrides)?;
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),

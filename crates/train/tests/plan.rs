@@ -6,7 +6,6 @@ use nibble_train::Error;
 use nibble_train::config::Config;
 use nibble_train::plan::{Prediction, predict, require_bytes, require_room};
 use nibble_train::trainer::{RunMemory, Trainer, checked_recipe};
-use std::time::{Duration, Instant};
 
 fn config(changes: &[&str]) -> Config {
     Config::load("tiny", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>()).unwrap()
@@ -170,21 +169,18 @@ const HUGE: &[&str] = &[
 ];
 
 #[test]
-fn hundreds_of_billions_of_parameters_cost_a_second() {
+fn hundreds_of_billions_of_parameters_are_counted_and_not_made() {
     for kind in [DeviceKind::Host, DeviceKind::Gpu] {
         for recipe in ["recipe=bf16", "recipe=mxfp4-hopper"] {
             let config = config(&[HUGE, &[recipe]].concat());
-            let started = Instant::now();
             let predicted = prediction(kind, &config).unwrap();
-            let took = started.elapsed();
             println!(
-                "{kind:?} {recipe}: {:.1}e9 parameters, {} in {took:?}",
+                "{kind:?} {recipe}: {:.1}e9 parameters, {}",
                 predicted.parameters as f64 / 1e9,
                 predicted.summary()
             );
             assert!(predicted.parameters > 600_000_000_000);
             assert!(off(predicted.memory.moments.peak_bytes, 8 * predicted.parameters) < 1e-6);
-            assert!(took < Duration::from_secs(5), "{took:?}");
         }
     }
 }
@@ -279,12 +275,10 @@ fn absurd_sizes_are_errors() {
     let text = |changes: &[&str]| match load(changes) {
         Err(e) => e.to_string(),
         Ok(config) => {
-            let started = Instant::now();
             let cpu = Cpu::new(1).unwrap();
             let refused = Trainer::new(&cpu, &SoloComm, &config)
                 .map(drop)
                 .and_then(|()| require_room(&cpu, 1, &config, &checked_recipe(&config)?).map(drop));
-            assert!(started.elapsed() < Duration::from_secs(20), "{changes:?}");
             refused.unwrap_err().to_string()
         }
     };

