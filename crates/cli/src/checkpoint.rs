@@ -48,7 +48,7 @@ pub fn cpu(config: &Config) -> Result<Cpu> {
     Ok(env.cpu(env.threads(config.run.threads))?)
 }
 
-/// The checkpoint's model; with the data it was trained on, or without.
+/// The checkpoint's model, to look at; with the data it was trained on, or without.
 pub fn load<'a, B: Device>(
     on: &On<'a, B>,
     config: &Config,
@@ -57,6 +57,6 @@ pub fn load<'a, B: Device>(
 ) -> Result<Trainer<'a, B>> {
     let make = if with_data { Trainer::new } else { Trainer::without_data };
     let mut trainer = make(on.b, on.comm, config)?;
-    trainer.load(checkpoint)?;
+    trainer.load_weights(checkpoint)?;
     Ok(trainer)
 }

@@ -46,6 +46,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     type Pending<T: Plain>: Debug + Send;
     /// Work recorded by [`Backend::record`].
     type Recording: Debug + Send;
+    /// Values on the host where [`Backend::copy_out`] brings them at the full speed of the link.
+    type Host: AsRef<[f32]> + AsMut<[f32]> + Debug + Send + Sync;
 
     /// The backend and its device, for people.
     fn name(&self) -> String;
@@ -100,6 +102,11 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// [`crate::Error::Shape`] if the buffer has fewer; [`crate::Error::Device`] while work is recorded.
     fn copy_out<T: Plain>(&self, buf: &Self::Buf<T>, at: usize, to: &mut [T]) -> Result<()>;
+    /// Zeros on the host. Making them takes far longer than a copy to them: keep them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] if the host has no such memory to give.
+    fn host_values(&self, len: usize) -> Result<Self::Host>;
     /// The same bytes as values of another type, sharing the allocation.
     ///
     /// # Errors

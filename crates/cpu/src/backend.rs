@@ -214,6 +214,7 @@ impl Backend for Cpu {
     type Arena = Arena;
     type Pending<T: Plain> = Vec<T>;
     type Recording = Infallible;
+    type Host = Vec<f32>;
 
     fn name(&self) -> String {
         let threads = self.inner.pool.current_num_threads();
@@ -301,6 +302,10 @@ impl Backend for Cpu {
         to.copy_from_slice(&buf.as_slice()[range]);
         self.inner.memory.traffic.download(size_of_val(to));
         Ok(())
+    }
+
+    fn host_values(&self, len: usize) -> Result<Vec<f32>> {
+        Ok(vec![0.0; len])
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {

@@ -5,6 +5,7 @@ use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::download::Pending;
 use crate::driver::failed;
+use crate::pinned::Pinned;
 use crate::profile::Marks;
 use crate::recording::Recording;
 use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic, check_range};
@@ -93,6 +94,7 @@ impl Backend for Cuda {
     type Arena = Arena;
     type Pending<T: Plain> = Pending<T>;
     type Recording = Recording;
+    type Host = Pinned;
 
     fn name(&self) -> String {
         let info = self.device.info();
@@ -158,6 +160,10 @@ impl Backend for Cuda {
 
     fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
         buf.get().copy_out(at, to)
+    }
+
+    fn host_values(&self, len: usize) -> Result<Pinned> {
+        Pinned::new(&self.device, len)
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T>) -> Result<Buf<U>> {

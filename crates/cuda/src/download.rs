@@ -10,6 +10,7 @@
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::driver::{check, failed, named};
+use crate::pinned::Pinned;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Result, check_range};
@@ -201,6 +202,18 @@ impl Device {
     /// # Safety
     /// As many bytes as `to` has are there until this returns.
     unsafe fn bring(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        if Pinned::is_at(to.as_ptr()) {
+            // Its event alone is wanted.
+            let block = self.landing(SMALLEST_LANDING)?;
+            // SAFETY: by the caller's promise; `to` stays until the wait below, or the one after a failure, is over.
+            let brought = unsafe { self.fetch_piece(from, to.len(), to.as_mut_ptr(), &block) }
+                .and_then(|()| block.wait());
+            if brought.is_err() {
+                self.drain_copies();
+            }
+            self.land(Some(block));
+            return brought;
+        }
         let blocks = [self.landing(PIECE)?, self.landing(PIECE)?];
         // SAFETY: by the caller's promise.
         let brought = unsafe { self.bring_through(&blocks, from, to) };
@@ -221,9 +234,10 @@ impl Device {
         for next in 0..=pieces {
             if next < pieces {
                 let Range { start, end } = range(next);
+                let block = &blocks[next % 2];
                 // SAFETY: within the range that the caller promises. The block is large enough, and what it held before was taken
                 // out a turn ago.
-                unsafe { self.fetch_piece(from + start as u64, end - start, &blocks[next % 2])? };
+                unsafe { self.fetch_piece(from + start as u64, end - start, block.bytes.as_ptr(), block)? };
             }
             if let Some(last) = next.checked_sub(1) {
                 let (block, to) = (&blocks[last % 2], &mut to[range(last)]);
@@ -235,16 +249,17 @@ impl Device {
         Ok(())
     }
 
-    /// Issues the copy of `bytes` at `from` to the block, on the second stream alone.
+    /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone; the event `done` of `marked` has passed
+    /// when they are there.
     ///
     /// # Safety
-    /// So many bytes are there, and the block has room for them; both live until the block's event `done` has passed.
-    unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: &Landing) -> Result<()> {
+    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the event has passed.
+    unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: *mut u8, marked: &Landing) -> Result<()> {
         // SAFETY: by the caller's promise; event and stream are alive and of one context.
         unsafe {
-            let code = sys::cuMemcpyDtoHAsync_v2(to.bytes.as_ptr().cast(), from, bytes, self.copies());
+            let code = sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies());
             check("cuMemcpyDtoHAsync", code)?;
-            named("cuEventRecord", result::event::record(to.done, self.copies()))
+            named("cuEventRecord", result::event::record(marked.done, self.copies()))
         }
     }
 

@@ -14,7 +14,7 @@
 //! | [`buffer`] | typed buffers: of the pool, or of an arena |
 //! | [`arena`] | memory at addresses that come back, for work done over and over |
 //! | [`recording`] | work recorded once and issued as a whole |
-//! | [`download`] | copies to the host on a stream of their own |
+//! | [`download`], [`pinned`] | copies to the host on a stream of their own, and host memory that they reach at full speed |
 //! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
 //! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
@@ -37,6 +37,7 @@ pub mod jit;
 mod kernels;
 pub mod launch;
 pub mod ops;
+pub mod pinned;
 pub mod power;
 pub mod probe;
 mod profile;

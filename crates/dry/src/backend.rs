@@ -30,6 +30,7 @@ impl Backend for Dry {
     type Arena = Arena;
     type Pending<T: Plain> = Vec<T>;
     type Recording = Infallible;
+    type Host = Vec<f32>;
 
     fn name(&self) -> String {
         match self.inner.kind {
@@ -88,6 +89,10 @@ impl Backend for Dry {
         let range = check_range("copy_out", buf.len(), at..at.saturating_add(to.len()))?;
         to.copy_from_slice(&buf.values()[range]);
         Ok(())
+    }
+
+    fn host_values(&self, len: usize) -> Result<Vec<f32>> {
+        Ok(vec![0.0; len])
     }
 
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {

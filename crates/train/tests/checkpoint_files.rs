@@ -193,7 +193,12 @@ fn damage_after_opening_is_noticed_when_the_tensors_are_read() -> Outcome {
     let last = bytes.len() - 1;
     bytes[last] ^= 0x80;
     fs::write(&file, bytes)?;
-    assert!(matches!(checkpoint.model(), Err(Error::Checkpoint { .. })));
+    let mut model = checkpoint.model()?;
+    model.take("model.a", &[2, 3, 4])?;
+    model.take("model.b", &[3])?;
+    let altered = model.finish().err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(altered.contains("is altered"), "{altered}");
+    assert!(matches!(checkpoint.file("model.safetensors"), Err(Error::Checkpoint { .. })));
     Ok(())
 }
 

@@ -81,7 +81,7 @@ fn a_dry_run_knows_the_memory_of_hundreds_of_billions_of_parameters() {
         "model.vocab_size=129280",
         "data.seq_len=4096",
     ];
-    let mut args = vec!["train", "tiny", "--dry-run"];
+    let mut args = vec!["train", "tiny", "--dry-run", "--device", "cpu"];
     sizes.iter().for_each(|size| args.extend(["--set", *size]));
     // Terabytes that no test machine has: none of it is made.
     let done = place.nibble(&args).ok();

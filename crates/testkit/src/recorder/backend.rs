@@ -11,6 +11,7 @@ impl<B: Backend> Backend for Recorder<B> {
     type Arena = B::Arena;
     type Pending<T: Plain> = B::Pending<T>;
     type Recording = Recording<B>;
+    type Host = B::Host;
 
     fn name(&self) -> String {
         format!("{}, {} by a recorder", self.inner.name(), self.shared.mode.verb())
@@ -107,6 +108,10 @@ impl<B: Backend> Backend for Recorder<B> {
         let arguments = || format!("{buf:?} from {at}");
         self.note(|| Event::of_transfer("copy_out", arguments(), [buf.cell.id()], []));
         self.inner.copy_out(&buf.inner(&self.inner)?, at, to)
+    }
+
+    fn host_values(&self, len: usize) -> Result<B::Host> {
+        self.inner.host_values(len)
     }
 
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Buf<T, B>) -> Result<Buf<U, B>> {

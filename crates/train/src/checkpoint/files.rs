@@ -1,11 +1,11 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo, TensorView};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};
 use sha2::{Digest, Sha256};
 
 use super::state::FileEntry;
@@ -35,68 +35,6 @@ impl TensorSpec {
     /// Number of values.
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
-    }
-}
-
-/// Tensors read from a checkpoint; each can be taken once, and at the end none may be left.
-#[derive(Debug)]
-pub struct Tensors {
-    path: PathBuf,
-    tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
-}
-
-impl Tensors {
-    /// Names and shapes of the tensors not yet taken, in order of their names.
-    pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
-        self.tensors.iter().map(|(name, (shape, _))| (name.as_str(), shape.as_slice()))
-    }
-
-    /// Takes the tensor `name`, which must have this shape.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor where it is missing or has another shape.
-    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        match self.tensors.get(name) {
-            None => Err(Error::checkpoint(&self.path, format!("has no tensor `{name}`"))),
-            Some((got, _)) if got != shape => {
-                let why = format!("tensor `{name}` has shape {got:?}, expected {shape:?}");
-                Err(Error::checkpoint(&self.path, why))
-            }
-            // Just found.
-            Some(_) => Ok(self.tensors.remove(name).map(|(_, data)| data).unwrap_or_default()),
-        }
-    }
-
-    /// Checks that every tensor was taken: one that was not belongs to another model.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] naming the first of the others.
-    pub fn finish(self) -> Result<()> {
-        match self.tensors.keys().next() {
-            None => Ok(()),
-            Some(name) => {
-                let why =
-                    format!("has {} tensors that the model lacks, such as `{name}`", self.tensors.len());
-                Err(Error::checkpoint(&self.path, why))
-            }
-        }
-    }
-
-    /// Reads the content of a safetensors file of F32 tensors; `path` is for messages.
-    pub(super) fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
-        let damaged = |e: safetensors::SafeTensorError| Error::checkpoint(path, format!("is damaged: {e}"));
-        let file = SafeTensors::deserialize(bytes).map_err(damaged)?;
-        let mut tensors = BTreeMap::new();
-        for (name, view) in file.iter() {
-            if view.dtype() != Dtype::F32 {
-                let why = format!("tensor `{name}` is {:?}, expected F32", view.dtype());
-                return Err(Error::checkpoint(path, why));
-            }
-            // Not a cast: the file's bytes need not be aligned in memory, and are little-endian everywhere.
-            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-            tensors.insert(name.to_owned(), (view.shape().to_vec(), values.collect()));
-        }
-        Ok(Self { path: path.to_path_buf(), tensors })
     }
 }
 
@@ -157,11 +95,11 @@ fn header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
 
 /// Writes the file of these tensors, which are in order of their names, and waits until it is on the disk. `next` gives their
 /// values one after the other, in pieces of any length.
-pub(super) fn write_tensors(
+pub(super) fn write_tensors<P: AsRef<[f32]>>(
     dir: &Path,
     name: &str,
     tensors: &[TensorSpec],
-    next: &mut dyn FnMut() -> Result<Vec<f32>>,
+    next: &mut dyn FnMut() -> Result<P>,
 ) -> Result<FileEntry> {
     let path = dir.join(name);
     let header = header(&path, tensors)?;
@@ -169,7 +107,8 @@ pub(super) fn write_tensors(
     file.write(&header)?;
     let mut missing: usize = tensors.iter().map(TensorSpec::num_values).sum();
     while missing > 0 {
-        let values = next()?;
+        let piece = next()?;
+        let values = piece.as_ref();
         let Some(left) = missing.checked_sub(values.len()).filter(|_| !values.is_empty()) else {
             let why = format!("was given {} values where {missing} are missing", values.len());
             return Err(Error::checkpoint(&file.path, why));
@@ -178,7 +117,7 @@ pub(super) fn write_tensors(
             let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
             file.write(&bytes)?;
         } else {
-            file.write(bytemuck::cast_slice(&values))?;
+            file.write(bytemuck::cast_slice(values))?;
         }
         missing = left;
     }

@@ -15,14 +15,16 @@
 
 mod files;
 mod state;
+mod tensors;
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub(crate) use files::sha256_hex;
-pub use files::{TensorRef, TensorSpec, Tensors, encode};
+pub use files::{TensorRef, TensorSpec, encode};
 pub use state::{FileEntry, Position, State};
+pub use tensors::Tensors;
 
 use crate::error::{Error, Result};
 use files::{read_checked, sync_dir, verify, write_synced, write_tensors};
@@ -127,7 +129,7 @@ impl Store {
             Outline { model: model_specs, optim: optim_specs, config_json, tokenizer_json, position };
         let mut tensors =
             model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
-        self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default().to_vec()), keep)
+        self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default()), keep)
     }
 
     /// Writes a checkpoint whose tensors' values come from `next`: those of the model and then those of the optimizer, one tensor
@@ -136,10 +138,10 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::save`], and what `next` returns.
-    pub fn save_in_pieces(
+    pub fn save_in_pieces<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,
-        next: &mut dyn FnMut() -> Result<Vec<f32>>,
+        next: &mut dyn FnMut() -> Result<P>,
         keep: usize,
     ) -> Result<PathBuf> {
         let name = format!("{PREFIX}{:08}", outline.position.step);
@@ -212,7 +214,11 @@ impl Store {
 }
 
 /// Writes every file of a checkpoint into a new directory, `state.json` last, all synced.
-fn write_all(dir: &Path, outline: &Outline, next: &mut dyn FnMut() -> Result<Vec<f32>>) -> Result<()> {
+fn write_all<P: AsRef<[f32]>>(
+    dir: &Path,
+    outline: &Outline,
+    next: &mut dyn FnMut() -> Result<P>,
+) -> Result<()> {
     let Outline { model, optim, config_json, tokenizer_json, position } = outline;
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
     let mut entries = Vec::new();
@@ -276,9 +282,15 @@ impl Checkpoint {
             Err(e) => return Err(Error::checkpoint(&state_path, format!("cannot be read: {e}"))),
         };
         let state = State::from_json(&text, &state_path)?;
-        for entry in &state.files {
-            verify(path, entry)?;
-        }
+        std::thread::scope(|scope| {
+            let verifying: Vec<_> =
+                state.files.iter().map(|entry| scope.spawn(|| verify(path, entry))).collect();
+            let join = |file: std::thread::ScopedJoinHandle<'_, Result<()>>| match file.join() {
+                Ok(verified) => verified,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            verifying.into_iter().try_for_each(join)
+        })?;
         Ok(Self { path: path.to_path_buf(), state })
     }
 
@@ -297,9 +309,10 @@ impl Checkpoint {
     /// The master weights.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where the file is not, or no longer, what was written.
+    /// [`Error::Checkpoint`] where the file cannot be read, or holds no tensors of F32. Whether it is what was written
+    /// [`Tensors::finish`] says.
     pub fn model(&self) -> Result<Tensors> {
-        Tensors::decode(&self.path.join(MODEL_FILE), &self.file(MODEL_FILE)?)
+        Tensors::open(&self.path, self.entry(MODEL_FILE)?)
     }
 
     /// The optimizer's moments.
@@ -307,18 +320,20 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
-        Tensors::decode(&self.path.join(OPTIM_FILE), &self.file(OPTIM_FILE)?)
+        Tensors::open(&self.path, self.entry(OPTIM_FILE)?)
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.
     ///
     /// # Errors
-    /// As [`Checkpoint::model`].
+    /// [`Error::Checkpoint`] where the file is not, or no longer, what was written.
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
-        let Some(entry) = self.state.entry(name) else {
-            return Err(Error::checkpoint(&self.path, format!("has no file `{name}`")));
-        };
-        read_checked(&self.path, entry)
+        read_checked(&self.path, self.entry(name)?)
+    }
+
+    fn entry(&self, name: &str) -> Result<&FileEntry> {
+        let missing = || Error::checkpoint(&self.path, format!("has no file `{name}`"));
+        self.state.entry(name).ok_or_else(missing)
     }
 }
 

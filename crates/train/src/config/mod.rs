@@ -264,8 +264,9 @@ pub struct CheckpointConfig {
     pub keep: usize,
     /// Whether the run writes one at its end.
     pub at_end: bool,
-    /// GiB of the host's memory that values may take on their way from the device to the disk. A checkpoint that fits is copied
-    /// while the next step computes; a larger one holds that step's optimizer up, as long as the disk takes for the rest.
+    /// GiB of the host's memory that values may take on their way from the device to the disk, page-locked where there is a GPU,
+    /// kept until the run ends. A checkpoint that fits is copied while the next step computes; a larger one holds that step's
+    /// optimizer up, as long as the disk takes for the rest.
     pub host_gib: usize,
 }
 

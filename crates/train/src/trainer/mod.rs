@@ -3,6 +3,7 @@
 mod checks;
 mod decoding;
 mod inspect;
+mod pieces;
 mod recorded;
 mod rehearse;
 mod run;
@@ -59,7 +60,7 @@ pub struct Trainer<'a, B: Kernels> {
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
     /// The checkpoint on its way to the disk, if there is one.
-    saving: Saving,
+    saving: Saving<B>,
 }
 
 /// The arenas of a run, on one rank.

@@ -28,7 +28,7 @@ impl<B: Kernels> Recorded<B> {
         setup: &Setup<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
-        saving: &mut Saving,
+        saving: &mut Saving<B>,
     ) -> Result<Duration> {
         let started = Instant::now();
         let precisions: Vec<Section> = layer_names(&setup.config.model)

@@ -7,7 +7,7 @@ use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
 use crate::plan::{self, Prediction};
-use nibble_core::{Comm, Kernels, MemoryStats};
+use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats};
 use std::path::{Path, PathBuf};
 
 /// What whoever watches a run is told, by its first rank.
@@ -127,6 +127,9 @@ fn run_rank<B: Kernels>(
         let (config, recipe) = (trainer.config(), trainer.recipe());
         let start = Start { step: trainer.step(), config, recipe, prediction: &prediction, entropy };
         observer.start(&start);
+    }
+    if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
+        trainer.prepare_to_save()?;
     }
     let mut loss = None;
     let mut saved = None;

@@ -4,38 +4,45 @@
 //! training thread issues; the other one hashes and writes the pieces, syncs the files and renames the checkpoint into place.
 //! The training thread waits once: before the next step's optimizer, until everything is copied. No more than
 //! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
+//! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
 //!
 //! Several ranks bring tensors together themselves, on the training thread; hashing and writing are the same.
 
 use super::Trainer;
+use super::pieces::{Piece, Pieces, Pool, Stopped};
 use super::weights::gather;
 use crate::checkpoint::{Outline, Store, TensorSpec};
 use crate::error::Result;
 use crate::model::Named;
 use crate::param::{Moments, Param};
 use half::bf16;
-use nibble_core::{Data, Error as CoreError, Kernels, Tensor};
+use nibble_core::{Backend, Data, Error as CoreError, Kernels, Tensor};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// Values of a piece.
-const PIECE: usize = 4 << 20;
-
-/// Pieces on their way, whatever is allowed: 1 TiB.
-const MOST_PIECES: usize = 1 << 16;
-
 /// A checkpoint under way. Dropping it waits for its end.
-#[derive(Debug, Default)]
-pub(super) struct Saving {
+#[derive(Debug)]
+pub(super) struct Saving<B: Backend> {
+    /// Made when it is first wanted.
+    pool: Option<Arc<Pool<B>>>,
+    /// Makes the pool's memory.
+    filler: Option<JoinHandle<()>>,
     /// Reads the device until everything is copied.
     copier: Option<JoinHandle<()>>,
     /// Ends with the checkpoint in its place.
     writer: Option<JoinHandle<Result<PathBuf>>>,
 }
 
-impl Saving {
+impl<B: Backend> Default for Saving<B> {
+    fn default() -> Self {
+        Self { pool: None, filler: None, copier: None, writer: None }
+    }
+}
+
+impl<B: Backend> Saving<B> {
     /// Waits until nothing reads weights and moments any more: they may change. An error of copying is told by the writer.
     pub fn wait_copied(&mut self) {
         if let Some(Err(panic)) = self.copier.take().map(JoinHandle::join) {
@@ -60,9 +67,13 @@ impl Saving {
     }
 }
 
-impl Drop for Saving {
+impl<B: Backend> Drop for Saving<B> {
     fn drop(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.close();
+        }
         // Whoever drops it has an error to tell already, or does not ask.
+        let _ = self.filler.take().map(JoinHandle::join);
         let _ = self.copier.take().map(JoinHandle::join);
         let _ = self.writer.take().map(JoinHandle::join);
     }
@@ -107,6 +118,11 @@ struct Source {
     first: usize,
 }
 
+/// Values of a file.
+fn num_values(file: &[Source]) -> usize {
+    file.iter().map(|source| source.spec.num_values()).sum()
+}
+
 /// A file's tensors in order of their names.
 fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<Source> {
     let mut all = Vec::new();
@@ -121,68 +137,19 @@ fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<Source> {
     all
 }
 
-/// Cuts what it is given into pieces, and sends them.
-struct Pieces {
-    to: SyncSender<Result<Vec<f32>>>,
-    piece: Vec<f32>,
-    /// Values of the piece that are there.
-    filled: usize,
-    /// Values of the file that have not been sent.
-    left: usize,
-}
-
-/// The writer has stopped; it tells why.
-struct Stopped;
-
-impl Pieces {
-    fn new(to: SyncSender<Result<Vec<f32>>>) -> Self {
-        Self { to, piece: Vec::new(), filled: 0, left: 0 }
-    }
-
-    /// A file begins.
-    fn begin(&mut self, sources: &[Source]) {
-        self.left = sources.iter().map(|source| source.spec.num_values()).sum();
-        self.next();
-    }
-
-    fn next(&mut self) {
-        // Zeros of the system: pages that are not there before they are written.
-        (self.piece, self.filled) = (vec![0.0; self.left.min(PIECE)], 0);
-    }
-
-    /// Takes so many values: `read` copies those from an index on.
-    fn take(
-        &mut self,
-        len: usize,
-        mut read: impl FnMut(usize, &mut [f32]) -> Result<()>,
-    ) -> std::result::Result<(), Stopped> {
-        let mut done = 0;
-        while done < len {
-            let room = &mut self.piece[self.filled..];
-            let now = room.len().min(len - done);
-            if let Err(error) = read(done, &mut room[..now]) {
-                // If nobody listens, there is an error already.
-                let _ = self.to.send(Err(error));
-                return Err(Stopped);
-            }
-            (self.filled, done) = (self.filled + now, done + now);
-            if self.filled == self.piece.len() {
-                self.left -= self.filled;
-                self.to.send(Ok(std::mem::take(&mut self.piece))).map_err(|_| Stopped)?;
-                self.next();
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Copies everything from this rank's device, which is the only one.
-fn copy<B: Kernels>(b: &B, files: &[Vec<Source>], tensors: &HashMap<(usize, Part), Tensor<B>>, to: Pieces) {
-    let mut pieces = to;
+fn copy<B: Kernels>(
+    b: &B,
+    files: &[Vec<Source>],
+    tensors: &HashMap<(usize, Part), Tensor<B>>,
+    mut pieces: Pieces<B>,
+    mut narrow: Option<Piece<B>>,
+) {
     for file in files {
-        pieces.begin(file);
+        pieces.begin(num_values(file));
         for Source { spec, of, first } in file {
-            let read = |at: usize, to: &mut [f32]| copy_values(b, tensors.get(of), first + at, to);
+            let narrow = &mut narrow;
+            let read = |at: usize, to: &mut [f32]| copy_values(b, tensors.get(of), first + at, to, narrow);
             if let Err(Stopped) = pieces.take(spec.num_values(), read) {
                 return;
             }
@@ -190,24 +157,31 @@ fn copy<B: Kernels>(b: &B, files: &[Vec<Source>], tensors: &HashMap<(usize, Part
     }
 }
 
-fn copy_values<B: Kernels>(b: &B, from: Option<&Tensor<B>>, at: usize, to: &mut [f32]) -> Result<()> {
-    match from.map(|tensor| &tensor.data) {
-        Some(Data::F32(buf)) => b.copy_out(buf, at, to)?,
-        Some(Data::Bf16(buf)) => {
-            let mut narrow = vec![bf16::ZERO; to.len()];
-            b.copy_out(buf, at, &mut narrow)?;
+/// Copies values as F32; through `narrow` if they are BF16.
+fn copy_values<B: Kernels>(
+    b: &B,
+    from: Option<&Tensor<B>>,
+    at: usize,
+    to: &mut [f32],
+    narrow: &mut Option<Piece<B>>,
+) -> Result<()> {
+    match (from.map(|tensor| &tensor.data), narrow) {
+        (Some(Data::F32(buf)), _) => b.copy_out(buf, at, to)?,
+        (Some(Data::Bf16(buf)), Some(narrow)) => {
+            let narrow: &mut [bf16] = &mut bytemuck::cast_slice_mut(narrow.room())[..to.len()];
+            b.copy_out(buf, at, narrow)?;
             to.iter_mut().zip(narrow).for_each(|(to, from)| *to = from.to_f32());
         }
-        None => return Err(CoreError::shape("save", "tensor", "none", "that of a parameter").into()),
+        _ => return Err(CoreError::shape("save", "tensor", "none", "that of a parameter").into()),
     }
     Ok(())
 }
 
 /// Hashes and writes what comes.
-fn write(
+fn write<B: Kernels>(
     store: &Store,
     outline: &Outline,
-    pieces: &Receiver<Result<Vec<f32>>>,
+    pieces: &Receiver<Result<Piece<B>>>,
     keep: usize,
 ) -> Result<PathBuf> {
     let mut next = || match pieces.recv() {
@@ -239,19 +213,19 @@ impl<B: Kernels> Trainer<'_, B> {
         self.finish_save()?;
         self.make_buffers()?;
         let (b, comm, position) = (self.setup.b, self.setup.comm, self.position()?);
-        let named = self.model.named_tensors();
-        let files = [sources(&named, &[Part::Master]), sources(&named, &[Part::ExpAvg, Part::ExpAvgSq])];
+        let files = self.files();
+        let pool = self.pool(&files);
         let writer = store.map(|store| {
             let [model, optim] =
                 [&files[0], &files[1]].map(|file| file.iter().map(|source| source.spec.clone()).collect());
             let (config_json, tokenizer_json) = (self.config_json(), self.tokenizer().to_json());
             let outline = Outline { model, optim, config_json, tokenizer_json, position };
-            self.start_writer(store.clone(), outline)
+            self.start_writer(store.clone(), outline, pool.limit())
         });
         let pieces = match writer.transpose()? {
             Some((pieces, writer)) => {
                 self.saving.writer = Some(writer);
-                Some(Pieces::new(pieces))
+                Some(Pieces::new(pool.clone(), pieces))
             }
             None => None,
         };
@@ -269,8 +243,10 @@ impl<B: Kernels> Trainer<'_, B> {
                 tensors.insert((i, part), part.of(param)?.clone());
             }
         }
+        let has_narrow = tensors.values().any(|tensor| matches!(tensor.data, Data::Bf16(_)));
+        let narrow = if has_narrow { Some(Piece::of(&pool)?) } else { None };
         let b = b.clone();
-        let copier = move || copy(&b, &files, &tensors, pieces);
+        let copier = move || copy(&b, &files, &tensors, pieces, narrow);
         self.saving.copier = Some(started(Builder::new().name("checkpoint copies".into()).spawn(copier))?);
         Ok(())
     }
@@ -291,23 +267,52 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.finish()
     }
 
-    fn start_writer(&self, store: Store, outline: Outline) -> Result<(SyncSender<Result<Vec<f32>>>, Writer)> {
-        let config = &self.setup.config.checkpoint;
-        let (keep, host_bytes) = (config.keep, config.host_gib.saturating_mul(1 << 30));
-        let (pieces, received) =
-            sync_channel((host_bytes / (size_of::<f32>() * PIECE)).clamp(1, MOST_PIECES));
+    /// Makes the host's memory for checkpoints to come, beside what is done meanwhile: a first checkpoint need not wait for it.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Device`] if no thread can be started.
+    pub fn prepare_to_save(&mut self) -> Result<()> {
+        let files = self.files();
+        let pool = self.pool(&files);
+        // What the host cannot give, whoever takes a piece is told.
+        let filler = move || while let Ok(true) = pool.make() {};
+        self.saving.filler = Some(started(Builder::new().name("checkpoint memory".into()).spawn(filler))?);
+        Ok(())
+    }
+
+    /// What the two files of tensors hold.
+    fn files(&mut self) -> [Vec<Source>; 2] {
+        let named = self.model.named_tensors();
+        [sources(&named, &[Part::Master]), sources(&named, &[Part::ExpAvg, Part::ExpAvgSq])]
+    }
+
+    fn pool(&mut self, files: &[Vec<Source>]) -> Arc<Pool<B>> {
+        let host_bytes = self.setup.config.checkpoint.host_gib.saturating_mul(1 << 30);
+        let values = files.iter().map(|file| num_values(file)).sum();
+        let make = || Arc::new(Pool::new(self.setup.b, values, host_bytes));
+        self.saving.pool.get_or_insert_with(make).clone()
+    }
+
+    fn start_writer(
+        &self,
+        store: Store,
+        outline: Outline,
+        pieces: usize,
+    ) -> Result<(SyncSender<Result<Piece<B>>>, Writer)> {
+        let keep = self.setup.config.checkpoint.keep;
+        let (pieces, received) = sync_channel(pieces);
         let writer = move || write(&store, &outline, &received, keep);
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
     }
 
     /// Brings every parameter together from all ranks when a file first wants values of it; the rank that writes keeps it until
     /// the last of them: a layer's experts.
-    fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces>) -> Result<()> {
+    fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
         let (b, comm) = (self.setup.b, self.setup.comm);
         let params = self.model.params();
         for file in files {
             if let Some(pieces) = &mut pieces {
-                pieces.begin(file);
+                pieces.begin(num_values(file));
             }
             let mut uses: HashMap<(usize, Part), usize> = HashMap::new();
             file.iter().for_each(|source| *uses.entry(source.of).or_default() += 1);

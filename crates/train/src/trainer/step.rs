@@ -179,7 +179,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     }
 
     /// Everything, one part after the other. The optimizer waits until a checkpoint under way has copied what it changes.
-    pub fn run(&mut self, saving: &mut Saving) -> Result<()> {
+    pub fn run(&mut self, saving: &mut Saving<B>) -> Result<()> {
         self.first_micro_batch()?;
         for _ in 1..self.setup.config.train.grad_accum {
             self.next_micro_batch()?;

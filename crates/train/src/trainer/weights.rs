@@ -39,7 +39,10 @@ pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Ve
         .collect()
 }
 
-/// Puts checkpoint tensors together and writes this rank's rows to where they live.
+/// Values that are read at a time.
+const PIECE: usize = 4 << 20;
+
+/// Writes this rank's rows of checkpoint tensors to where they live.
 fn scatter<B: Kernels>(
     b: &B,
     (rank, placement): (usize, Placement),
@@ -48,22 +51,31 @@ fn scatter<B: Kernels>(
     suffix: &str,
     from: &mut Tensors,
 ) -> Result<()> {
-    let mut whole = Vec::new();
-    for tensor in named {
-        whole.extend(from.take(&format!("{}{suffix}", tensor.name), &tensor.shape)?);
-    }
     let len = to.rows * to.cols;
     let first = match placement {
         Placement::Replicated => 0,
         Placement::Experts(_) => rank * len,
     };
-    let values = &whole[first..first + len];
-    match &mut to.data {
-        Data::F32(buf) => b.write(buf, 0, values)?,
-        Data::Bf16(buf) => {
-            let rounded: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
-            b.write(buf, 0, &rounded)?;
+    let mut piece = vec![0.0; len.min(PIECE)];
+    // Of the tensor in the parameter over all ranks.
+    let mut begin = 0;
+    for tensor in named {
+        let stored = from.find(&format!("{}{suffix}", tensor.name), &tensor.shape)?;
+        let end = begin + stored.num_values();
+        let (mut at, here) = (begin.max(first), end.min(first + len));
+        while at < here {
+            let values = &mut piece[..(here - at).min(PIECE)];
+            from.read(&stored, at - begin, values)?;
+            match &mut to.data {
+                Data::F32(buf) => b.write(buf, at - first, values)?,
+                Data::Bf16(buf) => {
+                    let rounded: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+                    b.write(buf, at - first, &rounded)?;
+                }
+            }
+            at += values.len();
         }
+        begin = end;
     }
     Ok(())
 }
@@ -87,30 +99,42 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Continues from a checkpoint, written by any number of ranks.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape.
+    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that is not what was
+    /// written.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        self.require_settled("load")?;
-        self.saving.wait_copied();
+        self.load_weights(checkpoint)?;
         self.make_buffers()?;
-        let (b, rank) = (self.setup.b, self.setup.comm.rank());
-        let (mut model, mut optim) = (checkpoint.model()?, checkpoint.optim()?);
+        let (b, rank, mut optim) = (self.setup.b, self.setup.comm.rank(), checkpoint.optim()?);
         let named = self.model.named_tensors();
         for (param, named) in self.model.params().into_iter().zip(&named) {
-            let Param { master, moments, placement, .. } = param;
-            let place = (rank, *placement);
-            scatter(b, place, master, named, "", &mut model)?;
-            if let Some(Moments { exp_avg, exp_avg_sq }) = moments {
+            let place = (rank, param.placement);
+            if let Some(Moments { exp_avg, exp_avg_sq }) = &mut param.moments {
                 scatter(b, place, exp_avg, named, ".exp_avg", &mut optim)?;
                 scatter(b, place, exp_avg_sq, named, ".exp_avg_sq", &mut optim)?;
             }
         }
-        model.finish()?;
         optim.finish()?;
-        self.setup.step = checkpoint.position().step;
         match &mut self.buffers {
             Some(buffers) => buffers.restart(b, self.setup.step),
             None => Ok(()),
         }
+    }
+
+    /// Takes weights and step of a checkpoint, and leaves its moments: enough to evaluate and to generate.
+    ///
+    /// # Errors
+    /// As [`Trainer::load`].
+    pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.require_settled("load")?;
+        self.saving.wait_copied();
+        let (b, rank, mut model) = (self.setup.b, self.setup.comm.rank(), checkpoint.model()?);
+        let named = self.model.named_tensors();
+        for (param, named) in self.model.params().into_iter().zip(&named) {
+            scatter(b, (rank, param.placement), &mut param.master, named, "", &mut model)?;
+        }
+        model.finish()?;
+        self.setup.step = checkpoint.position().step;
+        Ok(())
     }
 
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.

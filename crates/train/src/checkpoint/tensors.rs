@@ -1,0 +1,143 @@
+//! Tensors of a checkpoint, read as they are wanted.
+
+use super::files::verify;
+use super::state::FileEntry;
+use crate::error::{Error, Result};
+use safetensors::tensor::{Dtype, Metadata};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::thread::{Builder, JoinHandle};
+
+/// The longest description of tensors that is believed; safetensors' own limit.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// Tensors of a file of a checkpoint; each can be taken once, and at the end none may be left. While they are read another
+/// thread compares the file with its checksum: what was taken counts once [`Tensors::finish`] has said so.
+#[derive(Debug)]
+pub struct Tensors {
+    path: PathBuf,
+    file: File,
+    tensors: BTreeMap<String, Stored>,
+    checked: Option<JoinHandle<Result<()>>>,
+}
+
+/// Where a tensor's values lie in its file.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    shape: Vec<usize>,
+    start: u64,
+}
+
+impl Stored {
+    /// Number of values.
+    pub fn num_values(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl Tensors {
+    /// Opens a safetensors file of F32 tensors.
+    pub(super) fn open(dir: &Path, entry: &FileEntry) -> Result<Self> {
+        let path = dir.join(&entry.name);
+        let mut file = File::open(&path).map_err(|e| unreadable(&path, e))?;
+        let (metadata, begin) = read_header(&path, &mut file)?;
+        let end = begin.checked_add(metadata.data_len() as u64);
+        if end != Some(file.metadata().map_err(|e| unreadable(&path, e))?.len()) {
+            return Err(Error::checkpoint(&path, "is damaged: its tensors do not fill it"));
+        }
+        let mut tensors = BTreeMap::new();
+        for (name, info) in metadata.tensors() {
+            if info.dtype != Dtype::F32 {
+                let why = format!("tensor `{name}` is {:?}, expected F32", info.dtype);
+                return Err(Error::checkpoint(&path, why));
+            }
+            let start = begin + info.data_offsets.0 as u64;
+            tensors.insert(name, Stored { shape: info.shape.clone(), start });
+        }
+        let (dir, entry) = (dir.to_path_buf(), entry.clone());
+        let checking = Builder::new().name("checkpoint checksum".into()).spawn(move || verify(&dir, &entry));
+        let checked = Some(checking.map_err(|e| unreadable(&path, e))?);
+        Ok(Self { path, file, tensors, checked })
+    }
+
+    /// Names and shapes of the tensors not yet taken, in order of their names.
+    pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.tensors.iter().map(|(name, stored)| (name.as_str(), stored.shape.as_slice()))
+    }
+
+    /// Takes the tensor `name`, which must have this shape.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the tensor where it is missing or has another shape, or the file if it cannot be read.
+    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let stored = self.find(name, shape)?;
+        let mut values = vec![0.0; stored.num_values()];
+        self.read(&stored, 0, &mut values)?;
+        Ok(values)
+    }
+
+    /// As [`Tensors::take`], to be read with [`Tensors::read`].
+    pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<Stored> {
+        match self.tensors.get(name) {
+            Some(stored) if stored.shape != shape => {
+                let why = format!("tensor `{name}` has shape {:?}, expected {shape:?}", stored.shape);
+                Err(Error::checkpoint(&self.path, why))
+            }
+            _ => self
+                .tensors
+                .remove(name)
+                .ok_or_else(|| Error::checkpoint(&self.path, format!("has no tensor `{name}`"))),
+        }
+    }
+
+    /// Reads the values from index `at` on, which are there.
+    pub(crate) fn read(&mut self, stored: &Stored, at: usize, to: &mut [f32]) -> Result<()> {
+        let place = SeekFrom::Start(stored.start + (at * size_of::<f32>()) as u64);
+        let read = self.file.seek(place).and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(to)));
+        read.map_err(|e| unreadable(&self.path, e))?;
+        // The file's bytes are little-endian everywhere.
+        to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
+        Ok(())
+    }
+
+    /// Checks that the file is what was written, and that every tensor was taken: one that was not belongs to another model.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the file, or the first of the others.
+    pub fn finish(mut self) -> Result<()> {
+        match self.checked.take().map(JoinHandle::join) {
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            Some(Ok(checked)) => checked?,
+            None => {}
+        }
+        match self.tensors.keys().next() {
+            None => Ok(()),
+            Some(name) => {
+                let why =
+                    format!("has {} tensors that the model lacks, such as `{name}`", self.tensors.len());
+                Err(Error::checkpoint(&self.path, why))
+            }
+        }
+    }
+}
+
+/// What a safetensors file says of its tensors, and where their bytes begin.
+fn read_header(path: &Path, file: &mut File) -> Result<(Metadata, u64)> {
+    let damaged = |why: String| Error::checkpoint(path, format!("is damaged: {why}"));
+    let mut len = [0; size_of::<u64>()];
+    file.read_exact(&mut len).map_err(|e| unreadable(path, e))?;
+    let len = u64::from_le_bytes(len);
+    if len > LONGEST_HEADER {
+        return Err(damaged(format!("a header of {len} bytes, {LONGEST_HEADER} at most are expected")));
+    }
+    let mut text = Vec::new();
+    file.take(len).read_to_end(&mut text).map_err(|e| unreadable(path, e))?;
+    let metadata = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
+    Ok((metadata, size_of::<u64>() as u64 + len))
+}
+
+fn unreadable(path: &Path, error: std::io::Error) -> Error {
+    Error::checkpoint(path, format!("cannot be read: {error}"))
+}

@@ -1,0 +1,256 @@
+//! Pieces of a checkpoint on their way from the device to the disk, and the host's memory that they lie in.
+
+use crate::error::Result;
+use nibble_core::Backend;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Values of a piece, at most.
+const PIECE: usize = 4 << 20;
+
+/// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
+const FEWEST: usize = 3;
+
+/// Host memory for pieces, kept from one checkpoint to the next: making it takes far longer than copying to it.
+#[derive(Debug)]
+pub(super) struct Pool<B: Backend> {
+    b: B,
+    /// Values of a piece.
+    len: usize,
+    state: Mutex<State<B>>,
+    freed: Condvar,
+}
+
+#[derive(Debug)]
+struct State<B: Backend> {
+    free: Vec<B::Host>,
+    made: usize,
+    /// Pieces that may be made.
+    limit: usize,
+}
+
+impl<B: Backend> Pool<B> {
+    /// For checkpoints of so many values: so many bytes at most, unless fewer pieces than are needed would fit.
+    pub fn new(b: &B, values: usize, bytes: usize) -> Self {
+        let len = values.clamp(1, PIECE);
+        let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
+        let state = State { free: Vec::new(), made: 0, limit };
+        Self { b: b.clone(), len, state: Mutex::new(state), freed: Condvar::new() }
+    }
+
+    /// The most pieces that there will be.
+    pub fn limit(&self) -> usize {
+        self.state().limit
+    }
+
+    /// Makes one more piece. False where there are enough.
+    ///
+    /// # Errors
+    /// What the backend says of memory that the host cannot give.
+    pub fn make(&self) -> Result<bool> {
+        {
+            let mut state = self.state();
+            if state.made == state.limit {
+                return Ok(false);
+            }
+            state.made += 1;
+        }
+        // Not while others wait for the lock: it takes milliseconds.
+        let made = self.b.host_values(self.len).inspect_err(|_| self.state().made -= 1)?;
+        self.give(made);
+        Ok(true)
+    }
+
+    /// No more pieces than there are: ends those who make them.
+    pub fn close(&self) {
+        let mut state = self.state();
+        state.limit = state.made;
+    }
+
+    /// A free piece: a new one, or one that comes back.
+    ///
+    /// # Errors
+    /// If not even one can be made.
+    fn take(self: &Arc<Self>) -> Result<Piece<B>> {
+        loop {
+            let mut state = self.state();
+            while state.free.is_empty() && state.made >= state.limit {
+                state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            if let Some(values) = state.free.pop() {
+                return Ok(Piece { values: Some(values), filled: 0, pool: self.clone() });
+            }
+            drop(state);
+            if let Err(error) = self.make() {
+                let mut state = self.state();
+                if state.made < FEWEST {
+                    return Err(error);
+                }
+                // The host has no more: those that there are must do.
+                state.limit = state.made;
+            }
+        }
+    }
+
+    fn give(&self, values: B::Host) {
+        self.state().free.push(values);
+        self.freed.notify_one();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Some values, in memory that goes back to the pool.
+#[derive(Debug)]
+pub(super) struct Piece<B: Backend> {
+    /// Some until it is dropped.
+    values: Option<B::Host>,
+    filled: usize,
+    pool: Arc<Pool<B>>,
+}
+
+impl<B: Backend> Piece<B> {
+    /// One of the pool's.
+    ///
+    /// # Errors
+    /// If the host cannot give its memory.
+    pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
+        pool.take()
+    }
+
+    /// All of its memory.
+    pub fn room(&mut self) -> &mut [f32] {
+        self.values.as_mut().map(AsMut::as_mut).unwrap_or_default()
+    }
+}
+
+impl<B: Backend> AsRef<[f32]> for Piece<B> {
+    /// What has been filled in.
+    fn as_ref(&self) -> &[f32] {
+        self.values.as_ref().map(|values| &values.as_ref()[..self.filled]).unwrap_or_default()
+    }
+}
+
+impl<B: Backend> Drop for Piece<B> {
+    fn drop(&mut self) {
+        if let Some(values) = self.values.take() {
+            self.pool.give(values);
+        }
+    }
+}
+
+/// Cuts what it is given into pieces, and sends them.
+pub(super) struct Pieces<B: Backend> {
+    pool: Arc<Pool<B>>,
+    to: SyncSender<Result<Piece<B>>>,
+    /// The piece that is being filled.
+    piece: Option<Piece<B>>,
+    /// Values of the file that have not been sent.
+    left: usize,
+}
+
+/// The writer has stopped; it tells why.
+pub(super) struct Stopped;
+
+impl<B: Backend> Pieces<B> {
+    pub fn new(pool: Arc<Pool<B>>, to: SyncSender<Result<Piece<B>>>) -> Self {
+        Self { pool, to, piece: None, left: 0 }
+    }
+
+    /// A file of so many values begins: no piece goes beyond its end.
+    pub fn begin(&mut self, values: usize) {
+        (self.left, self.piece) = (values, None);
+    }
+
+    /// Takes so many values: `read` copies those from an index on.
+    pub fn take(
+        &mut self,
+        len: usize,
+        mut read: impl FnMut(usize, &mut [f32]) -> Result<()>,
+    ) -> std::result::Result<(), Stopped> {
+        let mut done = 0;
+        while done < len {
+            match self.fill(done, len, &mut read) {
+                Ok(now) => done += now,
+                Err(error) => {
+                    // If nobody listens, there is an error already.
+                    let _ = self.to.send(Err(error));
+                    return Err(Stopped);
+                }
+            }
+            let full = self.left.min(self.pool.len);
+            if let Some(piece) = self.piece.take_if(|piece| piece.filled == full) {
+                self.left -= full;
+                self.to.send(Ok(piece)).map_err(|_| Stopped)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads as many of the values from `done` to `len` as the piece has room for.
+    fn fill(
+        &mut self,
+        done: usize,
+        len: usize,
+        read: &mut impl FnMut(usize, &mut [f32]) -> Result<()>,
+    ) -> Result<usize> {
+        let full = self.left.min(self.pool.len);
+        let piece = match &mut self.piece {
+            Some(piece) => piece,
+            none => none.insert(self.pool.take()?),
+        };
+        let (filled, now) = (piece.filled, (full - piece.filled).min(len - done));
+        read(done, &mut piece.room()[filled..filled + now])?;
+        piece.filled += now;
+        Ok(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_cpu::Cpu;
+    use std::sync::mpsc::sync_channel;
+
+    #[test]
+    fn memory_comes_back_and_never_grows_beyond_its_limit() {
+        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 10, 0));
+        assert_eq!(pool.limit(), FEWEST);
+        let pieces: Vec<_> = (0..FEWEST).map(|_| Piece::of(&pool).unwrap()).collect();
+        assert!(!pool.make().unwrap());
+        let mut places: Vec<_> = pieces.iter().map(|p| p.values.as_ref().unwrap().as_ptr()).collect();
+        // One more waits for the first that comes back.
+        let waiting = std::thread::spawn({
+            let pool = pool.clone();
+            move || Piece::of(&pool).unwrap()
+        });
+        drop(pieces);
+        let again = waiting.join().unwrap();
+        places.retain(|place| *place == again.values.as_ref().unwrap().as_ptr());
+        assert_eq!(places.len(), 1);
+    }
+
+    #[test]
+    fn pieces_end_where_files_end() {
+        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 4, 1 << 10));
+        let (to, from) = sync_channel::<Result<Piece<Cpu>>>(10);
+        let receive = move || from.iter().map(|piece| piece.unwrap().as_ref().to_vec()).collect::<Vec<_>>();
+        let received = std::thread::spawn(receive);
+        let mut pieces = Pieces::new(pool, to);
+        let mut count = |at: usize, to: &mut [f32]| {
+            to.iter_mut().enumerate().for_each(|(i, x)| *x = (at + i) as f32);
+            Ok(())
+        };
+        for file in [&[6, 0, 3][..], &[2]] {
+            pieces.begin(file.iter().sum());
+            for len in file {
+                assert!(pieces.take(*len, &mut count).is_ok());
+            }
+        }
+        drop(pieces);
+        let expected: [&[f32]; 4] = [&[0.0, 1.0, 2.0, 3.0], &[4.0, 5.0, 0.0, 1.0], &[2.0], &[0.0, 1.0]];
+        assert_eq!(received.join().unwrap(), expected);
+    }
+}
