@@ -5,6 +5,7 @@ use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
 use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, Kernels, MemoryStats};
@@ -97,6 +98,7 @@ impl Outputs {
         let store = Store::open(&dir)?;
         let path = dir.join("config.toml");
         std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
+        reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
         let events = EventLog::create(&dir, step)?;
         Ok(Self { dir, store, log, events })
@@ -141,17 +143,20 @@ fn run_rank<B: Kernels>(
         while trainer.unread() > unread {
             let Some(mut metrics) = trainer.settle()? else { break };
             loss = metrics.loss;
+            reach(Point::StepSettled)?;
             if let Some(outputs) = &mut outputs {
                 note_memory(&mut metrics, b.memory());
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
             }
+            reach(Point::MetricsWritten)?;
         }
         issued?;
         if evaluate {
             let valid_loss = trainer.evaluate(config.eval.batches)?;
             report(&mut outputs, observer, step, valid_loss)?;
+            reach(Point::Evaluated)?;
         }
         let mut done = trainer.saved()?;
         if save {
@@ -162,11 +167,13 @@ fn run_rank<B: Kernels>(
         saved = tell(done, observer).or(saved);
     }
     saved = tell(trainer.finish_save()?, observer).or(saved);
+    reach(Point::StepsDone)?;
     let valid_loss = trainer.evaluate(0)?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
     if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
+    reach(Point::RunEnds)?;
     let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);

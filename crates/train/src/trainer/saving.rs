@@ -11,6 +11,7 @@ use super::Trainer;
 use super::weights::gather;
 use crate::checkpoint::{Outline, Store, TensorSpec};
 use crate::error::Result;
+use crate::fault::{Point, reach};
 use crate::model::Named;
 use crate::param::{Moments, Param};
 use half::bf16;
@@ -145,6 +146,15 @@ impl Pieces {
         self.next();
     }
 
+    /// Sends the error of a fault.
+    fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
+        reach(point).map_err(|error| {
+            // As in `take`.
+            let _ = self.to.send(Err(error));
+            Stopped
+        })
+    }
+
     fn next(&mut self) {
         // Zeros of the system: pages that are not there before they are written.
         (self.piece, self.filled) = (vec![0.0; self.left.min(PIECE)], 0);
@@ -179,6 +189,9 @@ impl Pieces {
 /// Copies everything from this rank's device, which is the only one.
 fn copy<B: Kernels>(b: &B, files: &[Vec<Source>], tensors: &HashMap<(usize, Part), Tensor<B>>, to: Pieces) {
     let mut pieces = to;
+    if pieces.reach(Point::CopyBegins).is_err() {
+        return;
+    }
     for file in files {
         pieces.begin(file);
         for Source { spec, of, first } in file {
@@ -186,6 +199,9 @@ fn copy<B: Kernels>(b: &B, files: &[Vec<Source>], tensors: &HashMap<(usize, Part
             if let Err(Stopped) = pieces.take(spec.num_values(), read) {
                 return;
             }
+        }
+        if pieces.reach(Point::FileCopied).is_err() {
+            return;
         }
     }
 }
@@ -255,6 +271,7 @@ impl<B: Kernels> Trainer<'_, B> {
             }
             None => None,
         };
+        reach(Point::SaveBegins)?;
         if comm.world() > 1 {
             return self.gather_all(&files, pieces);
         }
@@ -305,6 +322,7 @@ impl<B: Kernels> Trainer<'_, B> {
     fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces>) -> Result<()> {
         let (b, comm) = (self.setup.b, self.setup.comm);
         let params = self.model.params();
+        reach(Point::CopyBegins)?;
         for file in files {
             if let Some(pieces) = &mut pieces {
                 pieces.begin(file);
@@ -337,6 +355,7 @@ impl<B: Kernels> Trainer<'_, B> {
                     }
                 }
             }
+            reach(Point::FileCopied)?;
         }
         Ok(())
     }
