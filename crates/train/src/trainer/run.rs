@@ -93,9 +93,8 @@ struct Outputs {
 }
 
 impl Outputs {
-    fn open(config: &Config, step: u64) -> Result<Self> {
+    fn open(config: &Config, store: Store, step: u64) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
-        let store = Store::open(&dir)?;
         let path = dir.join("config.toml");
         std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
         reach(Point::RunOpened)?;
@@ -120,10 +119,14 @@ fn run_rank<B: Kernels>(
     let first = comm.rank() == 0;
     let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
     let mut trainer = Trainer::new(b, comm, config)?;
+    // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
+    let store = if first { Some(Store::open(Path::new(&config.run.dir))?) } else { None };
+    comm.barrier()?;
     if options.resume {
         resume(&mut trainer, observer, first)?;
     }
-    let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
+    let outputs = store.map(|store| Outputs::open(config, store, trainer.step()));
+    let mut outputs = outputs.transpose()?;
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
