@@ -17,6 +17,7 @@ mod quantize;
 mod ranks;
 mod recipe;
 mod run_dir;
+mod tensor_cores;
 mod train;
 mod verify;
 
