@@ -1,4 +1,5 @@
-//! Embeds the kernel sources: a table of every `csrc/FOLDER/FILE.cuh`, by path.
+//! Embeds the kernel sources: a table of every `csrc/FOLDER/FILE.cuh`, its path and its text. The text itself and not the place of
+//! the file: a checkout may be moved, and cargo does not run this again for that.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -25,8 +26,9 @@ fn main() {
                 .to_str()
                 .expect("a source path in UTF-8")
                 .replace('\\', "/");
-            let full = file.to_str().expect("a source path in UTF-8");
-            writeln!(table, "    ({path:?}, include_str!({full:?})),").unwrap(); // to a String
+            let text =
+                std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+            writeln!(table, "    ({path:?}, {text:?}),").unwrap(); // to a String
         }
     }
     table.push(']');

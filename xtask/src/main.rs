@@ -1,13 +1,16 @@
-//! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask bench` keeps a dated benchmark.
+//! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask bench` keeps a dated benchmark; `cargo xtask moved`
+//! builds a checkout that was moved.
 
 mod bench;
 mod check;
+mod moved;
 mod run;
 
 use std::process::ExitCode;
 
 const USAGE: &str = "\
 usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documentation, tests (not with --fast)
+       cargo xtask moved             a copy of this checkout builds, is moved, and builds again
        cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md";
 
 fn main() -> ExitCode {
@@ -16,6 +19,7 @@ fn main() -> ExitCode {
     let result = match words[..] {
         ["check"] => check::check(check::Tests::Run),
         ["check", "--fast"] => check::check(check::Tests::Skip),
+        ["moved"] => moved::moved(),
         ["bench", ref rest @ ..] => bench::bench(rest),
         _ => {
             eprintln!("{USAGE}");

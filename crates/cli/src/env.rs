@@ -10,13 +10,17 @@ use nibble_cpu::{Cpu, Path};
 const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
+#[cfg(debug_assertions)]
+const FAULT: &str = "NIBBLE_FAULT";
 
 /// Name and meaning of each of these.
-const VARIABLES: [(&str, &str); 4] = [
+const VARIABLES: &[(&str, &str)] = &[
     (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
     (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
+    #[cfg(debug_assertions)]
+    (FAULT, "builds for tests alone: what goes wrong at which point of a run, as in kill@file-written:3"),
 ];
 
 /// The names of the instruction sets, and the scalar specification.
@@ -86,7 +90,21 @@ pub fn supported() -> Vec<&'static str> {
 
 /// Name and meaning of every variable, the GPU's too.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
-    VARIABLES.into_iter().chain(nibble_cuda::env::HELP.iter().copied())
+    VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
+}
+
+/// Asks for the faults that the variable lists, `ACTION@POINT:COUNT` between commas; there are none in a build without debug
+/// assertions.
+///
+/// # Errors
+/// A fault that does not exist.
+#[cfg(debug_assertions)]
+pub fn arm_faults() -> Result<()> {
+    use nibble_train::fault;
+    let Ok(text) = std::env::var(FAULT) else { return Ok(()) };
+    let faults: std::result::Result<Vec<fault::Fault>, _> = text.split(',').map(str::parse).collect();
+    fault::arm(&faults.map_err(|why| Error::usage(format!("{FAULT}: {why}")))?);
+    Ok(())
 }
 
 /// One line a variable.

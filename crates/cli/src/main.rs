@@ -17,6 +17,7 @@ mod quantize;
 mod ranks;
 mod recipe;
 mod run_dir;
+mod tensor_cores;
 mod train;
 mod verify;
 
@@ -70,6 +71,8 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
+    #[cfg(debug_assertions)]
+    env::arm_faults()?;
     match cli.command {
         Command::Train(args) => train::run(args),
         Command::Eval(args) => eval::run(args),

@@ -6,6 +6,7 @@ use crate::device::{self, Device, On, Work};
 use crate::error::Result;
 use crate::eval::{against, unit};
 use crate::run_dir;
+use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
@@ -174,6 +175,11 @@ fn introduce(start: &Start<'_>) {
         (DeviceKind::Host, _) => "of the host",
     };
     say!("  {:<34} {:>10}", format!("in all, {whose}"), bytes(prediction.device_bytes() as u64));
+    if prediction.kind == DeviceKind::Gpu {
+        for why in tensor_cores::missed(start.config, start.recipe) {
+            say!("off the tensor cores: {why}");
+        }
+    }
     let arithmetic = start.config.flops_per_token();
     say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
     if start.step > 0 {

@@ -3,8 +3,6 @@
 pub enum Agreement {
     /// The same bits on every input (NaN compared as NaN).
     Bitwise,
-    /// At most so many units in the last place away.
-    Ulps(u32),
     /// At most so large a relative L2 error; the same bits on inputs whose partial sums are exact.
     RelL2(f64),
 }

@@ -2,7 +2,7 @@
 
 use nibble_core::{Backend, Comm, Error, Result};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 /// Longer than anything here takes; a rank that is silent for so long hangs.
@@ -164,15 +164,17 @@ fn a_panic_fails_every_other_rank_now_and_later() {
 
 #[test]
 fn an_abort_reaches_ranks_that_wait_and_ranks_that_come_later() {
-    let all = ranks(4, |cpu, comm| {
+    // Ranks 0 and 1 come when they will; rank 3 once the abort is over.
+    let over = Arc::new(std::sync::Barrier::new(2));
+    let all = ranks(4, move |cpu, comm| {
         if rank_of(&comm) == 2 {
-            std::thread::sleep(Duration::from_millis(30));
             Comm::<Cpu>::abort(&comm, "the disk is full");
             Comm::<Cpu>::abort(&comm, "a second reason, which nobody hears");
+            over.wait();
             return why(barrier(&comm));
         }
         if rank_of(&comm) == 3 {
-            std::thread::sleep(Duration::from_millis(60));
+            over.wait();
         }
         why(comm.all_gather(cpu, &cpu.zeros(3).unwrap()))
     });

@@ -129,6 +129,16 @@ mod tests {
     }
 
     #[test]
+    fn what_is_embedded_names_no_folder_of_the_machine() {
+        let generated = include_str!(concat!(env!("OUT_DIR"), "/embedded.rs"));
+        assert!(!generated.contains(env!("CARGO_MANIFEST_DIR")), "a moved checkout would not build");
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
+        for (path, text) in EMBEDDED {
+            assert!(std::fs::read_to_string(folder.join(path)).unwrap() == *text, "{path} is another text");
+        }
+    }
+
+    #[test]
     fn only_ptx_holds_assembly_and_nothing_includes_the_toolkit() {
         for (path, text) in EMBEDDED {
             assert!(!text.contains("#include <"), "{path} includes a toolkit header");

@@ -125,29 +125,6 @@ pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
     compare(got, want, "same bits", T::same)
 }
 
-/// Position of a number on the line of all singles: neighbours differ by one, ±0 coincide.
-fn ordinal(x: f32) -> i64 {
-    let magnitude = i64::from(x.to_bits() & 0x7FFF_FFFF);
-    if x.is_sign_negative() { -magnitude } else { magnitude }
-}
-
-/// Units in the last place between two singles; NaN is 0 away from NaN and infinitely far from all else.
-pub fn ulps_between(a: f32, b: f32) -> u64 {
-    match (a.is_nan(), b.is_nan()) {
-        (true, true) => 0,
-        (false, false) => ordinal(a).abs_diff(ordinal(b)),
-        _ => u64::MAX,
-    }
-}
-
-/// Compares to so many units in the last place.
-///
-/// # Errors
-/// What differs.
-pub fn compare_ulps(got: &[f32], want: &[f32], max: u32) -> Result<(), Mismatch> {
-    compare(got, want, format_args!("at most {max} ulps"), |a, b| ulps_between(a, b) <= u64::from(max))
-}
-
 /// ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 where both are all zeros.
 pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     let (mut error, mut norm) = (0.0, 0.0);
@@ -188,7 +165,6 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
 pub fn compare_agreement(agreement: Agreement, got: &[f32], want: &[f32]) -> Result<(), Mismatch> {
     match agreement {
         Agreement::Bitwise => compare_bits(got, want),
-        Agreement::Ulps(max) => compare_ulps(got, want, max),
         Agreement::RelL2(max) => compare_rel_l2(got, want, max),
     }
 }
@@ -207,15 +183,6 @@ fn require(what: &str, compared: Result<(), Mismatch>) {
 #[track_caller]
 pub fn assert_bits_equal<T: Bits>(what: &str, got: &[T], want: &[T]) {
     require(what, compare_bits(got, want));
-}
-
-/// Asserts that values are at most `max` units in the last place apart.
-///
-/// # Panics
-/// With a report, if they are not.
-#[track_caller]
-pub fn assert_ulps(what: &str, got: &[f32], want: &[f32], max: u32) {
-    require(what, compare_ulps(got, want, max));
 }
 
 /// Asserts a relative L2 error of at most `max`.
@@ -255,20 +222,9 @@ mod tests {
     fn nans_are_equal_whatever_their_payload() {
         let other = f32::from_bits(0xFFC0_1234);
         assert!(compare_bits(&[f32::NAN], &[other]).is_ok());
-        assert!(compare_ulps(&[f32::NAN], &[other], 0).is_ok());
         assert!(compare_rel_l2(&[f32::NAN], &[other], 0.0).is_ok());
-        assert!(compare_ulps(&[f32::NAN], &[1.0], u32::MAX).is_err());
         assert!(compare_rel_l2(&[1.0], &[f32::INFINITY], 1.0).is_err());
         assert!(compare_rel_l2(&[f32::NEG_INFINITY], &[f32::INFINITY], 1.0).is_err());
-    }
-
-    #[test]
-    fn ulps_cross_zero_and_binades() {
-        assert_eq!(ulps_between(0.0, -0.0), 0);
-        assert_eq!(ulps_between(f32::from_bits(1), -f32::from_bits(1)), 2);
-        assert_eq!(ulps_between(1.0, 1.0f32.next_down()), 1);
-        assert!(compare_ulps(&[1.0f32.next_up()], &[1.0], 1).is_ok());
-        assert!(compare_ulps(&[1.0f32.next_up().next_up()], &[1.0], 1).is_err());
     }
 
     #[test]

@@ -12,7 +12,7 @@
 
 pub use crate::ops::*;
 
-use crate::assert::{Mismatch, compare_bits, compare_rel_l2, compare_ulps};
+use crate::assert::{Mismatch, compare_bits, compare_rel_l2};
 use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
@@ -324,7 +324,6 @@ impl Compared for Outputs {
 fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Result<(), Mismatch> {
     let widen = |v: &[bf16]| v.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
     match (agreement, got, want) {
-        (Agreement::Ulps(max), Values::F32(got), Values::F32(want)) => compare_ulps(got, want, max),
         (Agreement::RelL2(max), Values::F32(got), Values::F32(want)) => compare_rel_l2(got, want, max),
         (Agreement::RelL2(max), Values::F64(got), Values::F64(want)) => {
             let narrow = |v: &[f64]| v.iter().map(|x| *x as f32).collect::<Vec<f32>>();
@@ -440,7 +439,6 @@ mod tests {
     fn each_agreement_is_applied_to_the_types_it_is_about() {
         let (got, want) = (Values::F32(vec![1.0, 2.0]), Values::F32(vec![1.0, 2.0f32.next_up()]));
         assert!(compare(Agreement::Bitwise, &got, &want).is_err());
-        assert!(compare(Agreement::Ulps(1), &got, &want).is_ok());
         assert!(compare(Agreement::RelL2(1e-6), &got, &want).is_ok());
         assert!(compare(Agreement::RelL2(1e-9), &got, &want).is_err());
         let bytes = |b| Values::U8(vec![b]);

@@ -22,7 +22,7 @@ pub mod shapes;
 pub mod testdata;
 pub mod timing;
 
-pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2, assert_ulps};
+pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2};
 pub use conformance::Pair;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;

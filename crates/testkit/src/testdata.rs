@@ -4,7 +4,7 @@ use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use std::path::{Path, PathBuf};
 
-/// The folder of golden vectors and data: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the repository; `None`
+/// The folder of real texts and of public implementations' golden vectors: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the repository; `None`
 /// where there is no such folder.
 ///
 /// # Panics
@@ -36,16 +36,18 @@ pub struct Vectors {
 }
 
 impl Vectors {
-    /// `vectors/NAME.safetensors` of [`testdata()`], or `None` with a skip line where there is no test data at all.
+    /// The golden vectors of this name: `vectors/NAME.safetensors` of [`testdata()`], made by public implementations; where there
+    /// is no such folder, with a skip line, the small ones that the repository has. And the file's path.
     ///
     /// # Panics
-    /// If there is test data without this file.
-    pub fn open(name: &str) -> Option<Self> {
-        let Some(root) = testdata() else {
-            skip(&format!("golden vectors {name} (set NIBBLE_TESTDATA to the folder that holds vectors/)"));
-            return None;
-        };
-        Some(Self::read(&root.join("vectors").join(format!("{name}.safetensors"))))
+    /// If the folder lacks this file.
+    pub fn open(name: &str) -> (Self, PathBuf) {
+        let folder = testdata().map(|root| root.join("vectors")).unwrap_or_else(|| {
+            skip(&format!("golden vectors {name} of public implementations (NIBBLE_TESTDATA is not set)"));
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../formats/tests/vectors")
+        });
+        let path = folder.join(format!("{name}.safetensors"));
+        (Self::read(&path), path)
     }
 
     /// A file of any place.
@@ -160,7 +162,7 @@ mod tests {
 
     #[test]
     fn golden_vectors_open() {
-        let Some(v) = Vectors::open("decode_tables") else { return };
+        let (v, _) = Vectors::open("decode_tables");
         assert_eq!(v.f32s("decode_e8m0").len(), 256);
     }
 }

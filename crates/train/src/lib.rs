@@ -10,6 +10,7 @@ pub mod config;
 pub mod cx;
 pub mod data;
 mod error;
+pub mod fault;
 pub mod layers;
 pub mod ledger;
 pub mod metrics;

@@ -7,6 +7,7 @@ mod gemm;
 mod gpu;
 mod kernels;
 mod ops;
+mod peers;
 mod recompute;
 mod step;
 mod timeline;
@@ -48,6 +49,9 @@ enum What {
     Gemm(gemm::Args),
     Experts(experts::Args),
 }
+
+/// Columns that the GPU's tables fit.
+const WIDTH: usize = 140;
 
 pub fn run(args: Args) -> Result<()> {
     let what = args.what.unwrap_or_else(|| What::All(step::Args::default()));

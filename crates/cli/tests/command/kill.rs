@@ -1,50 +1,194 @@
-//! SIGKILL at twenty moments of a run: each resumed run ends with exactly the weights of an undisturbed one.
+//! A run that ends at every named point, killed or failed: resumed, it ends with the very bytes of an undisturbed one.
+//!
+//! Points are reached, not waited for: nothing here depends on how fast the machine is.
 
 use crate::{Place, losses, read};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use nibble_train::fault::Point;
+use std::process::{Command, Output};
 
-const MODEL: &str = "checkpoints/step-00000060/model.safetensors";
-const MOMENTS: u32 = 20;
+/// Points of a run's beginning and end, which it passes once.
+const ONCE: [Point; 3] = [Point::RunOpened, Point::StepsDone, Point::RunEnds];
 
-/// A run that writes a checkpoint every other step, so that many kills fall into the writing of one.
-fn train(place: &Place, dir: &str, more: &[&str]) -> Command {
-    let dir = format!("run.dir={dir}");
-    let args =
-        ["train", "small.toml", "--set", "train.steps=60", "--set", "checkpoint.every=2", "--set", &dir];
-    let mut command = place.command(&[&args, more].concat());
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    command
+/// A run of 12 steps with a checkpoint every other one, of which two stay; with held-out losses after 5 and 10.
+fn train(place: &Place, dir: &str, ranks: usize, more: &[&str]) -> Command {
+    let (dir, ranks) = (format!("run.dir={dir}"), format!("run.ranks={ranks}"));
+    let set = ["checkpoint.every=2", "checkpoint.keep=2", &*dir, &*ranks];
+    let set = set.iter().flat_map(|change| ["--set", change]);
+    place.command(
+        &["train", "small.toml"].into_iter().chain(set).chain(more.iter().copied()).collect::<Vec<_>>(),
+    )
+}
+
+fn done(command: &mut Command) -> (Output, String) {
+    let out = command.output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    (out, said)
+}
+
+/// What a run leaves: weights, moments, losses.
+#[derive(PartialEq)]
+struct Left {
+    files: Vec<Vec<u8>>,
+    losses: Vec<(u64, f64)>,
+}
+
+impl Left {
+    fn of(place: &Place, dir: &str) -> Self {
+        let last = place.path(dir).join("checkpoints/step-00000012");
+        let files = ["model.safetensors", "optim.safetensors"].map(|file| read(last.join(file)));
+        Self { files: files.into(), losses: losses(place.path(dir).join("metrics.jsonl")) }
+    }
+}
+
+/// An undisturbed run, and the place in which others are compared with it.
+struct Undisturbed {
+    place: Place,
+    ranks: usize,
+    left: Left,
+}
+
+impl Undisturbed {
+    fn new(ranks: usize) -> Self {
+        let place = Place::with_text();
+        std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+        let (out, said) = done(&mut train(&place, "whole", ranks, &[]));
+        assert!(out.status.success(), "{said}");
+        let left = Left::of(&place, "whole");
+        assert_eq!(left.losses.len(), 12);
+        Self { place, ranks, left }
+    }
+
+    /// A new run in `dir` that meets these faults.
+    fn disturbed(&self, dir: &str, faults: &str, more: &[&str]) -> (Output, String) {
+        done(train(&self.place, dir, self.ranks, more).env("NIBBLE_FAULT", faults))
+    }
+
+    /// Resumes the run in `dir`, which `what` has ended. Returns what it printed.
+    fn assert_resumes(&self, dir: &str, what: &str) -> String {
+        let (out, said) = done(&mut train(&self.place, dir, self.ranks, &["--resume"]));
+        assert!(out.status.success(), "{what}: cannot be resumed: {said}");
+        let left = Left::of(&self.place, dir);
+        assert!(left.files == self.left.files, "{what}: other weights or moments");
+        assert_eq!(left.losses, self.left.losses, "{what}: other metrics");
+        let names = std::fs::read_dir(self.place.path(dir).join("checkpoints")).unwrap();
+        let names: Vec<_> = names.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        assert!(names.iter().all(|name| !name.starts_with(".tmp")), "{what}: {names:?}");
+        assert_eq!(names.iter().filter(|name| name.starts_with("step-")).count(), 2, "{what}: {names:?}");
+        std::fs::remove_dir_all(self.place.path(dir)).unwrap();
+        String::from_utf8_lossy(&out.stdout).into_owned()
+    }
+
+    /// The points that a new run passes so often.
+    fn points(count: usize) -> impl Iterator<Item = Point> {
+        let passed =
+            move |point: &Point| *point != Point::MovedAside && (count == 1 || !ONCE.contains(point));
+        Point::ALL.iter().copied().filter(passed)
+    }
+
+    /// Kills a run where it passes each point for the `count`th time.
+    fn kill_everywhere(&self, count: usize) {
+        for point in Self::points(count) {
+            let fault = format!("kill@{}:{count}", point.name());
+            let (out, said) = self.disturbed(point.name(), &fault, &[]);
+            assert!(out.status.code().is_none() && said.is_empty(), "{fault}: {:?}: {said}", out.status);
+            self.assert_resumes(point.name(), &fault);
+        }
+    }
 }
 
 #[test]
-fn a_kill_costs_no_bit() {
-    let place = Place::with_text();
-    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
-    let start = Instant::now();
-    assert!(train(&place, "whole", &[]).status().unwrap().success());
-    let duration = start.elapsed();
-    let (model, metrics) = (read(place.path("whole").join(MODEL)), losses(place.path("whole/metrics.jsonl")));
-    assert_eq!(metrics.len(), 60);
-    let (mut killed, mut jitter) = (0, 12345u32);
-    for moment in 0..MOMENTS {
-        let dir = format!("run-{moment}");
-        jitter = jitter.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        // One moment in each twentieth of the run, at random within it.
-        let share = (f64::from(moment) + f64::from(jitter) / 2f64.powi(32)) / f64::from(MOMENTS);
-        let mut run = train(&place, &dir, &[]).spawn().unwrap();
-        std::thread::sleep(Duration::from_secs_f64(share * duration.as_secs_f64()));
-        run.kill().unwrap(); // SIGKILL
-        killed += u32::from(!run.wait().unwrap().success());
-        assert!(
-            train(&place, &dir, &["--resume"]).status().unwrap().success(),
-            "moment {moment}: cannot be resumed"
-        );
-        assert!(read(place.path(&dir).join(MODEL)) == model, "moment {moment}: other weights");
-        assert_eq!(losses(place.path(&dir).join("metrics.jsonl")), metrics, "moment {moment}: other metrics");
-        let left = std::fs::read_dir(place.path(&dir).join("checkpoints")).unwrap();
-        let left: Vec<_> = left.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        assert!(left.iter().all(|name| !name.starts_with(".tmp")), "moment {moment}: {left:?}");
+fn a_kill_at_any_point_costs_no_bit() {
+    let run = Undisturbed::new(1);
+    run.kill_everywhere(1);
+    run.kill_everywhere(2);
+}
+
+#[test]
+fn nor_does_it_among_ranks() {
+    Undisturbed::new(2).kill_everywhere(1);
+}
+
+/// The checkpoint's threads are held at a point of theirs while training goes on, and then the process is killed.
+#[test]
+fn a_kill_beside_a_checkpoint_under_way_costs_no_bit() {
+    let run = Undisturbed::new(1);
+    // The third step's optimizer waits for what copies the second step's weights.
+    let beside = |point: &Point| match point {
+        Point::CopyBegins | Point::FileCopied => Some(Point::BeforeOptimizer),
+        Point::CheckpointBegins
+        | Point::FileBegun
+        | Point::FileWritten
+        | Point::ManifestWritten
+        | Point::BeforeRename
+        | Point::Renamed
+        | Point::CheckpointEnds => Some(Point::AfterOptimizer),
+        _ => None,
+    };
+    let mut pairs = 0;
+    for (held, killed) in Point::ALL.iter().filter_map(|held| Some((held, beside(held)?))) {
+        let faults = format!("stop@{}:1,kill@{}:3", held.name(), killed.name());
+        let (out, said) = run.disturbed(held.name(), &faults, &[]);
+        assert!(out.status.code().is_none(), "{faults}: {:?}: {said}", out.status);
+        run.assert_resumes(held.name(), &faults);
+        pairs += 1;
     }
-    assert!(killed >= MOMENTS / 2, "only {killed} runs were still running when they were killed");
+    assert_eq!(pairs, 9);
+}
+
+#[test]
+fn a_kill_while_a_checkpoint_is_replaced_costs_no_bit() {
+    let run = Undisturbed::new(1);
+    for action in ["kill", "fail"] {
+        let (out, said) = done(&mut train(&run.place, action, 1, &[]));
+        assert!(out.status.success(), "{said}");
+        // A run that is done and resumed writes its last checkpoint again.
+        let fault = format!("{action}@{}:1", Point::MovedAside.name());
+        let (out, said) = run.disturbed(action, &fault, &["--resume"]);
+        assert!(!out.status.success(), "{fault}: {said}");
+        assert!(!run.place.path(action).join("checkpoints/step-00000012").exists(), "{fault}");
+        let said = run.assert_resumes(action, &fault);
+        assert!(said.contains("continuing after step 12"), "{fault}: what was moved aside is lost: {said}");
+    }
+}
+
+#[test]
+fn a_failure_at_any_point_is_told_and_costs_no_bit() {
+    for ranks in [1, 2] {
+        let run = Undisturbed::new(ranks);
+        for point in Undisturbed::points(1) {
+            let fault = format!("fail@{}:1", point.name());
+            let (out, said) = run.disturbed(point.name(), &fault, &[]);
+            assert_eq!(out.status.code(), Some(1), "{fault}: {said}");
+            let named = format!("fault point {} failed: a test asked for it", point.name());
+            assert!(said.starts_with("error: ") && said.contains(&named), "{fault}: {said}");
+            run.assert_resumes(point.name(), &fault);
+        }
+    }
+}
+
+#[test]
+fn a_step_without_memory_says_which_and_costs_no_bit() {
+    let run = Undisturbed::new(1);
+    for point in [Point::StepBegins, Point::BeforeOptimizer, Point::AfterOptimizer] {
+        let fault = format!("out-of-memory@{}:4", point.name());
+        let (out, said) = run.disturbed(point.name(), &fault, &[]);
+        assert_eq!(out.status.code(), Some(1), "{fault}: {said}");
+        assert!(
+            said.contains("step 3: out of memory") && said.contains("train.recompute"),
+            "{fault}: {said}"
+        );
+        run.assert_resumes(point.name(), &fault);
+    }
+}
+
+#[test]
+fn a_fault_that_does_not_exist_is_a_mistake() {
+    let run = Place::with_text();
+    std::fs::write(run.path("small.toml"), crate::SMALL).unwrap();
+    let (out, said) = done(train(&run, "run", 1, &[]).env("NIBBLE_FAULT", "kill@nowhere:1"));
+    assert_eq!(out.status.code(), Some(2));
+    assert!(
+        said.contains("NIBBLE_FAULT") && said.contains("`nowhere`") && said.contains("renamed"),
+        "{said}"
+    );
 }

@@ -1,6 +1,7 @@
 //! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
 
 mod gpu;
+#[cfg(debug_assertions)]
 mod kill;
 mod mistakes;
 mod models;
@@ -70,7 +71,7 @@ impl Place {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nibble"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
-        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS"] {
+        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT"] {
             command.env_remove(variable);
         }
         command

@@ -42,4 +42,4 @@ pub use step::{
     REPORT_HEAD, Source,
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
-pub use transcode::{Transcode, Transcoded};
+pub use transcode::{CONVERSIONS, Transcode, Transcoded};

@@ -99,6 +99,16 @@ impl<B: Backend> RouteBackward<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
+    /// The losses' parts of a logit's gradient: the factor of an expert's load in the load-balancing loss's, aux · e / (k · t²), and
+    /// that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
+    pub fn loss_factors(&self) -> (f64, f32) {
+        let (tokens, experts) = self.routing.probs.shape();
+        let per_shard = (tokens / self.shards).max(1);
+        let per_slot = (per_shard * self.top_k * per_shard) as f64;
+        let balance = f64::from(self.aux_scale) * experts as f64 / per_slot;
+        (balance, (2.0 * f64::from(self.z_scale) / per_shard as f64) as f32)
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "route_backward";

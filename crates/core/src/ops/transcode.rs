@@ -6,6 +6,15 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
+/// Every conversion there is: from blocks of this format along rows, to blocks of that one along this axis.
+pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Tile),
+    (Format::E4m3, Format::E4m3, BlockAxis::Col),
+    (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
+];
+
 /// Converts one block format to another without passing through a plain tensor.
 ///
 /// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
@@ -51,31 +60,26 @@ impl<B: Backend> Transcode<'_, B> {
         expect_eq(OP, "x.scale_layout", self.x.scale_layout, ScaleLayout::RowMajor)?;
         check_axis(OP, "x.axis", self.x, BlockAxis::Row)?;
         check_group_rows(OP, self.groups, self.x.rows)?;
-        use BlockAxis::{Col, Row, Tile};
-        use Format::{E4m3, Mxfp4};
         check_contraction(OP, self.x.format, "columns of x", self.x.cols)?;
-        match (self.x.format, self.to, self.axis) {
-            (Mxfp4, E4m3, Row) => Ok(()),
-            (Mxfp4, E4m3, Tile) => {
+        let (from, to, axis) = (self.x.format, self.to, self.axis);
+        if !CONVERSIONS.contains(&(from, to, axis)) {
+            let known = CONVERSIONS.map(|(from, to, axis)| format!("{from} → {to} ({axis})")).join(", ");
+            let why = format!("no conversion to {to} ({axis}); there are {known}");
+            return Err(Error::unsupported(OP, from, why));
+        }
+        if (from, to) == (Format::E4m3, Format::E4m3) {
+            self.x.e8m0_scales(OP)?;
+        }
+        match axis {
+            BlockAxis::Row => check_contraction(OP, to, "columns of x", self.x.cols),
+            BlockAxis::Col => check_group_align(OP, self.groups, to),
+            BlockAxis::Tile => {
                 check_stack(OP, self.x.rows, self.x.stack, Planes::Tiles)?;
                 match self.groups {
                     Some(_) => Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights")),
                     None => Ok(()),
                 }
             }
-            (Mxfp4, E4m3, Col) => check_group_align(OP, self.groups, E4m3),
-            (E4m3, E4m3, Col) => {
-                self.x.e8m0_scales(OP)?;
-                check_group_align(OP, self.groups, E4m3)
-            }
-            (E4m3, Mxfp4, Row) => check_contraction(OP, Mxfp4, "columns of x", self.x.cols),
-            (from, to, axis) => Err(Error::unsupported(
-                OP,
-                from,
-                format!(
-                    "no conversion to {to} by {axis:?}; there are mxfp4 → e4m3 (rows, columns, tiles), e4m3 → e4m3 (columns), e4m3 → mxfp4 (rows)"
-                ),
-            )),
         }
     }
 

@@ -1,6 +1,7 @@
 //! A bad recipe fails when it is read, not at step 4,000.
 
 use super::{From, Kind, Recipe, Section, Site};
+use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 
@@ -155,16 +156,10 @@ fn origins(check: &Check<'_>, s: &Section) -> Result<()> {
             !converted || p.round != Rounding::NearestAway,
             "conversions between block formats round to nearest even",
         )?;
-        let powers = origin.scale != ScaleRule::Amax;
-        let convertible = match (origin.format, p.format, p.axis) {
-            _ if p.same_bits(origin) => true,
-            (Format::Mxfp4, Format::E4m3, BlockAxis::Row | BlockAxis::Col) => p.scale != ScaleRule::Amax,
-            (Format::E4m3, Format::E4m3, BlockAxis::Col) => {
-                origin.axis == BlockAxis::Row && powers && p.scale != ScaleRule::Amax
-            }
-            (Format::E4m3, Format::Mxfp4, BlockAxis::Row) => origin.axis == BlockAxis::Row,
-            (plain, _, _) => !plain.is_block(),
-        };
+        // Codes of E4M3 are moved from one power of two to another; MXFP4's scales are made anew.
+        let powers = origin.scale != ScaleRule::Amax && p.scale != ScaleRule::Amax;
+        let known = CONVERSIONS.contains(&(origin.format, p.format, p.axis)) && origin.axis == BlockAxis::Row;
+        let convertible = !converted || known && (powers || p.format != Format::E4m3);
         let why = format!("{p} cannot be made from {} ({origin}) by one conversion", origin_site.key());
         check.expect(site, convertible, &why)?;
     }

@@ -223,11 +223,9 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let per_shard = tokens / op.shards;
     let log_sum_exp = op.routing.log_sum_exp.as_slice();
     let probs = op.routing.probs.f32(OP, "routing.probs")?.as_slice();
-    let per_slot = (per_shard * op.top_k * per_shard).max(1) as f64;
-    let factor = f64::from(op.aux_scale) * experts as f64 / per_slot;
+    let (factor, z) = op.loss_factors();
     let balance: Vec<f32> =
         op.routing.load.as_slice().iter().map(|&n| (factor * f64::from(n)) as f32).collect();
-    let z = (2.0 * f64::from(op.z_scale) / per_shard.max(1) as f64) as f32;
     let mut out = cpu.scratch::<f32>(tokens * experts);
     for_rows(cpu, out.as_mut_slice(), experts, |first, out| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {

@@ -11,7 +11,7 @@ use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{Data, Result, Tensor};
 
 /// Elements of the heads it takes.
-const DIMS: [usize; 2] = [64, 128];
+pub const DIMS: [usize; 2] = [64, 128];
 /// Queries or keys of a warpgroup.
 const GROUP_ROWS: usize = 64;
 /// Keys of a tile where queries stay.

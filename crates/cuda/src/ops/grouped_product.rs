@@ -104,6 +104,12 @@ pub struct Desc {
     pub k: usize,
 }
 
+/// Numbers of so many bytes of which a row must be a whole multiple, for the tensor cores to take it: the copy engine's unit is
+/// 16 bytes.
+pub const fn row_unit(value_bytes: usize) -> usize {
+    16 / value_bytes
+}
+
 impl Desc {
     /// Length of A.
     pub const fn a(&self) -> usize {
@@ -156,13 +162,13 @@ impl Desc {
 
     /// What the kernels can take.
     pub fn check(&self) -> Result<()> {
-        // Rows are copied in units of 16 bytes.
-        let of_d = if self.out == Out::Bf16 { 8 } else { 4 };
+        let of_d = row_unit(if self.out == Out::Bf16 { 2 } else { 4 });
+        let (fp8, bf16) = (row_unit(1), row_unit(2));
         let (m, n, k) = match (self.ragged, self.kind) {
-            (_, Kind::Fp8(_)) if self.transposed => (of_d, 1, 16),
-            (_, Kind::Fp8(_)) => (1, of_d, 16),
-            (Ragged::Rows, Kind::Bf16) => (1, of_d, 8),
-            (Ragged::Contraction, Kind::Bf16) => (8, 8, 1),
+            (_, Kind::Fp8(_)) if self.transposed => (of_d, 1, fp8),
+            (_, Kind::Fp8(_)) => (1, of_d, fp8),
+            (Ragged::Rows, Kind::Bf16) => (1, of_d, bf16),
+            (Ragged::Contraction, Kind::Bf16) => (bf16, bf16, 1),
         };
         for (argument, value, multiple) in
             [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]

@@ -41,6 +41,8 @@ pub(crate) mod transcode;
 pub mod trial;
 pub(crate) mod wire;
 
+pub use attention_wgmma::DIMS as ATTENTION_DIMS;
+
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::KernelSpec;

@@ -230,9 +230,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
     let dlogits = device.alloc::<f32>(tokens * experts)?;
     if tokens > 0 {
         let per_shard = desc.tokens_per_shard;
-        let per_slot = (per_shard * top_k * per_shard) as f64;
-        let balance = f64::from(op.aux_scale) * experts as f64 / per_slot;
-        let z = (2.0 * f64::from(op.z_scale) / per_shard as f64) as f32;
+        let (balance, z) = op.loss_factors();
         let [experts, top_k, normalize, per_shard, chunks] =
             [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
         let routing = op.routing;

@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::state::FileEntry;
 use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
 
 /// A named logical tensor to be written: F32, row-major.
 #[derive(Debug, Clone)]
@@ -105,6 +106,7 @@ pub(super) fn write_tensors<P: AsRef<[f32]>>(
     let header = header(&path, tensors)?;
     let mut file = HashedFile::create(path)?;
     file.write(&header)?;
+    reach(Point::FileBegun)?;
     let mut missing: usize = tensors.iter().map(TensorSpec::num_values).sum();
     while missing > 0 {
         let piece = next()?;

@@ -27,6 +27,7 @@ pub use state::{FileEntry, Position, State};
 pub use tensors::Tensors;
 
 use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
 use files::{read_checked, sync_dir, verify, write_synced, write_tensors};
 use state::STATE_FILE;
 
@@ -154,6 +155,7 @@ impl Store {
         }
         let path = written?;
         self.prune(keep, &path)?;
+        reach(Point::CheckpointEnds)?;
         Ok(path)
     }
 
@@ -170,8 +172,10 @@ impl Store {
         if path.exists() {
             remove(&replaced)?;
             fs::rename(&path, &replaced).map_err(Error::io(&path))?;
+            reach(Point::MovedAside)?;
         }
         fs::rename(tmp, &path).map_err(Error::io(&path))?;
+        reach(Point::Renamed)?;
         sync_dir(&self.dir)?;
         remove(&replaced)?;
         Ok(path)
@@ -188,6 +192,7 @@ impl Store {
             let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));
             remove(&doomed)?;
             fs::rename(path, &doomed).map_err(Error::io(path))?;
+            reach(Point::Pruned)?;
             remove(&doomed)?;
         }
         Ok(())
@@ -220,17 +225,22 @@ fn write_all<P: AsRef<[f32]>>(
     next: &mut dyn FnMut() -> Result<P>,
 ) -> Result<()> {
     let Outline { model, optim, config_json, tokenizer_json, position } = outline;
+    reach(Point::CheckpointBegins)?;
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
     let mut entries = Vec::new();
     for (name, tensors) in [(MODEL_FILE, model), (OPTIM_FILE, optim)] {
         entries.push(write_tensors(dir, name, tensors, next)?);
+        reach(Point::FileWritten)?;
     }
     for (name, text) in [(CONFIG_FILE, config_json), (TOKENIZER_FILE, tokenizer_json)] {
         entries.push(write_synced(dir, name, text.as_bytes())?);
+        reach(Point::FileWritten)?;
     }
     let state = State::new(position.clone(), entries).to_json(&dir.join(STATE_FILE))?;
     write_synced(dir, STATE_FILE, state.as_bytes())?;
-    sync_dir(dir)
+    reach(Point::ManifestWritten)?;
+    sync_dir(dir)?;
+    reach(Point::BeforeRename)
 }
 
 /// Removes a directory or a file, if it is there.

@@ -1,6 +1,7 @@
 //! Pieces of a checkpoint on their way from the device to the disk, and the host's memory that they lie in.
 
 use crate::error::Result;
+use crate::fault::{Point, reach};
 use nibble_core::Backend;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -162,6 +163,15 @@ impl<B: Backend> Pieces<B> {
     /// A file of so many values begins: no piece goes beyond its end.
     pub fn begin(&mut self, values: usize) {
         (self.left, self.piece) = (values, None);
+    }
+
+    /// Sends the error of a fault.
+    pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
+        reach(point).map_err(|error| {
+            // As in `take`.
+            let _ = self.to.send(Err(error));
+            Stopped
+        })
     }
 
     /// Takes so many values: `read` copies those from an index on.

@@ -4,6 +4,7 @@ use super::saving::Saving;
 use super::setup::Setup;
 use super::step::{Step, StepBuffers};
 use crate::error::Result;
+use crate::fault::{Point, reach};
 use crate::model::{Decoder, layer_names};
 use nibble_core::recipe::Section;
 use nibble_core::{Error as CoreError, Kernels};
@@ -45,12 +46,15 @@ impl<B: Kernels> Recorded<B> {
             }
         });
         let (b, recording) = (setup.b, started.elapsed());
+        reach(Point::StepBegins)?;
         b.replay(&recorded.first)?;
         if let Some(next) = &recorded.next {
             (1..setup.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
         }
+        reach(Point::BeforeOptimizer)?;
         saving.wait_copied();
         b.replay(&recorded.optimize)?;
+        reach(Point::AfterOptimizer)?;
         Ok(recording)
     }
 

@@ -5,6 +5,7 @@ use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
 use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats};
@@ -92,11 +93,11 @@ struct Outputs {
 }
 
 impl Outputs {
-    fn open(config: &Config, step: u64) -> Result<Self> {
+    fn open(config: &Config, store: Store, step: u64) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
-        let store = Store::open(&dir)?;
         let path = dir.join("config.toml");
         std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
+        reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
         let events = EventLog::create(&dir, step)?;
         Ok(Self { dir, store, log, events })
@@ -118,10 +119,14 @@ fn run_rank<B: Kernels>(
     let first = comm.rank() == 0;
     let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
     let mut trainer = Trainer::new(b, comm, config)?;
+    // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
+    let store = if first { Some(Store::open(Path::new(&config.run.dir))?) } else { None };
+    comm.barrier()?;
     if options.resume {
         resume(&mut trainer, observer, first)?;
     }
-    let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
+    let outputs = store.map(|store| Outputs::open(config, store, trainer.step()));
+    let mut outputs = outputs.transpose()?;
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
@@ -144,17 +149,20 @@ fn run_rank<B: Kernels>(
         while trainer.unread() > unread {
             let Some(mut metrics) = trainer.settle()? else { break };
             loss = metrics.loss;
+            reach(Point::StepSettled)?;
             if let Some(outputs) = &mut outputs {
                 note_memory(&mut metrics, b.memory());
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
             }
+            reach(Point::MetricsWritten)?;
         }
         issued?;
         if evaluate {
             let valid_loss = trainer.evaluate(config.eval.batches)?;
             report(&mut outputs, observer, step, valid_loss)?;
+            reach(Point::Evaluated)?;
         }
         let mut done = trainer.saved()?;
         if save {
@@ -165,11 +173,13 @@ fn run_rank<B: Kernels>(
         saved = tell(done, observer).or(saved);
     }
     saved = tell(trainer.finish_save()?, observer).or(saved);
+    reach(Point::StepsDone)?;
     let valid_loss = trainer.evaluate(0)?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
     if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
+    reach(Point::RunEnds)?;
     let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);

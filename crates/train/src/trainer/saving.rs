@@ -13,6 +13,7 @@ use super::pieces::{Piece, Pieces, Pool, Stopped};
 use super::weights::gather;
 use crate::checkpoint::{Outline, Store, TensorSpec};
 use crate::error::Result;
+use crate::fault::{Point, reach};
 use crate::model::Named;
 use crate::param::{Moments, Param};
 use half::bf16;
@@ -145,6 +146,9 @@ fn copy<B: Kernels>(
     mut pieces: Pieces<B>,
     mut narrow: Option<Piece<B>>,
 ) {
+    if pieces.reach(Point::CopyBegins).is_err() {
+        return;
+    }
     for file in files {
         pieces.begin(num_values(file));
         for Source { spec, of, first } in file {
@@ -153,6 +157,9 @@ fn copy<B: Kernels>(
             if let Err(Stopped) = pieces.take(spec.num_values(), read) {
                 return;
             }
+        }
+        if pieces.reach(Point::FileCopied).is_err() {
+            return;
         }
     }
 }
@@ -229,6 +236,7 @@ impl<B: Kernels> Trainer<'_, B> {
             }
             None => None,
         };
+        reach(Point::SaveBegins)?;
         if comm.world() > 1 {
             return self.gather_all(&files, pieces);
         }
@@ -310,6 +318,7 @@ impl<B: Kernels> Trainer<'_, B> {
     fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
         let (b, comm) = (self.setup.b, self.setup.comm);
         let params = self.model.params();
+        reach(Point::CopyBegins)?;
         for file in files {
             if let Some(pieces) = &mut pieces {
                 pieces.begin(num_values(file));
@@ -342,6 +351,7 @@ impl<B: Kernels> Trainer<'_, B> {
                     }
                 }
             }
+            reach(Point::FileCopied)?;
         }
         Ok(())
     }

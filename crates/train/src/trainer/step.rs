@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
 use crate::data::Batch;
 use crate::error::Result;
+use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Named};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
@@ -180,12 +181,15 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Everything, one part after the other. The optimizer waits until a checkpoint under way has copied what it changes.
     pub fn run(&mut self, saving: &mut Saving<B>) -> Result<()> {
+        reach(Point::StepBegins)?;
         self.first_micro_batch()?;
         for _ in 1..self.setup.config.train.grad_accum {
             self.next_micro_batch()?;
         }
+        reach(Point::BeforeOptimizer)?;
         saving.wait_copied();
-        self.optimize()
+        self.optimize()?;
+        reach(Point::AfterOptimizer)
     }
 
     /// Makes the weights' copies; forward and backward of the first micro-batch, which overwrites the gradients.

@@ -1,5 +1,7 @@
-//! What other projects' expert layers take, forward and backward, measured on an NVIDIA H200 (700 W, driver 580.159, CUDA
-//! 13.0) on 2026-11-21 and 22 by the same rules; of two runs the faster.
+//! What other projects' expert layers take, forward and backward, measured on [`MEASURED`](crate::bench::peers::MEASURED) by the
+//! same rules; of two runs the faster.
+
+use crate::bench::peers::Who;
 
 /// One project's layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,6 +30,23 @@ const EXPERTS: &str = "DeepSeek-V3, 8 experts";
 const MANY: &str = "128 experts, sorted rows";
 const LAYER: &str = "128 experts, top-8";
 const QWEN: &str = "Qwen3-30B, top-8";
+
+/// Whose layers they are; the layers' names begin with theirs.
+pub const WHO: [Who; 3] = [
+    Who {
+        name: "PyTorch",
+        source: "2.11, torch._grouped_mm, eager and compiled",
+        published: true,
+        script: Some(("products.py", "")),
+    },
+    Who {
+        name: "torchao",
+        source: "0.18.0, its grouped FP8 products; blocks by DeepGEMM 2.6.1",
+        published: true,
+        script: None,
+    },
+    Who { name: "SonicMoE", source: "sonic-moe 0.1.2.post1, autotuned", published: true, script: None },
+];
 
 /// Everybody.
 pub const PEERS: [Peer; 11] = [

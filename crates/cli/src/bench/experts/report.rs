@@ -1,10 +1,11 @@
 //! The tables, and the same figures for a program to read.
 
 use super::layer::Shape;
-use super::peers::{PEERS, Peer};
+use super::peers::{PEERS, Peer, WHO};
 use super::{Figures, Measured, RECIPES};
 use crate::bench::gpu;
 use crate::bench::kernels::report::shortened;
+use crate::bench::peers::MEASURED;
 use crate::console::say;
 use serde_json::{Value, json};
 
@@ -116,9 +117,13 @@ pub fn legend() {
         "kept: what the ledger lists, the caller's rows among them; added: what the forward pass added to the allocator's live bytes,",
         "its output aside. Weights' copies are made once a step and are not in these times. Bursts are single calls, the L2 flushed before",
         "each, on a chip below its power limit; what each part buys and the speeds by rows an expert are bursts alone. Other projects':",
-        "measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22, not in this run.",
+        "not in this run, measured by the same rules on",
     ] {
         say!("{line}");
+    }
+    say!("{MEASURED}:");
+    for who in WHO {
+        say!("{}", who.lines());
     }
 }
 
@@ -168,6 +173,7 @@ mod tests {
     use super::super::SHAPES;
     use super::super::layer::Kept;
     use super::*;
+    use crate::bench::peers::assert_is_where_it_says;
     use nibble_cuda::timing::Sustained;
 
     fn measured(recipe: &'static str, ms: f32, ops: &[(&'static str, f64)]) -> Measured {
@@ -199,6 +205,9 @@ mod tests {
     #[test]
     fn peers_are_of_shapes_that_are_timed() {
         assert!(PEERS.iter().all(|peer| SHAPES.iter().any(|shape| shape.name == peer.shape)));
+        let theirs = |peer: &Peer| WHO.iter().filter(|who| peer.name.starts_with(who.name)).count();
+        assert!(PEERS.iter().all(|peer| theirs(peer) == 1));
+        WHO.iter().for_each(assert_is_where_it_says);
     }
 
     #[test]

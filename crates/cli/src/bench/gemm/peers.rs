@@ -1,32 +1,34 @@
-//! What other projects' products reach, measured on an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on 2026-11-21 and 22
-//! by the same rules; of two bursts the faster. Groups there are uneven multiples of 128 too.
-//!
-//! `benchmarks/peers/products.py` times PyTorch's again wherever it is installed.
+//! What other projects' products reach, measured on [`MEASURED`](crate::bench::peers::MEASURED) by the same rules; of two bursts
+//! the faster. Groups there are uneven multiples of 128 too.
 
 use super::cases::{DOWN, Load, Operands, Pass, Product, ROWS as M, UP};
-
-/// Whose kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Who {
-    /// As the table names it.
-    pub name: &'static str,
-    /// Release or commit, and what its products take.
-    pub source: &'static str,
-}
+use crate::bench::peers::Who;
 
 const DEEP_GEMM: Who = Who {
     name: "DeepGEMM",
-    source: "2.6.1 at 54e2261: FP8, F32 scales 1 × 128 and 128 × 128; weight gradients added to F32",
+    source: "2.6.1 at 54e2261: FP8, F32 scales 1 × 128 and 128 × 128",
+    published: true,
+    script: Some(("products.py", ", but for weight gradients, added to F32")),
 };
 const ROWWISE: Who = Who {
     name: "torch rowwise",
     source: "PyTorch 2.11 (CUTLASS): FP8, one F32 scale a row, fast accumulation; weight gradients in BF16",
+    published: true,
+    script: PRODUCTS,
 };
 const TENSORWISE: Who = Who {
     name: "cuBLASLt FP8",
     source: "13.1 by PyTorch 2.11: FP8, one scale a tensor, fast accumulation; dense",
+    published: true,
+    script: PRODUCTS,
 };
-const TORCH: Who = Who { name: "torch BF16", source: "PyTorch 2.11, torch.mm and torch._grouped_mm" };
+const TORCH: Who = Who {
+    name: "torch BF16",
+    source: "PyTorch 2.11, torch.mm and torch._grouped_mm",
+    published: true,
+    script: PRODUCTS,
+};
+const PRODUCTS: Option<(&str, &str)> = Some(("products.py", ""));
 
 /// One project's rates of one product.
 struct Row {
@@ -194,6 +196,7 @@ mod tests {
             assert!(beside.iter().any(|r| found(&r)), "{:?} {:?} {} groups", row.pass, row.size, row.groups);
             assert!(everybody().contains(&row.who));
         }
+        everybody().iter().for_each(crate::bench::peers::assert_is_where_it_says);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::cases::Operands;
 use super::floor::Work;
 use super::peers::{self, Reached};
 use super::{Ceilings, Measured, Times};
+use crate::bench::peers::MEASURED;
 use crate::console::say;
 use nibble_cuda::timing::Rates;
 use serde_json::{Value, json};
@@ -125,13 +126,13 @@ pub fn legend() {
         "low, high: the slowest and the fastest of three windows; W: watts that the board drew meanwhile.",
         "dense: share of the fastest dense product's rate; floor: of the larger of operations / that rate and the memory's floor; tiled:",
         "of a floor with rows rounded up to whole tiles. cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate,",
-        "measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22, not in this run (b: a burst, beside our burst), and ours",
-        "over it:",
+        "not in this run (b: a burst, beside our burst), and ours over it. Published rates were measured by the same rules on",
     ] {
         say!("{line}");
     }
+    say!("{MEASURED}:");
     for who in peers::everybody() {
-        say!("  {:<14} {}", who.name, who.source);
+        say!("{}", who.lines());
     }
 }
 

@@ -1,5 +1,5 @@
-//! What other projects' kernels take for the same conversions, measured on an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0)
-//! on 2026-11-21 and 22 by the same rules: single calls, L2 flushed, medians of at least seven.
+//! What other projects' kernels take for the same conversions, measured on [`MEASURED`](crate::bench::peers::MEASURED) by the
+//! same rules: single calls, L2 flushed, medians of at least seven.
 //!
 //! Published kernels were run from their own sources with their own launch code; `torch.compile` is PyTorch 2.11's; Triton
 //! stands for untuned kernels in Triton 3.6, the least that one would write. Of these two at each shape the faster of what
@@ -8,36 +8,37 @@
 
 use super::SHAPES;
 use super::operands::Shape;
-
-/// Whose kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Who {
-    /// As the table names it.
-    pub name: &'static str,
-    /// Repository and commit, or release.
-    pub source: &'static str,
-    /// A released kernel of a project; otherwise what a compiler or an afternoon gives.
-    pub published: bool,
-}
+use crate::bench::peers::Who;
 
 const MXFP4_HOPPER: Who = Who {
     name: "MXFP4-Hopper",
     source: "github.com/anonymous-git-2026/MXFP4-Hopper at fede2e1",
     published: true,
+    script: None,
 };
-const TE: Who = Who { name: "TE", source: "github.com/NVIDIA/TransformerEngine at d0067d0", published: true };
+const TE: Who = Who {
+    name: "TE",
+    source: "github.com/NVIDIA/TransformerEngine at d0067d0",
+    published: true,
+    script: None,
+};
 const FP8_FLOW: Who = Who {
     name: "FP8-Flow-MoE",
     source: "github.com/021ai/TransformerEngine-FP8FlowMoe at 4c097bf",
     published: true,
+    script: None,
 };
-const COMPILE: Who =
-    Who { name: "compile", source: "torch.compile of PyTorch 2.11.0+cu130", published: false };
-const TRITON: Who = Who {
-    name: "Triton",
-    source: "Triton 3.6, untuned kernels as in benchmarks/peers/conversions.py",
+/// The script that times the next two, and what it leaves out.
+const CONVERSIONS: Option<(&str, &str)> =
+    Some(("conversions.py", ", but for MXFP4 → BF16, combine, permuted E4M3 and the other SwiGLUs"));
+const COMPILE: Who = Who {
+    name: "compile",
+    source: "torch.compile of PyTorch 2.11.0+cu130",
     published: false,
+    script: CONVERSIONS,
 };
+const TRITON: Who =
+    Who { name: "Triton", source: "Triton 3.6, untuned kernels", published: false, script: CONVERSIONS };
 
 /// One project's times of one conversion.
 struct Row {
@@ -134,6 +135,7 @@ pub fn everybody() -> [Who; 5] {
 mod tests {
     use super::super::cases::kernels;
     use super::*;
+    use crate::bench::peers::assert_is_where_it_says;
     use nibble_cpu::Cpu;
 
     #[test]
@@ -143,6 +145,7 @@ mod tests {
             assert!(row.kernels.iter().all(|k| names.contains(k)), "{:?}", row.kernels);
             assert!(everybody().contains(&row.who));
         }
+        everybody().iter().for_each(assert_is_where_it_says);
     }
 
     #[test]

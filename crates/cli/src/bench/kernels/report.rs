@@ -2,6 +2,7 @@
 
 use super::operands::Shape;
 use super::{Measured, Times, peers};
+use crate::bench::peers::{MEASURED, Who};
 use crate::console::say;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -98,11 +99,10 @@ pub fn peers() {
     say!(
         "separate: the same by kernels of our own, one after the other. publ., best: the fastest published kernel, and the"
     );
-    say!(
-        "fastest of anybody's, measured by the same rules on an NVIDIA H200 on 2026-11-21 and 22; not in this run:"
-    );
+    say!("fastest of anybody's, measured by the same rules on {MEASURED},");
+    say!("not in this run:");
     for who in peers::everybody() {
-        say!("  {:<14} {}", who.name, who.source);
+        say!("{}", who.lines());
     }
     say!("SwiGLU's shape is that of a: h is twice as wide. Rows sorted by expert: {}.", routed_rows());
 }
@@ -131,7 +131,7 @@ fn figure(m: &Measured) -> Value {
             if let Some(us) = times.separate_us {
                 value["separate"] = json!({ "kernels": m.against, "us": us, "ratio": us / times.us });
             }
-            let peer = |(who, us): (peers::Who, f64)| json!({ "who": who.name, "source": who.source, "us": us, "ratio": us / times.us });
+            let peer = |(who, us): (Who, f64)| json!({ "who": who.name, "source": who.source, "us": us, "ratio": us / times.us });
             value["peers"] = peers::of(m.kernel, m.shape, m.groups).map(peer).collect();
         }
         Err(why) => value["not_timed"] = json!(why),

@@ -1,0 +1,42 @@
+//! Whose figures stand beside ours, and where they are from. They are constants: nothing of others runs here.
+
+/// The machine and the days of all of them.
+pub const MEASURED: &str = "an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on 2026-11-21 and 22";
+
+/// Whose kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Who {
+    /// As the table names it.
+    pub name: &'static str,
+    /// Repository and commit, or release, and what it does.
+    pub source: &'static str,
+    /// A released kernel of a project; otherwise what a compiler or an afternoon gives.
+    pub published: bool,
+    /// What measures it again, under `benchmarks/peers`; and what of it that leaves out.
+    pub script: Option<(&'static str, &'static str)>,
+}
+
+impl Who {
+    /// Its lines of the table's footer.
+    pub fn lines(&self) -> String {
+        let again = match self.script {
+            None => "no script here".to_owned(),
+            Some((script, left_out)) => format!("by benchmarks/peers/{script}{left_out}"),
+        };
+        let line = format!("  {:<14} {};", self.name, self.source);
+        let fits = line.chars().count() + again.chars().count() < super::WIDTH;
+        format!("{line}{}{again}", if fits { " ".to_owned() } else { format!("\n{:17}", "") })
+    }
+}
+
+/// Whether there is such a script.
+#[cfg(test)]
+pub fn assert_is_where_it_says(who: &Who) {
+    if let Some((script, _)) = who.script {
+        let path = format!("{}/../../benchmarks/peers/{script}", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
+        let whose = if who.source.contains("Triton") { "triton" } else { "torch" };
+        assert!(text.contains(whose), "{path} does not time {}", who.name);
+    }
+    assert!(who.lines().lines().all(|line| line.chars().count() <= super::WIDTH), "{}", who.lines());
+}

@@ -1,0 +1,229 @@
+//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread that stops, no memory.
+//!
+//! Builds with debug assertions have them, those that cargo makes for tests among them. Elsewhere [`reach`] is an empty function,
+//! and nothing else of this module is compiled. It is the only such hook: a value that becomes NaN needs none, as the tests'
+//! backend that wraps another one makes it.
+
+/// Declares the points: name in the code, name in a fault, what has been done there.
+macro_rules! points {
+    ($($(#[doc = $doc:literal])+ $point:ident = $name:literal,)+) => {
+        /// A point of a run.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Point {
+            $($(#[doc = $doc])+ $point,)+
+        }
+
+        #[cfg(debug_assertions)]
+        impl Point {
+            /// All of them.
+            pub const ALL: &'static [Self] = &[$(Self::$point,)+];
+
+            /// The name by which a fault asks for it.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$point => $name,)+
+                }
+            }
+        }
+    };
+}
+
+points! {
+    /// The run's directory has its configuration, and not yet its metrics.
+    RunOpened = "run-opened",
+    /// The host has written the scalars and tokens of a step.
+    StepBegins = "step-begins",
+    /// The gradients of a step are issued. Weights and moments may still be read by a checkpoint under way.
+    BeforeOptimizer = "before-optimizer",
+    /// All of a step is issued.
+    AfterOptimizer = "after-optimizer",
+    /// A step's record is read, and its line of metrics not written.
+    StepSettled = "step-settled",
+    /// A step's line of metrics is written.
+    MetricsWritten = "metrics-written",
+    /// A held-out loss is written.
+    Evaluated = "evaluated",
+    /// A checkpoint's writer is started, and nothing copied.
+    SaveBegins = "save-begins",
+    /// The copying of weights and moments begins, beside training where there is one rank.
+    CopyBegins = "copy-begins",
+    /// All values of one of a checkpoint's two files of tensors are copied.
+    FileCopied = "file-copied",
+    /// Nothing of a checkpoint is on the disk.
+    CheckpointBegins = "checkpoint-begins",
+    /// A file of tensors has its header and none of its values.
+    FileBegun = "file-begun",
+    /// One of a checkpoint's files is on the disk, `state.json` aside.
+    FileWritten = "file-written",
+    /// `state.json` is on the disk too.
+    ManifestWritten = "manifest-written",
+    /// A checkpoint is whole, under its temporary name.
+    BeforeRename = "before-rename",
+    /// The checkpoint that this one replaces has been moved aside.
+    MovedAside = "moved-aside",
+    /// A checkpoint has its name.
+    Renamed = "renamed",
+    /// A surplus checkpoint has lost its name, and is not removed.
+    Pruned = "pruned",
+    /// A checkpoint is written, and surplus ones are gone.
+    CheckpointEnds = "checkpoint-ends",
+    /// The last step is done, and checkpoints under way are written.
+    StepsDone = "steps-done",
+    /// Everything is written but the picture.
+    RunEnds = "run-ends",
+}
+
+/// Makes happen what is asked for at this point, if anything is.
+///
+/// # Errors
+/// The failure that is asked for.
+#[cfg(not(debug_assertions))]
+#[inline(always)]
+pub(crate) fn reach(_: Point) -> crate::Result<()> {
+    Ok(())
+}
+
+#[cfg(debug_assertions)]
+pub(crate) use armed::reach;
+#[cfg(debug_assertions)]
+pub use armed::{Action, Fault, arm};
+
+#[cfg(debug_assertions)]
+mod armed {
+    use super::Point;
+    use crate::error::{Error, Result};
+    use nibble_core::Error as CoreError;
+    use std::str::FromStr;
+    use std::sync::{Condvar, Mutex, PoisonError};
+
+    /// What happens at a point.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Action {
+        /// The process ends there and then, as by a signal: nothing is flushed, no destructor runs. It waits until the threads that
+        /// other faults stop have stopped.
+        Kill,
+        /// The thread does not go on.
+        Stop,
+        /// The point returns an error of the device.
+        Fail,
+        /// The point returns an error of a device without memory.
+        OutOfMemory,
+    }
+
+    /// Every action by its name.
+    const ACTIONS: [(&str, Action); 4] = [
+        ("kill", Action::Kill),
+        ("stop", Action::Stop),
+        ("fail", Action::Fail),
+        ("out-of-memory", Action::OutOfMemory),
+    ];
+
+    /// Something that goes wrong once. As text `ACTION@POINT:COUNT`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct Fault {
+        /// What.
+        pub action: Action,
+        /// Where.
+        pub point: Point,
+        /// When the point is reached for this time, counted from 1 over all threads of the process.
+        pub count: usize,
+    }
+
+    impl FromStr for Fault {
+        type Err = String;
+
+        fn from_str(text: &str) -> std::result::Result<Self, String> {
+            let parts = text.split_once('@').and_then(|(action, at)| Some((action, at.split_once(':')?)));
+            let (action, (point, count)) =
+                parts.ok_or_else(|| format!("fault `{text}`: expected ACTION@POINT:COUNT"))?;
+            let find = |what: &str, got: &str, known: Vec<&str>| {
+                let at = known.iter().position(|name| *name == got);
+                at.ok_or_else(|| {
+                    format!("fault `{text}`: {what} is `{got}`, expected one of {}", known.join(", "))
+                })
+            };
+            let action = find("the action", action, ACTIONS.map(|(name, _)| name).to_vec())?;
+            let point = find("the point", point, Point::ALL.iter().map(|point| point.name()).collect())?;
+            let count = count.parse().ok().filter(|count| *count > 0);
+            let count =
+                count.ok_or_else(|| format!("fault `{text}`: the count is not a number from 1 on"))?;
+            Ok(Self { action: ACTIONS[action].1, point: Point::ALL[point], count })
+        }
+    }
+
+    /// The faults to come, and how many threads have stopped.
+    struct Armed {
+        faults: Vec<Fault>,
+        stopped: usize,
+    }
+
+    static ARMED: Mutex<Armed> = Mutex::new(Armed { faults: Vec::new(), stopped: 0 });
+    static STOPPED: Condvar = Condvar::new();
+
+    /// Asks for faults in this process.
+    pub fn arm(faults: &[Fault]) {
+        ARMED.lock().unwrap_or_else(PoisonError::into_inner).faults.extend(faults);
+    }
+
+    pub(crate) fn reach(point: Point) -> Result<()> {
+        let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut strikes = None;
+        for fault in armed.faults.iter_mut().filter(|fault| fault.point == point && fault.count > 0) {
+            fault.count -= 1;
+            if fault.count == 0 {
+                strikes = Some(fault.action);
+            }
+        }
+        let site = || format!("fault point {}", point.name());
+        match strikes {
+            None => Ok(()),
+            Some(Action::Kill) => {
+                let stops = armed.faults.iter().filter(|fault| fault.action == Action::Stop).count();
+                let _all = STOPPED.wait_while(armed, |armed| armed.stopped < stops);
+                std::process::abort()
+            }
+            Some(Action::Stop) => {
+                armed.stopped += 1;
+                STOPPED.notify_all();
+                drop(armed);
+                loop {
+                    std::thread::park();
+                }
+            }
+            Some(Action::Fail) => {
+                Err(CoreError::Device { call: site(), why: "a test asked for it".into() }.into())
+            }
+            Some(Action::OutOfMemory) => {
+                let why = "a test asked for it".into();
+                Err(Error::from(CoreError::OutOfMemory { place: site(), bytes: 0, why }))
+            }
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn faults_are_read_and_mistakes_told() {
+            let fault: Fault = "kill@file-written:3".parse().unwrap();
+            assert_eq!(fault, Fault { action: Action::Kill, point: Point::FileWritten, count: 3 });
+            for (text, part) in [
+                ("kill", "ACTION@POINT:COUNT"),
+                ("kil@renamed:1", "expected one of kill, stop"),
+                ("kill@rename:1", "before-rename"),
+                ("kill@renamed:0", "the count"),
+            ] {
+                let error = text.parse::<Fault>().unwrap_err();
+                assert!(error.contains(text) && error.contains(part), "{error}");
+            }
+        }
+
+        #[test]
+        fn a_fault_strikes_once_and_at_its_count() {
+            arm(&["out-of-memory@moved-aside:2".parse().unwrap()]);
+            let struck: Vec<bool> = (0..4).map(|_| reach(Point::MovedAside).is_err()).collect();
+            assert_eq!(struck, [false, true, false, false]);
+        }
+    }
+}
