@@ -5,6 +5,7 @@ use crate::checkpoint;
 use crate::console::{bits, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::Result;
+use crate::train::evaluating_line;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
@@ -45,7 +46,7 @@ impl Work for Evaluation<'_> {
         let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
         let unit = unit(config);
         let entropy = trainer.data()?.entropy();
-        let loss = trainer.evaluate(0)?;
+        let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
         let step = thousands(checkpoint.position().step);
         say!("checkpoint: {} (step {step})", checkpoint.path().display());
         say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);

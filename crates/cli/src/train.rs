@@ -288,6 +288,13 @@ impl Observer for Console {
         }
     }
 
+    fn evaluating(&mut self, done: usize, of: usize) {
+        match &self.bar {
+            Some(bar) => bar.set_message(format!("held-out loss: batch {done} of {of}")),
+            None => evaluating_line(done, of),
+        }
+    }
+
     fn evaluation(&mut self, step: u64, valid_loss: f64) {
         let above = self.entropy.map(|e| format!("  bits_above_floor: {:.3}", bits(valid_loss - e.rate)));
         self.say(&format!("step: {step}  held-out loss: {valid_loss:.4}{}", above.unwrap_or_default()));
@@ -335,6 +342,14 @@ fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
+}
+
+/// Ten lines, at most, of an evaluation that is long enough to need them.
+pub fn evaluating_line(done: usize, of: usize) {
+    const LONG: usize = 100;
+    if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
+        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
+    }
 }
 
 /// The observer of ranks other than the first, who are told nothing anyway.

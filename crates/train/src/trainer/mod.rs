@@ -325,9 +325,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
+        self.evaluate_telling(batches, &mut |_, _| {})
+    }
+
+    /// [`Trainer::evaluate`], telling after every batch how many are done, of how many.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`].
+    pub fn evaluate_telling(&mut self, batches: usize, tell: &mut dyn FnMut(usize, usize)) -> Result<f64> {
         self.require_settled("evaluate")?;
         let Self { setup, model, activations, .. } = self;
-        setup.b.within(activations, || Ok(setup.evaluate(model, batches)))?
+        setup.b.within(activations, || Ok(setup.evaluate(model, batches, tell)))?
     }
 
     /// Logits of the last of these tokens, one sequence, every rank alike.

@@ -20,6 +20,8 @@ pub trait Observer {
     fn measure(&mut self, _: &mut Metrics) {}
     /// A step is done.
     fn step(&mut self, metrics: &Metrics);
+    /// So many batches of an evaluation are done, of how many.
+    fn evaluating(&mut self, _done: usize, _of: usize) {}
     /// A held-out loss, after so many steps.
     fn evaluation(&mut self, step: u64, valid_loss: f64);
     /// A checkpoint is on the disk.
@@ -149,10 +151,6 @@ fn run_rank<B: Kernels>(
             }
         }
         issued?;
-        if evaluate {
-            let valid_loss = trainer.evaluate(config.eval.batches)?;
-            report(&mut outputs, observer, step, valid_loss)?;
-        }
         let mut done = trainer.saved()?;
         if save {
             // One at a time.
@@ -160,13 +158,18 @@ fn run_rank<B: Kernels>(
             trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
         }
         saved = tell(done, observer).or(saved);
+        if evaluate {
+            let valid_loss = trainer.evaluate_telling(config.eval.batches, &mut tell_of(observer, first))?;
+            report(&mut outputs, observer, step, valid_loss)?;
+        }
     }
     saved = tell(trainer.finish_save()?, observer).or(saved);
-    let valid_loss = trainer.evaluate(0)?;
-    report(&mut outputs, observer, trainer.step(), valid_loss)?;
+    // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
     if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
+    let valid_loss = trainer.evaluate_telling(0, &mut tell_of(observer, first))?;
+    report(&mut outputs, observer, trainer.step(), valid_loss)?;
     let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join("loss.svg");
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
@@ -196,6 +199,15 @@ fn report(
         observer.evaluation(step, valid_loss);
     }
     Ok(())
+}
+
+/// Tells how far an evaluation is, on the first rank.
+fn tell_of(observer: &mut dyn Observer, first: bool) -> impl FnMut(usize, usize) {
+    move |done, of| {
+        if first {
+            observer.evaluating(done, of);
+        }
+    }
 }
 
 /// Tells of a checkpoint that has got into its place.
