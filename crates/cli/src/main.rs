@@ -16,7 +16,6 @@ mod inspect;
 mod quantize;
 mod ranks;
 mod recipe;
-mod run_dir;
 mod train;
 mod verify;
 

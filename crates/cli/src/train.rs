@@ -5,7 +5,6 @@ use crate::console::{bits, bytes, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::Result;
 use crate::eval::{against, unit};
-use crate::run_dir;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
@@ -70,8 +69,17 @@ pub fn run(args: Args) -> Result<()> {
         }
         None => {}
     }
-    choose_dir(&args.config, &overrides, args.resume, &mut config)?;
-    let options = Options { resume: args.resume };
+    let named_by_user = is_dir_named(&args.config, &overrides, &config);
+    let dir = PathBuf::from(&config.run.dir);
+    if args.resume {
+        let dir = trainer::latest_run_dir(&dir, named_by_user)?;
+        say!("resuming the run in {}", dir.display());
+        config.run.dir = dir.to_string_lossy().into_owned();
+    } else if named_by_user {
+        // Before a device is opened, and again when the directory is taken.
+        trainer::require_free(&dir)?;
+    }
+    let options = Options { resume: args.resume, numbered: !named_by_user };
     if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
     }
@@ -129,23 +137,11 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// Settles `run.dir`, and says so where it is not the obvious one.
-fn choose_dir(name: &str, overrides: &[String], resume: bool, config: &mut Config) -> Result<()> {
+/// Whether `run.dir` is the user's choice and not made of the configuration's name.
+fn is_dir_named(name: &str, overrides: &[String], config: &Config) -> bool {
     let stem = Path::new(name).file_stem().unwrap_or_default().to_string_lossy();
     let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
-    let named_by_user = overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}");
-    let dir = PathBuf::from(&config.run.dir);
-    let chosen = match resume {
-        true => run_dir::latest(&dir, named_by_user)?,
-        false => run_dir::fresh(&dir, named_by_user)?,
-    };
-    if resume {
-        say!("resuming the run in {}", chosen.display());
-    } else if chosen != dir {
-        say!("{} holds an earlier run; this one goes to {}", dir.display(), chosen.display());
-    }
-    config.run.dir = chosen.to_string_lossy().into_owned();
-    Ok(())
+    overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}")
 }
 
 /// What is known before the first step.
@@ -214,12 +210,14 @@ fn conclude(config: &Config, summary: &Summary) {
     if let Some(checkpoint) = &summary.checkpoint {
         say!("checkpoint: {}", checkpoint.display());
     }
-    say!("metrics: {}", Path::new(&config.run.dir).join("metrics.jsonl").display());
+    say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
 }
 
 /// Tells people how the run goes: a bar where they watch, plain lines where a file does.
 struct Console {
+    /// The directory that the configuration asks for.
+    dir: String,
     bar: Option<ProgressBar>,
     log_every: u64,
     steps: u64,
@@ -240,7 +238,8 @@ impl Console {
         });
         let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
         let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
-        Self { bar, log_every, steps, entropy: None, peak_flops, power }
+        let dir = config.run.dir.clone();
+        Self { dir, bar, log_every, steps, entropy: None, peak_flops, power }
     }
 
     fn say(&self, text: &str) {
@@ -254,7 +253,13 @@ impl Console {
 impl Observer for Console {
     fn start(&mut self, start: &Start<'_>) {
         self.entropy = start.entropy;
-        let tell = || introduce(start);
+        let tell = || {
+            let (asked, dir) = (&self.dir, &start.config.run.dir);
+            if asked != dir {
+                say!("{asked} holds an earlier run; this one goes to {dir}");
+            }
+            introduce(start);
+        };
         match &self.bar {
             Some(bar) => bar.suspend(tell),
             None => tell(),

@@ -234,3 +234,37 @@ fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
     let error = place.train(&["--set", "train.grad_accum=4611686018427387904"]).failed(2);
     assert!(error.contains("train.grad_accum"), "{error}");
 }
+
+#[test]
+fn a_run_replaces_no_file_that_it_has_not_made() {
+    let place = Place::with_text();
+    let mine = format!("# my own notes\n{}", crate::SMALL);
+    for name in ["config.toml", "metrics.jsonl", "loss.svg"] {
+        std::fs::write(place.path(name), &mine).unwrap();
+        let error = place.train(&["--set", "run.dir=."]).failed(2);
+        assert!(error.contains("`run.dir`") && error.contains(name), "{error}");
+        assert_eq!(read(place.path(name)), mine.as_bytes());
+        std::fs::rename(place.path(name), place.path("elsewhere")).unwrap();
+    }
+    // A run whose checkpoints were removed, and one that never wrote any.
+    let short = ["--set", "train.steps=2"];
+    place.train(&[&short[..], &["--set", "checkpoint.at_end=false"]].concat()).ok();
+    let metrics = read(place.path("runs/small/metrics.jsonl"));
+    std::fs::remove_dir_all(place.path("runs/small/checkpoints")).unwrap();
+    place.train(&short).ok().contains("runs/small holds an earlier run; this one goes to runs/small-2");
+    assert_eq!(read(place.path("runs/small/metrics.jsonl")), metrics);
+    assert!(!place.path("runs/small/checkpoints").exists());
+}
+
+#[test]
+fn of_two_runs_at_once_the_second_takes_a_directory_of_its_own() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let both = [0, 1].map(|_| {
+        let mut command = place.command(&["train", "small.toml"]);
+        command.stdout(std::process::Stdio::null()).spawn().unwrap()
+    });
+    both.into_iter().for_each(|mut run| assert!(run.wait().unwrap().success()));
+    let model = |dir: &str| read(place.path(dir).join("checkpoints/step-00000012/model.safetensors"));
+    assert!(model("runs/small") == model("runs/small-2"), "the same configuration, other weights");
+}

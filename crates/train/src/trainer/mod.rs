@@ -6,6 +6,7 @@ mod inspect;
 mod recorded;
 mod rehearse;
 mod run;
+mod run_dir;
 mod saving;
 mod setup;
 mod step;
@@ -15,6 +16,7 @@ pub use checks::{checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
+pub use run_dir::{has_begun, latest as latest_run_dir, require_free};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};

@@ -1,5 +1,6 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
+use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim};
 use super::{Trainer, checked_recipe};
 use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
@@ -48,6 +49,8 @@ pub struct Start<'a> {
 pub struct Options {
     /// Go on from the newest whole checkpoint of the run's directory, if there is one.
     pub resume: bool,
+    /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
+    pub numbered: bool,
 }
 
 /// How a run ended.
@@ -61,6 +64,8 @@ pub struct Summary {
     pub valid_loss: f64,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
+    /// The run's directory.
+    pub dir: PathBuf,
     /// The last checkpoint, if the run wrote one.
     pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
@@ -94,12 +99,17 @@ struct Outputs {
 }
 
 impl Outputs {
-    fn open(config: &Config, step: u64) -> Result<Self> {
+    /// Finds the run its directory, which this configuration names from then on, and begins or continues its files.
+    fn open(config: &mut Config, step: u64, options: Options) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
-        let store = Store::open(&dir)?;
-        let path = dir.join("config.toml");
+        let (dir, store) = match options.resume {
+            true => (dir.clone(), Store::open(&dir)?),
+            false => claim(&dir, !options.numbered)?,
+        };
+        config.run.dir = dir.to_string_lossy().into_owned();
+        let path = dir.join(CONFIG_FILE);
         std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
-        let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
+        let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let events = EventLog::create(&dir, step)?;
         Ok(Self { dir, store, log, events })
     }
@@ -123,7 +133,11 @@ fn run_rank<B: Kernels>(
     if options.resume {
         resume(&mut trainer, observer, first)?;
     }
-    let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
+    let step = trainer.step();
+    let mut outputs = match first {
+        true => Some(Outputs::open(&mut trainer.setup.config, step, options)?),
+        false => None,
+    };
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
@@ -171,11 +185,12 @@ fn run_rank<B: Kernels>(
     let valid_loss = trainer.evaluate_telling(0, &mut tell_of(observer, first))?;
     report(&mut outputs, observer, trainer.step(), valid_loss)?;
     let Some(outputs) = outputs else { return Ok(None) };
-    let picture = outputs.dir.join("loss.svg");
+    let picture = outputs.dir.join(PICTURE_FILE);
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
     let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
     draw_loss_curve(&curve, &picture)?;
-    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint: saved, picture }))
+    let (steps, dir) = (trainer.step(), outputs.dir);
+    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
 }
 
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
