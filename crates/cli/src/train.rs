@@ -3,12 +3,12 @@
 use crate::changes::Changes;
 use crate::console::{bits, bytes, say, thousands};
 use crate::device::{self, Device, On, Work};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::eval::{against, unit};
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
-use nibble_train::config::Config;
+use nibble_train::config::{Config, preset};
 use nibble_train::data::{Dataset, Entropy};
 use nibble_train::metrics::Metrics;
 use nibble_train::plan;
@@ -30,15 +30,18 @@ use std::time::{Duration, Instant};
     nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
     nibble train my.toml --dry-run=gpu\n  \
-    nibble train my.toml --resume"
+    nibble train my.toml --resume\n  \
+    nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file.
+    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file. With
+    /// --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Goes on from the newest whole checkpoint of the latest run of this configuration.
+    /// Goes on from the newest whole checkpoint of the latest run of this configuration, or of the run in the directory CONFIG. Of what
+    /// decides the numbers only train.steps may change, to more.
     #[arg(long)]
     resume: bool,
     /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
@@ -58,7 +61,7 @@ enum DryRunOn {
 
 pub fn run(args: Args) -> Result<()> {
     let overrides = args.changes.overrides();
-    let mut config = Config::load(&args.config, &overrides)?;
+    let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
@@ -69,10 +72,13 @@ pub fn run(args: Args) -> Result<()> {
         }
         None => {}
     }
-    let named_by_user = is_dir_named(&args.config, &overrides, &config);
     let dir = PathBuf::from(&config.run.dir);
     if args.resume {
         let dir = trainer::latest_run_dir(&dir, named_by_user)?;
+        if !trainer::has_begun(&dir) {
+            let why = format!("--resume: no run has begun in {}; without it, one begins", dir.display());
+            return Err(Error::usage(why));
+        }
         say!("resuming the run in {}", dir.display());
         config.run.dir = dir.to_string_lossy().into_owned();
     } else if named_by_user {
@@ -137,11 +143,26 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// Whether `run.dir` is the user's choice and not made of the configuration's name.
-fn is_dir_named(name: &str, overrides: &[String], config: &Config) -> bool {
-    let stem = Path::new(name).file_stem().unwrap_or_default().to_string_lossy();
+/// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
+fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
+    let path = Path::new(name);
+    if preset(name).is_none() && path.is_dir() {
+        let file = path.join("config.toml");
+        if !resume {
+            return Err(Error::usage(format!(
+                "{name} is a directory: with --resume the run in it goes on; {} begins another like it",
+                file.display()
+            )));
+        }
+        let mut config = Config::load(&file.to_string_lossy(), overrides)?;
+        config.run.dir = name.to_owned();
+        return Ok((config, true));
+    }
+    let config = Config::load(name, overrides)?;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
-    overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}")
+    let named_by_user = overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}");
+    Ok((config, named_by_user))
 }
 
 /// What is known before the first step.
@@ -268,6 +289,10 @@ impl Observer for Console {
             bar.set_position(start.step);
             bar.reset_eta();
         }
+    }
+
+    fn note(&mut self, text: &str) {
+        self.say(text);
     }
 
     fn rejected(&mut self, _: &Path, why: &nibble_train::Error) {

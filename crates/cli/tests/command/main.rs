@@ -144,6 +144,6 @@ fn read(path: impl AsRef<Path>) -> Vec<u8> {
 
 /// Steps and losses of a metrics file's training lines.
 fn losses(path: impl AsRef<Path>) -> Vec<(u64, f64)> {
-    let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap();
+    let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap().metrics;
     metrics.into_iter().filter_map(|m| Some((m.step, m.loss?))).collect()
 }

@@ -268,3 +268,21 @@ fn of_two_runs_at_once_the_second_takes_a_directory_of_its_own() {
     let model = |dir: &str| read(place.path(dir).join("checkpoints/step-00000012/model.safetensors"));
     assert!(model("runs/small") == model("runs/small-2"), "the same configuration, other weights");
 }
+
+#[test]
+fn resuming_where_nothing_is_trains_nothing() {
+    let place = Place::with_text();
+    let error = place.train(&["--resume"]).failed(2);
+    assert!(error.contains("no run has begun in runs/small"), "{error}");
+    std::fs::create_dir(place.path("empty")).unwrap();
+    let error = place.train(&["--resume", "--set", "run.dir=empty"]).failed(2);
+    assert!(error.contains("no run has begun in empty"), "{error}");
+    assert!(!place.path("runs").exists() && !place.path("empty/checkpoints").exists());
+    // A run that is done and wrote no checkpoint: to begin again would replace its metrics.
+    let run = ["--set", "run.dir=run", "--set", "checkpoint.every=0", "--set", "checkpoint.at_end=false"];
+    place.train(&run).ok();
+    let metrics = read(place.path("run/metrics.jsonl"));
+    let error = place.train(&[&run[..], &["--resume"]].concat()).failed(2);
+    assert!(error.contains("metrics of 12 steps and no checkpoint"), "{error}");
+    assert_eq!(read(place.path("run/metrics.jsonl")), metrics);
+}

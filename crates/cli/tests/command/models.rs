@@ -12,7 +12,7 @@ fn trained() -> Place {
 #[test]
 fn eval_repeats_the_loss_that_training_ended_with() {
     let place = trained();
-    let metrics = nibble_train::metrics::read_metrics(&place.path("run/metrics.jsonl")).unwrap();
+    let metrics = nibble_train::metrics::read_metrics(&place.path("run/metrics.jsonl")).unwrap().metrics;
     let last = metrics.iter().rev().find_map(|m| m.valid_loss).unwrap();
     // Where it was trained: another device's products have other last bits.
     let eval = |args: &[&str]| place.nibble(&[&["eval", "--device", "cpu"], args].concat());

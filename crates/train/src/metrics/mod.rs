@@ -11,7 +11,7 @@ use crate::record::{Conversion, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
-pub use jsonl::{MetricsLog, read_metrics};
+pub use jsonl::{MetricsFile, MetricsLog, read_metrics};
 pub use plot::{LossCurve, draw_loss_curve};
 pub use tensorboard::EventLog;
 

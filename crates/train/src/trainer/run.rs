@@ -1,6 +1,7 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
-use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim};
+use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim, has_begun};
+use super::weights::recipe_sha256;
 use super::{Trainer, checked_recipe};
 use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
@@ -8,13 +9,15 @@ use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
 use crate::plan::{self, Prediction};
-use nibble_core::{Comm, Kernels, MemoryStats};
+use nibble_core::{Comm, Kernels, MemoryStats, Recipe};
 use std::path::{Path, PathBuf};
 
 /// What whoever watches a run is told, by its first rank.
 pub trait Observer {
     /// The run begins (or goes on) at this step; what memory it takes.
     fn start(&mut self, start: &Start<'_>);
+    /// Something worth knowing that stops nothing, a sentence.
+    fn note(&mut self, _text: &str) {}
     /// A checkpoint passed over while resuming.
     fn rejected(&mut self, path: &Path, why: &Error);
     /// A step is done: adds what the device's owner knows to its metrics, before they are written and told.
@@ -37,7 +40,7 @@ pub struct Start<'a> {
     /// The configuration.
     pub config: &'a Config,
     /// The recipe.
-    pub recipe: &'a nibble_core::Recipe,
+    pub recipe: &'a Recipe,
     /// Its size and its memory.
     pub prediction: &'a Prediction,
     /// The floor and the trivial loss of the data, if known.
@@ -47,7 +50,7 @@ pub struct Start<'a> {
 /// What to do besides the configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// Go on from the newest whole checkpoint of the run's directory, if there is one.
+    /// Go on from the newest whole checkpoint of the run's directory; from the beginning where a run has begun and has none yet.
     pub resume: bool,
     /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
     pub numbered: bool,
@@ -138,6 +141,12 @@ fn run_rank<B: Kernels>(
         true => Some(Outputs::open(&mut trainer.setup.config, step, options)?),
         false => None,
     };
+    if let Some(outputs) = &outputs {
+        for line in outputs.log.unreadable() {
+            let path = outputs.log.path().display();
+            observer.note(&format!("{path}: line {line} is no metrics; it stays, and nobody reads it"));
+        }
+    }
     let entropy = trainer.data()?.entropy();
     if first {
         let (config, recipe) = (trainer.config(), trainer.recipe());
@@ -187,7 +196,7 @@ fn run_rank<B: Kernels>(
     let Some(outputs) = outputs else { return Ok(None) };
     let picture = outputs.dir.join(PICTURE_FILE);
     let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
-    let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
+    let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?.metrics, entropy);
     draw_loss_curve(&curve, &picture)?;
     let (steps, dir) = (trainer.step(), outputs.dir);
     Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
@@ -230,7 +239,8 @@ fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> 
     saved.inspect(|path| observer.checkpoint(path))
 }
 
-/// Goes on from the newest whole checkpoint, if the run has one and its configuration is this run's.
+/// Goes on from the newest whole checkpoint, if its configuration is this run's; from the beginning where a run has begun and has had
+/// none yet.
 fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer, first: bool) -> Result<()> {
     let dir = PathBuf::from(&trainer.config().run.dir);
     let latest = latest_valid(&dir)?;
@@ -239,23 +249,41 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
     }
     let Some(checkpoint) = latest.checkpoint else {
         // To begin again would overwrite what may yet be mended.
-        return match latest.rejected.is_empty() {
-            true => Ok(()),
-            false => Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed")),
-        };
+        if !latest.rejected.is_empty() {
+            return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
+        }
+        require_nothing_to_lose(&dir, trainer.config().checkpoint.every)?;
+        if first {
+            observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
+        }
+        return Ok(());
     };
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
     let mut changes = trainer.config().changes_since(&earlier)?;
     let (then, now) = (checkpoint.position(), trainer.position()?);
-    for (what, then, now) in [
-        ("the recipe's content", &then.recipe_sha256, &now.recipe_sha256),
-        ("the data's content", &then.data_sha256, &now.data_sha256),
+    let renamed = Recipe { name: then.recipe.clone(), ..trainer.recipe().clone() };
+    for (key, what, then, now) in [
+        ("recipe: ", "the recipe's content", &then.recipe_sha256, &recipe_sha256(&renamed)),
+        ("data.source: ", "the data's content", &then.data_sha256, &now.data_sha256),
     ] {
         if then != now {
             changes.push(format!(
                 "{what}: SHA-256 {} → {}",
                 &then[..12.min(then.len())],
                 &now[..12.min(now.len())]
+            ));
+        } else {
+            // Another path of the same content.
+            changes.retain(|change| !change.starts_with(key));
+        }
+    }
+    if trainer.config().train.steps > earlier.train.steps {
+        changes.retain(|change| !change.starts_with("train.steps: "));
+        if first {
+            observer.note(&format!(
+                "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
+                earlier.train.steps,
+                trainer.config().train.steps
             ));
         }
     }
@@ -268,4 +296,23 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
         return Err(Error::config("configuration", why));
     }
     trainer.load(&checkpoint)
+}
+
+/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
+fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
+    if !has_begun(dir) {
+        let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
+        return Err(Error::config("run.dir", why));
+    }
+    let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    // One may be on its way to the disk while the steps up to the next are done.
+    if steps > 2 * every {
+        let dir = dir.display();
+        let why = format!(
+            "{dir} has metrics of {steps} steps and no checkpoint to go on from; nothing was changed"
+        );
+        return Err(Error::config("run.dir", why));
+    }
+    Ok(())
 }
