@@ -44,7 +44,7 @@ impl Work for Evaluation<'_> {
         let Self { checkpoint, config } = self;
         on.announce();
         let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
-        let unit = unit(config);
+        let unit = config.unit();
         let entropy = trainer.data()?.entropy();
         let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
         let step = thousands(checkpoint.position().step);
@@ -56,11 +56,6 @@ impl Work for Evaluation<'_> {
         }
         Ok(())
     }
-}
-
-/// What one token is.
-pub fn unit(config: &Config) -> &'static str {
-    if config.is_text() { "byte" } else { "token" }
 }
 
 /// A loss between the floor and the loss of a model that knows nothing but frequencies.

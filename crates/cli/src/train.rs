@@ -4,7 +4,8 @@ use crate::changes::Changes;
 use crate::console::{bits, bytes, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::{Error, Result};
-use crate::eval::{against, unit};
+use crate::eval::against;
+use crate::signals;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
@@ -15,6 +16,7 @@ use nibble_train::plan;
 use nibble_train::trainer::{self, Observer, Options, Start, Summary};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
@@ -22,7 +24,7 @@ use std::time::{Duration, Instant};
 #[command(
     after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
     runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
-    last checkpoint: --resume goes on, and ends with the very same weights.\n\n\
+    last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -85,9 +87,13 @@ pub fn run(args: Args) -> Result<()> {
         // Before a device is opened, and again when the directory is taken.
         trainer::require_free(&dir)?;
     }
-    let options = Options { resume: args.resume, numbered: !named_by_user };
+    let stop = signals::wait_for_steps()?;
+    let options = Options { resume: args.resume, numbered: !named_by_user, stop: Some(stop) };
     if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
+        if summary.valid_loss.is_none() {
+            return Err(Error::Stopped(stop.load(Ordering::Relaxed)));
+        }
     }
     Ok(())
 }
@@ -220,19 +226,29 @@ fn print_config(config: &Config) {
     }
 }
 
-/// What is known after the last step.
+/// What is known after the last step, planned or not.
 fn conclude(config: &Config, summary: &Summary) {
-    let (loss, unit) = (summary.valid_loss, unit(config));
-    say!("done: {} steps", thousands(summary.steps));
-    say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
-    if let Some(entropy) = summary.entropy {
-        say!("{}", against(entropy, loss));
+    let unit = config.unit();
+    match summary.valid_loss {
+        Some(loss) => {
+            say!("done: {} steps", thousands(summary.steps));
+            say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
+            if let Some(entropy) = summary.entropy {
+                say!("{}", against(entropy, loss));
+            }
+        }
+        None => say!("stopped after {} of {} steps", thousands(summary.steps), thousands(config.train.steps)),
     }
-    if let Some(checkpoint) = &summary.checkpoint {
-        say!("checkpoint: {}", checkpoint.display());
+    match (&summary.checkpoint, summary.valid_loss) {
+        (Some(checkpoint), _) => say!("checkpoint: {}", checkpoint.display()),
+        (None, None) => say!("no checkpoint: checkpoint.every = 0 and checkpoint.at_end = false"),
+        (None, Some(_)) => {}
     }
     say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
+    if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
+        say!("to go on: nibble train {} --resume", summary.dir.display());
+    }
 }
 
 /// Tells people how the run goes: a bar where they watch, plain lines where a file does.

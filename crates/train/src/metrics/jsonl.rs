@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 pub struct MetricsLog {
     file: File,
     path: PathBuf,
-    unreadable: Vec<usize>,
 }
 
 /// What a metrics file holds.
@@ -38,21 +37,14 @@ impl MetricsLog {
         let whole = if step == 0 { Vec::new() } else { whole_lines(path)? };
         let earlier = |line: &Line| line.metrics.as_ref().is_some_and(|metrics| metrics.step <= step);
         let end = whole.iter().rposition(earlier).map_or(0, |last| last + 1);
-        let kept = || whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
-        let text: Vec<u8> = kept().flat_map(|line| &line.bytes).copied().collect();
-        let unreadable = kept().enumerate().filter(|(_, line)| line.metrics.is_none()).map(|(i, _)| i + 1);
+        let kept = whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
+        let text: Vec<u8> = kept.flat_map(|line| &line.bytes).copied().collect();
         // Renamed into place: a kill here costs no line that was kept.
         let tmp = path.with_extension("jsonl.tmp");
         fs::write(&tmp, &text).map_err(Error::io(&tmp))?;
         fs::rename(&tmp, path).map_err(Error::io(path))?;
         let file = File::options().append(true).open(path).map_err(Error::io(path))?;
-        Ok(Self { file, path: path.to_path_buf(), unreadable: unreadable.collect() })
-    }
-
-    /// Numbers, from 1, of lines that were there when the file was opened and are no metrics.
-    #[must_use]
-    pub fn unreadable(&self) -> &[usize] {
-        &self.unreadable
+        Ok(Self { file, path: path.to_path_buf() })
     }
 
     /// Appends one line. It has left the process when this returns, so a kill afterwards does not lose it.
@@ -191,8 +183,7 @@ mod tests {
         fs::write(&path, text).map_err(Error::io(&path))?;
         assert_eq!(read_metrics(&path)?.unreadable, [2, 5]);
         assert_eq!(steps_in(&path)?, [1, 2, 3]);
-        let log = MetricsLog::open(&path, 2)?;
-        assert_eq!(log.unreadable(), [2]);
+        MetricsLog::open(&path, 2)?;
         let left = fs::read_to_string(&path).map_err(Error::io(&path))?;
         assert_eq!(left, "{\"step\":1}\nnonsense\n{\"step\":2}\n");
         Ok(())

@@ -3,6 +3,7 @@
 mod checks;
 mod decoding;
 mod inspect;
+mod outputs;
 mod recorded;
 mod rehearse;
 mod run;
@@ -15,6 +16,7 @@ mod weights;
 pub use checks::{checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
+pub use outputs::heading;
 pub use run::{Observer, Options, Start, Summary, run};
 pub use run_dir::{has_begun, latest as latest_run_dir, require_free};
 

@@ -1,16 +1,18 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
-use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim, has_begun};
+use super::outputs::Outputs;
+use super::run_dir::{METRICS_FILE, has_begun};
 use super::weights::recipe_sha256;
 use super::{Trainer, checked_recipe};
-use crate::checkpoint::{Store, latest_valid};
+use crate::checkpoint::latest_valid;
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
-use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
+use crate::metrics::{Metrics, read_metrics};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, Kernels, MemoryStats, Recipe};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What whoever watches a run is told, by its first rank.
 pub trait Observer {
@@ -54,6 +56,8 @@ pub struct Options {
     pub resume: bool,
     /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
     pub numbered: bool,
+    /// Not 0 once the run is to end after the step under way: it saves, draws, and leaves out the last evaluation.
+    pub stop: Option<&'static AtomicUsize>,
 }
 
 /// How a run ended.
@@ -63,8 +67,8 @@ pub struct Summary {
     pub steps: u64,
     /// Loss of the last step, if this process made one.
     pub loss: Option<f64>,
-    /// Loss over all held-out data.
-    pub valid_loss: f64,
+    /// Loss over all held-out data; none of a run that was stopped before its end.
+    pub valid_loss: Option<f64>,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
     /// The run's directory.
@@ -93,36 +97,6 @@ pub fn run<B: Kernels>(
     done
 }
 
-/// Files only the first rank has.
-struct Outputs {
-    dir: PathBuf,
-    store: Store,
-    log: MetricsLog,
-    events: EventLog,
-}
-
-impl Outputs {
-    /// Finds the run its directory, which this configuration names from then on, and begins or continues its files.
-    fn open(config: &mut Config, step: u64, options: Options) -> Result<Self> {
-        let dir = PathBuf::from(&config.run.dir);
-        let (dir, store) = match options.resume {
-            true => (dir.clone(), Store::open(&dir)?),
-            false => claim(&dir, !options.numbered)?,
-        };
-        config.run.dir = dir.to_string_lossy().into_owned();
-        let path = dir.join(CONFIG_FILE);
-        std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
-        let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
-        let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, events })
-    }
-
-    fn write(&mut self, metrics: &Metrics) -> Result<()> {
-        self.log.write(metrics)?;
-        self.events.write(metrics)
-    }
-}
-
 fn run_rank<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -136,29 +110,13 @@ fn run_rank<B: Kernels>(
     if options.resume {
         resume(&mut trainer, observer, first)?;
     }
-    let step = trainer.step();
-    let mut outputs = match first {
-        true => Some(Outputs::open(&mut trainer.setup.config, step, options)?),
-        false => None,
-    };
-    if let Some(outputs) = &outputs {
-        for line in outputs.log.unreadable() {
-            let path = outputs.log.path().display();
-            observer.note(&format!("{path}: line {line} is no metrics; it stays, and nobody reads it"));
-        }
-    }
-    let entropy = trainer.data()?.entropy();
-    if first {
-        let (config, recipe) = (trainer.config(), trainer.recipe());
-        let start = Start { step: trainer.step(), config, recipe, prediction: &prediction, entropy };
-        observer.start(&start);
-    }
-    let mut loss = None;
-    let mut saved = None;
-    while trainer.step() < config.train.steps {
+    let mut outputs = if first { Some(begin(&mut trainer, &prediction, options, observer)?) } else { None };
+    let (mut loss, mut saved, mut stopped) = (None, None, false);
+    while trainer.step() < config.train.steps && !stopped {
         let issued = trainer.issue_step();
         let step = trainer.step();
-        let last = step == config.train.steps;
+        stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
+        let last = stopped || step == config.train.steps;
         let evaluate = !last && due(step, config.eval.every);
         let save = !last && due(step, config.checkpoint.every);
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
@@ -182,24 +140,74 @@ fn run_rank<B: Kernels>(
         }
         saved = tell(done, observer).or(saved);
         if evaluate {
-            let valid_loss = trainer.evaluate_telling(config.eval.batches, &mut tell_of(observer, first))?;
-            report(&mut outputs, observer, step, valid_loss)?;
+            self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
         }
     }
     saved = tell(trainer.finish_save()?, observer).or(saved);
     // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
-    if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
+    let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
+    if wanted && (loss.is_some() || saved.is_none()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
-    let valid_loss = trainer.evaluate_telling(0, &mut tell_of(observer, first))?;
-    report(&mut outputs, observer, trainer.step(), valid_loss)?;
+    let valid_loss = match stopped {
+        true => None,
+        false => Some(evaluate(&mut trainer, 0, &mut outputs, observer)?),
+    };
+    let entropy = trainer.data()?.entropy();
     let Some(outputs) = outputs else { return Ok(None) };
-    let picture = outputs.dir.join(PICTURE_FILE);
-    let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
-    let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?.metrics, entropy);
-    draw_loss_curve(&curve, &picture)?;
-    let (steps, dir) = (trainer.step(), outputs.dir);
+    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
     Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+}
+
+impl Options {
+    /// Whether all ranks stop after this step: one of them was asked to.
+    fn asked_to_stop<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<bool> {
+        let Some(stop) = self.stop else { return Ok(false) };
+        let asked = stop.load(Ordering::Relaxed) != 0;
+        if comm.world() == 1 {
+            return Ok(asked);
+        }
+        let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(asked))])?)?;
+        Ok(b.download(&all)?.contains(&1.0))
+    }
+}
+
+/// Opens the files of the run, and tells how it begins.
+fn begin<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    prediction: &Prediction,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<Outputs> {
+    let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
+    let mut outputs = Outputs::open(&mut trainer.setup.config, step, options)?;
+    let (config, recipe) = (trainer.config(), trainer.recipe());
+    let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
+    notes.iter().for_each(|note| observer.note(note));
+    observer.start(&Start { step, config, recipe, prediction, entropy });
+    Ok(outputs)
+}
+
+/// A held-out loss over so many batches (0: all there are), written, drawn and told.
+fn evaluate<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    batches: usize,
+    outputs: &mut Option<Outputs>,
+    observer: &mut dyn Observer,
+) -> Result<f64> {
+    let first = outputs.is_some();
+    let valid_loss = trainer.evaluate_telling(batches, &mut |done, of| {
+        if first {
+            observer.evaluating(done, of);
+        }
+    })?;
+    if let Some(outputs) = outputs {
+        let step = trainer.step();
+        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
+        outputs.draw()?;
+        observer.evaluation(step, valid_loss);
+    }
+    Ok(valid_loss)
 }
 
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
@@ -210,28 +218,6 @@ fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
 
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
-}
-
-fn report(
-    outputs: &mut Option<Outputs>,
-    observer: &mut dyn Observer,
-    step: u64,
-    valid_loss: f64,
-) -> Result<()> {
-    if let Some(outputs) = outputs {
-        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
-        observer.evaluation(step, valid_loss);
-    }
-    Ok(())
-}
-
-/// Tells how far an evaluation is, on the first rank.
-fn tell_of(observer: &mut dyn Observer, first: bool) -> impl FnMut(usize, usize) {
-    move |done, of| {
-        if first {
-            observer.evaluating(done, of);
-        }
-    }
 }
 
 /// Tells of a checkpoint that has got into its place.
