@@ -45,6 +45,9 @@ impl Work for Evaluation<'_> {
         on.announce();
         let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
         let unit = config.unit();
+        if trainer.data()?.sha256() != checkpoint.position().data_sha256 {
+            eprintln!("warning: {}", other_data(checkpoint, config));
+        }
         let entropy = trainer.data()?.entropy();
         let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
         let step = thousands(checkpoint.position().step);
@@ -55,6 +58,20 @@ impl Work for Evaluation<'_> {
             say!("{}", against(entropy, loss));
         }
         Ok(())
+    }
+}
+
+/// What to tell of data that are not those of the training.
+fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
+    let source = &config.data.source;
+    let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[]);
+    match trained.map(|config| config.data.source) {
+        Ok(then) if then != *source => {
+            format!("the model was trained on {then}, and {source} holds other data")
+        }
+        _ => format!(
+            "{source} has changed since the checkpoint was written: what is held out now may have been trained on"
+        ),
     }
 }
 

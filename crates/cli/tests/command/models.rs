@@ -25,6 +25,25 @@ fn eval_repeats_the_loss_that_training_ended_with() {
 }
 
 #[test]
+fn eval_says_when_the_data_are_not_those_of_the_training() {
+    let place = trained();
+    let mut text = crate::text();
+    std::fs::write(place.path("copy.txt"), &text).unwrap();
+    place.nibble(&["eval", "run", "--set", "data.source=copy.txt"]).ok();
+    text[100] ^= 1;
+    std::fs::write(place.path("other.txt"), &text).unwrap();
+    let eval = |args: &[&str]| {
+        let done = place.nibble(&[&["eval", "run"], args].concat());
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        done.stderr
+    };
+    let told = eval(&["--set", "data.source=other.txt"]);
+    assert!(told.contains("trained on text.txt") && told.contains("other.txt"), "{told}");
+    std::fs::write(place.path("text.txt"), &text).unwrap();
+    assert!(eval(&[]).contains("text.txt has changed since the checkpoint was written"));
+}
+
+#[test]
 fn generate_is_a_function_of_its_seed() {
     let place = trained();
     let text = |args: &[&str]| {
