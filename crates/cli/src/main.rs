@@ -63,7 +63,7 @@ fn after_help() -> String {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match error::catch(|| run(cli)) {
+    match error::catch(|| run(cli).and_then(|()| console::require_said())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             if !matches!(error, error::Error::Stopped(_)) {

@@ -12,8 +12,8 @@ use nibble_cuda::power::Meter;
 use nibble_train::config::{Config, preset};
 use nibble_train::data::{Dataset, Entropy};
 use nibble_train::metrics::Metrics;
-use nibble_train::plan;
-use nibble_train::trainer::{self, Observer, Options, Start, Summary};
+use nibble_train::plan::{self, Prediction};
+use nibble_train::trainer::{self, MEMORY_FILE, Observer, Options, Start, Summary};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -145,7 +145,7 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
     let recipe = trainer::checked_recipe(config)?;
     let entropy = Dataset::of(config)?.entropy();
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
-    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy });
+    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy }, true);
     Ok(recipe)
 }
 
@@ -171,8 +171,8 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
     Ok((config, named_by_user))
 }
 
-/// What is known before the first step.
-fn introduce(start: &Start<'_>) {
+/// What is known before the first step. `whole`: the table of what is kept, line by line.
+fn introduce(start: &Start<'_>, whole: bool) {
     say!("config:");
     print_config(start.config);
     say!("recipe: {}: {}", start.recipe.name, start.recipe.description);
@@ -181,26 +181,57 @@ fn introduce(start: &Start<'_>) {
     if let Some(Entropy { rate, unigram }) = start.entropy {
         say!("data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)");
     }
-    let of = if start.config.run.ranks > 1 { ", first rank" } else { "" };
-    let ledger = &prediction.ledger;
-    say!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64));
-    for line in ledger.table().lines() {
-        say!("  {line}");
+    if whole {
+        memory_lines(prediction).iter().for_each(|line| say!("{line}"));
+    } else {
+        let (all, kept) = (prediction.device_bytes() as u64, prediction.ledger.bytes() as u64);
+        let whose = whose(prediction.kind, start.config.run.ranks);
+        say!(
+            "memory, as predicted: {} {whose}; a forward pass keeps {} for its backward pass (each part: {})",
+            bytes(all),
+            bytes(kept),
+            Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
+        );
     }
-    say!("memory{of}, as predicted:");
-    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
-        say!("  {part:<34} {:>10}", bytes(size as u64));
-    }
-    let whose = match (prediction.kind, start.config.run.ranks) {
-        (DeviceKind::Gpu, 2..) => "of each GPU",
-        (DeviceKind::Gpu, _) => "of the GPU",
-        (DeviceKind::Host, _) => "of the host",
-    };
-    say!("  {:<34} {:>10}", format!("in all, {whose}"), bytes(prediction.device_bytes() as u64));
     let arithmetic = start.config.flops_per_token();
     say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
     if start.step > 0 {
         say!("continuing after step {}", start.step);
+    }
+}
+
+/// On what the memory is.
+fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
+    match (kind, ranks) {
+        (DeviceKind::Gpu, 2..) => "of each GPU",
+        (DeviceKind::Gpu, _) => "of the GPU",
+        (DeviceKind::Host, _) => "of the host",
+    }
+}
+
+/// The memory of a run, part by part and tensor by tensor.
+fn memory_lines(prediction: &Prediction) -> Vec<String> {
+    let of = if prediction.ranks > 1 { ", first rank" } else { "" };
+    let ledger = &prediction.ledger;
+    let mut lines =
+        vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
+    lines.extend(ledger.table().lines().map(|line| format!("  {line}")));
+    lines.push(format!("memory{of}, as predicted:"));
+    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
+        lines.push(format!("  {part:<34} {:>10}", bytes(size as u64)));
+    }
+    let all = format!("in all, {}", whose(prediction.kind, prediction.ranks));
+    lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
+    lines
+}
+
+/// Leaves the table of the memory in the run's directory.
+fn write_memory(start: &Start<'_>) {
+    let path = Path::new(&start.config.run.dir).join(MEMORY_FILE);
+    let text = memory_lines(start.prediction).join("\n") + "\n";
+    // Only for people: a run does not end for it.
+    if let Err(error) = std::fs::write(&path, text) {
+        say!("{}: {error}", path.display());
     }
 }
 
@@ -268,7 +299,8 @@ impl Console {
     fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
         let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = watched.then(|| {
-            let style = ProgressStyle::with_template("{bar:32} {pos}/{len} [{elapsed}<{eta}] {msg}");
+            // No wider than the terminal: a line that wraps is not taken away again.
+            let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
             // The template is a constant; the default bar serves should it ever be wrong.
             ProgressBar::new(config.train.steps)
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
@@ -295,7 +327,8 @@ impl Observer for Console {
             if asked != dir {
                 say!("{asked} holds an earlier run; this one goes to {dir}");
             }
-            introduce(start);
+            introduce(start, false);
+            write_memory(start);
         };
         match &self.bar {
             Some(bar) => bar.suspend(tell),
@@ -322,15 +355,13 @@ impl Observer for Console {
     }
 
     fn step(&mut self, metrics: &Metrics) {
-        let line = step_line(metrics, self.entropy);
         if let Some(bar) = &self.bar {
             bar.set_position(metrics.step);
-            bar.set_message(line);
-        } else if metrics.step.is_multiple_of(self.log_every)
-            || metrics.step == self.steps
-            || metrics.step == 1
-        {
-            say!("step: {}  {line}", metrics.step);
+            bar.set_message(metrics.loss.map(|loss| format!("loss: {loss:.4}")).unwrap_or_default());
+        }
+        let is_told = metrics.step.is_multiple_of(self.log_every);
+        if is_told || metrics.step == self.steps || metrics.step == 1 {
+            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics, self.entropy)));
         }
     }
 

@@ -14,6 +14,8 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     };
     fails("train.stpes=5", &["`train.stpes`", "unknown key", "did you mean `train.steps`"]);
     fails("train.steps", &["key=value"]);
+    fails("train={}", &["`train`", "is a table", "`train.batch_size=...`"]);
+    fails("train={steps=3}", &["`train`", "is a table"]);
     fails("train.steps=many", &["`train.steps`", "many"]);
     fails("recipe=mxfp4-hoper", &["mxfp4-hoper", "mxfp4-hopper"]);
     fails("model.kv_heads=3", &["`model.kv_heads`", "3", "does not divide"]);
@@ -239,7 +241,7 @@ fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
 fn a_run_replaces_no_file_that_it_has_not_made() {
     let place = Place::with_text();
     let mine = format!("# my own notes\n{}", crate::SMALL);
-    for name in ["config.toml", "metrics.jsonl", "loss.svg"] {
+    for name in ["config.toml", "metrics.jsonl", "loss.svg", "memory.txt"] {
         std::fs::write(place.path(name), &mine).unwrap();
         let error = place.train(&["--set", "run.dir=."]).failed(2);
         assert!(error.contains("`run.dir`") && error.contains(name), "{error}");
@@ -285,4 +287,25 @@ fn resuming_where_nothing_is_trains_nothing() {
     let error = place.train(&[&run[..], &["--resume"]].concat()).failed(2);
     assert!(error.contains("metrics of 12 steps and no checkpoint"), "{error}");
     assert_eq!(read(place.path("run/metrics.jsonl")), metrics);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_does_not_get_out_is_a_failure() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    for args in
+        [&["recipe"][..], &["recipe", "bf16"], &["eval", "run"], &["generate", "run", "--tokens", "4"]]
+    {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let out = place.command(args).stdout(full).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(stderr.contains("standard output") && stderr.contains("No space left"), "{args:?}: {stderr}");
+    }
+    // Nobody reads, and nobody is missing anything.
+    let mut unread = place.command(&["recipe", "bf16"]);
+    let mut unread = unread.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    drop(unread.stdout.take());
+    assert!(unread.wait().unwrap().success());
 }

@@ -9,7 +9,14 @@ const LAST_MODEL: &str = "checkpoints/step-00000012/model.safetensors";
 fn a_run_tells_its_story_and_leaves_its_files() {
     let place = Place::with_text();
     let done = place.train(&[]).ok();
-    done.contains("recipe: mxfp4-hopper").contains("parameters: ").contains("total kept by a forward pass");
+    done.contains("recipe: mxfp4-hopper").contains("parameters: ").contains("a forward pass keeps ");
+    let memory = String::from_utf8(read(place.path("runs/small/memory.txt"))).unwrap();
+    assert!(
+        memory.contains("total kept by a forward pass") && memory.contains("in all, of the host"),
+        "{memory}"
+    );
+    let before = done.stdout.lines().position(|line| line.starts_with("step: 1 ")).unwrap();
+    assert!(before < 20, "{before} lines before the first step");
     done.contains("step: 1  loss: ").contains("step: 12  loss: ").contains("step: 5  held-out loss: ");
     done.contains("nats a byte")
         .contains("metrics: runs/small/metrics.jsonl")

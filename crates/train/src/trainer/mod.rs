@@ -18,7 +18,7 @@ pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use outputs::heading;
 pub use run::{Observer, Options, Start, Summary, run};
-pub use run_dir::{has_begun, latest as latest_run_dir, require_free};
+pub use run_dir::{MEMORY_FILE, has_begun, latest as latest_run_dir, require_free};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};

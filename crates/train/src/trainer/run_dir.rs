@@ -11,6 +11,9 @@ pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 /// The picture of the losses.
 pub(super) const PICTURE_FILE: &str = "loss.svg";
 
+/// What memory the run takes, for people.
+pub const MEMORY_FILE: &str = "memory.txt";
+
 /// Whether a run has begun in a directory.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
@@ -90,7 +93,7 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
 
 /// What a run would replace in a directory, if anything.
 fn taken(dir: &Path) -> Option<PathBuf> {
-    let files = [CONFIG_FILE, METRICS_FILE, PICTURE_FILE].map(|name| dir.join(name));
+    let files = [CONFIG_FILE, METRICS_FILE, PICTURE_FILE, MEMORY_FILE].map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
 }
 
