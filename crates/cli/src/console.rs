@@ -1,6 +1,11 @@
 //! Lines for people, and numbers as people read them.
 
-use std::io::Write;
+use crate::error::{Error, Result};
+use std::io::{ErrorKind, Write};
+use std::sync::OnceLock;
+
+/// Why a line did not get out, the first of them.
+static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
 /// Prints a line to standard output.
 macro_rules! say {
@@ -8,9 +13,24 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Prints a line. A reader that has gone away (`nibble recipe | head -1`) is no error, and nothing to panic about.
+/// Prints a line. The command goes on if it does not get out, and [`require_said`] tells at its end.
 pub fn line(text: std::fmt::Arguments<'_>) {
-    let _ = writeln!(std::io::stdout(), "{text}");
+    if let Err(error) = writeln!(std::io::stdout(), "{text}") {
+        let _ = LOST.set(error);
+    }
+}
+
+/// Checks that every line got out. A reader that has gone away (`nibble recipe | head -1`) wanted no more of them.
+///
+/// # Errors
+/// What the system said, of a full disk say.
+pub fn require_said() -> Result<()> {
+    match LOST.get() {
+        Some(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::Failed(format!("standard output: {error}: not everything was written")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// 1234567 → `1,234,567`.

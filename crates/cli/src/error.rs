@@ -17,6 +17,8 @@ pub enum Error {
     Failed(String),
     /// Another rank failed, and this is its echo: exit code 1, and never reported where the cause is known.
     Echo(String),
+    /// A signal stopped the run, which has said so: exit code 128 and its number.
+    Stopped(usize),
 }
 
 impl Error {
@@ -35,14 +37,18 @@ impl Error {
         match self {
             Self::Usage(_) => ExitCode::from(2),
             Self::Failed(_) | Self::Echo(_) => ExitCode::FAILURE,
+            // Signals have numbers below 65.
+            Self::Stopped(signal) => ExitCode::from(128 + *signal as u8),
         }
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::Usage(message) | Self::Failed(message) | Self::Echo(message)) = self;
-        f.write_str(message)
+        match self {
+            Self::Usage(message) | Self::Failed(message) | Self::Echo(message) => f.write_str(message),
+            Self::Stopped(signal) => write!(f, "stopped by {}", crate::signals::name(*signal)),
+        }
     }
 }
 

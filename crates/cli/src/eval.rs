@@ -5,6 +5,7 @@ use crate::checkpoint;
 use crate::console::{bits, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::Result;
+use crate::train::evaluating_line;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
@@ -43,9 +44,12 @@ impl Work for Evaluation<'_> {
         let Self { checkpoint, config } = self;
         on.announce();
         let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
-        let unit = unit(config);
+        let unit = config.unit();
+        if trainer.data()?.sha256() != checkpoint.position().data_sha256 {
+            eprintln!("warning: {}", other_data(checkpoint, config));
+        }
         let entropy = trainer.data()?.entropy();
-        let loss = trainer.evaluate(0)?;
+        let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
         let step = thousands(checkpoint.position().step);
         say!("checkpoint: {} (step {step})", checkpoint.path().display());
         say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
@@ -57,9 +61,18 @@ impl Work for Evaluation<'_> {
     }
 }
 
-/// What one token is.
-pub fn unit(config: &Config) -> &'static str {
-    if config.is_text() { "byte" } else { "token" }
+/// What to tell of data that are not those of the training.
+fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
+    let source = &config.data.source;
+    let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[]);
+    match trained.map(|config| config.data.source) {
+        Ok(then) if then != *source => {
+            format!("the model was trained on {then}, and {source} holds other data")
+        }
+        _ => format!(
+            "{source} has changed since the checkpoint was written: what is held out now may have been trained on"
+        ),
+    }
 }
 
 /// A loss between the floor and the loss of a model that knows nothing but frequencies.

@@ -13,10 +13,11 @@ mod eval;
 mod generate;
 mod gpu;
 mod inspect;
+mod plot;
 mod quantize;
 mod ranks;
 mod recipe;
-mod run_dir;
+mod signals;
 mod tensor_cores;
 mod train;
 mod verify;
@@ -38,6 +39,7 @@ enum Command {
     Train(train::Args),
     Eval(eval::Args),
     Generate(generate::Args),
+    Plot(plot::Args),
     Quantize(quantize::Args),
     Recipe(recipe::Args),
     Inspect(inspect::Args),
@@ -54,17 +56,20 @@ fn after_help() -> String {
            nibble generate runs/tiny --tokens 256\n  \
            nibble recipe mxfp4-hopper --trace\n\n\
          Environment variables:\n{}\n\
-         Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands.",
+         Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands,\n\
+         130, 143, 129 a run was stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP.",
         env::help()
     )
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match error::catch(|| run(cli)) {
+    match error::catch(|| run(cli).and_then(|()| console::require_said())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            if !matches!(error, error::Error::Stopped(_)) {
+                eprintln!("error: {error}");
+            }
             error.exit_code()
         }
     }
@@ -77,6 +82,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Train(args) => train::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Plot(args) => plot::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),

@@ -1,6 +1,6 @@
 //! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
 //!
-//! For a matrix `NAME` `[rows, cols]` the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
+//! For a matrix `NAME` `[rows, cols]`, or a stack of them `[stack, rows, cols]` such as the experts of a layer, one after the other, the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
 //! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
 //! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
+use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Scales, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
 use nibble_train::config::RunConfig;
@@ -19,11 +20,11 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Quantizes every matrix (F32, BF16 or F16) of a safetensors file, or brings a quantized file back to plain numbers.
+/// Quantizes every matrix, and every stack of matrices, of a safetensors file (F32, BF16 or F16), or brings a quantized file back to plain numbers.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Tensors that are\n\
-    not matrices of floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
+    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three\n\
+    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
     nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \
@@ -84,7 +85,10 @@ pub fn run(args: Args) -> Result<()> {
     let (out, converted) = device::run(&run, &Conversion { args: &args, file: &file, metadata: &metadata })?;
     let size = out.write(&args.output)?;
     let what = if args.back { "restored" } else { "quantized" };
-    say!("{converted} tensors {what}, {} copied", out.copied);
+    let copied: usize = out.copied.values().sum();
+    let reasons: Vec<String> = out.copied.iter().map(|(why, number)| format!("{number} {why}")).collect();
+    let reasons = if copied > 0 { format!(" ({})", reasons.join(", ")) } else { String::new() };
+    say!("{converted} tensors {what}, {copied} copied{reasons}");
     say!(
         "{}: {} → {}: {}",
         args.input.display(),
@@ -128,7 +132,8 @@ fn same_file(input: &Path, output: &Path) -> bool {
 struct Output<'d> {
     tensors: BTreeMap<String, Plane<'d>>,
     metadata: HashMap<String, String>,
-    copied: usize,
+    /// How many tensors were copied, by why.
+    copied: BTreeMap<&'static str, usize>,
 }
 
 struct Plane<'d> {
@@ -167,8 +172,13 @@ impl<'d> Output<'d> {
         }
     }
 
-    fn copy(&mut self, name: &str, view: &safetensors::tensor::TensorView<'d>) -> Result<()> {
-        self.copied += 1;
+    fn copy(
+        &mut self,
+        name: &str,
+        view: &safetensors::tensor::TensorView<'d>,
+        why: &'static str,
+    ) -> Result<()> {
+        *self.copied.entry(why).or_default() += 1;
         self.put(name.to_owned(), view.dtype(), view.shape().to_vec(), view.data())
     }
 
@@ -204,52 +214,106 @@ fn quantize<'d, B: Convert>(
     let format = args.format.unwrap_or(Format::Mxfp4);
     let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
     let codec = Codec::new(format, rule, args.round).map_err(Error::usage)?;
+    require_matches(&args.only, file)?;
     let mut converted = 0;
     for (name, view) in file.iter() {
-        let wanted =
-            args.only.is_empty() || args.only.iter().any(|pattern| nibble_core::recipe::glob(pattern, name));
-        let (Some(values), &[rows, cols]) = (floats(view.dtype(), view.data()), view.shape()) else {
-            out.copy(name, &view)?;
-            continue;
+        let wanted = args.only.is_empty() || args.only.iter().any(|pattern| glob(pattern, name));
+        let why = match (wanted, matrices(view.shape()), floats(view.dtype(), view.data())) {
+            (false, ..) => "not asked for",
+            (_, None, _) => "not matrices",
+            (_, _, None) => "not floats",
+            (_, _, Some(values)) if values.is_empty() => "without values",
+            (_, Some(sizes), Some(values)) => match quantize_all(b, args, codec, (name, sizes), &values) {
+                Ok(planes) => {
+                    store(b, name, &view, &planes, args.round, out)?;
+                    converted += 1;
+                    continue;
+                }
+                Err(Unfit::Sizes(why)) if args.skip_unfit => {
+                    say!("copied `{name}` {:?}: {why}", view.shape());
+                    "unfit"
+                }
+                Err(Unfit::Sizes(why)) => {
+                    let advice = "--skip-unfit copies such tensors as they are";
+                    return Err(Error::usage(format!("tensor `{name}` {:?}: {why}; {advice}", view.shape())));
+                }
+                Err(Unfit::Other(error)) => return Err(error),
+            },
         };
-        if !wanted {
-            out.copy(name, &view)?;
-            continue;
-        }
-        let x = Tensor::from_f32(b, &values, rows, cols)?;
-        let random = args
-            .round
-            .is_random()
-            .then(|| Stream::new(args.seed, Purpose::Rounding, fnv1a32(name), 0).into());
+        out.copy(name, &view, why)?;
+    }
+    Ok(converted)
+}
+
+/// Checks that each glob is some tensor's.
+fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
+    let Some(none) = globs.iter().find(|only| !file.names().into_iter().any(|name| glob(only, name))) else {
+        return Ok(());
+    };
+    let mut names = file.names();
+    names.sort_unstable();
+    names.truncate(3);
+    Err(Error::usage(format!("--only `{none}`: no tensor is called so; there are {}, ...", names.join(", "))))
+}
+
+/// Number, rows and columns of the matrices that a tensor of this shape holds.
+fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
+    match *shape {
+        [rows, cols] => Some([1, rows, cols]),
+        [stack, rows, cols] => Some([stack, rows, cols]),
+        _ => None,
+    }
+}
+
+/// Why a tensor was not quantized.
+enum Unfit {
+    /// The format cannot take matrices of its sizes.
+    Sizes(nibble_core::Error),
+    Other(Error),
+}
+
+impl<E: Into<Error>> From<E> for Unfit {
+    fn from(error: E) -> Self {
+        Self::Other(error.into())
+    }
+}
+
+/// Each matrix of a tensor, quantized by itself.
+fn quantize_all<B: Convert>(
+    b: &B,
+    args: &Args,
+    codec: Codec,
+    (name, [stack, rows, cols]): (&str, [usize; 3]),
+    values: &[f32],
+) -> Result<Vec<BlockScaled<B>>, Unfit> {
+    let mut all = Vec::with_capacity(stack);
+    let mut bad = 0;
+    for (i, values) in values.chunks_exact(rows * cols).enumerate() {
+        let x = Tensor::from_f32(b, values, rows, cols)?;
+        // Each matrix of a stack has random bits of its own.
+        let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
+        let random =
+            args.round.is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, planes(args.axis)) };
-        if let Err(why) = op.check() {
-            if !args.skip_unfit {
-                let advice = "--skip-unfit copies such tensors as they are";
-                return Err(Error::usage(format!("tensor `{name}` [{rows}, {cols}]: {why}; {advice}")));
-            }
-            say!("copied `{name}` [{rows}, {cols}]: {why}");
-            out.copy(name, &view)?;
-            continue;
-        }
+        op.check().map_err(Unfit::Sizes)?;
         let emitted = op.run(b)?;
+        if let Some(counts) = &emitted.counts {
+            bad += b.download(&counts.0)?[Counts::<B>::NON_FINITE];
+        }
         let plane = if args.axis == BlockAxis::Col {
             emitted.take_cols("quantize")
         } else {
             emitted.take_rows("quantize")
         };
         let Operand::Block(q) = plane? else {
-            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
+            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")).into());
         };
-        if let Some(counts) = &emitted.counts {
-            let bad = b.download(&counts.0)?[Counts::<B>::NON_FINITE];
-            if bad > 0 {
-                say!("warning: `{name}`: {bad} blocks hold a NaN or an infinity; their scales are NaN");
-            }
-        }
-        store(b, name, &view, &q, args.round, out)?;
-        converted += 1;
+        all.push(q);
     }
-    Ok(converted)
+    if bad > 0 {
+        say!("warning: `{name}`: {bad} blocks hold a NaN or an infinity; their scales are NaN");
+    }
+    Ok(all)
 }
 
 fn planes(axis: BlockAxis) -> Planes {
@@ -285,31 +349,37 @@ fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usi
     }
 }
 
-/// Puts the two planes of a quantized tensor and what one must know to read them.
+/// Puts the two planes of a quantized tensor, those of all its matrices one after the other, and what one must know to read them.
 fn store<B: Backend>(
     b: &B,
     name: &str,
     view: &safetensors::tensor::TensorView<'_>,
-    q: &BlockScaled<B>,
+    all: &[BlockScaled<B>],
     round: Rounding,
     out: &mut Output<'_>,
 ) -> Result<()> {
+    // A tensor with values has a matrix.
+    let Some(q) = all.first() else { return Ok(()) };
     let (code_rows, scale_rows) = plane_rows(q.axis, q.format, q.rows, q.cols);
-    let shape = |rows: usize, len: usize| vec![rows, len.checked_div(rows).unwrap_or(0)];
-    let codes = b.download(&q.codes)?;
-    out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
-    let scales = format!("{name}.scales");
-    match &q.scales {
-        Scales::E8m0(s) => {
-            let s = b.download(s)?;
-            out.put(scales, Dtype::U8, shape(scale_rows, s.len()), s)?;
-        }
-        Scales::F32(s) => {
-            let s = b.download(s)?;
-            let bytes: Vec<u8> = s.iter().flat_map(|s| s.to_le_bytes()).collect();
-            out.put(scales, Dtype::F32, shape(scale_rows, s.len()), bytes)?;
+    let shape = |rows: usize, len: usize| match view.shape().len() {
+        3 => vec![all.len(), rows, len / all.len() / rows],
+        _ => vec![rows, len / rows],
+    };
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+    let mut scale_type = Dtype::U8;
+    for q in all {
+        codes.extend(b.download(&q.codes)?);
+        match &q.scales {
+            Scales::E8m0(s) => scales.extend(b.download(s)?),
+            Scales::F32(s) => {
+                scale_type = Dtype::F32;
+                scales.extend(b.download(s)?.iter().flat_map(|s| s.to_le_bytes()));
+            }
         }
     }
+    out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
+    let values = if scale_type == Dtype::F32 { scales.len() / size_of::<f32>() } else { scales.len() };
+    out.put(format!("{name}.scales"), scale_type, shape(scale_rows, values), scales)?;
     let about = json!({
         "format": q.format.to_string(),
         "axis": q.axis.to_string(),
@@ -330,8 +400,8 @@ struct About {
     format: Format,
     axis: BlockAxis,
     rule: ScaleRule,
-    rows: usize,
-    cols: usize,
+    /// Two sizes, or three of a stack of matrices.
+    shape: Vec<usize>,
     dtype: Dtype,
 }
 
@@ -340,10 +410,9 @@ impl About {
         let wrong = |what: &str| Error::usage(format!("metadata `{PREFIX}{name}`: {what}"));
         let value: serde_json::Value = serde_json::from_str(text).map_err(|e| wrong(&e.to_string()))?;
         let text = |key: &str| value[key].as_str().ok_or_else(|| wrong(&format!("has no `{key}`")));
-        let size = |i: usize| {
-            let n = value["shape"][i].as_u64().and_then(|n| usize::try_from(n).ok());
-            n.ok_or_else(|| wrong("has no `shape` of two sizes"))
-        };
+        let size = |value: &serde_json::Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
+        let sizes = || value["shape"].as_array()?.iter().map(size).collect::<Option<Vec<_>>>();
+        let has_no_shape = || wrong("has no `shape` of two sizes, or of three for a stack of matrices");
         let dtype = match text("dtype")? {
             "F32" => Dtype::F32,
             "BF16" => Dtype::BF16,
@@ -354,16 +423,18 @@ impl About {
         let format: Format = text("format")?.parse().map_err(unknown)?;
         let axis: BlockAxis = text("axis")?.parse().map_err(unknown)?;
         let rule: ScaleRule = text("scale")?.parse().map_err(unknown)?;
-        let (rows, cols) = (size(0)?, size(1)?);
+        let shape = sizes().ok_or_else(has_no_shape)?;
+        let [stack, rows, cols] = matrices(&shape).ok_or_else(has_no_shape)?;
         Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
         format
             .check_contraction("shape", if axis == BlockAxis::Col { rows } else { cols })
             .map_err(unknown)?;
         // Far from overflow even in bytes, whatever a damaged file says.
-        if rows.checked_mul(cols).is_none_or(|n| n > isize::MAX as usize / 16) {
-            return Err(wrong("has a `shape` beyond any memory"));
+        let values = rows.checked_mul(cols).and_then(|n| n.checked_mul(stack));
+        if values.is_none_or(|n| n == 0 || n > isize::MAX as usize / 16) {
+            return Err(wrong("has a `shape` without values, or beyond any memory"));
         }
-        Ok(Self { format, axis, rule, rows, cols, dtype })
+        Ok(Self { format, axis, rule, shape, dtype })
     }
 }
 
@@ -380,14 +451,29 @@ fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Output<'d>) 
     for (name, text) in &described {
         let about = About::parse(name, text)?;
         let (codes, scales) = (format!("{name}.codes"), format!("{name}.scales"));
-        let data = plain(b, &about, plane(file, &codes)?, plane(file, &scales)?)
-            .map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?;
-        out.put(name.clone(), about.dtype, vec![about.rows, about.cols], data)?;
+        let (all_codes, all_scales) = (plane(file, &codes)?, plane(file, &scales)?);
+        let stack = if about.shape.len() == 3 { about.shape[0] } else { 1 };
+        if [all_codes, all_scales]
+            .iter()
+            .any(|plane| !plane.len().is_multiple_of(stack) || plane.len() < stack)
+        {
+            return Err(Error::usage(format!(
+                "tensor `{name}`: its planes are not those of {stack} matrices"
+            )));
+        }
+        let mut data = Vec::new();
+        let one = |plane: &[u8]| plane.len() / stack;
+        let each = all_codes.chunks_exact(one(all_codes)).zip(all_scales.chunks_exact(one(all_scales)));
+        for (codes, scales) in each {
+            let plain = plain(b, &about, codes, scales);
+            data.extend(plain.map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?);
+        }
+        out.put(name.clone(), about.dtype, about.shape, data)?;
         out.metadata.remove(&format!("{PREFIX}{name}"));
         planes.extend([codes, scales]);
     }
     for (name, view) in file.iter().filter(|(name, _)| !planes.contains(*name)) {
-        out.copy(name, &view)?;
+        out.copy(name, &view, "not quantized")?;
     }
     Ok(described.len())
 }
@@ -397,19 +483,21 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
     Ok(view.data())
 }
 
-/// Decodes two planes to bytes of the original type.
+/// Decodes the two planes of a matrix to bytes of the original type.
 fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
+    // Known to be two sizes or three.
+    let [_, matrix_rows, cols] = matrices(&about.shape).unwrap_or_default();
     // Column planes have whole blocks: rows past the matrix hold zeros.
     let rows = match about.axis {
-        BlockAxis::Col => about.rows.next_multiple_of(about.format.spec().block),
-        BlockAxis::Row | BlockAxis::Tile => about.rows,
+        BlockAxis::Col => matrix_rows.next_multiple_of(about.format.spec().block),
+        BlockAxis::Row | BlockAxis::Tile => matrix_rows,
     };
     let q = BlockScaled {
         format: about.format,
         axis: about.axis,
         rule: about.rule,
         rows,
-        cols: about.cols,
+        cols,
         stack: 1,
         codes: b.upload(codes)?,
         scales: match about.rule {
@@ -421,7 +509,7 @@ fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibbl
     };
     let dtype = if about.dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
     let x = Dequantize { x: &q, dtype }.run(b)?;
-    let values = &x.to_f32_vec(b)?[..about.rows * about.cols];
+    let values = &x.to_f32_vec(b)?[..matrix_rows * cols];
     Ok(match about.dtype {
         Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),

@@ -3,20 +3,21 @@
 use crate::changes::Changes;
 use crate::console::{bits, bytes, say, thousands};
 use crate::device::{self, Device, On, Work};
-use crate::error::Result;
-use crate::eval::{against, unit};
-use crate::run_dir;
+use crate::error::{Error, Result};
+use crate::eval::against;
+use crate::signals;
 use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
-use nibble_train::config::Config;
+use nibble_train::config::{Config, preset};
 use nibble_train::data::{Dataset, Entropy};
 use nibble_train::metrics::Metrics;
-use nibble_train::plan;
-use nibble_train::trainer::{self, Observer, Options, Start, Summary};
+use nibble_train::plan::{self, Prediction};
+use nibble_train::trainer::{self, MEMORY_FILE, Observer, Options, Start, Summary};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 #[command(
     after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
     runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
-    last checkpoint: --resume goes on, and ends with the very same weights.\n\n\
+    last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -32,15 +33,18 @@ use std::time::{Duration, Instant};
     nibble train s --device cuda:0\n  \
     nibble train my.toml --dry-run\n  \
     nibble train my.toml --dry-run=gpu\n  \
-    nibble train my.toml --resume"
+    nibble train my.toml --resume\n  \
+    nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file.
+    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file. With
+    /// --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Goes on from the newest whole checkpoint of the latest run of this configuration.
+    /// Goes on from the newest whole checkpoint of the latest run of this configuration, or of the run in the directory CONFIG. Of what
+    /// decides the numbers only train.steps may change, to more.
     #[arg(long)]
     resume: bool,
     /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
@@ -60,7 +64,7 @@ enum DryRunOn {
 
 pub fn run(args: Args) -> Result<()> {
     let overrides = args.changes.overrides();
-    let mut config = Config::load(&args.config, &overrides)?;
+    let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
@@ -71,10 +75,26 @@ pub fn run(args: Args) -> Result<()> {
         }
         None => {}
     }
-    choose_dir(&args.config, &overrides, args.resume, &mut config)?;
-    let options = Options { resume: args.resume };
+    let dir = PathBuf::from(&config.run.dir);
+    if args.resume {
+        let dir = trainer::latest_run_dir(&dir, named_by_user)?;
+        if !trainer::has_begun(&dir) {
+            let why = format!("--resume: no run has begun in {}; without it, one begins", dir.display());
+            return Err(Error::usage(why));
+        }
+        say!("resuming the run in {}", dir.display());
+        config.run.dir = dir.to_string_lossy().into_owned();
+    } else if named_by_user {
+        // Before a device is opened, and again when the directory is taken.
+        trainer::require_free(&dir)?;
+    }
+    let stop = signals::wait_for_steps()?;
+    let options = Options { resume: args.resume, numbered: !named_by_user, stop: Some(stop) };
     if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
+        if summary.valid_loss.is_none() {
+            return Err(Error::Stopped(stop.load(Ordering::Relaxed)));
+        }
     }
     Ok(())
 }
@@ -126,31 +146,34 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
     let recipe = trainer::checked_recipe(config)?;
     let entropy = Dataset::of(config)?.entropy();
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
-    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy });
+    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy }, true);
     Ok(recipe)
 }
 
-/// Settles `run.dir`, and says so where it is not the obvious one.
-fn choose_dir(name: &str, overrides: &[String], resume: bool, config: &mut Config) -> Result<()> {
-    let stem = Path::new(name).file_stem().unwrap_or_default().to_string_lossy();
+/// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
+fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
+    let path = Path::new(name);
+    if preset(name).is_none() && path.is_dir() {
+        let file = path.join("config.toml");
+        if !resume {
+            return Err(Error::usage(format!(
+                "{name} is a directory: with --resume the run in it goes on; {} begins another like it",
+                file.display()
+            )));
+        }
+        let mut config = Config::load(&file.to_string_lossy(), overrides)?;
+        config.run.dir = name.to_owned();
+        return Ok((config, true));
+    }
+    let config = Config::load(name, overrides)?;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
     let named_by_user = overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}");
-    let dir = PathBuf::from(&config.run.dir);
-    let chosen = match resume {
-        true => run_dir::latest(&dir, named_by_user)?,
-        false => run_dir::fresh(&dir, named_by_user)?,
-    };
-    if resume {
-        say!("resuming the run in {}", chosen.display());
-    } else if chosen != dir {
-        say!("{} holds an earlier run; this one goes to {}", dir.display(), chosen.display());
-    }
-    config.run.dir = chosen.to_string_lossy().into_owned();
-    Ok(())
+    Ok((config, named_by_user))
 }
 
-/// What is known before the first step.
-fn introduce(start: &Start<'_>) {
+/// What is known before the first step. `whole`: the table of what is kept, line by line.
+fn introduce(start: &Start<'_>, whole: bool) {
     say!("config:");
     print_config(start.config);
     say!("recipe: {}: {}", start.recipe.name, start.recipe.description);
@@ -159,22 +182,18 @@ fn introduce(start: &Start<'_>) {
     if let Some(Entropy { rate, unigram }) = start.entropy {
         say!("data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)");
     }
-    let of = if start.config.run.ranks > 1 { ", first rank" } else { "" };
-    let ledger = &prediction.ledger;
-    say!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64));
-    for line in ledger.table().lines() {
-        say!("  {line}");
+    if whole {
+        memory_lines(prediction).iter().for_each(|line| say!("{line}"));
+    } else {
+        let (all, kept) = (prediction.device_bytes() as u64, prediction.ledger.bytes() as u64);
+        let whose = whose(prediction.kind, start.config.run.ranks);
+        say!(
+            "memory, as predicted: {} {whose}; a forward pass keeps {} for its backward pass (each part: {})",
+            bytes(all),
+            bytes(kept),
+            Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
+        );
     }
-    say!("memory{of}, as predicted:");
-    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
-        say!("  {part:<34} {:>10}", bytes(size as u64));
-    }
-    let whose = match (prediction.kind, start.config.run.ranks) {
-        (DeviceKind::Gpu, 2..) => "of each GPU",
-        (DeviceKind::Gpu, _) => "of the GPU",
-        (DeviceKind::Host, _) => "of the host",
-    };
-    say!("  {:<34} {:>10}", format!("in all, {whose}"), bytes(prediction.device_bytes() as u64));
     if prediction.kind == DeviceKind::Gpu {
         for why in tensor_cores::missed(start.config, start.recipe) {
             say!("off the tensor cores: {why}");
@@ -184,6 +203,41 @@ fn introduce(start: &Start<'_>) {
     say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
     if start.step > 0 {
         say!("continuing after step {}", start.step);
+    }
+}
+
+/// On what the memory is.
+fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
+    match (kind, ranks) {
+        (DeviceKind::Gpu, 2..) => "of each GPU",
+        (DeviceKind::Gpu, _) => "of the GPU",
+        (DeviceKind::Host, _) => "of the host",
+    }
+}
+
+/// The memory of a run, part by part and tensor by tensor.
+fn memory_lines(prediction: &Prediction) -> Vec<String> {
+    let of = if prediction.ranks > 1 { ", first rank" } else { "" };
+    let ledger = &prediction.ledger;
+    let mut lines =
+        vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
+    lines.extend(ledger.table().lines().map(|line| format!("  {line}")));
+    lines.push(format!("memory{of}, as predicted:"));
+    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
+        lines.push(format!("  {part:<34} {:>10}", bytes(size as u64)));
+    }
+    let all = format!("in all, {}", whose(prediction.kind, prediction.ranks));
+    lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
+    lines
+}
+
+/// Leaves the table of the memory in the run's directory.
+fn write_memory(start: &Start<'_>) {
+    let path = Path::new(&start.config.run.dir).join(MEMORY_FILE);
+    let text = memory_lines(start.prediction).join("\n") + "\n";
+    // Only for people: a run does not end for it.
+    if let Err(error) = std::fs::write(&path, text) {
+        say!("{}: {error}", path.display());
     }
 }
 
@@ -209,23 +263,35 @@ fn print_config(config: &Config) {
     }
 }
 
-/// What is known after the last step.
+/// What is known after the last step, planned or not.
 fn conclude(config: &Config, summary: &Summary) {
-    let (loss, unit) = (summary.valid_loss, unit(config));
-    say!("done: {} steps", thousands(summary.steps));
-    say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
-    if let Some(entropy) = summary.entropy {
-        say!("{}", against(entropy, loss));
+    let unit = config.unit();
+    match summary.valid_loss {
+        Some(loss) => {
+            say!("done: {} steps", thousands(summary.steps));
+            say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
+            if let Some(entropy) = summary.entropy {
+                say!("{}", against(entropy, loss));
+            }
+        }
+        None => say!("stopped after {} of {} steps", thousands(summary.steps), thousands(config.train.steps)),
     }
-    if let Some(checkpoint) = &summary.checkpoint {
-        say!("checkpoint: {}", checkpoint.display());
+    match (&summary.checkpoint, summary.valid_loss) {
+        (Some(checkpoint), _) => say!("checkpoint: {}", checkpoint.display()),
+        (None, None) => say!("no checkpoint: checkpoint.every = 0 and checkpoint.at_end = false"),
+        (None, Some(_)) => {}
     }
-    say!("metrics: {}", Path::new(&config.run.dir).join("metrics.jsonl").display());
+    say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
+    if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
+        say!("to go on: nibble train {} --resume", summary.dir.display());
+    }
 }
 
 /// Tells people how the run goes: a bar where they watch, plain lines where a file does.
 struct Console {
+    /// The directory that the configuration asks for.
+    dir: String,
     bar: Option<ProgressBar>,
     log_every: u64,
     steps: u64,
@@ -239,14 +305,16 @@ impl Console {
     fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
         let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = watched.then(|| {
-            let style = ProgressStyle::with_template("{bar:32} {pos}/{len} [{elapsed}<{eta}] {msg}");
+            // No wider than the terminal: a line that wraps is not taken away again.
+            let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
             // The template is a constant; the default bar serves should it ever be wrong.
             ProgressBar::new(config.train.steps)
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
         let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
         let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
-        Self { bar, log_every, steps, entropy: None, peak_flops, power }
+        let dir = config.run.dir.clone();
+        Self { dir, bar, log_every, steps, entropy: None, peak_flops, power }
     }
 
     fn say(&self, text: &str) {
@@ -260,7 +328,14 @@ impl Console {
 impl Observer for Console {
     fn start(&mut self, start: &Start<'_>) {
         self.entropy = start.entropy;
-        let tell = || introduce(start);
+        let tell = || {
+            let (asked, dir) = (&self.dir, &start.config.run.dir);
+            if asked != dir {
+                say!("{asked} holds an earlier run; this one goes to {dir}");
+            }
+            introduce(start, false);
+            write_memory(start);
+        };
         match &self.bar {
             Some(bar) => bar.suspend(tell),
             None => tell(),
@@ -269,6 +344,10 @@ impl Observer for Console {
             bar.set_position(start.step);
             bar.reset_eta();
         }
+    }
+
+    fn note(&mut self, text: &str) {
+        self.say(text);
     }
 
     fn rejected(&mut self, _: &Path, why: &nibble_train::Error) {
@@ -282,15 +361,20 @@ impl Observer for Console {
     }
 
     fn step(&mut self, metrics: &Metrics) {
-        let line = step_line(metrics, self.entropy);
         if let Some(bar) = &self.bar {
             bar.set_position(metrics.step);
-            bar.set_message(line);
-        } else if metrics.step.is_multiple_of(self.log_every)
-            || metrics.step == self.steps
-            || metrics.step == 1
-        {
-            say!("step: {}  {line}", metrics.step);
+            bar.set_message(metrics.loss.map(|loss| format!("loss: {loss:.4}")).unwrap_or_default());
+        }
+        let is_told = metrics.step.is_multiple_of(self.log_every);
+        if is_told || metrics.step == self.steps || metrics.step == 1 {
+            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics, self.entropy)));
+        }
+    }
+
+    fn evaluating(&mut self, done: usize, of: usize) {
+        match &self.bar {
+            Some(bar) => bar.set_message(format!("held-out loss: batch {done} of {of}")),
+            None => evaluating_line(done, of),
         }
     }
 
@@ -341,6 +425,14 @@ fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
+}
+
+/// Ten lines, at most, of an evaluation that is long enough to need them.
+pub fn evaluating_line(done: usize, of: usize) {
+    const LONG: usize = 100;
+    if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
+        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
+    }
 }
 
 /// The observer of ranks other than the first, who are told nothing anyway.

@@ -1,5 +1,6 @@
 //! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
 
+mod endings;
 mod gpu;
 #[cfg(debug_assertions)]
 mod kill;
@@ -144,6 +145,6 @@ fn read(path: impl AsRef<Path>) -> Vec<u8> {
 
 /// Steps and losses of a metrics file's training lines.
 fn losses(path: impl AsRef<Path>) -> Vec<(u64, f64)> {
-    let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap();
+    let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap().metrics;
     metrics.into_iter().filter_map(|m| Some((m.step, m.loss?))).collect()
 }

@@ -14,6 +14,8 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     };
     fails("train.stpes=5", &["`train.stpes`", "unknown key", "did you mean `train.steps`"]);
     fails("train.steps", &["key=value"]);
+    fails("train={}", &["`train`", "is a table", "`train.batch_size=...`"]);
+    fails("train={steps=3}", &["`train`", "is a table"]);
     fails("train.steps=many", &["`train.steps`", "many"]);
     fails("recipe=mxfp4-hoper", &["mxfp4-hoper", "mxfp4-hopper"]);
     fails("model.kv_heads=3", &["`model.kv_heads`", "3", "does not divide"]);
@@ -233,4 +235,77 @@ fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
     assert!(error.contains("model.layers"), "{error}");
     let error = place.train(&["--set", "train.grad_accum=4611686018427387904"]).failed(2);
     assert!(error.contains("train.grad_accum"), "{error}");
+}
+
+#[test]
+fn a_run_replaces_no_file_that_it_has_not_made() {
+    let place = Place::with_text();
+    let mine = format!("# my own notes\n{}", crate::SMALL);
+    for name in ["config.toml", "metrics.jsonl", "loss.svg", "memory.txt"] {
+        std::fs::write(place.path(name), &mine).unwrap();
+        let error = place.train(&["--set", "run.dir=."]).failed(2);
+        assert!(error.contains("`run.dir`") && error.contains(name), "{error}");
+        assert_eq!(read(place.path(name)), mine.as_bytes());
+        std::fs::rename(place.path(name), place.path("elsewhere")).unwrap();
+    }
+    // A run whose checkpoints were removed, and one that never wrote any.
+    let short = ["--set", "train.steps=2"];
+    place.train(&[&short[..], &["--set", "checkpoint.at_end=false"]].concat()).ok();
+    let metrics = read(place.path("runs/small/metrics.jsonl"));
+    std::fs::remove_dir_all(place.path("runs/small/checkpoints")).unwrap();
+    place.train(&short).ok().contains("runs/small holds an earlier run; this one goes to runs/small-2");
+    assert_eq!(read(place.path("runs/small/metrics.jsonl")), metrics);
+    assert!(!place.path("runs/small/checkpoints").exists());
+}
+
+#[test]
+fn of_two_runs_at_once_the_second_takes_a_directory_of_its_own() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let both = [0, 1].map(|_| {
+        let mut command = place.command(&["train", "small.toml"]);
+        command.stdout(std::process::Stdio::null()).spawn().unwrap()
+    });
+    both.into_iter().for_each(|mut run| assert!(run.wait().unwrap().success()));
+    let model = |dir: &str| read(place.path(dir).join("checkpoints/step-00000012/model.safetensors"));
+    assert!(model("runs/small") == model("runs/small-2"), "the same configuration, other weights");
+}
+
+#[test]
+fn resuming_where_nothing_is_trains_nothing() {
+    let place = Place::with_text();
+    let error = place.train(&["--resume"]).failed(2);
+    assert!(error.contains("no run has begun in runs/small"), "{error}");
+    std::fs::create_dir(place.path("empty")).unwrap();
+    let error = place.train(&["--resume", "--set", "run.dir=empty"]).failed(2);
+    assert!(error.contains("no run has begun in empty"), "{error}");
+    assert!(!place.path("runs").exists() && !place.path("empty/checkpoints").exists());
+    // A run that is done and wrote no checkpoint: to begin again would replace its metrics.
+    let run = ["--set", "run.dir=run", "--set", "checkpoint.every=0", "--set", "checkpoint.at_end=false"];
+    place.train(&run).ok();
+    let metrics = read(place.path("run/metrics.jsonl"));
+    let error = place.train(&[&run[..], &["--resume"]].concat()).failed(2);
+    assert!(error.contains("metrics of 12 steps and no checkpoint"), "{error}");
+    assert_eq!(read(place.path("run/metrics.jsonl")), metrics);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_does_not_get_out_is_a_failure() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    for args in
+        [&["recipe"][..], &["recipe", "bf16"], &["eval", "run"], &["generate", "run", "--tokens", "4"]]
+    {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let out = place.command(args).stdout(full).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(stderr.contains("standard output") && stderr.contains("No space left"), "{args:?}: {stderr}");
+    }
+    // Nobody reads, and nobody is missing anything.
+    let mut unread = place.command(&["recipe", "bf16"]);
+    let mut unread = unread.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    drop(unread.stdout.take());
+    assert!(unread.wait().unwrap().success());
 }

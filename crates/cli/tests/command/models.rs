@@ -12,7 +12,7 @@ fn trained() -> Place {
 #[test]
 fn eval_repeats_the_loss_that_training_ended_with() {
     let place = trained();
-    let metrics = nibble_train::metrics::read_metrics(&place.path("run/metrics.jsonl")).unwrap();
+    let metrics = nibble_train::metrics::read_metrics(&place.path("run/metrics.jsonl")).unwrap().metrics;
     let last = metrics.iter().rev().find_map(|m| m.valid_loss).unwrap();
     // Where it was trained: another device's products have other last bits.
     let eval = |args: &[&str]| place.nibble(&[&["eval", "--device", "cpu"], args].concat());
@@ -22,6 +22,25 @@ fn eval_repeats_the_loss_that_training_ended_with() {
     let older = eval(&["run/checkpoints/step-00000008"]).ok();
     assert!(older.contains("(step 8)").stdout.lines().all(|l| !l.starts_with(&line)), "{}", older.stdout);
     eval(&["run", "--recipe", "f32"]).ok().contains("recipe: f32");
+}
+
+#[test]
+fn eval_says_when_the_data_are_not_those_of_the_training() {
+    let place = trained();
+    let mut text = crate::text();
+    std::fs::write(place.path("copy.txt"), &text).unwrap();
+    place.nibble(&["eval", "run", "--set", "data.source=copy.txt"]).ok();
+    text[100] ^= 1;
+    std::fs::write(place.path("other.txt"), &text).unwrap();
+    let eval = |args: &[&str]| {
+        let done = place.nibble(&[&["eval", "run"], args].concat());
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        done.stderr
+    };
+    let told = eval(&["--set", "data.source=other.txt"]);
+    assert!(told.contains("trained on text.txt") && told.contains("other.txt"), "{told}");
+    std::fs::write(place.path("text.txt"), &text).unwrap();
+    assert!(eval(&[]).contains("text.txt has changed since the checkpoint was written"));
 }
 
 #[test]

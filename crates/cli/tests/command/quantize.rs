@@ -162,10 +162,67 @@ fn mistakes() {
     fails(&["m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "tile"], "tile");
     fails(&["m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "col"], "`mlp.");
     fails(&["m.safetensors", "q.safetensors", "--back"], "nothing that nibble quantized");
+    let only = ["m.safetensors", "q.safetensors", "--format", "mxfp4", "--only", "mlp.*", "--only", "mpl.*"];
+    fails(&only, "--only `mpl.*`: no tensor is called so; there are attn.b, ids, mlp.h");
     std::fs::write(place.path("junk.safetensors"), b"junk").unwrap();
     fails(&["junk.safetensors", "q.safetensors", "--format", "mxfp4"], "not a safetensors file");
     assert!(!place.path("q.safetensors").exists(), "a failed command left a file");
     let skip =
         ["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "col", "--skip-unfit"];
-    place.nibble(&skip).ok().contains("copied `mlp.w` [4, 64]").contains("1 tensors quantized, 4 copied");
+    place
+        .nibble(&skip)
+        .ok()
+        .contains("copied `mlp.w` [4, 64]")
+        .contains("1 tensors quantized, 4 copied (1 not floats, 1 not matrices, 2 unfit)");
+}
+
+#[test]
+fn a_stack_of_experts_is_quantized_matrix_by_matrix() {
+    let place = Place::new();
+    let all: Vec<Vec<f32>> =
+        (0..3).map(|i| values(32 * 64).iter().map(|v| v * (i + 1) as f32).collect()).collect();
+    let le = |values: &[f32]| bytes(values.iter().map(|v| v.to_le_bytes()));
+    let (stack, parts) = (le(&all.concat()), all.iter().map(|one| le(one)).collect::<Vec<_>>());
+    let view = |shape: &[usize], data| TensorView::new(Dtype::F32, shape.to_vec(), data).unwrap();
+    let mut tensors = vec![("experts".to_owned(), view(&[3, 32, 64], stack.as_slice()))];
+    tensors.extend(parts.iter().enumerate().map(|(i, part)| (format!("expert.{i}"), view(&[32, 64], part))));
+    tensors.push(("conv".to_owned(), view(&[1, 1, 32, 64], &parts[0])));
+    safetensors::serialize_to_file(tensors, None, &place.path("m.safetensors")).unwrap();
+    for (format, axis) in [("mxfp4", "row"), ("mxfp4", "col"), ("e4m3", "tile"), ("e4m3", "col")] {
+        let args = ["quantize", "m.safetensors", "q.safetensors", "--format", format, "--axis", axis];
+        place.nibble(&args).ok().contains("4 tensors quantized, 1 copied (1 not matrices)");
+        let q = std::fs::read(place.path("q.safetensors")).unwrap();
+        let q = SafeTensors::deserialize(&q).unwrap();
+        for plane in ["codes", "scales"] {
+            let of = |name: &str| q.tensor(&format!("{name}.{plane}")).unwrap();
+            let apart: Vec<u8> = (0..3).flat_map(|i| of(&format!("expert.{i}")).data().to_vec()).collect();
+            assert_eq!(of("experts").data(), apart, "{format} {axis} {plane}");
+            assert_eq!(of("experts").shape()[0], 3, "{format} {axis} {plane}");
+        }
+        place.nibble(&["quantize", "q.safetensors", "b.safetensors", "--back"]).ok();
+        let back = Vectors::read(&place.path("b.safetensors"));
+        assert_eq!(back.shape("experts"), [3, 32, 64]);
+        let apart: Vec<f32> = (0..3).flat_map(|i| back.f32s(&format!("expert.{i}"))).collect();
+        assert_eq!(back.f32s("experts"), apart, "{format} {axis}");
+    }
+    // The second matrix is twice the first: the same codes, but for random bits, which are a matrix's own.
+    for (round, same) in [("nearest-even", true), ("stochastic", false)] {
+        let args = ["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4", "--round", round];
+        place.nibble(&args).ok();
+        let codes = Vectors::read(&place.path("q.safetensors")).u8s("experts.codes");
+        let each = codes.len() / 3;
+        assert_eq!(codes[..each] == codes[each..2 * each], same, "{round}");
+    }
+}
+
+#[test]
+fn a_tensor_without_values_is_copied_whatever_its_sizes() {
+    let place = Place::new();
+    let header = r#"{"x":{"dtype":"F32","shape":[4611686018427387904,0],"data_offsets":[0,0]},"y":{"dtype":"F32","shape":[0,9,32],"data_offsets":[0,0]}}"#;
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    std::fs::write(place.path("m.safetensors"), file).unwrap();
+    for axis in ["row", "col"] {
+        let args = ["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", axis];
+        place.nibble(&args).ok().contains("0 tensors quantized, 2 copied (2 without values)");
+    }
 }

@@ -9,7 +9,14 @@ const LAST_MODEL: &str = "checkpoints/step-00000012/model.safetensors";
 fn a_run_tells_its_story_and_leaves_its_files() {
     let place = Place::with_text();
     let done = place.train(&[]).ok();
-    done.contains("recipe: mxfp4-hopper").contains("parameters: ").contains("total kept by a forward pass");
+    done.contains("recipe: mxfp4-hopper").contains("parameters: ").contains("a forward pass keeps ");
+    let memory = String::from_utf8(read(place.path("runs/small/memory.txt"))).unwrap();
+    assert!(
+        memory.contains("total kept by a forward pass") && memory.contains("in all, of the host"),
+        "{memory}"
+    );
+    let before = done.stdout.lines().position(|line| line.starts_with("step: 1 ")).unwrap();
+    assert!(before < 20, "{before} lines before the first step");
     done.contains("step: 1  loss: ").contains("step: 12  loss: ").contains("step: 5  held-out loss: ");
     done.contains("nats a byte")
         .contains("metrics: runs/small/metrics.jsonl")
@@ -157,4 +164,51 @@ fn the_built_in_language_is_judged_against_its_entropy() {
     let place = Place::new();
     let done = place.nibble(&["train", "tiny", "--dry-run", "--recipe", "bf16"]).ok();
     done.contains("entropy H 1.0765").contains("recipe: bf16").contains("source=\"synthetic\"");
+}
+
+#[test]
+fn another_name_of_the_same_content_is_the_same() {
+    let place = Place::with_text();
+    std::fs::write(place.path("okr.toml"), "extends = \"fp8-flow\"").unwrap();
+    place.train(&["--recipe", "okr.toml", "--set", "run.dir=run"]).ok();
+    std::fs::copy(place.path("okr.toml"), place.path("copy.toml")).unwrap();
+    std::fs::copy(place.path("text.txt"), place.path("other.txt")).unwrap();
+    for (recipe, source) in [("./okr.toml", "./text.txt"), ("copy.toml", "other.txt")] {
+        let source = format!("data.source={source}");
+        let resumed =
+            place.train(&["--recipe", recipe, "--set", "run.dir=run", "--set", &source, "--resume"]);
+        resumed.ok().contains("continuing after step 12");
+    }
+}
+
+#[test]
+fn a_run_goes_on_by_its_directory_and_to_more_steps() {
+    let place = Place::with_text();
+    place.train(&[]).ok();
+    let more = ["train", "runs/small", "--resume", "--set", "train.steps=16"];
+    let done = place.nibble(&more).ok();
+    done.contains("resuming the run in runs/small")
+        .contains("train.steps: 12 → 16")
+        .contains("continuing after step 12");
+    assert!(place.path("runs/small/checkpoints/step-00000016").exists());
+    assert_eq!(losses(place.path("runs/small/metrics.jsonl")).len(), 16);
+    place.nibble(&["eval", "runs/small"]).ok().contains("(step 16)");
+    let fewer = place.nibble(&["train", "runs/small", "--resume", "--set", "train.steps=14"]).failed(2);
+    assert!(fewer.contains("train.steps: 16 → 14"), "{fewer}");
+    let error = place.nibble(&["train", "runs/small"]).failed(2);
+    assert!(error.contains("is a directory") && error.contains("--resume"), "{error}");
+}
+
+#[test]
+fn a_line_of_metrics_that_somebody_broke_stops_no_resume() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run", "--set", "train.steps=8"]).ok();
+    let path = place.path("run/metrics.jsonl");
+    let text = String::from_utf8(read(&path)).unwrap();
+    let third = text.lines().nth(2).unwrap();
+    std::fs::write(&path, text.replace(third, "{\"step\": 3, \"loss")).unwrap();
+    let done = place.nibble(&["train", "run", "--resume", "--set", "train.steps=12"]).ok();
+    done.contains("metrics.jsonl: line 3 is no metrics").contains("done: 12 steps");
+    let steps: Vec<u64> = losses(&path).into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
 }

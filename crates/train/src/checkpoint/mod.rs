@@ -86,12 +86,41 @@ impl Store {
     /// # Errors
     /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
     pub fn open(run_dir: &Path) -> Result<Self> {
+        let (dir, lock_path) = Self::made(run_dir)?;
+        let lock =
+            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
+        Self::locked(dir, lock_path, lock)
+    }
+
+    /// [`Store::open`] for a run that begins; none where one has begun before. Of many processes one begins.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub fn create(run_dir: &Path) -> Result<Option<Self>> {
+        let (dir, lock_path) = Self::made(run_dir)?;
+        match File::options().create_new(true).append(true).open(&lock_path) {
+            Ok(lock) => Self::locked(dir, lock_path, lock).map(Some),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(None),
+            Err(e) => Err(Error::io(&lock_path)(e)),
+        }
+    }
+
+    /// Whether a run in this directory has ever opened its checkpoints.
+    #[must_use]
+    pub fn is_in(run_dir: &Path) -> bool {
+        run_dir.join(DIR).join(LOCK_FILE).exists()
+    }
+
+    /// The directory of the checkpoints, made, and the path of its lock.
+    fn made(run_dir: &Path) -> Result<(PathBuf, PathBuf)> {
         let dir = run_dir.join(DIR);
         fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
         sync_dir(run_dir)?;
         let lock_path = dir.join(LOCK_FILE);
-        let lock =
-            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
+        Ok((dir, lock_path))
+    }
+
+    fn locked(dir: PathBuf, lock_path: PathBuf, lock: File) -> Result<Self> {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -270,6 +299,12 @@ fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     }
     all.sort();
     Ok(all)
+}
+
+/// Whether a run's directory has a checkpoint, whole or not.
+#[must_use]
+pub fn has_checkpoints(run_dir: &Path) -> bool {
+    list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
 /// A checkpoint every file of which matched its checksum when it was opened.

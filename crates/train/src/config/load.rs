@@ -177,6 +177,13 @@ fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
         return Err(Error::config(text, "an override reads `key=value`, and this has no `=`"));
     };
     let (key, value) = (key.trim().to_owned(), value.trim());
+    if let Some(Value::Table(table)) = lookup(known, &key) {
+        let one = table.keys().next().map(String::as_str).unwrap_or_default();
+        let why = format!(
+            "is a table, which an override would replace whole; set its keys, such as `{key}.{one}=...`"
+        );
+        return Err(Error::config(key, why));
+    }
     let bare = Value::String(value.to_owned());
     let typed = match toml::from_str::<Table>(&format!("value = {value}")) {
         // More than one key: the text smuggled in a line of its own. It is a string then.

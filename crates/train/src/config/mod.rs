@@ -338,6 +338,12 @@ impl Config {
         !self.is_synthetic() && self.data.source != RANDOM
     }
 
+    /// What one token is: `byte` of a text, else `token`.
+    #[must_use]
+    pub fn unit(&self) -> &'static str {
+        if self.is_text() { "byte" } else { "token" }
+    }
+
     /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.
     /// Loading this text gives the same configuration back.
     ///

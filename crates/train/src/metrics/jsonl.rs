@@ -14,9 +14,18 @@ pub struct MetricsLog {
     path: PathBuf,
 }
 
+/// What a metrics file holds.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MetricsFile {
+    /// Its lines in order.
+    pub metrics: Vec<Metrics>,
+    /// Numbers, from 1, of lines that are no metrics: somebody has changed the file. They are passed over.
+    pub unreadable: Vec<usize>,
+}
+
 impl MetricsLog {
     /// Opens the file for a run that has done `step` steps: 0 starts it anew. Lines of later steps, which a resumed run
-    /// will write again, are removed, and so is a last line that a kill cut short.
+    /// will write again, are removed, and so is a last line that a kill cut short. Lines that cannot be read stay where they are.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -26,8 +35,10 @@ impl MetricsLog {
         }
         // The lines themselves: parsed and printed again, a number could come back with another last digit.
         let whole = if step == 0 { Vec::new() } else { whole_lines(path)? };
-        let kept = whole.iter().filter(|(metrics, _)| metrics.step <= step);
-        let text: Vec<u8> = kept.flat_map(|(_, line)| line).copied().collect();
+        let earlier = |line: &Line| line.metrics.as_ref().is_some_and(|metrics| metrics.step <= step);
+        let end = whole.iter().rposition(earlier).map_or(0, |last| last + 1);
+        let kept = whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
+        let text: Vec<u8> = kept.flat_map(|line| &line.bytes).copied().collect();
         // Renamed into place: a kill here costs no line that was kept.
         let tmp = path.with_extension("jsonl.tmp");
         fs::write(&tmp, &text).map_err(Error::io(&tmp))?;
@@ -55,30 +66,34 @@ impl MetricsLog {
 /// Reads a metrics file; no file is no lines. A last line that a kill cut short is left out.
 ///
 /// # Errors
-/// [`Error::Data`] naming the line for one that is not metrics and not the last; [`Error::Io`].
-pub fn read_metrics(path: &Path) -> Result<Vec<Metrics>> {
-    Ok(whole_lines(path)?.into_iter().map(|(metrics, _)| metrics).collect())
+/// [`Error::Io`].
+pub fn read_metrics(path: &Path) -> Result<MetricsFile> {
+    let mut file = MetricsFile::default();
+    for (i, line) in whole_lines(path)?.into_iter().enumerate() {
+        match line.metrics {
+            Some(metrics) => file.metrics.push(metrics),
+            None => file.unreadable.push(i + 1),
+        }
+    }
+    Ok(file)
 }
 
-/// The lines that end as lines do, read and as they stand.
-fn whole_lines(path: &Path) -> Result<Vec<(Metrics, Vec<u8>)>> {
+/// A line as it stands, and read if it can be.
+struct Line {
+    bytes: Vec<u8>,
+    metrics: Option<Metrics>,
+}
+
+/// The lines that end as lines do.
+fn whole_lines(path: &Path) -> Result<Vec<Line>> {
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(Error::io(path)(e)),
     };
-    let mut lines = Vec::new();
-    let mut pieces = bytes.split_inclusive(|&byte| byte == b'\n').enumerate().peekable();
-    while let Some((index, line)) = pieces.next() {
-        match serde_json::from_slice(line) {
-            // Without its line feed a line may have lost digits and still be JSON.
-            Ok(metrics) if line.ends_with(b"\n") => lines.push((metrics, line.to_vec())),
-            _ if pieces.peek().is_none() => break,
-            Ok(_) => {}
-            Err(e) => return Err(Error::data(path, format!("line {}: {e}", index + 1))),
-        }
-    }
-    Ok(lines)
+    // Without its line feed a line may have lost digits and still be JSON.
+    let whole = bytes.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
+    Ok(whole.map(|line| Line { bytes: line.to_vec(), metrics: serde_json::from_slice(line).ok() }).collect())
 }
 
 /// One line. Numbers that JSON lacks (NaN, infinities) become null or are left out, and read back as absent.
@@ -110,7 +125,7 @@ mod tests {
     }
 
     fn steps_in(path: &Path) -> Result<Vec<u64>> {
-        Ok(read_metrics(path)?.iter().map(|m| m.step).collect())
+        Ok(read_metrics(path)?.metrics.iter().map(|m| m.step).collect())
     }
 
     #[test]
@@ -125,7 +140,7 @@ mod tests {
                 r#"{"step":1,"loss_metrics/global_avg_loss":4.0,"throughput(tps)":1000.5,"my/metric":0.25}"#
             )
         );
-        assert_eq!(read_metrics(&path)?, [step(1), step(2)]);
+        assert_eq!(read_metrics(&path)?.metrics, [step(1), step(2)]);
         Ok(())
     }
 
@@ -161,12 +176,16 @@ mod tests {
     }
 
     #[test]
-    fn garbage_in_the_middle_is_an_error_that_names_the_line() -> Result<()> {
+    fn a_line_that_is_no_metrics_is_passed_over_and_stays() -> Result<()> {
         let dir = tempfile::tempdir().map_err(Error::io(Path::new("tmp")))?;
         let path = dir.path().join("metrics.jsonl");
-        fs::write(&path, "{\"step\":1}\nnonsense\n{\"step\":3}\n").map_err(Error::io(&path))?;
-        let error = read_metrics(&path).map_err(|e| e.to_string());
-        assert!(error.as_ref().is_err_and(|e| e.contains("line 2")), "{error:?}");
+        let text = "{\"step\":1}\nnonsense\n{\"step\":2}\n{\"step\":3}\nmore\n";
+        fs::write(&path, text).map_err(Error::io(&path))?;
+        assert_eq!(read_metrics(&path)?.unreadable, [2, 5]);
+        assert_eq!(steps_in(&path)?, [1, 2, 3]);
+        MetricsLog::open(&path, 2)?;
+        let left = fs::read_to_string(&path).map_err(Error::io(&path))?;
+        assert_eq!(left, "{\"step\":1}\nnonsense\n{\"step\":2}\n");
         Ok(())
     }
 
@@ -176,7 +195,7 @@ mod tests {
         let path = dir.path().join("metrics.jsonl");
         let other = [("lost".to_owned(), f64::INFINITY), ("kept".to_owned(), 1.0)].into();
         MetricsLog::open(&path, 0)?.write(&Metrics { loss: Some(f64::NAN), other, ..step(1) })?;
-        let read = read_metrics(&path)?;
+        let read = read_metrics(&path)?.metrics;
         assert_eq!(read[0].loss, None);
         assert_eq!(read[0].other.keys().collect::<Vec<_>>(), ["kept"]);
         Ok(())

@@ -11,8 +11,8 @@ use crate::record::{Conversion, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
-pub use jsonl::{MetricsLog, read_metrics};
-pub use plot::{LossCurve, draw_loss_curve};
+pub use jsonl::{MetricsFile, MetricsLog, read_metrics};
+pub use plot::{LossCurve, draw_losses};
 pub use tensorboard::EventLog;
 
 /// What is known after a step. Field names in the file are torchtitan's, where it has one.

@@ -9,10 +9,10 @@ use super::Metrics;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 
-/// What the picture shows.
+/// The losses of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossCurve {
-    /// Heading.
+    /// Heading of a picture of this run alone, and its name beside others.
     pub title: String,
     /// Steps done and training loss in nats.
     pub train: Vec<(u64, f64)>,
@@ -20,16 +20,32 @@ pub struct LossCurve {
     pub valid: Vec<(u64, f64)>,
     /// The floor and the trivial loss, where they are known: drawn as horizontal lines.
     pub entropy: Option<Entropy>,
+    /// What one token is: `token` or `byte`.
+    pub unit: &'static str,
 }
 
 impl LossCurve {
-    /// The losses in a metrics file.
+    /// A run without losses yet.
     #[must_use]
-    pub fn from_metrics(title: &str, metrics: &[Metrics], entropy: Option<Entropy>) -> Self {
-        let points = |loss: fn(&Metrics) -> Option<f64>| {
-            metrics.iter().filter_map(|m| Some((m.step, loss(m).filter(|l| l.is_finite())?))).collect()
+    pub fn new(title: &str, entropy: Option<Entropy>, unit: &'static str) -> Self {
+        Self { title: title.to_owned(), entropy, unit, ..Self::default() }
+    }
+
+    /// Adds the losses of a line of metrics that are finite numbers.
+    pub fn add(&mut self, metrics: &Metrics) {
+        let finite = |loss: Option<f64>| loss.filter(|loss| loss.is_finite());
+        self.train.extend(finite(metrics.loss).map(|loss| (metrics.step, loss)));
+        self.valid.extend(finite(metrics.valid_loss).map(|loss| (metrics.step, loss)));
+    }
+
+    /// The training losses as points, of which a picture shows so many: where there are more, means of neighbours.
+    fn thinned(&self) -> impl Iterator<Item = (f64, f64)> {
+        const POINTS: usize = 2000;
+        let mean = |points: &[(u64, f64)]| {
+            let sum = points.iter().fold((0.0, 0.0), |sum, p| (sum.0 + p.0 as f64, sum.1 + p.1));
+            (sum.0 / points.len() as f64, sum.1 / points.len() as f64)
         };
-        Self { title: title.to_owned(), train: points(|m| m.loss), valid: points(|m| m.valid_loss), entropy }
+        self.train.chunks(self.train.len().div_ceil(POINTS).max(1)).map(mean)
     }
 }
 
@@ -38,82 +54,124 @@ const TRAIN: RGBColor = RGBColor(150, 180, 220);
 const VALID: RGBColor = RGBColor(20, 60, 140);
 const FLOOR: RGBColor = RGBColor(30, 130, 70);
 const TRIVIAL: RGBColor = RGBColor(170, 70, 60);
+/// The colours of runs beside one another, in turn.
+const RUNS: [RGBColor; 6] = [
+    VALID,
+    RGBColor(200, 110, 20),
+    RGBColor(30, 130, 70),
+    RGBColor(150, 60, 150),
+    RGBColor(90, 90, 90),
+    RGBColor(190, 50, 70),
+];
 
-/// Draws the curve into an SVG file.
+/// Draws one run, or several beside one another, into an SVG file. Renamed into place: whoever looks sees a whole picture.
 ///
 /// # Errors
 /// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
-pub fn draw_loss_curve(curve: &LossCurve, path: &Path) -> Result<()> {
+pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     let mut svg = String::new();
-    render(curve, &mut svg).map_err(|why| Error::data(path, why))?;
+    render(curves, &mut svg).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
     }
-    std::fs::write(path, svg).map_err(Error::io(path))
+    let tmp = path.with_extension("svg.tmp");
+    std::fs::write(&tmp, svg).map_err(Error::io(&tmp))?;
+    std::fs::rename(&tmp, path).map_err(Error::io(path))
 }
 
-fn render(curve: &LossCurve, svg: &mut String) -> Result<(), String> {
-    let points = || curve.train.iter().chain(&curve.valid);
-    let last = points().map(|&(step, _)| step).max().ok_or("there are no losses to draw")? as f64;
-    let entropy = curve.entropy.iter().flat_map(|e| [e.rate, e.unigram]);
-    let (low, high) = points()
-        .map(|&(_, loss)| loss)
-        .chain(entropy)
-        .filter(|loss| loss.is_finite())
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| (low.min(loss), high.max(loss)));
-    if low > high {
-        return Err("no loss is a finite number".into());
+/// A line of the picture.
+struct Series {
+    points: Vec<(f64, f64)>,
+    color: RGBColor,
+    width: u32,
+    /// Whether each point has a dot.
+    dots: bool,
+    /// Its name in the legend, if it stands there.
+    name: Option<String>,
+}
+
+/// The lines of all runs over so many steps, those behind others first.
+fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
+    let mut all = Vec::new();
+    for (i, curve) in curves.iter().enumerate() {
+        let alone = curves.len() == 1;
+        let color = RUNS[i % RUNS.len()];
+        let valid = || curve.valid.iter().map(|&(step, loss)| (step as f64, loss)).collect::<Vec<_>>();
+        // A run that was never evaluated has its name at the other line.
+        let named = |name: &str, is_named: bool| {
+            if alone { Some(name.into()) } else { is_named.then(|| curve.title.clone()) }
+        };
+        if !curve.train.is_empty() {
+            let pale = |c: u8| c + (255 - c) / 2;
+            let color = if alone { TRAIN } else { RGBColor(pale(color.0), pale(color.1), pale(color.2)) };
+            let name = named("train", curve.valid.is_empty());
+            all.push(Series { points: curve.thinned().collect(), color, width: 1, dots: false, name });
+        }
+        if !curve.valid.is_empty() {
+            all.push(Series { points: valid(), color, width: 2, dots: true, name: named("held out", true) });
+        }
     }
+    if let Some(Entropy { rate, unigram }) = curves.iter().find_map(|curve| curve.entropy) {
+        for (level, color, name) in [
+            (unigram, TRIVIAL, format!("U = {unigram:.3}, unigram entropy")),
+            (rate, FLOOR, format!("H = {rate:.3}, entropy rate")),
+        ] {
+            let points = vec![(0.0, level), (last, level)];
+            all.push(Series { points, color, width: 1, dots: false, name: Some(name) });
+        }
+    }
+    all
+}
+
+fn render(curves: &[LossCurve], svg: &mut String) -> Result<(), String> {
+    let steps = curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
+    let last = (steps.max().ok_or("there are no losses to draw")? as f64).max(1.0);
+    let series = series(curves, last);
+    let levels = series.iter().flat_map(|series| &series.points).map(|p| p.1);
+    let (low, high) =
+        levels.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
     let margin = (0.05 * (high - low)).max(1e-3);
-    let (bottom, top) = ((low - margin).max(0.0).min(low), high + margin);
+    let bottom = (low - margin).max(0.0).min(low);
+    // Above the highest line there is room for the legend, of about so many of the picture's rows of pixels.
+    let legend = series.iter().filter(|series| series.name.is_some()).count() as f64 * 22.0 + 24.0;
+    let share = (legend / (f64::from(SIZE.1) - 100.0)).min(0.5);
+    let top = (high - share * bottom) / (1.0 - share) + margin;
 
     let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     let text = |e: DrawingAreaErrorKind<_>| e.to_string();
     root.fill(&WHITE).map_err(text)?;
+    let title = if let [curve] = curves { curve.title.as_str() } else { "held-out losses (pale: training)" };
     let mut chart = ChartBuilder::on(&root)
-        .caption(&curve.title, ("sans-serif", 20))
+        .caption(title, ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..last.max(1.0), bottom..top)
+        .build_cartesian_2d(0.0..last, bottom..top)
         .map_err(text)?;
+    let units: std::collections::BTreeSet<_> = curves.iter().map(|curve| curve.unit).collect();
     chart
         .configure_mesh()
         .light_line_style(WHITE)
         .x_desc("step")
-        .y_desc("loss (nats/token)")
+        .y_desc(format!("loss (nats/{})", units.into_iter().collect::<Vec<_>>().join(" or ")))
         .x_label_formatter(&|x| format!("{x:.0}"))
         .draw()
         .map_err(text)?;
-
-    let line = |points: &[(u64, f64)], style: ShapeStyle| {
-        let finite: Vec<_> =
-            points.iter().filter(|p| p.1.is_finite()).map(|&(step, loss)| (step as f64, loss)).collect();
-        LineSeries::new(finite, style)
-    };
-    let flat =
-        |level: f64, style: ShapeStyle| LineSeries::new(vec![(0.0, level), (last.max(1.0), level)], style);
-    let mut series = Vec::new();
-    if !curve.train.is_empty() {
-        series.push((line(&curve.train, TRAIN.stroke_width(1)), "train".to_owned(), TRAIN));
-    }
-    if !curve.valid.is_empty() {
-        series.push((line(&curve.valid, VALID.stroke_width(2)), "held out".to_owned(), VALID));
-    }
-    if let Some(Entropy { rate, unigram }) = curve.entropy {
-        let name = format!("U = {unigram:.3}, unigram entropy");
-        series.push((flat(unigram, TRIVIAL.stroke_width(1)), name, TRIVIAL));
-        series.push((flat(rate, FLOOR.stroke_width(1)), format!("H = {rate:.3}, entropy rate"), FLOOR));
-    }
-    for (line, name, color) in series {
-        let drawn = chart.draw_series(line).map_err(text)?;
-        let key = move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2));
-        drawn.label(name).legend(key);
+    for Series { points, color, width, dots, name } in series {
+        if dots {
+            let dots = points.iter().map(|&at| Circle::new(at, 3, color.filled()));
+            chart.draw_series(dots).map_err(text)?;
+        }
+        let drawn = chart.draw_series(LineSeries::new(points, color.stroke_width(width))).map_err(text)?;
+        if let Some(name) = name {
+            let key = move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2));
+            drawn.label(name).legend(key);
+        }
     }
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE.mix(0.85))
+        .background_style(WHITE)
         .border_style(BLACK.mix(0.3))
         .label_font(("sans-serif", 14))
         .draw()
@@ -131,48 +189,98 @@ mod tests {
             train: (1..=100).map(|s| (s, 4.0 - 0.02 * s as f64)).collect(),
             valid: vec![(50, 3.1), (100, 2.05)],
             entropy: Some(Entropy { rate: 1.15, unigram: 3.9 }),
+            unit: "byte",
         }
     }
 
-    fn svg_of(curve: &LossCurve) -> Result<String, String> {
+    fn svg_of(curves: &[LossCurve]) -> Result<String, String> {
         let mut svg = String::new();
-        render(curve, &mut svg)?;
+        render(curves, &mut svg)?;
         Ok(svg)
     }
 
     #[test]
     fn shows_both_losses_and_both_levels() -> Result<(), String> {
-        let svg = svg_of(&curve())?;
-        for wanted in ["<svg", "</svg>", "held out", "train", "H = 1.150", "U = 3.900", "nats/token"] {
+        let svg = svg_of(&[curve()])?;
+        for wanted in ["<svg", "</svg>", "held out", "train", "H = 1.150", "U = 3.900", "nats/byte"] {
             assert!(svg.contains(wanted), "no {wanted}");
         }
         assert!(svg.contains("&lt;mxfp4-hopper&gt;"), "the title is not escaped");
         assert!(svg.matches("<polyline").count() >= 4, "lines are missing");
+        assert_eq!(svg.matches("<circle").count(), 2, "held-out losses have dots");
+        Ok(())
+    }
+
+    /// The numbers of an attribute of every element that begins so, a list for each.
+    fn numbers(svg: &str, element: &str, attribute: &str) -> Vec<Vec<f64>> {
+        let of = |tag: &str| {
+            let values = tag.split_once(&format!(" {attribute}=\""))?.1.split_once('"')?.0;
+            Some(values.split([' ', ',']).filter_map(|n| n.parse().ok()).collect())
+        };
+        svg.split('<').filter(|tag| tag.starts_with(element)).filter_map(of).collect()
+    }
+
+    #[test]
+    fn no_line_passes_through_the_legend() -> Result<(), String> {
+        let one = curve();
+        let many: Vec<LossCurve> = (0..9).map(|i| LossCurve { title: format!("{i}"), ..curve() }).collect();
+        for curves in [&[one][..], &many] {
+            let svg = svg_of(curves)?;
+            // The legend's frame is the last rectangle. Its keys are lines of two points in it; all others lie below.
+            let frame = |attribute| numbers(&svg, "rect", attribute).pop().and_then(|n| n.first().copied());
+            let (top, height) = (frame("y").ok_or("no y")?, frame("height").ok_or("no height")?);
+            let lines = numbers(&svg, "polyline", "points");
+            let keys = |line: &&Vec<f64>| line.len() == 4 && (line[2] - line[0] - 18.0).abs() < 0.5;
+            let of_data =
+                lines.iter().filter(|line| !keys(line) && line.len() > 4 || line[2] - line[0] > 800.0);
+            let highest = of_data
+                .flat_map(|line| line.iter().skip(1).step_by(2))
+                .copied()
+                .fold(f64::INFINITY, f64::min);
+            assert!(highest.is_finite() && highest > top + height, "{highest} is in {top} + {height}");
+        }
         Ok(())
     }
 
     #[test]
-    fn a_run_of_one_step_and_a_run_with_a_nan_can_be_drawn() -> Result<(), String> {
+    fn runs_beside_one_another_have_their_names() -> Result<(), String> {
+        let mut other = LossCurve { title: "runs/b".into(), ..curve() };
+        other.valid.clear();
+        let svg = svg_of(&[LossCurve { title: "runs/a".into(), ..curve() }, other])?;
+        for name in ["runs/a", "runs/b"] {
+            assert_eq!(svg.matches(name).count(), 1, "{name}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_long_run_is_drawn_by_means_of_neighbours() {
+        let train: Vec<(u64, f64)> = (1..=4000).map(|s| (s, (s % 2) as f64)).collect();
+        let points: Vec<_> = LossCurve { train, ..LossCurve::default() }.thinned().collect();
+        assert_eq!(points.len(), 2000);
+        assert!(points.iter().all(|p| p.1 == 0.5));
+        assert_eq!(points[0].0, 1.5);
+    }
+
+    #[test]
+    fn a_run_of_one_step_can_be_drawn_and_nothing_is_an_error() -> Result<(), String> {
         let one = LossCurve { train: vec![(1, 4.0)], ..LossCurve::default() };
-        assert!(svg_of(&one)?.contains("</svg>"));
-        let nan = LossCurve { train: vec![(1, 4.0), (2, f64::NAN), (3, 3.0)], ..LossCurve::default() };
-        assert!(!svg_of(&nan)?.contains("NaN"));
+        assert!(svg_of(&[one])?.contains("</svg>"));
+        assert!(svg_of(&[LossCurve::default()]).is_err());
+        assert!(svg_of(&[]).is_err());
         Ok(())
-    }
-
-    #[test]
-    fn nothing_to_draw_is_an_error() {
-        assert!(svg_of(&LossCurve::default()).is_err());
     }
 
     #[test]
     fn metrics_become_points() {
-        let metrics = [
+        let mut curve = LossCurve::new("run", None, "byte");
+        for metrics in [
             Metrics { step: 1, loss: Some(4.0), ..Metrics::default() },
             Metrics { step: 1, valid_loss: Some(3.5), ..Metrics::default() },
             Metrics { step: 2, loss: Some(f64::NAN), ..Metrics::default() },
-        ];
-        let curve = LossCurve::from_metrics("run", &metrics, None);
+        ] {
+            curve.add(&metrics);
+        }
         assert_eq!((curve.train, curve.valid), (vec![(1, 4.0)], vec![(1, 3.5)]));
     }
 }

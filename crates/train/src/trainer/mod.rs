@@ -3,10 +3,12 @@
 mod checks;
 mod decoding;
 mod inspect;
+mod outputs;
 mod pieces;
 mod recorded;
 mod rehearse;
 mod run;
+mod run_dir;
 mod saving;
 mod setup;
 mod step;
@@ -15,7 +17,9 @@ mod weights;
 pub use checks::{checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
+pub use outputs::heading;
 pub use run::{Observer, Options, Start, Summary, run};
+pub use run_dir::{MEMORY_FILE, has_begun, latest as latest_run_dir, require_free};
 
 use crate::config::Config;
 use crate::cx::{Cx, Event, Shards};
@@ -326,9 +330,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
+        self.evaluate_telling(batches, &mut |_, _| {})
+    }
+
+    /// [`Trainer::evaluate`], telling after every batch how many are done, of how many.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`].
+    pub fn evaluate_telling(&mut self, batches: usize, tell: &mut dyn FnMut(usize, usize)) -> Result<f64> {
         self.require_settled("evaluate")?;
         let Self { setup, model, activations, .. } = self;
-        setup.b.within(activations, || Ok(setup.evaluate(model, batches)))?
+        setup.b.within(activations, || Ok(setup.evaluate(model, batches, tell)))?
     }
 
     /// Logits of the last of these tokens, one sequence, every rank alike.

@@ -1,26 +1,34 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
+use super::outputs::Outputs;
+use super::run_dir::{METRICS_FILE, has_begun};
+use super::weights::recipe_sha256;
 use super::{Trainer, checked_recipe};
 use crate::checkpoint::{Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_loss_curve, read_metrics};
+use crate::metrics::{Metrics, read_metrics};
 use crate::plan::{self, Prediction};
-use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats};
+use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats, Recipe};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What whoever watches a run is told, by its first rank.
 pub trait Observer {
     /// The run begins (or goes on) at this step; what memory it takes.
     fn start(&mut self, start: &Start<'_>);
+    /// Something worth knowing that stops nothing, a sentence.
+    fn note(&mut self, _text: &str) {}
     /// A checkpoint passed over while resuming.
     fn rejected(&mut self, path: &Path, why: &Error);
     /// A step is done: adds what the device's owner knows to its metrics, before they are written and told.
     fn measure(&mut self, _: &mut Metrics) {}
     /// A step is done.
     fn step(&mut self, metrics: &Metrics);
+    /// So many batches of an evaluation are done, of how many.
+    fn evaluating(&mut self, _done: usize, _of: usize) {}
     /// A held-out loss, after so many steps.
     fn evaluation(&mut self, step: u64, valid_loss: f64);
     /// A checkpoint is on the disk.
@@ -35,7 +43,7 @@ pub struct Start<'a> {
     /// The configuration.
     pub config: &'a Config,
     /// The recipe.
-    pub recipe: &'a nibble_core::Recipe,
+    pub recipe: &'a Recipe,
     /// Its size and its memory.
     pub prediction: &'a Prediction,
     /// The floor and the trivial loss of the data, if known.
@@ -45,8 +53,12 @@ pub struct Start<'a> {
 /// What to do besides the configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// Go on from the newest whole checkpoint of the run's directory, if there is one.
+    /// Go on from the newest whole checkpoint of the run's directory; from the beginning where a run has begun and has none yet.
     pub resume: bool,
+    /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
+    pub numbered: bool,
+    /// Not 0 once the run is to end after the step under way: it saves, draws, and leaves out the last evaluation.
+    pub stop: Option<&'static AtomicUsize>,
 }
 
 /// How a run ended.
@@ -56,10 +68,12 @@ pub struct Summary {
     pub steps: u64,
     /// Loss of the last step, if this process made one.
     pub loss: Option<f64>,
-    /// Loss over all held-out data.
-    pub valid_loss: f64,
+    /// Loss over all held-out data; none of a run that was stopped before its end.
+    pub valid_loss: Option<f64>,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
+    /// The run's directory.
+    pub dir: PathBuf,
     /// The last checkpoint, if the run wrote one.
     pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
@@ -84,31 +98,6 @@ pub fn run<B: Kernels>(
     done
 }
 
-/// Files only the first rank has.
-struct Outputs {
-    dir: PathBuf,
-    store: Store,
-    log: MetricsLog,
-    events: EventLog,
-}
-
-impl Outputs {
-    fn open(config: &Config, store: Store, step: u64) -> Result<Self> {
-        let dir = PathBuf::from(&config.run.dir);
-        let path = dir.join("config.toml");
-        std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
-        reach(Point::RunOpened)?;
-        let log = MetricsLog::open(&dir.join("metrics.jsonl"), step)?;
-        let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, events })
-    }
-
-    fn write(&mut self, metrics: &Metrics) -> Result<()> {
-        self.log.write(metrics)?;
-        self.events.write(metrics)
-    }
-}
-
 fn run_rank<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -119,29 +108,27 @@ fn run_rank<B: Kernels>(
     let first = comm.rank() == 0;
     let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
     let mut trainer = Trainer::new(b, comm, config)?;
-    // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
-    let store = if first { Some(Store::open(Path::new(&config.run.dir))?) } else { None };
-    comm.barrier()?;
+    let mut store = None;
     if options.resume {
+        // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
+        let dir = Path::new(&config.run.dir);
+        if first && has_begun(dir) {
+            store = Some(Store::open(dir)?);
+        }
+        comm.barrier()?;
         resume(&mut trainer, observer, first)?;
     }
-    let outputs = store.map(|store| Outputs::open(config, store, trainer.step()));
-    let mut outputs = outputs.transpose()?;
-    let entropy = trainer.data()?.entropy();
-    if first {
-        let (config, recipe) = (trainer.config(), trainer.recipe());
-        let start = Start { step: trainer.step(), config, recipe, prediction: &prediction, entropy };
-        observer.start(&start);
-    }
+    let mut outputs =
+        if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
     if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
-    let mut loss = None;
-    let mut saved = None;
-    while trainer.step() < config.train.steps {
+    let (mut loss, mut saved, mut stopped) = (None, None, false);
+    while trainer.step() < config.train.steps && !stopped {
         let issued = trainer.issue_step();
         let step = trainer.step();
-        let last = step == config.train.steps;
+        stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
+        let last = stopped || step == config.train.steps;
         let evaluate = !last && due(step, config.eval.every);
         let save = !last && due(step, config.checkpoint.every);
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
@@ -159,11 +146,6 @@ fn run_rank<B: Kernels>(
             reach(Point::MetricsWritten)?;
         }
         issued?;
-        if evaluate {
-            let valid_loss = trainer.evaluate(config.eval.batches)?;
-            report(&mut outputs, observer, step, valid_loss)?;
-            reach(Point::Evaluated)?;
-        }
         let mut done = trainer.saved()?;
         if save {
             // One at a time.
@@ -171,21 +153,79 @@ fn run_rank<B: Kernels>(
             trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
         }
         saved = tell(done, observer).or(saved);
+        if evaluate {
+            self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
+            reach(Point::Evaluated)?;
+        }
     }
     saved = tell(trainer.finish_save()?, observer).or(saved);
     reach(Point::StepsDone)?;
-    let valid_loss = trainer.evaluate(0)?;
-    report(&mut outputs, observer, trainer.step(), valid_loss)?;
-    if config.checkpoint.at_end && (loss.is_some() || saved.is_none()) {
+    // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
+    let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
+    if wanted && (loss.is_some() || saved.is_none()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
+    let valid_loss = match stopped {
+        true => None,
+        false => Some(evaluate(&mut trainer, 0, &mut outputs, observer)?),
+    };
     reach(Point::RunEnds)?;
+    let entropy = trainer.data()?.entropy();
     let Some(outputs) = outputs else { return Ok(None) };
-    let picture = outputs.dir.join("loss.svg");
-    let title = format!("{} · {}", outputs.dir.display(), trainer.recipe().name);
-    let curve = LossCurve::from_metrics(&title, &read_metrics(outputs.log.path())?, entropy);
-    draw_loss_curve(&curve, &picture)?;
-    Ok(Some(Summary { steps: trainer.step(), loss, valid_loss, entropy, checkpoint: saved, picture }))
+    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
+    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+}
+
+impl Options {
+    /// Whether all ranks stop after this step: one of them was asked to.
+    fn asked_to_stop<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<bool> {
+        let Some(stop) = self.stop else { return Ok(false) };
+        let asked = stop.load(Ordering::Relaxed) != 0;
+        if comm.world() == 1 {
+            return Ok(asked);
+        }
+        let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(asked))])?)?;
+        Ok(b.download(&all)?.contains(&1.0))
+    }
+}
+
+/// Opens the files of the run, and tells how it begins. `store` is that of a run that goes on.
+fn begin<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    store: Option<Store>,
+    prediction: &Prediction,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<Outputs> {
+    let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
+    let mut outputs = Outputs::open(&mut trainer.setup.config, store, step, options)?;
+    let (config, recipe) = (trainer.config(), trainer.recipe());
+    let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
+    notes.iter().for_each(|note| observer.note(note));
+    observer.start(&Start { step, config, recipe, prediction, entropy });
+    Ok(outputs)
+}
+
+/// A held-out loss over so many batches (0: all there are), written, drawn and told.
+fn evaluate<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    batches: usize,
+    outputs: &mut Option<Outputs>,
+    observer: &mut dyn Observer,
+) -> Result<f64> {
+    let first = outputs.is_some();
+    let valid_loss = trainer.evaluate_telling(batches, &mut |done, of| {
+        if first {
+            observer.evaluating(done, of);
+        }
+    })?;
+    if let Some(outputs) = outputs {
+        let step = trainer.step();
+        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
+        outputs.draw()?;
+        observer.evaluation(step, valid_loss);
+    }
+    Ok(valid_loss)
 }
 
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
@@ -198,25 +238,13 @@ fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-fn report(
-    outputs: &mut Option<Outputs>,
-    observer: &mut dyn Observer,
-    step: u64,
-    valid_loss: f64,
-) -> Result<()> {
-    if let Some(outputs) = outputs {
-        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
-        observer.evaluation(step, valid_loss);
-    }
-    Ok(())
-}
-
 /// Tells of a checkpoint that has got into its place.
 fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> {
     saved.inspect(|path| observer.checkpoint(path))
 }
 
-/// Goes on from the newest whole checkpoint, if the run has one and its configuration is this run's.
+/// Goes on from the newest whole checkpoint, if its configuration is this run's; from the beginning where a run has begun and has had
+/// none yet.
 fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer, first: bool) -> Result<()> {
     let dir = PathBuf::from(&trainer.config().run.dir);
     let latest = latest_valid(&dir)?;
@@ -225,23 +253,41 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
     }
     let Some(checkpoint) = latest.checkpoint else {
         // To begin again would overwrite what may yet be mended.
-        return match latest.rejected.is_empty() {
-            true => Ok(()),
-            false => Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed")),
-        };
+        if !latest.rejected.is_empty() {
+            return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
+        }
+        require_nothing_to_lose(&dir, trainer.config().checkpoint.every)?;
+        if first {
+            observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
+        }
+        return Ok(());
     };
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
     let mut changes = trainer.config().changes_since(&earlier)?;
     let (then, now) = (checkpoint.position(), trainer.position()?);
-    for (what, then, now) in [
-        ("the recipe's content", &then.recipe_sha256, &now.recipe_sha256),
-        ("the data's content", &then.data_sha256, &now.data_sha256),
+    let renamed = Recipe { name: then.recipe.clone(), ..trainer.recipe().clone() };
+    for (key, what, then, now) in [
+        ("recipe: ", "the recipe's content", &then.recipe_sha256, &recipe_sha256(&renamed)),
+        ("data.source: ", "the data's content", &then.data_sha256, &now.data_sha256),
     ] {
         if then != now {
             changes.push(format!(
                 "{what}: SHA-256 {} → {}",
                 &then[..12.min(then.len())],
                 &now[..12.min(now.len())]
+            ));
+        } else {
+            // Another path of the same content.
+            changes.retain(|change| !change.starts_with(key));
+        }
+    }
+    if trainer.config().train.steps > earlier.train.steps {
+        changes.retain(|change| !change.starts_with("train.steps: "));
+        if first {
+            observer.note(&format!(
+                "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
+                earlier.train.steps,
+                trainer.config().train.steps
             ));
         }
     }
@@ -254,4 +300,23 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
         return Err(Error::config("configuration", why));
     }
     trainer.load(&checkpoint)
+}
+
+/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
+fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
+    if !has_begun(dir) {
+        let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
+        return Err(Error::config("run.dir", why));
+    }
+    let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    // One may be on its way to the disk while the steps up to the next are done.
+    if steps > 2 * every {
+        let dir = dir.display();
+        let why = format!(
+            "{dir} has metrics of {steps} steps and no checkpoint to go on from; nothing was changed"
+        );
+        return Err(Error::config("run.dir", why));
+    }
+    Ok(())
 }

@@ -38,8 +38,14 @@ impl<B: Kernels> Setup<'_, B> {
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
-    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0).
-    pub fn evaluate(&self, model: &mut Decoder<B>, batches: usize) -> Result<f64> {
+    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `tell` hears how many batches are done, of how
+    /// many.
+    pub fn evaluate(
+        &self,
+        model: &mut Decoder<B>,
+        batches: usize,
+        tell: &mut dyn FnMut(usize, usize),
+    ) -> Result<f64> {
         let size = self.config.train.batch_size;
         let data = self.data()?;
         let windows = data.valid_windows();
@@ -53,6 +59,7 @@ impl<B: Kernels> Setup<'_, B> {
             let batch = data.valid_batch(first, size.min(windows - first));
             nats += self.held_out_nats(model, &batch)?;
             tokens += batch.tokens();
+            tell(i + 1, taken);
         }
         if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
             nats += self.held_out_nats(model, &tail)?;

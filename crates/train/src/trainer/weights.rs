@@ -7,7 +7,7 @@ use crate::model::Named;
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::ops::Cast;
-use nibble_core::{Comm, DType, Data, Kernels, Tensor};
+use nibble_core::{Comm, DType, Data, Kernels, Recipe, Tensor};
 use serde_json::json;
 
 /// A parameter's values over all ranks.
@@ -80,6 +80,11 @@ fn scatter<B: Kernels>(
     Ok(())
 }
 
+/// SHA-256 of a recipe as it prints, its name included.
+pub(super) fn recipe_sha256(recipe: &Recipe) -> String {
+    sha256_hex(recipe.to_string().as_bytes())
+}
+
 impl<B: Kernels> Trainer<'_, B> {
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
@@ -90,7 +95,7 @@ impl<B: Kernels> Trainer<'_, B> {
             cursor: self.setup.step * self.setup.config.sequences_per_step(),
             schedule: self.setup.config.schedule(),
             recipe: self.setup.recipe.name.clone(),
-            recipe_sha256: sha256_hex(self.setup.recipe.to_string().as_bytes()),
+            recipe_sha256: recipe_sha256(&self.setup.recipe),
             data_sha256: self.setup.data()?.sha256(),
             config: self.setup.config.resolved_toml()?,
         })

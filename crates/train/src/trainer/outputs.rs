@@ -1,0 +1,74 @@
+//! The files of a run, which its first rank alone has.
+
+use super::Options;
+use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim};
+use crate::checkpoint::Store;
+use crate::config::Config;
+use crate::data::Entropy;
+use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
+use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_losses, read_metrics};
+use std::path::{Path, PathBuf};
+
+/// Checkpoints, metrics and picture, open for writing.
+pub(super) struct Outputs {
+    pub dir: PathBuf,
+    pub store: Store,
+    log: MetricsLog,
+    events: EventLog,
+    curve: LossCurve,
+}
+
+impl Outputs {
+    /// Continues the files of the run whose store this is; without one, finds a new run its directory, which this configuration
+    /// names from then on, and begins them.
+    pub fn open(config: &mut Config, store: Option<Store>, step: u64, options: Options) -> Result<Self> {
+        let dir = PathBuf::from(&config.run.dir);
+        let (dir, store) = match store {
+            Some(store) => (dir, store),
+            None => claim(&dir, !options.numbered)?,
+        };
+        config.run.dir = dir.to_string_lossy().into_owned();
+        let path = dir.join(CONFIG_FILE);
+        std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
+        reach(Point::RunOpened)?;
+        let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
+        let events = EventLog::create(&dir, step)?;
+        Ok(Self { dir, store, log, events, curve: LossCurve::default() })
+    }
+
+    /// Begins the picture, with the losses that a resumed run already has. Returns what to tell of the file that holds them.
+    pub fn begin_picture(
+        &mut self,
+        recipe: &str,
+        entropy: Option<Entropy>,
+        unit: &'static str,
+    ) -> Result<Vec<String>> {
+        self.curve = LossCurve::new(&heading(&self.dir, recipe), entropy, unit);
+        let path = self.log.path();
+        let file = read_metrics(path)?;
+        file.metrics.iter().for_each(|metrics| self.curve.add(metrics));
+        let passed_over =
+            |line| format!("{}: line {line} is no metrics; it stays, and nobody reads it", path.display());
+        Ok(file.unreadable.into_iter().map(passed_over).collect())
+    }
+
+    pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
+        self.curve.add(metrics);
+        self.log.write(metrics)?;
+        self.events.write(metrics)
+    }
+
+    /// Draws the losses so far.
+    pub fn draw(&self) -> Result<PathBuf> {
+        let picture = self.dir.join(PICTURE_FILE);
+        draw_losses(std::slice::from_ref(&self.curve), &picture)?;
+        Ok(picture)
+    }
+}
+
+/// What stands over the picture of a run.
+#[must_use]
+pub fn heading(dir: &Path, recipe: &str) -> String {
+    format!("{} · {recipe}", dir.display())
+}
