@@ -3,8 +3,10 @@
 use crate::record::{Conversion, CountSite, Counted};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
-use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Random, Transcode};
-use nibble_core::recipe::{Kind, Precision, Section};
+use nibble_core::ops::{
+    Cast, Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random, Transcode,
+};
+use nibble_core::recipe::{By, Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
@@ -39,6 +41,20 @@ impl Event {
     pub fn is_standalone_quantization(&self) -> bool {
         self.op == "quantize"
     }
+}
+
+/// A tensor on its way to a product, by the names that its counts, its random bits and the trace have.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    /// When.
+    pub pass: Pass,
+    /// The layer.
+    pub layer: &'a str,
+    /// The tensor.
+    pub tensor: &'static str,
+    /// The linear layer whose product takes it: the signs of a Hadamard transform are of that name, so that both operands
+    /// of wgrad have the same. Layers that share an input share it.
+    pub linear: &'a str,
 }
 
 /// The tokens this rank holds of a micro-batch, in shards.
@@ -195,19 +211,19 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     }
 
     /// Quantizes a plain tensor by itself.
-    #[allow(clippy::too_many_arguments)]
     pub fn quantize(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &Tensor<B>,
         to: &Precision,
         planes: Planes,
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
+        let Place { pass, layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to.round);
-        let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
+        let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
+        let hadamard = to.rht.map(|len| Hadamard { len, signs });
+        let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
         self.note(
             pass,
@@ -224,9 +240,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// Converts row blocks to another block format or axis.
     pub fn transcode(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &BlockScaled<B>,
         to: &Precision,
         groups: Option<&Groups<B>>,
@@ -234,35 +248,71 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
         let from = format!("{} rows", x.format);
         let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
-        self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
+        self.note(at.pass, at.layer, "transcode", at.tensor, from, format!("{} {axis}", to.format));
         let conversion = Conversion::Transcode { from: x.format, axis: to.axis };
-        self.keep_counts(layer, tensor, conversion, Some(&done.counts));
+        self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
         Ok(done.out)
     }
 
     /// `x`, which is what `origin` says, as `to` wants it: the same buffers if those are the same bits, else one
-    /// conversion of it.
-    #[allow(clippy::too_many_arguments)]
+    /// conversion of it; or two where the recipe says that it is quantized again.
     pub fn converted(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &Operand<B>,
         origin: &Precision,
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        let quantize = |x, planes| self.quantize(pass, layer, tensor, x, to, planes, groups);
-        match (x, to.dtype()) {
-            _ if to.same_bits(origin) => Ok(x.clone()),
-            (Operand::Block(x), _) => Ok(Operand::Block(self.transcode(pass, layer, tensor, x, to, groups)?)),
-            (Operand::Plain(x), Some(dtype)) => Ok(Operand::Plain(self.cast(x, dtype)?)),
-            (Operand::Plain(x), None) if to.axis == BlockAxis::Col => {
-                quantize(x, Planes::Cols)?.take_cols("converted")
+        match x {
+            _ if to.same_bits(origin) && to.by == By::Transcode => Ok(x.clone()),
+            Operand::Plain(x) => self.form(at, x, to, groups),
+            Operand::Block(x) if to.by == By::Transcode && to.format.is_block() => {
+                Ok(Operand::Block(self.transcode(at, x, to, groups)?))
             }
-            (Operand::Plain(x), None) => quantize(x, Planes::Rows)?.take_rows("converted"),
+            Operand::Block(x) => {
+                let plain = Dequantize { x, dtype: to.dtype().unwrap_or(self.activations()) }.run(self.b)?;
+                let [from, dtype] = [x.format.to_string(), plain.dtype().to_string()];
+                let planes = if x.axis == BlockAxis::Col { "columns" } else { "rows" };
+                self.note(at.pass, at.layer, "dequantize", at.tensor, format!("{from} {planes}"), dtype);
+                self.form(at, &plain, to, groups)
+            }
         }
+    }
+
+    /// A plain tensor in one form: in its type, or quantized along the axis that the precision has.
+    pub fn form(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        match (to.dtype(), to.axis) {
+            (Some(dtype), _) => self.cast(x, dtype).map(Operand::Plain),
+            (None, BlockAxis::Col) => self.quantize(at, x, to, Planes::Cols, groups)?.take_cols("form"),
+            (None, _) => self.quantize(at, x, to, Planes::Rows, groups)?.take_rows("form"),
+        }
+    }
+
+    /// A plain tensor by rows and in a second form, from one read where one kernel can; one buffer where they are the same.
+    pub fn forms(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        rows: &Precision,
+        second: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        if second.same_bits(rows) && second.round == rows.round {
+            let rows = self.form(at, x, rows, groups)?;
+            return Ok((rows.clone(), rows));
+        }
+        if rows.one_read(second) {
+            let both = self.quantize(at, x, rows, Planes::Both, groups)?;
+            return Ok((both.take_rows("forms")?, both.take_cols("forms")?));
+        }
+        Ok((self.form(at, x, rows, groups)?, self.form(at, x, second, groups)?))
     }
 
     /// A plain tensor in another type; the same tensor if it already is.

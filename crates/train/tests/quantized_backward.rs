@@ -21,7 +21,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
 };
-use nibble_core::recipe::{From, Kind, Precision, Section, Site};
+use nibble_core::recipe::{Kind, Precision, Section, Site};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::Cx;
@@ -306,10 +306,7 @@ fn experts_backward(
     plan: &Plan<Cpu>,
 ) -> Expected {
     let (cpu, groups, at) = (cx.b, &plan.map.groups, |site| section.at(site));
-    let from_dispatched = |site| match at(site).from {
-        From::Dispatched => converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups),
-        _ => made(cpu, dy_rd.plain("dy").unwrap(), at(site), Some(groups)),
-    };
+    let from_dispatched = |site| converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups);
     let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
 
     let w = experts.down.wt().unwrap();

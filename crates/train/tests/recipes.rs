@@ -153,8 +153,8 @@ fn a_head_of_other_precisions_trains() {
         ),
         (
             r#"
-            wgrad.dy = { format = "e4m3", axis = "col", scale = "amax" }
-            wgrad.x = { format = "e4m3", axis = "col", scale = "amax" }
+            wgrad.dy = { format = "e4m3", scale = "amax" }
+            wgrad.x = { format = "e4m3", scale = "amax" }
             "#,
             &[
                 "head_loss+quantize x: bf16 to e4m3 rows",
@@ -310,7 +310,7 @@ fn every_conversion_that_a_recipe_may_ask_for_happens() {
     let text = r#"
         extends = "fp8-flow"
         [expert]
-        saved.x = { format = "mxfp4", axis = "row", scale = "rceil", from = "dispatched" }
+        saved.x = { format = "mxfp4", scale = "rceil" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
     assert_eq!(kept(&config, ".mlp.experts", "x"), one("mxfp4"));
@@ -323,7 +323,7 @@ fn every_conversion_that_a_recipe_may_ask_for_happens() {
     let text = r#"
         extends = "mxfp4-hopper"
         [expert]
-        dispatch.bwd = { format = "mxfp4", axis = "row", scale = "rceil" }
+        dispatch.bwd = { format = "mxfp4", scale = "rceil" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
     let trace = expert_trace(&config);

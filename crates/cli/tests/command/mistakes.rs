@@ -223,8 +223,8 @@ fn what_an_override_will_ask_for_later_is_checked_at_the_start() {
     };
     let error = late("*");
     assert!(error.contains("multiple of 128"), "{error}");
-    let error = late("*.q_proj");
-    assert!(error.contains("matches no layer") && error.contains("self_attn"), "{error}");
+    let error = late("*.x_proj");
+    assert!(error.contains("matches no layer") && error.contains("self_attn.q_proj"), "{error}");
     let wide = ["--set", "model.d_model=1048576", "--set", "model.expert_ffn=1048576"];
     let error = place.train(&wide).failed(2);
     assert!(error.contains("GiB"), "{error}");

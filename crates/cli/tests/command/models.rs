@@ -51,7 +51,7 @@ fn recipes_are_listed_and_traced() {
     flow.contains("stand-alone quantizations: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
     flow.contains("made from an already quantized tensor: expert.wgrad.x");
     place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("stand-alone quantizations: 0");
-    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", axis = \"row\", scale = \"floor\" }\n";
+    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
 }

@@ -5,14 +5,14 @@
 //! size of the input.
 
 use super::Linear;
-use crate::cx::{Cx, Pass};
+use crate::cx::{Cx, Pass, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Writes;
 use crate::record::Conversion;
 use nibble_core::formats::Codec;
-use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, Planes};
+use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Result, Tensor};
 
 /// The gradient of the head's input, made in the forward pass.
 #[derive(Debug)]
@@ -101,12 +101,8 @@ impl<B: Kernels> Linear<B> {
     pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let to = section.at(Site::FpropX);
-        let x = match to.format.is_block() {
-            true => cx
-                .quantize(Pass::Forward, self.site(), "x", &x, to, Planes::Rows, None)?
-                .take_rows("logits")?,
-            false => Operand::Plain(x),
-        };
+        let at = Place { pass: Pass::Forward, layer: self.site(), tensor: "x", linear: self.site() };
+        let x = cx.form(at, &x, to, None)?;
         Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)
     }
 }

@@ -11,12 +11,12 @@ pub use exchange::{Exchange, Plan};
 pub use experts::{Experts, ExpertsSaved};
 pub use router::{Router, RouterSaved};
 
-use crate::cx::{Cx, Pass};
+use crate::cx::{Cx, Pass, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::ops::{Planes, Routing};
+use nibble_core::ops::Routing;
 use nibble_core::recipe::{Kind, Precision, Section, Site};
-use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::{LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -262,13 +262,7 @@ fn outgoing<B: LayerKernels>(
     x_td: &Tensor<B>,
     to: &Precision,
 ) -> Result<Operand<B>> {
-    match to.dtype() {
-        Some(DType::F32) => Ok(Operand::Plain(cx.cast(x_td, DType::F32)?)),
-        Some(DType::Bf16) => Ok(Operand::Plain(cx.cast(x_td, DType::Bf16)?)),
-        None => {
-            // One group of all tokens gives stochastic rounding its global row numbers.
-            let groups = Some(&cx.shards.groups).filter(|g| g.capacity == x_td.rows);
-            cx.quantize(pass, layer, tensor, x_td, to, Planes::Rows, groups)?.take_rows("dispatch")
-        }
-    }
+    // One group of all tokens gives stochastic rounding its global row numbers.
+    let groups = Some(&cx.shards.groups).filter(|g| g.capacity == x_td.rows);
+    cx.form(Place { pass, layer, tensor, linear: layer }, x_td, to, groups)
 }

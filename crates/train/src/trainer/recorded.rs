@@ -33,7 +33,7 @@ impl<B: Kernels> Recorded<B> {
         let started = Instant::now();
         let precisions: Vec<Section> = layer_names(&setup.config.model)
             .iter()
-            .map(|(kind, layer)| setup.recipe.section(*kind, layer, setup.progress()))
+            .map(|layer| setup.recipe.section(layer.kind, &layer.name, setup.progress()))
             .collect();
         let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
         let recorded = recorded.insert(match kept {

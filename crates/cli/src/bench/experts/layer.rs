@@ -2,10 +2,10 @@
 
 use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
-use nibble_core::ops::{Planes, Routing};
+use nibble_core::ops::Routing;
 use nibble_core::recipe::{Kind, Section, Site};
 use nibble_core::{Backend, DType, LayerKernels, Operand, Recipe, Result, SoloComm, Tensor};
-use nibble_train::cx::{Cx, Pass, Shards};
+use nibble_train::cx::{Cx, Pass, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 
@@ -184,13 +184,8 @@ fn arrived<B: LayerKernels>(
     let (to, groups) = (section.at(site), Some(&plan.map.groups));
     let (pass, tensor) =
         if site == Site::DispatchFwd { (Pass::Forward, "x") } else { (Pass::Backward, "dy") };
-    match to.dtype() {
-        Some(_) => Ok(rows.clone()),
-        None => {
-            let rows = rows.plain("arrived")?;
-            cx.quantize(pass, EXPERTS, tensor, rows, to, Planes::Rows, groups)?.take_rows("arrived")
-        }
-    }
+    let at = Place { pass, layer: EXPERTS, tensor, linear: EXPERTS };
+    cx.form(at, rows.plain("arrived")?, to, groups)
 }
 
 #[cfg(test)]
