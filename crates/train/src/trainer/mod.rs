@@ -11,7 +11,7 @@ mod setup;
 mod step;
 mod weights;
 
-pub use checks::{checked_recipe, load_recipe};
+pub use checks::{check_recipe, checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
@@ -103,20 +103,28 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        let mut trainer = Self::without_data(b, comm, config)?;
-        trainer.setup.data = Some(Arc::new(Dataset::of(config)?));
-        Ok(trainer)
+        Self::under(b, comm, config, checked_recipe(config)?)?.with_data()
     }
 
-    /// A model alone, to generate with: the data need not be there.
+    /// A model alone, to generate with, under a recipe that need not be the one that the configuration names: a checkpoint has
+    /// the run's own. The data need not be there.
     ///
     /// # Errors
     /// As [`Trainer::new`], the data aside.
-    pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        let recipe = checked_recipe(config)?;
+    pub fn under(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: Recipe) -> Result<Self> {
+        check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
         let (m, seq_len) = (&config.model, config.data.seq_len);
         Self::assemble(b, comm, config, recipe, |b| rope_table(b, seq_len, m.head_dim, m.rope_theta))
+    }
+
+    /// The same with the configuration's data.
+    ///
+    /// # Errors
+    /// For data that cannot be read.
+    pub fn with_data(mut self) -> Result<Self> {
+        self.setup.data = Some(Arc::new(Dataset::of(&self.setup.config)?));
+        Ok(self)
     }
 
     /// A trainer whose RoPE table is made by `rope`. Nothing is checked.

@@ -1,7 +1,7 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
 use super::{Trainer, checked_recipe};
-use crate::checkpoint::{Store, latest_valid};
+use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
@@ -116,10 +116,16 @@ fn run_rank<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
     let first = comm.rank() == 0;
-    let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
-    let mut trainer = Trainer::new(b, comm, config)?;
-    if options.resume {
-        resume(&mut trainer, observer, first)?;
+    let checkpoint = if options.resume { latest(config, observer, first)? } else { None };
+    // A run goes on under the recipe that it began with, whatever has become of the file.
+    let recipe = match &checkpoint {
+        Some(checkpoint) => checkpoint.position().resolved_recipe()?,
+        None => checked_recipe(config)?,
+    };
+    let prediction = plan::require_room(b, comm.world(), config, &recipe)?;
+    let mut trainer = Trainer::under(b, comm, config, recipe)?.with_data()?;
+    if let Some(checkpoint) = &checkpoint {
+        resume(&mut trainer, checkpoint)?;
     }
     let mut outputs = if first { Some(Outputs::open(config, trainer.step())?) } else { None };
     let entropy = trainer.data()?.entropy();
@@ -203,34 +209,30 @@ fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> 
     saved.inspect(|path| observer.checkpoint(path))
 }
 
-/// Goes on from the newest whole checkpoint, if the run has one and its configuration is this run's.
-fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer, first: bool) -> Result<()> {
-    let dir = PathBuf::from(&trainer.config().run.dir);
+/// The newest whole checkpoint of the run, if it has any.
+fn latest(config: &Config, observer: &mut dyn Observer, first: bool) -> Result<Option<Checkpoint>> {
+    let dir = PathBuf::from(&config.run.dir);
     let latest = latest_valid(&dir)?;
     if first {
         latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
     }
-    let Some(checkpoint) = latest.checkpoint else {
+    match latest.checkpoint {
         // To begin again would overwrite what may yet be mended.
-        return match latest.rejected.is_empty() {
-            true => Ok(()),
-            false => Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed")),
-        };
-    };
+        None if !latest.rejected.is_empty() => {
+            Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"))
+        }
+        checkpoint => Ok(checkpoint),
+    }
+}
+
+/// Goes on from a checkpoint, if its configuration is this run's.
+fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, checkpoint: &Checkpoint) -> Result<()> {
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
     let mut changes = trainer.config().changes_since(&earlier)?;
-    let (then, now) = (checkpoint.position(), trainer.position()?);
-    for (what, then, now) in [
-        ("the recipe's content", &then.recipe_sha256, &now.recipe_sha256),
-        ("the data's content", &then.data_sha256, &now.data_sha256),
-    ] {
-        if then != now {
-            changes.push(format!(
-                "{what}: SHA-256 {} → {}",
-                &then[..12.min(then.len())],
-                &now[..12.min(now.len())]
-            ));
-        }
+    let (then, now) = (&checkpoint.position().data_sha256, &trainer.position()?.data_sha256);
+    if then != now {
+        let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
+        changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
     }
     if !changes.is_empty() {
         let why = format!(
@@ -240,5 +242,5 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
         );
         return Err(Error::config("configuration", why));
     }
-    trainer.load(&checkpoint)
+    trainer.load(checkpoint)
 }

@@ -1,7 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors, sha256_hex};
+use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::error::Result;
 use crate::model::Named;
 use crate::param::{Moments, Param, Placement};
@@ -78,7 +78,7 @@ impl<B: Kernels> Trainer<'_, B> {
             cursor: self.setup.step * self.setup.config.sequences_per_step(),
             schedule: self.setup.config.schedule(),
             recipe: self.setup.recipe.name.clone(),
-            recipe_sha256: sha256_hex(self.setup.recipe.to_string().as_bytes()),
+            recipe_toml: self.setup.recipe.to_toml(),
             data_sha256: self.setup.data()?.sha256(),
             config: self.setup.config.resolved_toml()?,
         })
