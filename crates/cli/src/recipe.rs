@@ -72,10 +72,10 @@ fn trace(recipe: &str) -> Result<()> {
             Pass::Forward => "forward",
             Pass::Backward => "backward",
         };
-        let alone = if event.is_standalone_quantization() { "  (stand-alone quantization)" } else { "" };
+        let alone = if event.is_cast() { "  (a cast)" } else { "" };
         say!("  {pass:<9} {:<25} {:<3} {} → {}{alone}", event.op, event.tensor, event.from, event.to);
     }
-    let alone = events.iter().filter(|e| e.is_standalone_quantization()).count();
-    say!("stand-alone quantizations: {alone}");
+    let alone = events.iter().filter(|e| e.is_cast()).count();
+    say!("casts: {alone}");
     Ok(())
 }

@@ -37,9 +37,9 @@ pub struct Event {
 }
 
 impl Event {
-    /// Whether this is a cast by a kernel of its own, reading a plain tensor only to quantize it.
-    pub fn is_standalone_quantization(&self) -> bool {
-        self.op == "quantize"
+    /// Whether it is a cast by a kernel of its own: a plain tensor read only to be quantized, or made only for that.
+    pub fn is_cast(&self) -> bool {
+        matches!(self.op, "quantize" | "dequantize")
     }
 }
 

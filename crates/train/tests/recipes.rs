@@ -37,7 +37,7 @@ fn expert_trace(config: &Config) -> Vec<String> {
 fn standalone(config: &Config, layer: &str) -> [usize; 2] {
     let events = traces(config, 1).remove(0);
     [Pass::Forward, Pass::Backward].map(|pass| {
-        let of = |e: &&Event| e.layer == layer && e.pass == pass && e.is_standalone_quantization();
+        let of = |e: &&Event| e.layer == layer && e.pass == pass && e.is_cast();
         events.iter().filter(of).count()
     })
 }
@@ -72,6 +72,27 @@ fn fp8_block_makes_rows_and_columns_from_bf16() {
         "bwd unpermute+combine dx: bf16 to bf16",
     ];
     assert_eq!(expert_trace(&small("fp8-block", &[])), want);
+}
+
+/// As fp8-flow, but for the columns: rows are dequantized, and quantized again by columns.
+#[test]
+fn fp8_deepseek_dequantizes_to_quantize_again() {
+    let want = [
+        "fwd quantize x: bf16 to e4m3 rows",
+        "fwd dispatch+permute x: e4m3 to e4m3",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd dispatch+permute dy: e4m3 to e4m3",
+        "bwd dequantize dy: e4m3 rows to bf16",
+        "bwd quantize dy: bf16 to e4m3 columns",
+        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: bf16 to e4m3 columns",
+        "bwd dequantize x: e4m3 rows to bf16",
+        "bwd quantize x: bf16 to e4m3 columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("fp8-deepseek", &[])), want);
 }
 
 /// Two casts a layer, one each way, before the exchange; all columns come from rows by exponent shift.
@@ -183,12 +204,13 @@ fn a_head_of_other_precisions_trains() {
 }
 
 #[test]
-fn an_expert_layer_has_one_standalone_quantization_each_way() {
+fn casting_free_layers_have_one_cast_each_way() {
     let count = |recipe: &str| standalone(&small(recipe, &[]), "model.layers.0.mlp.experts");
     assert_eq!(count("f32"), [0, 0]);
     assert_eq!(count("bf16"), [0, 0]);
     assert_eq!(count("fp8-block"), [1, 1]);
     assert_eq!(count("fp8-flow"), [1, 1]);
+    assert_eq!(count("fp8-deepseek"), [1, 5]);
     assert_eq!(count("mxfp4-hopper"), [1, 1]);
 }
 
@@ -211,6 +233,7 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         ("bf16", "bf16", "bf16", "bf16", ["bf16", "bf16"]),
         ("fp8-block", "e4m3", "e4m3", "bf16", ["bf16", "bf16"]),
         ("fp8-flow", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
+        ("fp8-deepseek", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
         ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
         ("mxfp4-hopper-head8", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
     ] {
@@ -366,7 +389,7 @@ fn no_two_tensors_share_random_bits() {
     let events = traces(&config, 1).remove(0);
     let rounded: Vec<String> = events
         .iter()
-        .filter(|e| e.pass == Pass::Backward && e.is_standalone_quantization())
+        .filter(|e| e.pass == Pass::Backward && e.is_cast())
         .map(|e| format!("{}.{}", e.layer, e.tensor))
         .collect();
     // Of each layer: q, k, v, o, both projections of the shared expert, and the experts' dy and dh.

@@ -86,9 +86,9 @@ pub struct Change {
 }
 
 impl Change {
-    /// Whether it is a cast by a kernel of its own, reading a plain tensor only to quantize it.
-    pub fn is_standalone_quantization(&self) -> bool {
-        self.op == "quantize"
+    /// Whether it is a cast by a kernel of its own: a plain tensor read only to be quantized, or made only for that.
+    pub fn is_cast(&self) -> bool {
+        matches!(self.op, "quantize" | "dequantize")
     }
 
     /// Whether rows move and stay as they are.

@@ -43,13 +43,18 @@ fn steps(events: &[Event], layer: &str, section: &Section) -> Result<Vec<Step>> 
     let of_layer = |tensor: &str| tensor == "x" || tensor == "dy";
     let mut found = Vec::new();
     for (i, event) in events.iter().enumerate() {
-        if event.layer != layer || !of_layer(event.tensor) || !matches!(event.op, "quantize" | "transcode") {
+        if event.layer != layer
+            || !of_layer(event.tensor)
+            || !matches!(event.op, "quantize" | "transcode" | "dequantize")
+        {
             continue;
         }
         let gradient = event.tensor == "dy";
         let site = section.at(if gradient { Site::DgradDy } else { Site::FpropX });
-        let (to, planes) = planes_of(&event.to, site.scale)?;
+        let of_blocks = if event.op == "dequantize" { &event.from } else { &event.to };
+        let (to, planes) = planes_of(of_blocks, site.scale)?;
         let how = match event.op {
+            "dequantize" => Conversion::Dequantize(to),
             "quantize" => Conversion::Quantize(to, planes, site.round),
             _ => Conversion::Transcode(planes_of(&event.from, site.scale)?.0, to, axis_of(planes)),
         };
