@@ -242,7 +242,9 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
             assert_eq!(kept(&config, linear, "x"), one(linear_x), "{recipe}: {linear}");
         }
         assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
-        assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
+        for gated in [".mlp.experts", ".mlp.shared_expert"] {
+            assert_eq!(kept(&config, gated, "h"), one(expert_h), "{recipe}: {gated}");
+        }
         // The output head and the norms stay plain, the router's probabilities F32.
         let plain = if recipe == "f32" { "f32" } else { "bf16" };
         assert_eq!(kept(&config, "model.embed_tokens", "dx"), one(plain), "{recipe}");
