@@ -1,10 +1,8 @@
 //! A trained model, from the path of its run or of one of its checkpoints.
 
 use crate::device::{Device, On};
-use crate::env::Env;
 use crate::error::{Error, Result};
 use nibble_core::Recipe;
-use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::trainer::{Trainer, load_recipe};
@@ -50,12 +48,6 @@ pub fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) ->
         true => Ok(load_recipe(&config.recipe)?),
         false => Ok(checkpoint.position().resolved_recipe()?),
     }
-}
-
-/// The CPU, with the threads of this configuration.
-pub fn cpu(config: &Config) -> Result<Cpu> {
-    let env = Env::read()?;
-    Ok(env.cpu(env.threads(config.run.threads))?)
 }
 
 /// The checkpoint's model, without data.

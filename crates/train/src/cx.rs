@@ -10,44 +10,9 @@ use nibble_core::recipe::{By, Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
-/// Forward or backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pass {
-    /// The forward pass.
-    Forward,
-    /// The backward pass.
-    Backward,
-}
-
-/// One change of representation, as an op trace prints it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Event {
-    /// When.
-    pub pass: Pass,
-    /// The layer.
-    pub layer: String,
-    /// The kernel: `quantize`, `transcode`, `swiglu+quantize`, `dispatch`, …
-    pub op: &'static str,
-    /// The tensor.
-    pub tensor: &'static str,
-    /// From what representation.
-    pub from: String,
-    /// To which.
-    pub to: String,
-}
-
-impl Event {
-    /// Whether it is a cast by a kernel of its own: a plain tensor read only to be quantized, or made only for that.
-    pub fn is_cast(&self) -> bool {
-        matches!(self.op, "quantize" | "dequantize")
-    }
-}
-
-/// A tensor on its way to a product, by the names that its counts, its random bits and the trace have.
+/// A tensor on its way to a product, by the names that its counts and its random bits have.
 #[derive(Debug, Clone, Copy)]
 pub struct Place<'a> {
-    /// When.
-    pub pass: Pass,
     /// The layer.
     pub layer: &'a str,
     /// The tensor.
@@ -108,8 +73,6 @@ pub struct Cx<'a, B: LayerKernels> {
     pub clock: Option<B::Buf<u32>>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
-    /// Every change of representation, if anyone wants to know.
-    pub trace: Option<&'a RefCell<Vec<Event>>>,
     /// Counts of conversions by site, still on the device.
     pub counted: RefCell<Counted<B>>,
 }
@@ -133,7 +96,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             training: false,
             shards,
             micro_batches: 1,
-            trace: None,
             counted: RefCell::default(),
             clock: None,
         }
@@ -147,22 +109,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// The type of everything between the products.
     pub fn activations(&self) -> DType {
         self.recipe.activations
-    }
-
-    /// Notes a change of representation.
-    pub fn note(
-        &self,
-        pass: Pass,
-        layer: &str,
-        op: &'static str,
-        tensor: &'static str,
-        from: impl ToString,
-        to: impl ToString,
-    ) {
-        if let Some(trace) = self.trace {
-            let (from, to) = (from.to_string(), to.to_string());
-            trace.borrow_mut().push(Event { pass, layer: layer.to_owned(), op, tensor, from, to });
-        }
     }
 
     /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
@@ -182,12 +128,8 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// Does again, in the backward pass, what the forward pass has done: its counts are dropped.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
-        let noted = self.trace.map_or(0, |trace| trace.borrow().len());
         let done = work();
         self.counted.borrow_mut().truncate(waiting);
-        if let Some(trace) = self.trace {
-            trace.borrow_mut().iter_mut().skip(noted).for_each(|event| event.pass = Pass::Backward);
-        }
         done
     }
 
@@ -219,20 +161,12 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         planes: Planes,
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
-        let Place { pass, layer, tensor, linear } = at;
+        let Place { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to.round);
         let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
         let hadamard = to.rht.map(|len| Hadamard { len, signs });
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
-        self.note(
-            pass,
-            layer,
-            "quantize",
-            tensor,
-            x.dtype(),
-            format!("{} {}", to.format, planes_name(planes)),
-        );
         self.keep_counts(layer, tensor, Conversion::Quantize, out.counts.as_ref());
         Ok(out)
     }
@@ -246,9 +180,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<BlockScaled<B>> {
         let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
-        let from = format!("{} rows", x.format);
-        let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
-        self.note(at.pass, at.layer, "transcode", at.tensor, from, format!("{} {axis}", to.format));
         let conversion = Conversion::Transcode { from: x.format, axis: to.axis };
         self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
         Ok(done.out)
@@ -272,9 +203,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             }
             Operand::Block(x) => {
                 let plain = Dequantize { x, dtype: to.dtype().unwrap_or(self.activations()) }.run(self.b)?;
-                let [from, dtype] = [x.format.to_string(), plain.dtype().to_string()];
-                let planes = if x.axis == BlockAxis::Col { "columns" } else { "rows" };
-                self.note(at.pass, at.layer, "dequantize", at.tensor, format!("{from} {planes}"), dtype);
                 self.form(at, &plain, to, groups)
             }
         }
@@ -327,13 +255,4 @@ pub fn emit(to: &Precision, planes: Planes, activations: DType) -> Result<Emit> 
         Some(_) => Emit::Plain(activations),
         None => Emit::Block { codec: to.codec()?, planes },
     })
-}
-
-fn planes_name(planes: Planes) -> &'static str {
-    match planes {
-        Planes::Rows => "rows",
-        Planes::Cols => "columns",
-        Planes::Both => "rows and columns",
-        Planes::Tiles => "tiles",
-    }
 }

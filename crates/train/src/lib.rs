@@ -15,6 +15,7 @@ pub mod ledger;
 pub mod metrics;
 pub mod model;
 pub mod moe;
+pub mod one_layer;
 pub mod optim;
 pub mod param;
 pub mod plan;

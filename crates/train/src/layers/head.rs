@@ -5,7 +5,7 @@
 //! size of the input.
 
 use super::Linear;
-use crate::cx::{Cx, Pass, Place};
+use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Writes;
 use crate::record::Conversion;
@@ -57,7 +57,7 @@ impl<B: Kernels> Linear<B> {
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let layer = self.site().to_owned();
-        let codecs = self.codecs(cx, &layer)?;
+        let codecs = self.codecs(cx)?;
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
         let chunk = cx.b.head_chunk(w.rows());
         let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
@@ -70,38 +70,22 @@ impl<B: Kernels> Linear<B> {
         Ok((out, HeadSaved { layer, dx }))
     }
 
-    /// What a pass with gradients quantizes, which is noted. All of it in the forward pass.
-    fn codecs(&self, cx: &Cx<'_, B>, layer: &str) -> Result<HeadCodecs> {
+    /// What a pass with gradients quantizes. All of it in the forward pass.
+    fn codecs(&self, cx: &Cx<'_, B>) -> Result<HeadCodecs> {
         let section = self.section(cx);
-        let codecs = HeadCodecs {
+        Ok(HeadCodecs {
             fprop_x: codec(&section, Site::FpropX)?,
             dgrad_dy: codec(&section, Site::DgradDy)?,
             wgrad_dy: codec(&section, Site::WgradDy)?,
             wgrad_x: codec(&section, Site::WgradX)?,
-        };
-        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
-        for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
-            let made = match (rows, cols) {
-                (Some(rows), Some(cols)) if rows == cols => vec![(rows, "rows and columns")],
-                (rows, cols) => {
-                    let [rows, cols] =
-                        [rows.map(|codec| (codec, "rows")), cols.map(|codec| (codec, "columns"))];
-                    rows.into_iter().chain(cols).collect()
-                }
-            };
-            for (codec, planes) in made {
-                let to = format!("{} {planes}", codec.format());
-                cx.note(Pass::Forward, layer, "head_loss+quantize", tensor, cx.activations(), to);
-            }
-        }
-        Ok(codecs)
+        })
     }
 
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let to = section.at(Site::FpropX);
-        let at = Place { pass: Pass::Forward, layer: self.site(), tensor: "x", linear: self.site() };
+        let at = Place { layer: self.site(), tensor: "x", linear: self.site() };
         let x = cx.form(at, &x, to, None)?;
         Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)
     }

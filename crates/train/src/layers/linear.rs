@@ -1,7 +1,7 @@
 //! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
 
 use super::Layer;
-use crate::cx::{Cx, Pass, Place};
+use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Gemm;
@@ -27,7 +27,7 @@ impl<B: LayerKernels> Input<B> {
         x_tk: &Tensor<B>,
         groups: Option<&Groups<B>>,
     ) -> Result<Self> {
-        let at = Place { pass: Pass::Forward, layer, tensor: "x", linear };
+        let at = Place { layer, tensor: "x", linear };
         let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
         let (fprop, saved) = match cx.training {
             true => cx.forms(at, x_tk, fprop, saved, groups)?,
@@ -107,7 +107,7 @@ impl<B: LayerKernels> Linear<B> {
     ) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let groups = &cx.shards.groups;
-        let at = Place { pass: Pass::Backward, layer: self.site(), tensor: "dy", linear };
+        let at = Place { layer: self.site(), tensor: "dy", linear };
         let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
         let (rows, cols) = cx.forms(at, dy_tn, dgrad, wgrad, Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
@@ -144,6 +144,6 @@ pub(crate) fn wgrad_x<B: LayerKernels>(
     groups: &Groups<B>,
 ) -> Result<Operand<B>> {
     let (origin, to) = (section.at(Site::SavedX), section.at(Site::WgradX));
-    let at = Place { pass: Pass::Backward, layer, tensor: "x", linear };
+    let at = Place { layer, tensor: "x", linear };
     cx.converted(at, saved, origin, to, Some(groups))
 }

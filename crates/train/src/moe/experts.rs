@@ -2,7 +2,7 @@
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
 use super::{MoeShape, Plan};
-use crate::cx::{Cx, Pass, Place, emit};
+use crate::cx::{Cx, Place, emit};
 use crate::layers::{Input, wgrad_x};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
@@ -95,7 +95,7 @@ impl<B: LayerKernels> Experts<B> {
         let fprop = self.fprop_input(cx, section, &x_rd, Some(plan))?;
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
         let saved = match cx.training {
-            true => cx.converted(self.x(Pass::Forward), &x_rd, origin, to, groups)?,
+            true => cx.converted(self.x(), &x_rd, origin, to, groups)?,
             false => fprop.clone(),
         };
         Ok((fprop, saved))
@@ -110,7 +110,7 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
-        cx.converted(self.x(Pass::Backward), x_rd, origin, to, Some(&plan.map.groups))
+        cx.converted(self.x(), x_rd, origin, to, Some(&plan.map.groups))
     }
 
     /// Rows as they travel, as fprop multiplies them.
@@ -122,17 +122,17 @@ impl<B: LayerKernels> Experts<B> {
         plan: Option<&Plan<B>>,
     ) -> Result<Operand<B>> {
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::FpropX));
-        cx.converted(self.x(Pass::Forward), x, origin, to, plan.map(|plan| &plan.map.groups))
+        cx.converted(self.x(), x, origin, to, plan.map(|plan| &plan.map.groups))
     }
 
     /// The names of the first product's input.
-    fn x(&self, pass: Pass) -> Place<'_> {
-        Place { pass, layer: &self.name, tensor: "x", linear: &self.gate_up.name }
+    fn x(&self) -> Place<'_> {
+        Place { layer: &self.name, tensor: "x", linear: &self.gate_up.name }
     }
 
     /// Those of an operand of the second product's.
-    fn of_down(&self, pass: Pass, tensor: &'static str) -> Place<'_> {
-        Place { pass, layer: &self.name, tensor, linear: &self.down.name }
+    fn of_down(&self, tensor: &'static str) -> Place<'_> {
+        Place { layer: &self.name, tensor, linear: &self.down.name }
     }
 
     /// The forward pass on expert-sorted rows that arrived.
@@ -174,35 +174,11 @@ impl<B: LayerKernels> Experts<B> {
         };
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
-        if out.a.counts.is_some() {
-            let planes = if both { "rows and columns" } else { "rows" };
-            cx.note(
-                Pass::Forward,
-                &self.name,
-                "swiglu+quantize",
-                "a",
-                h_rf.dtype(),
-                format!("{} {planes}", fprop.format),
-            );
-        }
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
-        let h = match out.h {
-            Some(h) => {
-                cx.note(
-                    Pass::Forward,
-                    &self.name,
-                    "swiglu+quantize",
-                    "h",
-                    h_rf.dtype(),
-                    format!("{} rows", h.format),
-                );
-                Operand::Block(h)
-            }
-            None => Operand::Plain(h_rf),
-        };
+        let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
         let (a, kept_a) = match (second, out.a.take_rows("experts")?) {
             (Some(second), Operand::Plain(a)) if !fused => {
-                let at = self.of_down(Pass::Forward, "a");
+                let at = self.of_down("a");
                 let (a, kept) = cx.forms(at, &a, fprop, second, Some(groups))?;
                 (a, Some(kept))
             }
@@ -235,7 +211,7 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
         let groups = Some(&plan.map.groups);
-        let at = self.of_down(Pass::Backward, "dy");
+        let at = self.of_down("dy");
         let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
         if let Operand::Plain(dy) = &dy_rd {
             return cx.forms(at, dy, dgrad, wgrad, groups);
@@ -284,7 +260,6 @@ impl<B: LayerKernels> Experts<B> {
         da_rf: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
-        const OP: &str = "swiglu_backward+quantize";
         let groups = &plan.map.groups;
         let (dgrad, wgrad) = (section.at(Site::DgradDh), section.at(Site::WgradDh));
         let wgrad_a = section.at(Site::WgradA);
@@ -298,29 +273,22 @@ impl<B: LayerKernels> Experts<B> {
         };
         let (h, weight) = (&saved.h, Some(&plan.gate_r));
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
-        if matches!(dh, Emit::Block { .. }) {
-            let to = format!("{} rows and columns", dgrad.format);
-            cx.note(Pass::Backward, &self.name, OP, "dh", da_rf.dtype(), to);
-        }
-        if matches!(a, Some(Emit::Block { .. })) {
-            cx.note(Pass::Backward, &self.name, OP, "a", h.format(), format!("{} columns", wgrad_a.format));
-        }
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
         let (rows, cols) = match grads.dh.take_rows("dgrad")? {
             Operand::Plain(dh) if !fused => {
-                let at = Place { tensor: "dh", ..self.x(Pass::Backward) };
+                let at = Place { tensor: "dh", ..self.x() };
                 cx.forms(at, &dh, dgrad, wgrad, Some(groups))?
             }
             dh => (dh, grads.dh.take_cols("wgrad")?),
         };
         let a = match (&saved.a, grads.a) {
             (Some(a), _) if section.kept_a().is_some() => {
-                let at = self.of_down(Pass::Backward, "a");
+                let at = self.of_down("a");
                 cx.converted(at, a, section.at(Site::SavedA), wgrad_a, Some(groups))?
             }
             (Some(a), _) => a.clone(),
             (None, Some(a)) => match a.take_cols("wgrad")? {
-                Operand::Plain(a) => cx.form(self.of_down(Pass::Backward, "a"), &a, wgrad_a, Some(groups))?,
+                Operand::Plain(a) => cx.form(self.of_down("a"), &a, wgrad_a, Some(groups))?,
                 a => a,
             },
             (None, None) => return Err(Error::shape("experts", "a", "none", "kept or made again")),

@@ -17,7 +17,7 @@ pub use inspect::Inspection;
 pub use run::{Observer, Options, Start, Summary, run};
 
 use crate::config::Config;
-use crate::cx::{Cx, Event, Shards};
+use crate::cx::{Cx, Shards};
 use crate::data::{Batch, Dataset, Loader};
 use crate::error::Result;
 use crate::layers::rope_table;
@@ -32,7 +32,6 @@ use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe, Tensor
 use recorded::Recorded;
 use saving::Saving;
 use setup::Setup;
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -95,6 +94,15 @@ impl RunMemory {
             ("activations", self.activations),
         ]
     }
+}
+
+/// How a step reaches the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Issue {
+    /// As a recording, where the backend can record.
+    Replayed,
+    /// Operation by operation.
+    Eager,
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
@@ -197,15 +205,21 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
-        self.traced_step(None)
+        self.issue(Issue::Replayed)?;
+        self.settle_all()
     }
 
-    /// One optimizer step, noting every change of representation.
+    /// One optimizer step, issued operation by operation also where steps are recorded and replayed.
     ///
     /// # Errors
     /// As [`Trainer::train_step`].
-    pub fn traced_step(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
-        self.issue(trace)?;
+    pub fn eager_step(&mut self) -> Result<Metrics> {
+        self.issue(Issue::Eager)?;
+        self.settle_all()
+    }
+
+    /// The record of the last step issued.
+    fn settle_all(&mut self) -> Result<Metrics> {
         let mut last = None;
         while let Some(metrics) = self.settle()? {
             last = Some(metrics);
@@ -221,15 +235,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// From the backend, the data, or other ranks; if two steps' records have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
-        self.issue(None)
+        self.issue(Issue::Replayed)
     }
 
-    fn issue(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+    fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.setup.step;
-        self.issue_whole(trace).map_err(|error| error.in_step(step))
+        self.issue_whole(how).map_err(|error| error.in_step(step))
     }
 
-    fn issue_whole(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+    fn issue_whole(&mut self, how: Issue) -> Result<()> {
         const RING: usize = 2;
         if self.issued.len() >= RING {
             let expected = format!("fewer than {RING}: settle one first");
@@ -249,10 +263,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
         let alone = setup.comm.world() == 1;
         let mut whole = || -> Result<Duration> {
-            if setup.b.can_record() && alone && trace.is_none() {
+            if setup.b.can_record() && alone && how == Issue::Replayed {
                 return Recorded::run(recorded, setup, model, buffers, saving);
             }
-            let mut step = Step::new(setup, model, buffers, trace)?;
+            let mut step = Step::new(setup, model, buffers)?;
             step.run(saving)?;
             step.end();
             Ok(Duration::ZERO)

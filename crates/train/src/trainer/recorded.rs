@@ -61,7 +61,7 @@ impl<B: Kernels> Recorded<B> {
         buffers: &mut StepBuffers<B>,
         precisions: Vec<Section>,
     ) -> Result<Self> {
-        let mut step = Step::new(setup, model, buffers, None)?;
+        let mut step = Step::new(setup, model, buffers)?;
         let first = part(setup.b, || step.first_micro_batch())?;
         let next = match setup.config.train.grad_accum {
             1 => None,
