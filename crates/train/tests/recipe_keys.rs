@@ -26,6 +26,32 @@ fn assert_decides(recipe: &str, change: &str) {
     changed.assert_same(&run(&config, 2), &format!("{recipe}, {change}: two ranks"));
 }
 
+/// One after the other, where the others leave it a choice.
+#[test]
+fn keys_of_every_product_decide() {
+    let floor = "{ format = \"e4m3\", scale = \"floor\" }";
+    let mxfp4 = "{ format = \"mxfp4\", scale = \"rceil\" }";
+    let amax = "{ format = \"e4m3\", scale = \"amax\" }";
+    for kind in ["linear", "expert"] {
+        for (recipe, key, precision) in [
+            ("fp8-block", "fprop.x", floor),
+            ("fp8-flow", "fprop.w", amax),
+            ("fp8-block", "dgrad.dy", floor),
+            ("fp8-block", "wgrad.dy", floor),
+            ("fp8-flow", "saved.x", mxfp4),
+            ("fp8-flow", "saved.h", mxfp4),
+        ] {
+            assert_decides(recipe, &format!("[{kind}]\n{key} = {precision}"));
+        }
+    }
+    for key in ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"] {
+        assert_decides("mxfp4-hopper-head8", &format!("[head]\n{key} = {amax}"));
+    }
+    assert_decides("fp8-flow", &format!("[expert]\ndispatch.fwd = {mxfp4}"));
+    assert_decides("fp8-flow", &format!("[expert]\ndispatch.bwd = {mxfp4}"));
+    assert_decides("f32", "[router]\nfprop.w = { format = \"bf16\" }");
+}
+
 #[test]
 fn keys_of_the_experts_second_product_decide() {
     let [e4m3, mxfp4] = ["e4m3", "mxfp4"].map(|f| format!("{{ format = \"{f}\", scale = \"rceil\" }}"));
