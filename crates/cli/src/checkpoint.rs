@@ -1,12 +1,11 @@
 //! A trained model, from the path of its run or of one of its checkpoints.
 
 use crate::device::{Device, On};
-use crate::env::Env;
 use crate::error::{Error, Result};
-use nibble_cpu::Cpu;
+use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::config::Config;
-use nibble_train::trainer::Trainer;
+use nibble_train::trainer::{Trainer, load_recipe};
 use std::path::Path;
 
 /// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged ones that are passed
@@ -42,21 +41,23 @@ pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     Ok(Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides)?)
 }
 
-/// The CPU, with the threads of this configuration.
-pub fn cpu(config: &Config) -> Result<Cpu> {
-    let env = Env::read()?;
-    Ok(env.cpu(env.threads(config.run.threads))?)
+/// The recipe that a checkpoint was trained under, as it was then; or another, if `overrides` name one.
+pub fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
+    let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
+    match overrides.iter().any(names_one) {
+        true => Ok(load_recipe(&config.recipe)?),
+        false => Ok(checkpoint.position().resolved_recipe()?),
+    }
 }
 
-/// The checkpoint's model, to look at; with the data it was trained on, or without.
+/// The checkpoint's model, to look at; without data.
 pub fn load<'a, B: Device>(
     on: &On<'a, B>,
     config: &Config,
+    recipe: &Recipe,
     checkpoint: &Checkpoint,
-    with_data: bool,
 ) -> Result<Trainer<'a, B>> {
-    let make = if with_data { Trainer::new } else { Trainer::without_data };
-    let mut trainer = make(on.b, on.comm, config)?;
+    let mut trainer = Trainer::under(on.b, on.comm, config, recipe.clone())?;
     trainer.load_weights(checkpoint)?;
     Ok(trainer)
 }

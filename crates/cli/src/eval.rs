@@ -6,6 +6,7 @@ use crate::console::{bits, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::Result;
 use crate::train::evaluating_line;
+use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
@@ -28,22 +29,25 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
-    let config = checkpoint::config(&checkpoint, &args.changes.overrides())?;
-    device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config })
+    let overrides = args.changes.overrides();
+    let config = checkpoint::config(&checkpoint, &overrides)?;
+    let recipe = checkpoint::recipe(&checkpoint, &config, &overrides)?;
+    device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config, recipe: &recipe })
 }
 
 struct Evaluation<'a> {
     checkpoint: &'a Checkpoint,
     config: &'a Config,
+    recipe: &'a Recipe,
 }
 
 impl Work for Evaluation<'_> {
     type Out = ();
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        let Self { checkpoint, config } = self;
+        let Self { checkpoint, config, recipe } = self;
         on.announce();
-        let mut trainer = checkpoint::load(on, config, checkpoint, true)?;
+        let mut trainer = checkpoint::load(on, config, recipe, checkpoint)?.with_data()?;
         let unit = config.unit();
         if trainer.data()?.sha256() != checkpoint.position().data_sha256 {
             eprintln!("warning: {}", other_data(checkpoint, config));

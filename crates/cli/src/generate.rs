@@ -3,6 +3,7 @@
 use crate::checkpoint;
 use crate::device::{self, Device, DeviceArg, On, Work};
 use crate::error::{Error, Result};
+use nibble_core::Recipe;
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};
 use nibble_train::checkpoint::Checkpoint;
@@ -49,13 +50,16 @@ pub fn run(args: Args) -> Result<()> {
     }
     let checkpoint = checkpoint::open(&args.path)?;
     let config = checkpoint::config(&checkpoint, &args.device.after(Vec::new()))?;
-    device::run(&config.run, &Generation { args: &args, checkpoint: &checkpoint, config: &config })
+    let recipe = checkpoint::recipe(&checkpoint, &config, &[])?;
+    let work = Generation { args: &args, checkpoint: &checkpoint, config: &config, recipe: &recipe };
+    device::run(&config.run, &work)
 }
 
 struct Generation<'a> {
     args: &'a Args,
     checkpoint: &'a Checkpoint,
     config: &'a Config,
+    recipe: &'a Recipe,
 }
 
 impl Work for Generation<'_> {
@@ -63,8 +67,8 @@ impl Work for Generation<'_> {
 
     /// Prints the text and nothing else.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        let Self { args, checkpoint, config } = self;
-        let mut trainer = checkpoint::load(on, config, checkpoint, false)?;
+        let Self { args, checkpoint, config, recipe } = self;
+        let mut trainer = checkpoint::load(on, config, recipe, checkpoint)?;
         let tokenizer = trainer.tokenizer();
         let mut ids = match args.prompt.as_str() {
             "" => tokenizer.encode(opening(tokenizer))?,

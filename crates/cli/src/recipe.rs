@@ -1,16 +1,16 @@
-//! `nibble recipe`: what a recipe says, and what it does to one expert layer.
+//! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
-use crate::checkpoint;
 use crate::console::say;
+use crate::env::Env;
 use crate::error::{Error, Result};
-use nibble_core::{Recipe, SoloComm};
-use nibble_train::config::Config;
-use nibble_train::cx::{Event, Pass};
-use nibble_train::trainer::{Trainer, load_recipe};
-use std::cell::RefCell;
-use std::path::Path;
+use nibble_core::Recipe;
+use nibble_core::recipe::{Change, Kind, Layer};
+use nibble_testkit::recorder::{Recorder, traced};
+use nibble_train::one_layer::OneLayer;
+use nibble_train::trainer::load_recipe;
 
-/// Lists the recipes, or prints one: every operand's format, axis, scale rule, rounding and origin.
+/// Lists the recipes, or prints one: every operand's format, axis, scale rule, rounding and origin, and every change of
+/// representation that follows in a layer of each kind.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
@@ -20,7 +20,7 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Also does one training step and prints every change of representation in one expert layer.
+    /// Runs those layers, and prints what the backend saw of them.
     #[arg(long, requires = "recipe")]
     trace: bool,
 }
@@ -37,45 +37,46 @@ pub fn run(args: Args) -> Result<()> {
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
-    if args.trace { trace(&name) } else { Ok(()) }
-}
-
-/// The layer whose changes of representation are printed.
-pub const EXPERTS: &str = "model.layers.0.mlp.experts";
-
-/// One decoder layer, and four shards of 128 tokens: what the recipes' blocks ask for at least.
-const TINY: &str = "\
-    model.layers = 1
-    train.batch_size = 4
-    train.shards = 4
-    train.steps = 1
-    train.warmup_steps = 0
-";
-
-/// Every change of representation in one training step of a small model under a recipe.
-pub fn changes(recipe: &str) -> Result<Vec<Event>> {
-    let config = Config::from_text(TINY, Path::new("trace.toml"), &[format!("recipe={recipe}")])?;
-    let cpu = checkpoint::cpu(&config)?;
-    let events = RefCell::new(Vec::new());
-    Trainer::new(&cpu, &SoloComm, &config)?.traced_step(Some(&events))?;
-    Ok(events.into_inner())
-}
-
-fn trace(recipe: &str) -> Result<()> {
-    let events: Vec<Event> = changes(recipe)?.into_iter().filter(|e| e.layer == EXPERTS).collect();
-    if events.is_empty() {
-        return Err(Error::Failed(format!("the step noted nothing about {EXPERTS}")));
-    }
-    say!("changes of representation in {EXPERTS} (activations and gradients):");
-    for event in &events {
-        let pass = match event.pass {
-            Pass::Forward => "forward",
-            Pass::Backward => "backward",
+    for layer in layers() {
+        let plan =
+            recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated);
+        let (changes, who) = match args.trace {
+            true => (changes(&recipe, &layer)?, "as a backend saw them"),
+            false => (plan.clone(), "as they follow"),
         };
-        let alone = if event.is_standalone_quantization() { "  (stand-alone quantization)" } else { "" };
-        say!("  {pass:<9} {:<25} {:<3} {} → {}{alone}", event.op, event.tensor, event.from, event.to);
+        if changes != plan {
+            return Err(Error::Failed(format!(
+                "{}: the layer does {changes:#?}, where its recipe means {plan:#?}",
+                layer.name
+            )));
+        }
+        if changes.is_empty() {
+            continue;
+        }
+        say!("changes of representation in {} (activations and gradients), {who}:", layer.name);
+        for change in &changes {
+            say!("  {change}{}", if change.is_cast() { "  (a cast)" } else { "" });
+        }
+        say!("casts: {}", changes.iter().filter(|change| change.is_cast()).count());
     }
-    let alone = events.iter().filter(|e| e.is_standalone_quantization()).count();
-    say!("stand-alone quantizations: {alone}");
     Ok(())
+}
+
+/// An expert layer, a dense one and the head.
+fn layers() -> [Layer; 3] {
+    let named = |kind, name: &str| Layer { kind, name: name.to_owned(), gated: false };
+    [named(Kind::Expert, EXPERTS), named(Kind::Linear, DENSE), named(Kind::Head, "lm_head")]
+}
+
+/// An expert layer.
+pub const EXPERTS: &str = "model.layers.0.mlp.experts";
+/// A dense layer that shares its input with no other.
+pub const DENSE: &str = "model.layers.0.self_attn.o_proj";
+
+/// Every change of representation in one layer, forward and backward, as a backend sees them.
+pub fn changes(recipe: &Recipe, layer: &Layer) -> Result<Vec<Change>> {
+    let env = Env::read()?;
+    let recorder = Recorder::eager(env.cpu(env.threads(0))?);
+    let one = OneLayer { recipe, layer, progress: 0.0 };
+    Ok(traced(&recorder, |begin| one.run(&recorder, begin))?)
 }

@@ -168,7 +168,13 @@ fn transfers_are_watched_too() {
     let id = Recorded::buffer_id(&buf);
     assert_eq!(
         log[1],
-        Event { op: "write", arguments: "3 × u32 at 1..2".into(), inputs: vec![id], outputs: vec![id] }
+        Event {
+            op: "write",
+            arguments: "3 × u32 at 1..2".into(),
+            inputs: vec![id],
+            outputs: vec![id],
+            ..Event::default()
+        }
     );
 }
 

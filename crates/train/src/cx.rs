@@ -3,42 +3,23 @@
 use crate::record::{Conversion, CountSite, Counted};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
-use nibble_core::ops::{Cast, Counts, Emit, Emitted, Planes, Quantize, Random, Transcode};
-use nibble_core::recipe::{Kind, Precision, Section};
+use nibble_core::ops::{
+    Cast, Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random, Transcode,
+};
+use nibble_core::recipe::{By, Kind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
-/// Forward or backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pass {
-    /// The forward pass.
-    Forward,
-    /// The backward pass.
-    Backward,
-}
-
-/// One change of representation, as an op trace prints it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Event {
-    /// When.
-    pub pass: Pass,
+/// A tensor on its way to a product, by the names that its counts and its random bits have.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
     /// The layer.
-    pub layer: String,
-    /// The kernel: `quantize`, `transcode`, `swiglu+quantize`, `dispatch`, …
-    pub op: &'static str,
+    pub layer: &'a str,
     /// The tensor.
     pub tensor: &'static str,
-    /// From what representation.
-    pub from: String,
-    /// To which.
-    pub to: String,
-}
-
-impl Event {
-    /// Whether this is a cast by a kernel of its own, reading a plain tensor only to quantize it.
-    pub fn is_standalone_quantization(&self) -> bool {
-        self.op == "quantize"
-    }
+    /// The linear layer whose product takes it: the signs of a Hadamard transform are of that name, so that both operands
+    /// of wgrad have the same. Layers that share an input share it.
+    pub linear: &'a str,
 }
 
 /// The tokens this rank holds of a micro-batch, in shards.
@@ -92,8 +73,6 @@ pub struct Cx<'a, B: LayerKernels> {
     pub clock: Option<B::Buf<u32>>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
-    /// Every change of representation, if anyone wants to know.
-    pub trace: Option<&'a RefCell<Vec<Event>>>,
     /// Counts of conversions by site, still on the device.
     pub counted: RefCell<Counted<B>>,
 }
@@ -117,7 +96,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             training: false,
             shards,
             micro_batches: 1,
-            trace: None,
             counted: RefCell::default(),
             clock: None,
         }
@@ -131,22 +109,6 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// The type of everything between the products.
     pub fn activations(&self) -> DType {
         self.recipe.activations
-    }
-
-    /// Notes a change of representation.
-    pub fn note(
-        &self,
-        pass: Pass,
-        layer: &str,
-        op: &'static str,
-        tensor: &'static str,
-        from: impl ToString,
-        to: impl ToString,
-    ) {
-        if let Some(trace) = self.trace {
-            let (from, to) = (from.to_string(), to.to_string());
-            trace.borrow_mut().push(Event { pass, layer: layer.to_owned(), op, tensor, from, to });
-        }
     }
 
     /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
@@ -166,12 +128,8 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// Does again, in the backward pass, what the forward pass has done: its counts are dropped.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
-        let noted = self.trace.map_or(0, |trace| trace.borrow().len());
         let done = work();
         self.counted.borrow_mut().truncate(waiting);
-        if let Some(trace) = self.trace {
-            trace.borrow_mut().iter_mut().skip(noted).for_each(|event| event.pass = Pass::Backward);
-        }
         done
     }
 
@@ -195,28 +153,20 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     }
 
     /// Quantizes a plain tensor by itself.
-    #[allow(clippy::too_many_arguments)]
     pub fn quantize(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &Tensor<B>,
         to: &Precision,
         planes: Planes,
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
+        let Place { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to.round);
-        let op = Quantize { groups, random, ..Quantize::new(x, to.codec()?, planes) };
+        let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
+        let hadamard = to.rht.map(|len| Hadamard { len, signs });
+        let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let out = op.run(self.b)?;
-        self.note(
-            pass,
-            layer,
-            "quantize",
-            tensor,
-            x.dtype(),
-            format!("{} {}", to.format, planes_name(planes)),
-        );
         self.keep_counts(layer, tensor, Conversion::Quantize, out.counts.as_ref());
         Ok(out)
     }
@@ -224,45 +174,73 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     /// Converts row blocks to another block format or axis.
     pub fn transcode(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &BlockScaled<B>,
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<BlockScaled<B>> {
         let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
-        let from = format!("{} rows", x.format);
-        let axis = if to.axis == BlockAxis::Col { "columns" } else { "rows" };
-        self.note(pass, layer, "transcode", tensor, from, format!("{} {axis}", to.format));
         let conversion = Conversion::Transcode { from: x.format, axis: to.axis };
-        self.keep_counts(layer, tensor, conversion, Some(&done.counts));
+        self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
         Ok(done.out)
     }
 
     /// `x`, which is what `origin` says, as `to` wants it: the same buffers if those are the same bits, else one
-    /// conversion of it.
-    #[allow(clippy::too_many_arguments)]
+    /// conversion of it; or two where the recipe says that it is quantized again.
     pub fn converted(
         &self,
-        pass: Pass,
-        layer: &str,
-        tensor: &'static str,
+        at: Place<'_>,
         x: &Operand<B>,
         origin: &Precision,
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        let quantize = |x, planes| self.quantize(pass, layer, tensor, x, to, planes, groups);
-        match (x, to.dtype()) {
-            _ if to.same_bits(origin) => Ok(x.clone()),
-            (Operand::Block(x), _) => Ok(Operand::Block(self.transcode(pass, layer, tensor, x, to, groups)?)),
-            (Operand::Plain(x), Some(dtype)) => Ok(Operand::Plain(self.cast(x, dtype)?)),
-            (Operand::Plain(x), None) if to.axis == BlockAxis::Col => {
-                quantize(x, Planes::Cols)?.take_cols("converted")
+        match x {
+            _ if to.same_bits(origin) && to.by == By::Transcode => Ok(x.clone()),
+            Operand::Plain(x) => self.form(at, x, to, groups),
+            Operand::Block(x) if to.by == By::Transcode && to.format.is_block() => {
+                Ok(Operand::Block(self.transcode(at, x, to, groups)?))
             }
-            (Operand::Plain(x), None) => quantize(x, Planes::Rows)?.take_rows("converted"),
+            Operand::Block(x) => {
+                let plain = Dequantize { x, dtype: to.dtype().unwrap_or(self.activations()) }.run(self.b)?;
+                self.form(at, &plain, to, groups)
+            }
         }
+    }
+
+    /// A plain tensor in one form: in its type, or quantized along the axis that the precision has.
+    pub fn form(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        match (to.dtype(), to.axis) {
+            (Some(dtype), _) => self.cast(x, dtype).map(Operand::Plain),
+            (None, BlockAxis::Col) => self.quantize(at, x, to, Planes::Cols, groups)?.take_cols("form"),
+            (None, _) => self.quantize(at, x, to, Planes::Rows, groups)?.take_rows("form"),
+        }
+    }
+
+    /// A plain tensor by rows and in a second form, from one read where one kernel can; one buffer where they are the same.
+    pub fn forms(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        rows: &Precision,
+        second: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        if second.same_bits(rows) && second.round == rows.round {
+            let rows = self.form(at, x, rows, groups)?;
+            return Ok((rows.clone(), rows));
+        }
+        if rows.one_read(second) {
+            let both = self.quantize(at, x, rows, Planes::Both, groups)?;
+            return Ok((both.take_rows("forms")?, both.take_cols("forms")?));
+        }
+        Ok((self.form(at, x, rows, groups)?, self.form(at, x, second, groups)?))
     }
 
     /// A plain tensor in another type; the same tensor if it already is.
@@ -277,13 +255,4 @@ pub fn emit(to: &Precision, planes: Planes, activations: DType) -> Result<Emit> 
         Some(_) => Emit::Plain(activations),
         None => Emit::Block { codec: to.codec()?, planes },
     })
-}
-
-fn planes_name(planes: Planes) -> &'static str {
-    match planes {
-        Planes::Rows => "rows",
-        Planes::Cols => "columns",
-        Planes::Both => "rows and columns",
-        Planes::Tiles => "tiles",
-    }
 }

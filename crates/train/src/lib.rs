@@ -16,6 +16,7 @@ pub mod ledger;
 pub mod metrics;
 pub mod model;
 pub mod moe;
+pub mod one_layer;
 pub mod optim;
 pub mod param;
 pub mod plan;

@@ -22,7 +22,7 @@ fn position(step: u64) -> Result<Position, Error> {
         seed: u64::MAX - 5,
         cursor: step * config.sequences_per_step(),
         schedule: config.schedule(),
-        recipe_sha256: "0".repeat(64),
+        recipe_toml: "activations = \"bf16\"".into(),
         data_sha256: "1".repeat(64),
         recipe: config.recipe.clone(),
         config: config.resolved_toml()?,

@@ -21,7 +21,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
 };
-use nibble_core::recipe::{From, Kind, Precision, Section, Site};
+use nibble_core::recipe::{By, Kind, Precision, Section, Site};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::Cx;
@@ -36,7 +36,7 @@ use std::ops::Range;
 const EXACT: f64 = 1e-5;
 
 /// Every recipe that rounds operands.
-const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", "mxfp4-hopper"];
+const RECIPES: [&str; 5] = ["bf16", "fp8-block", "fp8-deepseek", "fp8-flow", "mxfp4-hopper"];
 
 /// Model width: one whole block of FP8 and a quarter of the next.
 const D: usize = 160;
@@ -170,6 +170,10 @@ fn converted(
     match x {
         _ if to.same_bits(origin) => x.clone(),
         Operand::Plain(x) => made(cpu, x, to, Some(groups)),
+        Operand::Block(x) if to.by == By::Requantize => {
+            let plain = Dequantize { x, dtype: DType::Bf16 }.run(cpu).unwrap();
+            made(cpu, &plain, to, Some(groups))
+        }
         Operand::Block(x) => {
             let op = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups: Some(groups) };
             Operand::Block(op.run(cpu).unwrap().out)
@@ -306,10 +310,7 @@ fn experts_backward(
     plan: &Plan<Cpu>,
 ) -> Expected {
     let (cpu, groups, at) = (cx.b, &plan.map.groups, |site| section.at(site));
-    let from_dispatched = |site| match at(site).from {
-        From::Dispatched => converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups),
-        _ => made(cpu, dy_rd.plain("dy").unwrap(), at(site), Some(groups)),
-    };
+    let from_dispatched = |site| converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups);
     let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
 
     let w = experts.down.wt().unwrap();

@@ -4,42 +4,40 @@
 mod rig;
 
 use nibble_core::formats::fnv1a32;
+use nibble_core::recipe::{Change, Pass};
 use nibble_cpu::Cpu;
+use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::config::Config;
-use nibble_train::cx::{Event, Pass};
-use nibble_train::trainer::Trainer;
+use nibble_train::model::layer_names;
+use nibble_train::one_layer::OneLayer;
+use nibble_train::trainer::{Trainer, load_recipe};
 use rig::{SOLO, STOCHASTIC, small, train, with_recipe};
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-/// The events of each of the first `steps` steps.
-fn traces(config: &Config, steps: usize) -> Vec<Vec<Event>> {
-    let cpu = Cpu::new(1).unwrap();
-    let mut trainer = Trainer::new(&cpu, &SOLO, config).unwrap();
-    let step = |_| {
-        let trace = RefCell::new(Vec::new());
-        trainer.traced_step(Some(&trace)).unwrap();
-        trace.into_inner()
-    };
-    (0..steps).map(step).collect()
+/// Every change of representation of one layer of the small run, as a backend sees it.
+fn changes(config: &Config, name: &str, progress: f64) -> Vec<Change> {
+    let recipe = load_recipe(&config.recipe).unwrap();
+    let layers = layer_names(&config.model);
+    let layer = layers.iter().find(|layer| layer.name == name).unwrap();
+    let recorder = Recorder::eager(Cpu::new(1).unwrap());
+    let one = OneLayer { recipe: &recipe, layer, progress };
+    traced(&recorder, |begin| one.run(&recorder, begin)).unwrap()
 }
 
-/// The trace of one expert layer in one step, a line an event.
+/// The trace of one expert layer, a line a change.
 fn expert_trace(config: &Config) -> Vec<String> {
-    let events = traces(config, 1).remove(0);
-    let lines = events.iter().filter(|e| e.layer == "model.layers.1.mlp.experts").map(|e| {
-        let pass = if e.pass == Pass::Forward { "fwd" } else { "bwd" };
-        format!("{pass} {} {}: {} to {}", e.op, e.tensor, e.from, e.to)
+    let lines = changes(config, EXPERTS, 0.0).into_iter().map(|c| {
+        let pass = if c.pass == Pass::Forward { "fwd" } else { "bwd" };
+        format!("{pass} {} {}: {} to {}", c.op, c.tensor, c.from, c.to)
     });
     lines.collect()
 }
 
-fn standalone(config: &Config, layer: &str) -> [usize; 2] {
-    let events = traces(config, 1).remove(0);
-    [Pass::Forward, Pass::Backward].map(|pass| {
-        let of = |e: &&Event| e.layer == layer && e.pass == pass && e.is_standalone_quantization();
-        events.iter().filter(of).count()
-    })
+const EXPERTS: &str = "model.layers.1.mlp.experts";
+
+fn casts(config: &Config, layer: &str) -> [usize; 2] {
+    let all = changes(config, layer, 0.0);
+    [Pass::Forward, Pass::Backward].map(|pass| all.iter().filter(|c| c.pass == pass && c.is_cast()).count())
 }
 
 #[test]
@@ -74,16 +72,37 @@ fn fp8_block_makes_rows_and_columns_from_bf16() {
     assert_eq!(expert_trace(&small("fp8-block", &[])), want);
 }
 
+/// As fp8-flow, but for the columns: rows are dequantized, and quantized again by columns.
+#[test]
+fn fp8_deepseek_dequantizes_to_quantize_again() {
+    let want = [
+        "fwd quantize x: bf16 to e4m3 rows",
+        "fwd dispatch+permute x: e4m3 rows to e4m3 rows",
+        "fwd swiglu+quantize a: bf16 to e4m3 rows",
+        "fwd unpermute+combine y: bf16 to bf16",
+        "bwd quantize dy: bf16 to e4m3 rows",
+        "bwd dispatch+permute dy: e4m3 rows to e4m3 rows",
+        "bwd dequantize dy: e4m3 rows to bf16",
+        "bwd quantize dy: bf16 to e4m3 columns",
+        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: bf16 to e4m3 columns",
+        "bwd dequantize x: e4m3 rows to bf16",
+        "bwd quantize x: bf16 to e4m3 columns",
+        "bwd unpermute+combine dx: bf16 to bf16",
+    ];
+    assert_eq!(expert_trace(&small("fp8-deepseek", &[])), want);
+}
+
 /// Two casts a layer, one each way, before the exchange; all columns come from rows by exponent shift.
 #[test]
 fn fp8_flow_casts_twice() {
     let want = [
         "fwd quantize x: bf16 to e4m3 rows",
-        "fwd dispatch+permute x: e4m3 to e4m3",
+        "fwd dispatch+permute x: e4m3 rows to e4m3 rows",
         "fwd swiglu+quantize a: bf16 to e4m3 rows",
         "fwd unpermute+combine y: bf16 to bf16",
         "bwd quantize dy: bf16 to e4m3 rows",
-        "bwd dispatch+permute dy: e4m3 to e4m3",
+        "bwd dispatch+permute dy: e4m3 rows to e4m3 rows",
         "bwd transcode dy: e4m3 rows to e4m3 columns",
         "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
         "bwd swiglu_backward+quantize a: bf16 to e4m3 columns",
@@ -98,27 +117,26 @@ fn fp8_flow_casts_twice() {
 fn mxfp4_hopper_casts_twice_and_lifts() {
     let want = [
         "fwd quantize x: bf16 to mxfp4 rows",
-        "fwd dispatch+permute x: mxfp4 to mxfp4",
+        "fwd dispatch+permute x: mxfp4 rows to mxfp4 rows",
         "fwd transcode x: mxfp4 rows to e4m3 rows",
         "fwd swiglu+quantize a: bf16 to e4m3 rows",
         "fwd swiglu+quantize h: bf16 to mxfp4 rows",
         "fwd unpermute+combine y: bf16 to bf16",
         "bwd quantize dy: bf16 to e4m3 rows",
-        "bwd dispatch+permute dy: e4m3 to e4m3",
+        "bwd dispatch+permute dy: e4m3 rows to e4m3 rows",
         "bwd transcode dy: e4m3 rows to e4m3 columns",
-        "bwd swiglu_backward+quantize dh: bf16 to e4m3 rows and columns",
-        "bwd swiglu_backward+quantize a: mxfp4 to e4m3 columns",
+        "bwd swiglu_backward+quantize dh: mxfp4 rows to e4m3 rows and columns",
+        "bwd swiglu_backward+quantize a: mxfp4 rows to e4m3 columns",
         "bwd transcode x: mxfp4 rows to e4m3 columns",
         "bwd unpermute+combine dx: bf16 to bf16",
     ];
     assert_eq!(expert_trace(&small("mxfp4-hopper", &[])), want);
 }
 
-/// The trace of the output head in one step.
+/// The trace of the output head.
 fn head_trace(config: &Config, head: &str) -> Vec<String> {
-    let events = traces(config, 1).remove(0);
-    let of = events.iter().filter(|e| e.layer == head);
-    of.map(|e| format!("{} {}: {} to {}", e.op, e.tensor, e.from, e.to)).collect()
+    let all = changes(config, head, 0.0);
+    all.iter().map(|c| format!("{} {}: {} to {}", c.op, c.tensor, c.from, c.to)).collect()
 }
 
 /// Tied to the embedding and by itself. What it multiplies is made of plain tensors, once each; it keeps nothing but one
@@ -129,16 +147,13 @@ fn an_fp8_head_quantizes_its_input_and_its_gradient() {
         "head_loss+quantize x: bf16 to e4m3 rows and columns",
         "head_loss+quantize dlogits: bf16 to e4m3 rows and columns",
     ];
-    for (changes, head) in [(&[][..], "model.embed_tokens"), (&["model.tie_embeddings=false"][..], "lm_head")]
+    for (settings, head) in
+        [(&[][..], "model.embed_tokens"), (&["model.tie_embeddings=false"][..], "lm_head")]
     {
-        let config = small("mxfp4-hopper-head8", changes);
+        let config = small("mxfp4-hopper-head8", settings);
         assert_eq!(head_trace(&config, head), want);
-        assert_eq!(head_trace(&small("mxfp4-hopper", changes), head), [""; 0]);
+        assert_eq!(head_trace(&small("mxfp4-hopper", settings), head), [""; 0]);
         assert_eq!(kept(&config, head, "dx"), one("bf16"));
-        let base = traces(&small("mxfp4-hopper", changes), 1).remove(0);
-        let others: Vec<Event> =
-            traces(&config, 1).remove(0).into_iter().filter(|e| e.layer != head).collect();
-        assert_eq!(others, base);
         assert_same_on_two_ranks(&config);
     }
 }
@@ -153,8 +168,8 @@ fn a_head_of_other_precisions_trains() {
         ),
         (
             r#"
-            wgrad.dy = { format = "e4m3", axis = "col", scale = "amax" }
-            wgrad.x = { format = "e4m3", axis = "col", scale = "amax" }
+            wgrad.dy = { format = "e4m3", scale = "amax" }
+            wgrad.x = { format = "e4m3", scale = "amax" }
             "#,
             &[
                 "head_loss+quantize x: bf16 to e4m3 rows",
@@ -178,17 +193,18 @@ fn a_head_of_other_precisions_trains() {
     "#;
     let (config, _dir) =
         with_recipe(text, &["model.tie_embeddings=false", "train.steps=4", "train.warmup_steps=1"]);
-    let of_head = |events: &Vec<Event>| events.iter().any(|e| e.layer == "lm_head");
-    assert_eq!(traces(&config, 4).iter().map(of_head).collect::<Vec<_>>(), [true, true, false, false]);
+    let quantizes = [0.0, 0.25, 0.5, 0.75].map(|progress| !changes(&config, "lm_head", progress).is_empty());
+    assert_eq!(quantizes, [true, true, false, false]);
 }
 
 #[test]
-fn an_expert_layer_has_one_standalone_quantization_each_way() {
-    let count = |recipe: &str| standalone(&small(recipe, &[]), "model.layers.0.mlp.experts");
+fn casting_free_layers_have_one_cast_each_way() {
+    let count = |recipe: &str| casts(&small(recipe, &[]), EXPERTS);
     assert_eq!(count("f32"), [0, 0]);
     assert_eq!(count("bf16"), [0, 0]);
     assert_eq!(count("fp8-block"), [1, 1]);
     assert_eq!(count("fp8-flow"), [1, 1]);
+    assert_eq!(count("fp8-deepseek"), [1, 5]);
     assert_eq!(count("mxfp4-hopper"), [1, 1]);
 }
 
@@ -211,6 +227,7 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
         ("bf16", "bf16", "bf16", "bf16", ["bf16", "bf16"]),
         ("fp8-block", "e4m3", "e4m3", "bf16", ["bf16", "bf16"]),
         ("fp8-flow", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
+        ("fp8-deepseek", "e4m3", "e4m3", "bf16", ["e4m3", "e4m3"]),
         ("mxfp4-hopper", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
         ("mxfp4-hopper-head8", "mxfp4", "mxfp4", "mxfp4", ["mxfp4", "e4m3"]),
     ] {
@@ -219,22 +236,20 @@ fn what_is_saved_and_sent_is_what_the_table_of_recipes_says() {
             assert_eq!(kept(&config, linear, "x"), one(linear_x), "{recipe}: {linear}");
         }
         assert_eq!(kept(&config, ".mlp.experts", "x"), one(expert_x), "{recipe}");
-        assert_eq!(kept(&config, ".mlp.experts", "h"), one(expert_h), "{recipe}");
+        for gated in [".mlp.experts", ".mlp.shared_expert"] {
+            assert_eq!(kept(&config, gated, "h"), one(expert_h), "{recipe}: {gated}");
+        }
         // The output head and the norms stay plain, the router's probabilities F32.
         let plain = if recipe == "f32" { "f32" } else { "bf16" };
         assert_eq!(kept(&config, "model.embed_tokens", "dx"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "layernorm", "x"), one(plain), "{recipe}");
         assert_eq!(kept(&config, "mlp.gate", "probs"), one("f32"), "{recipe}");
-        let events = traces(&config, 1).remove(0);
+        let all = changes(&config, EXPERTS, 0.0);
         for (pass, sent) in [Pass::Forward, Pass::Backward].into_iter().zip(sent) {
-            let dispatched = events.iter().filter(|e| e.op == "dispatch+permute" && e.pass == pass);
-            assert_eq!(dispatched.map(|e| e.to.clone()).collect::<BTreeSet<_>>(), one(sent), "{recipe}");
+            let dispatched = all.iter().find(|c| c.op == "dispatch+permute" && c.pass == pass).unwrap();
+            assert_eq!(dispatched.to.format.to_string(), sent, "{recipe}");
         }
     }
-}
-
-fn is_conversion(event: &Event) -> bool {
-    !matches!(event.op, "dispatch+permute" | "unpermute+combine")
 }
 
 #[test]
@@ -246,14 +261,13 @@ fn an_override_for_one_layer_leaves_the_others_alone() {
         set = { recipe = "bf16" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
-    let events = traces(&config, 1).remove(0);
-    let base = traces(&small("mxfp4-hopper", &[]), 1).remove(0);
-    let of = |events: &[Event], layer: &str| -> Vec<Event> {
-        events.iter().filter(|e| e.layer.starts_with(layer) && is_conversion(e)).cloned().collect()
-    };
-    assert_eq!(of(&events, "model.layers.1"), []);
-    assert!(!of(&base, "model.layers.1").is_empty());
-    assert_eq!(of(&events, "model.layers.0"), of(&base, "model.layers.0"));
+    let base = small("mxfp4-hopper", &[]);
+    for part in ["mlp.experts", "self_attn.q_proj", "mlp.shared_expert.gate_up_proj"] {
+        let of = |config: &Config, i: usize| changes(config, &format!("model.layers.{i}.{part}"), 0.0);
+        assert!(of(&config, 1).iter().all(Change::is_move), "{part}");
+        assert!(!of(&base, 1).iter().all(Change::is_move), "{part}");
+        assert_eq!(of(&config, 0), of(&base, 0), "{part}");
+    }
     assert_eq!(kept(&config, "layers.1.mlp.experts", "h"), one("bf16"));
     assert_eq!(kept(&config, "layers.0.mlp.experts", "h"), one("mxfp4"));
 }
@@ -266,13 +280,13 @@ fn an_override_for_the_last_steps_begins_there() {
         steps = "0.5..1"
         set = { recipe = "bf16" }
     "#;
-    let changes = ["train.steps=4", "train.warmup_steps=1"];
-    let (config, _dir) = with_recipe(text, &changes);
-    let converts = |events: &Vec<Event>| events.iter().any(is_conversion);
-    assert_eq!(traces(&config, 4).iter().map(converts).collect::<Vec<_>>(), [true, true, false, false]);
+    let settings = ["train.steps=4", "train.warmup_steps=1"];
+    let (config, _dir) = with_recipe(text, &settings);
+    let converts = |progress| !changes(&config, EXPERTS, progress).iter().all(Change::is_move);
+    assert_eq!([0.0, 0.25, 0.5, 0.75].map(converts), [true, true, false, false]);
 
     let run = |config: &Config| train(config, 1, 4, || Cpu::new(1).unwrap()).losses;
-    let (changed, base) = (run(&config), run(&small("mxfp4-hopper", &changes)));
+    let (changed, base) = (run(&config), run(&small("mxfp4-hopper", &settings)));
     assert_eq!(changed[..2], base[..2], "the first half is the recipe's own");
     assert!(changed[2] != base[2] && changed[3] != base[3], "{changed:?} {base:?}");
 }
@@ -298,6 +312,7 @@ fn an_override_for_one_product_keeps_the_others() {
         "bwd dispatch+permute dy: bf16 to bf16",
         "bwd quantize dy: bf16 to e4m3 rows",
         "bwd quantize dh: f32 to e4m3 rows",
+        "bwd cast dh: f32 to bf16",
         "bwd unpermute+combine dx: bf16 to bf16",
     ];
     assert_eq!(expert_trace(&config), want);
@@ -310,7 +325,7 @@ fn every_conversion_that_a_recipe_may_ask_for_happens() {
     let text = r#"
         extends = "fp8-flow"
         [expert]
-        saved.x = { format = "mxfp4", axis = "row", scale = "rceil", from = "dispatched" }
+        saved.x = { format = "mxfp4", scale = "rceil" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
     assert_eq!(kept(&config, ".mlp.experts", "x"), one("mxfp4"));
@@ -323,7 +338,7 @@ fn every_conversion_that_a_recipe_may_ask_for_happens() {
     let text = r#"
         extends = "mxfp4-hopper"
         [expert]
-        dispatch.bwd = { format = "mxfp4", axis = "row", scale = "rceil" }
+        dispatch.bwd = { format = "mxfp4", scale = "rceil" }
     "#;
     let (config, _dir) = with_recipe(text, &[]);
     let trace = expert_trace(&config);
@@ -363,19 +378,22 @@ fn stochastic_rounding_trains_and_is_a_function_of_seed_and_step_alone() {
 #[test]
 fn no_two_tensors_share_random_bits() {
     let (config, _dir) = with_recipe(STOCHASTIC, &[]);
-    let events = traces(&config, 1).remove(0);
-    let rounded: Vec<String> = events
-        .iter()
-        .filter(|e| e.pass == Pass::Backward && e.is_standalone_quantization())
-        .map(|e| format!("{}.{}", e.layer, e.tensor))
-        .collect();
+    let recorder = Recorder::eager(Cpu::new(1).unwrap());
+    let mut trainer = Trainer::new(&recorder, &SOLO, &config).unwrap();
+    recorder.watch();
+    trainer.train_step().unwrap();
+    let log = recorder.take_log();
+    let of_stream = |e: &nibble_testkit::recorder::Event| {
+        let drawn = e.arguments.contains("rounding: Stochastic") && e.op == "quantize";
+        let site = e.arguments.split("site: ").nth(1)?;
+        drawn.then(|| site.chars().take_while(char::is_ascii_digit).collect::<String>())
+    };
+    let rounded: Vec<String> = log.iter().filter_map(of_stream).collect();
     // Of each layer: q, k, v, o, both projections of the shared expert, and the experts' dy and dh.
     assert_eq!(rounded.len(), 2 * 8, "{rounded:#?}");
-    let sites: BTreeSet<u32> = rounded.iter().map(|name| fnv1a32(name)).collect();
+    let sites: BTreeSet<&String> = rounded.iter().collect();
     assert_eq!(sites.len(), rounded.len(), "{rounded:#?}");
 
-    let cpu = Cpu::new(1).unwrap();
-    let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
     let names: Vec<String> = trainer.model.params().iter().map(|p| p.name.clone()).collect();
     let sites: BTreeSet<u32> = names.iter().map(|name| fnv1a32(name)).collect();
     assert_eq!(sites.len(), names.len(), "{names:#?}");

@@ -113,7 +113,7 @@ fn kept_inputs_rounded_stochastically_too() {
     let mut recipe = Recipe::builtin("fp8-block").unwrap();
     for section in [&mut recipe.linear, &mut recipe.expert] {
         let saved = Precision { round: Rounding::Stochastic, ..*section.at(Site::SavedX) };
-        section.set(Site::SavedX, saved);
+        section.set(Site::SavedX, Some(saved));
     }
     let (_, want) = pass(&recipe, &Scope::DEFAULT);
     assert!(pass(&Recipe::builtin("fp8-block").unwrap(), &Scope::DEFAULT).1 != want);

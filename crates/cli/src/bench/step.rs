@@ -9,7 +9,6 @@ use nibble_core::{DType, MemoryStats, Recipe, SoloComm};
 use nibble_train::config::Config;
 use nibble_train::trainer::{RunMemory, Trainer};
 use serde_json::{Value, json};
-use std::cell::RefCell;
 use std::time::Instant;
 
 /// Training steps: tokens a second under each recipe, and where the time goes.
@@ -184,9 +183,8 @@ fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
 
 /// Where the time of a step goes that is issued operation by operation, as a recording does not tell; and its seconds.
 fn profile<B: Device>(b: &B, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
-    let events = RefCell::new(Vec::new());
     let start = Instant::now();
-    let (done, profile) = b.profiled(|| Ok(trainer.traced_step(Some(&events))))?;
+    let (done, profile) = b.profiled(|| Ok(trainer.eager_step()))?;
     let total = start.elapsed().as_secs_f64();
     done?;
     let mut rest = total;

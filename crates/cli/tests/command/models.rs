@@ -63,14 +63,17 @@ fn generate_is_a_function_of_its_seed() {
 #[test]
 fn recipes_are_listed_and_traced() {
     let place = Place::new();
-    for recipe in ["f32", "bf16", "fp8-block", "fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"] {
+    for recipe in
+        ["f32", "bf16", "fp8-block", "fp8-deepseek", "fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"]
+    {
         place.nibble(&["recipe"]).ok().contains(recipe);
     }
     let flow = place.nibble(&["recipe", "fp8-flow", "--trace"]).ok();
-    flow.contains("stand-alone quantizations: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
+    flow.contains("casts: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
     flow.contains("made from an already quantized tensor: expert.wgrad.x");
-    place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("stand-alone quantizations: 0");
-    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", axis = \"row\", scale = \"floor\" }\n";
+    place.nibble(&["recipe", "fp8-deepseek", "--trace"]).ok().contains("casts: 6");
+    place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("casts: 0");
+    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
 }

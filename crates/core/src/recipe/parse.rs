@@ -1,6 +1,7 @@
 //! TOML to [`Recipe`].
 
-use super::{From, Kind, Override, Precision, Recipe, Section, Site};
+use super::precision::axis_name;
+use super::{By, Kind, Override, Precision, Recipe, Section, Site};
 use crate::{DType, Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 use toml::{Table, Value};
@@ -23,6 +24,7 @@ struct Reader<'a> {
 pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
     let reader = Reader { recipe: name };
     let table: Table = text.parse().map_err(|e: toml::de::Error| reader.error("(file)", e.to_string()))?;
+    let activations = table.get("activations").map(|value| reader.activations(value)).transpose()?;
     let mut recipe = match table.get("extends") {
         Some(base) => {
             let base = reader.string("extends", base)?;
@@ -31,39 +33,72 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             }
             Recipe::builtin(base)?
         }
-        None => Recipe {
-            name: String::new(),
-            description: String::new(),
-            activations: DType::Bf16,
-            linear: Section::plain(DType::Bf16),
-            expert: Section::plain(DType::Bf16),
-            head: Section::plain(DType::Bf16),
-            overrides: Vec::new(),
-        },
+        None => {
+            let plain = Section::plain(activations.unwrap_or(DType::Bf16));
+            Recipe {
+                name: String::new(),
+                description: String::new(),
+                activations: DType::Bf16,
+                linear: plain,
+                expert: plain,
+                head: plain,
+                router: Section::plain(DType::F32),
+                overrides: Vec::new(),
+            }
+        }
     };
     recipe.name = name.to_owned();
-    if let Some(value) = table.get("activations") {
-        recipe.activations = reader.activations(value)?;
+    if let Some(activations) = activations {
+        recipe.activations = activations;
         // A head that nobody has quantized is as the activations are.
         if !recipe.head.has_blocks() {
             recipe.head = Section::plain(recipe.activations);
         }
     }
     for (key, value) in &table {
-        match key.as_str() {
-            "extends" | "activations" => {}
-            "description" => recipe.description = reader.string(key, value)?.to_owned(),
-            "linear" => reader.section(Kind::Linear, value, &mut recipe.linear)?,
-            "expert" => reader.section(Kind::Expert, value, &mut recipe.expert)?,
-            "head" => reader.section(Kind::Head, value, &mut recipe.head)?,
-            "override" => recipe.overrides.extend(reader.overrides(value)?),
-            other => {
-                let known = ["extends", "description", "activations", "linear", "expert", "head", "override"];
-                return Err(reader.error(other, unknown("key", other, known.into_iter())));
+        let kind = Kind::ALL.into_iter().find(|kind| kind.name() == key);
+        match (key.as_str(), kind) {
+            ("extends" | "activations", _) => {}
+            ("description", _) => recipe.description = reader.string(key, value)?.to_owned(),
+            ("override", _) => recipe.overrides.extend(reader.overrides(value)?),
+            (_, Some(kind)) => {
+                for (site, precision) in reader.sites(kind, value)? {
+                    recipe.of_mut(kind).set(site, precision);
+                }
+            }
+            (other, None) => {
+                let known = ["extends", "description", "activations", "override"];
+                let known = known.into_iter().chain(Kind::ALL.map(Kind::name));
+                return Err(reader.error(other, unknown("key", other, known)));
             }
         }
     }
     Ok(recipe)
+}
+
+/// Why there is no such key, where it is one that a reader may expect.
+fn follows(kind: Kind, key: &str) -> Option<&'static str> {
+    Some(match (kind, key) {
+        (Kind::Router, _) => {
+            "decides nothing: the router multiplies in F32; its weight, fprop.w, may be bf16"
+        }
+        (_, "dgrad.w") => {
+            "decides nothing: one quantized weight, in two orders, serves fprop and dgrad; fprop.w says how"
+        }
+        (_, "combine.fwd" | "combine.bwd") => {
+            "decides nothing: expert outputs and input gradients travel as the activations are"
+        }
+        (Kind::Head, "saved.x" | "saved.h" | "saved.a") => {
+            "decides nothing: the head makes its gradients in the forward pass and keeps one, plain"
+        }
+        (Kind::Linear | Kind::Head, "dispatch.fwd" | "dispatch.bwd") => {
+            "decides nothing: only experts exchange rows"
+        }
+        (Kind::Linear, "fprop.a" | "wgrad.a" | "saved.a" | "dgrad.dh" | "wgrad.dh") => {
+            "decides nothing: only experts have two products in one layer; a dense layer's projections are layers of their own, gate_up_proj and down_proj"
+        }
+        _ => return None,
+    })
 }
 
 impl Reader<'_> {
@@ -88,33 +123,45 @@ impl Reader<'_> {
     }
 
     /// `fprop.x = { .. }` and its like: two levels of keys, then a precision.
-    fn sites(&self, kind: Kind, value: &Value) -> Result<Vec<(Site, Precision)>> {
+    fn sites(&self, kind: Kind, value: &Value) -> Result<Vec<(Site, Option<Precision>)>> {
         let mut sites = Vec::new();
         for (product, operands) in self.table(kind.name(), value)? {
             let products = kind.products();
-            if !products.contains(&product.as_str()) {
-                let key = format!("{}.{product}", kind.name());
-                return Err(self.error(&key, unknown("key", product, products.iter().copied())));
-            }
+            let is_known = products.contains(&product.as_str());
             for (operand, precision) in self.table(product, operands)? {
                 let key = format!("{product}.{operand}");
-                let Some(site) = Site::ALL.into_iter().find(|s| s.key() == key) else {
-                    return Err(self.error(&key, unknown("key", &key, Site::ALL.iter().map(|s| s.key()))));
-                };
-                sites.push((site, self.precision(&format!("{}.{key}", kind.name()), precision)?));
+                let whole = format!("{}.{key}", kind.name());
+                if let Some(site) = kind.sites().find(|site| site.key() == key) {
+                    sites.push((site, self.choice(&whole, site, precision)?));
+                } else if let Some(why) = follows(kind, &key) {
+                    return Err(self.error(&whole, why.into()));
+                } else if is_known {
+                    return Err(self.error(&whole, unknown("key", &key, kind.sites().map(Site::key))));
+                } else {
+                    let key = format!("{}.{product}", kind.name());
+                    return Err(self.error(&key, unknown("key", product, products.into_iter())));
+                }
             }
         }
         Ok(sites)
     }
 
-    fn section(&self, kind: Kind, value: &Value, section: &mut Section) -> Result<()> {
-        for (site, precision) in self.sites(kind, value)? {
-            section.set(site, precision);
+    /// A precision, or for a site that need not have one the name of that which it is like, or `"again"`.
+    fn choice(&self, key: &str, site: Site, value: &Value) -> Result<Option<Precision>> {
+        let unset = match site {
+            Site::SavedA => Some("again"),
+            _ => site.falls_back_on().map(Site::key),
+        };
+        match (value.as_str(), unset) {
+            (Some(text), Some(unset)) if text == unset => Ok(None),
+            (Some(text), Some(unset)) => {
+                Err(self.error(key, format!("expected {unset:?} or a table, got {text:?}")))
+            }
+            _ => self.precision(key, site, value).map(Some),
         }
-        Ok(())
     }
 
-    fn precision(&self, key: &str, value: &Value) -> Result<Precision> {
+    fn precision(&self, key: &str, site: Site, value: &Value) -> Result<Precision> {
         let table = self.table(key, value)?;
         let text = |field: &str| table.get(field).map(|v| self.string(key, v)).transpose();
         let Some(format) = text("format")? else {
@@ -127,21 +174,19 @@ impl Reader<'_> {
             scale: format.spec().default_rule().unwrap_or(ScaleRule::Amax),
             ..Precision::plain(DType::F32)
         };
+        if format.is_block() {
+            p.axis = site.axis();
+        }
         for (field, value) in table {
+            let known = ["format", "axis", "scale", "round", "rht", "by", "from"];
+            if !known.contains(&field.as_str()) {
+                return Err(self.error(key, unknown("field", field, known.into_iter())));
+            }
+            if !format.is_block() && matches!(field.as_str(), "axis" | "scale" | "round" | "rht") {
+                return Err(self.error(key, format!("`{field}` decides nothing: {format} has no blocks")));
+            }
             match field.as_str() {
-                "format" => {}
-                "axis" => {
-                    p.axis = match self.string(key, value)? {
-                        "row" => BlockAxis::Row,
-                        "col" => BlockAxis::Col,
-                        "tile" => BlockAxis::Tile,
-                        other => {
-                            return Err(
-                                self.error(key, unknown("axis", other, ["row", "col", "tile"].into_iter()))
-                            );
-                        }
-                    }
-                }
+                "axis" => p.axis = self.axis(key, site, value)?,
                 "scale" => {
                     let parsed = self.string(key, value)?.parse::<ScaleRule>();
                     p.scale = parsed.map_err(|e| self.error(key, e.to_string()))?;
@@ -157,24 +202,45 @@ impl Reader<'_> {
                     };
                     p.rht = Some(block as usize);
                 }
-                "from" => {
-                    p.from = match self.string(key, value)? {
-                        "source" => From::Source,
-                        "saved" => From::Saved,
-                        "dispatched" => From::Dispatched,
+                "by" => {
+                    p.by = match self.string(key, value)? {
+                        "transcode" => By::Transcode,
+                        "requantize" => By::Requantize,
                         other => {
-                            let known = ["source", "saved", "dispatched"];
-                            return Err(self.error(key, unknown("origin", other, known.into_iter())));
+                            let known = ["transcode", "requantize"];
+                            return Err(self.error(key, unknown("conversion", other, known.into_iter())));
                         }
                     }
                 }
-                other => {
-                    let known = ["format", "axis", "scale", "round", "rht", "from"];
-                    return Err(self.error(key, unknown("field", other, known.into_iter())));
+                "from" => {
+                    let why =
+                        "decides nothing: from what a tensor is made follows from its place; leave it out";
+                    return Err(self.error(key, format!("`from` {why}")));
                 }
+                _ => {}
             }
         }
         Ok(p)
+    }
+
+    /// The axis follows from the place, but for what is kept.
+    fn axis(&self, key: &str, site: Site, value: &Value) -> Result<BlockAxis> {
+        let text = self.string(key, value)?;
+        let all = [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile];
+        let Some(axis) = all.into_iter().find(|axis| axis_name(*axis) == text) else {
+            return Err(self.error(key, unknown("axis", text, all.into_iter().map(axis_name))));
+        };
+        if !site.chooses_axis() {
+            let why = format!(
+                "`axis` decides nothing: blocks run along the contraction, here by {}; leave it out",
+                axis_name(site.axis())
+            );
+            return Err(self.error(key, why));
+        }
+        match axis {
+            BlockAxis::Tile => Err(self.error(key, "`axis`: square tiles are for weights".into())),
+            axis => Ok(axis),
+        }
     }
 
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
@@ -183,59 +249,82 @@ impl Reader<'_> {
     }
 
     fn one_override(&self, table: &Table) -> Result<Override> {
-        let mut o = Override {
-            layers: "*".into(),
-            products: Vec::new(),
-            steps: (0.0, f64::INFINITY),
-            set: Vec::new(),
-        };
+        let mut o = Override { layers: vec!["*".into()], steps: (0.0, f64::INFINITY), set: Vec::new() };
+        let mut products = None;
         for (key, value) in table {
             match key.as_str() {
-                "layers" => o.layers = self.string("override.layers", value)?.to_owned(),
-                "products" => {
-                    let list = value.as_array().into_iter().flatten();
-                    for product in list {
-                        let product = self.string("override.products", product)?;
-                        let known = ["fprop", "dgrad", "wgrad", "saved", "dispatch", "combine"];
-                        if !known.contains(&product) {
-                            let why = unknown("product", product, known.into_iter());
-                            return Err(self.error("override.products", why));
-                        }
-                        o.products.push(product.to_owned());
-                    }
-                }
+                "layers" => o.layers = self.strings("override.layers", value)?,
+                "products" => products = Some(self.products(value)?),
                 "steps" => o.steps = self.steps(self.string("override.steps", value)?)?,
-                "set" => o.set = self.set(self.table("override.set", value)?)?,
+                "set" => {}
                 other => {
                     let known = ["layers", "products", "steps", "set"];
                     return Err(self.error("override", unknown("key", other, known.into_iter())));
                 }
             }
         }
-        Ok(o)
+        let Some(set) = table.get("set") else {
+            return Err(self.error("override", "decides nothing without `set`".into()));
+        };
+        o.set = self.set(self.table("override.set", set)?, products.as_deref())?;
+        match o.set.is_empty() {
+            true => Err(self.error("override.set", "decides nothing: it is empty".into())),
+            false => Ok(o),
+        }
     }
 
-    /// `set = { recipe = "bf16" }` takes every site of another recipe; `set.linear`, `set.expert` and `set.head` single ones.
-    fn set(&self, table: &Table) -> Result<Vec<(Kind, Site, Precision)>> {
+    /// One string, or several.
+    fn strings(&self, key: &str, value: &Value) -> Result<Vec<String>> {
+        let list = match value {
+            Value::String(one) => return Ok(vec![one.clone()]),
+            Value::Array(list) if !list.is_empty() => list,
+            _ => return Err(self.error(key, format!("expected a string or a list of them, got {value}"))),
+        };
+        list.iter().map(|value| self.string(key, value).map(str::to_owned)).collect()
+    }
+
+    fn products(&self, value: &Value) -> Result<Vec<String>> {
+        let products = self.strings("override.products", value)?;
+        let known = Kind::Expert.products();
+        match products.iter().find(|product| !known.contains(&product.as_str())) {
+            Some(product) => {
+                Err(self.error("override.products", unknown("product", product, known.into_iter())))
+            }
+            None => Ok(products),
+        }
+    }
+
+    /// `set = { recipe = "bf16" }` takes every site of another recipe, `products` those of some alone; `set.linear`,
+    /// `set.expert`, `set.head` and `set.router` set single ones.
+    fn set(
+        &self,
+        table: &Table,
+        products: Option<&[String]>,
+    ) -> Result<Vec<(Kind, Site, Option<Precision>)>> {
+        let is_meant =
+            |site: Site| products.is_none_or(|products| products.iter().any(|p| p == site.product()));
         let mut set = Vec::new();
-        for (key, value) in table {
-            match key.as_str() {
-                "recipe" => {
-                    let other = Recipe::builtin(self.string("override.set.recipe", value)?)?;
-                    let pairs = |site| [Kind::Linear, Kind::Expert].map(|kind| (kind, site));
-                    let head = Kind::Head.sites().map(|site| (Kind::Head, site));
-                    let all = Site::ALL.into_iter().flat_map(pairs).chain(head);
-                    set.extend(all.map(|(kind, site)| (kind, site, *other.of(kind).at(site))));
+        if let Some(name) = table.get("recipe") {
+            let other = Recipe::builtin(self.string("override.set.recipe", name)?)?;
+            let all = Kind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
+            let taken = all.filter(|(_, site)| is_meant(*site));
+            set.extend(taken.map(|(kind, site)| (kind, site, other.of(kind).written(site).copied())));
+        }
+        for (key, value) in table.iter().filter(|(key, _)| *key != "recipe") {
+            let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == key) else {
+                let known = ["recipe"].into_iter().chain(Kind::ALL.map(Kind::name));
+                return Err(self.error("override.set", unknown("key", key, known)));
+            };
+            for (site, precision) in self.sites(kind, value)? {
+                if !is_meant(site) {
+                    let why = "decides nothing: it is of none of the override's `products`".into();
+                    return Err(self.error(&format!("override.set.{key}.{}", site.key()), why));
                 }
-                other => {
-                    let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == other) else {
-                        let known = ["recipe", "linear", "expert", "head"];
-                        return Err(self.error("override.set", unknown("key", other, known.into_iter())));
-                    };
-                    set.extend(self.sites(kind, value)?.into_iter().map(|(site, p)| (kind, site, p)));
-                }
+                set.retain(|(k, s, _)| (*k, *s) != (kind, site));
+                set.push((kind, site, precision));
             }
         }
+        set.sort_by_key(|(kind, site, _)| (*kind as usize, *site as usize));
         Ok(set)
     }
 

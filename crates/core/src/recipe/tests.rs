@@ -1,4 +1,5 @@
 use super::*;
+use nibble_formats::Format;
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
@@ -32,23 +33,198 @@ fn unknown_keys_are_errors_with_a_suggestion() {
     assert!(e.contains("did you mean \"bf16\""), "{e}");
 }
 
+fn error(text: &str) -> String {
+    Recipe::parse("mine", text).unwrap_err().to_string()
+}
+
 #[test]
 fn impossible_recipes_fail_when_read() {
-    let error = |text: &str| Recipe::parse("mine", text).unwrap_err().to_string();
-    let e = error("extends = \"bf16\"\n[linear]\nfprop.x = { format = \"e4m3\", axis = \"row\" }");
+    let e = error("extends = \"bf16\"\n[linear]\nfprop.x = { format = \"e4m3\" }");
     assert!(e.contains("fprop.w is bf16"), "{e}");
-    let e = error("extends = \"fp8-block\"\n[linear]\nwgrad.x = { format = \"e4m3\", axis = \"row\" }");
-    assert!(e.contains("axis"), "{e}");
-    let e = error(
-        "extends = \"fp8-block\"\n[expert]\nsaved.x = { format = \"e4m3\", axis = \"row\", scale = \"amax\" }",
-    );
+    // Columns cannot be made from rows that have F32 scales.
+    let e = error("extends = \"fp8-block\"\n[expert]\nsaved.x = { format = \"e4m3\", scale = \"amax\" }");
     assert!(e.contains("one conversion"), "{e}");
-    let text = "extends = \"fp8-flow\"\n[expert]\nfprop.x = { format = \"e4m3\", axis = \"row\", scale = \"rceil\" }";
-    let e = error(text);
-    assert!(e.contains("expert.fprop.x") && e.contains("from = \"dispatched\""), "{e}");
-    let text = "extends = \"fp8-flow\"\n[linear]\nsaved.x = { format = \"e4m3\", axis = \"row\", scale = \"rceil\", round = \"stochastic\" }";
+    let text = "extends = \"fp8-flow\"\n[linear]\nsaved.x = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }";
     let e = error(text);
     assert!(e.contains("linear.saved.x") && e.contains("for gradients"), "{e}");
+    // One half of a transformed product.
+    let e = error("extends = \"fp8-block\"\n[linear]\nwgrad.dy = { format = \"e4m3\", rht = 64 }");
+    assert!(e.contains("linear.wgrad.dy") && e.contains("the same"), "{e}");
+    let e = error(
+        "extends = \"fp8-block\"\n[linear]\nfprop = { x = { format = \"e4m3\", rht = 64 }, w = { format = \"e4m3\", rht = 64 } }",
+    );
+    assert!(e.contains("linear.") && e.contains("rht") | e.contains("transform"), "{e}");
+}
+
+/// What would be printed and change nothing.
+#[test]
+fn a_key_that_decides_nothing_is_refused_and_told_why() {
+    let e4m3 = "{ format = \"e4m3\", scale = \"rceil\" }";
+    for (recipe, line, parts) in [
+        (
+            "mxfp4-hopper",
+            "[linear]\nwgrad.x = { format = \"e4m3\", from = \"source\" }",
+            ["linear.wgrad.x", "`from`"],
+        ),
+        (
+            "mxfp4-hopper",
+            "[linear]\nwgrad.x = { format = \"e4m3\", axis = \"col\" }",
+            ["linear.wgrad.x", "`axis`"],
+        ),
+        (
+            "fp8-block",
+            "[linear]\nwgrad.x = { format = \"e4m3\", axis = \"row\" }",
+            ["linear.wgrad.x", "`axis`"],
+        ),
+        (
+            "fp8-flow",
+            "[expert]\ndgrad.dy = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
+            ["expert.dgrad.dy", "dispatch.bwd says how to round"],
+        ),
+        (
+            "fp8-flow",
+            "[expert]\nwgrad.dy = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
+            ["expert.wgrad.dy", "round to nearest even"],
+        ),
+        (
+            "mxfp4-hopper",
+            "[expert]\nfprop.x = { format = \"e4m3\", scale = \"floor\" }",
+            ["expert.fprop.x", "`scale` decides nothing"],
+        ),
+        (
+            "fp8-flow",
+            "[linear]\nwgrad.x = { format = \"e4m3\", scale = \"floor\" }",
+            ["linear.wgrad.x", "`scale` decides nothing"],
+        ),
+        (
+            "bf16",
+            "[expert]\ncombine.fwd = { format = \"bf16\" }",
+            ["expert.combine.fwd", "as the activations"],
+        ),
+        (
+            "bf16",
+            "[expert]\ncombine.bwd = { format = \"bf16\" }",
+            ["expert.combine.bwd", "as the activations"],
+        ),
+        ("fp8-flow", &format!("[linear]\ndgrad.w = {e4m3}"), ["linear.dgrad.w", "fprop.w says how"]),
+        ("fp8-flow", &format!("[linear]\ndispatch.fwd = {e4m3}"), ["linear.dispatch.fwd", "only experts"]),
+        ("fp8-flow", &format!("[linear]\nfprop.a = {e4m3}"), ["linear.fprop.a", "down_proj"]),
+        (
+            "bf16",
+            "[linear]\nsaved.x = { format = \"bf16\", scale = \"rceil\" }",
+            ["linear.saved.x", "no blocks"],
+        ),
+        (
+            "bf16",
+            "[linear]\nsaved.x = { format = \"bf16\", by = \"requantize\" }",
+            ["linear.saved.x", "plain"],
+        ),
+        (
+            "fp8-flow",
+            "[expert]\nfprop.x = { format = \"e4m3\", scale = \"rceil\", by = \"requantize\" }",
+            ["expert.fprop.x", "as it stands"],
+        ),
+        ("bf16", "[router]\nfprop.x = { format = \"bf16\" }", ["router.fprop.x", "multiplies in F32"]),
+        ("bf16", "[[override]]\nlayers = \"*\"", ["override", "without `set`"]),
+        ("bf16", "[[override]]\nset = {}", ["override", "empty"]),
+        (
+            "fp8-block",
+            "[[override]]\nproducts = \"wgrad\"\nset.linear.fprop.x = { format = \"bf16\" }",
+            ["override.set.linear.fprop.x", "products"],
+        ),
+        (
+            "bf16",
+            "[[override]]\nproducts = \"combine\"\nset.recipe = \"f32\"",
+            ["override.products", "no product"],
+        ),
+    ] {
+        let e = error(&format!("extends = \"{recipe}\"\n{line}"));
+        assert!(parts.iter().all(|part| e.contains(part)), "{recipe} {line}: {e}");
+    }
+}
+
+/// The same decisions, the same recipe: what a tensor is made from follows from its place.
+#[test]
+fn what_is_made_from_the_saved_input_says_so() {
+    let base = Recipe::builtin("mxfp4-hopper").unwrap();
+    let text = "extends = \"mxfp4-hopper\"\n[linear]\nwgrad.x = { format = \"e4m3\", scale = \"rceil\" }";
+    let mine = Recipe::parse("mine", text).unwrap();
+    assert_eq!((mine.linear, mine.requantizations()), (base.linear, base.requantizations()));
+    for line in [
+        "linear.wgrad.x: mxfp4 row rceil → e4m3 col rceil",
+        "expert.wgrad.x: mxfp4 row rceil → e4m3 col rceil",
+        "expert.wgrad.a: mxfp4 row rceil → e4m3 col rceil",
+        "expert.dgrad.dh: mxfp4 row rceil → e4m3 row rceil",
+        "expert.wgrad.dh: mxfp4 row rceil → e4m3 col rceil",
+    ] {
+        assert!(base.requantizations().contains(&line.to_owned()), "{line}: {:#?}", base.requantizations());
+    }
+}
+
+#[test]
+fn second_quantizations_of_overrides_are_listed() {
+    let text = "extends = \"bf16\"\n[[override]]\nlayers = \"*.experts\"\nset.recipe = \"fp8-flow\"";
+    let list = Recipe::parse("mine", text).unwrap().requantizations();
+    assert!(list.iter().any(|l| l.starts_with("override of *.experts: expert.wgrad.x")), "{list:?}");
+}
+
+#[test]
+fn one_product_may_be_a_string() {
+    let text = |products: &str| {
+        format!("extends = \"fp8-block\"\n[[override]]\nproducts = {products}\nset.recipe = \"bf16\"")
+    };
+    let [one, list] = [text("\"wgrad\""), text("[\"wgrad\"]")].map(|t| Recipe::parse("m", &t).unwrap());
+    assert_eq!(one, list);
+    let section = one.section(Kind::Linear, "x", 0.5);
+    assert_eq!(section.at(Site::WgradDy).format, Format::Bf16);
+    assert_eq!(section.at(Site::FpropX).format, Format::E4m3);
+    assert!(error(&text("3")).contains("override.products"));
+}
+
+#[test]
+fn an_override_that_reaches_nothing_is_refused_where_the_layers_are_known() {
+    let layer = |kind, name: &str| Layer { kind, name: name.into(), gated: name.ends_with("gate_up_proj") };
+    let layers = [
+        layer(Kind::Linear, "model.layers.0.self_attn.q_proj"),
+        layer(Kind::Router, "model.layers.0.mlp.gate"),
+        layer(Kind::Linear, "model.layers.0.mlp.shared_expert.gate_up_proj"),
+    ];
+    let check = |lines: &str| {
+        let recipe = Recipe::parse("mine", &format!("extends = \"bf16\"\n[[override]]\n{lines}")).unwrap();
+        recipe.sections(&layers).map(drop).map_err(|e| e.to_string())
+    };
+    let h = "set.linear.saved.h = { format = \"mxfp4\" }";
+    assert!(check(&format!("layers = \"*.q_proj\"\n{h}")).unwrap_err().contains("linear.saved.h"));
+    assert_eq!(check(&format!("layers = \"*.shared_expert\"\n{h}")), Ok(()));
+    let whole = "set.recipe = \"fp8-block\"";
+    assert!(check(&format!("layers = \"*.x_proj\"\n{whole}")).unwrap_err().contains("matches no layer"));
+    assert_eq!(check(&format!("layers = [\"*.q_proj\", \"*.gate\"]\n{whole}")), Ok(()));
+    let head = "set.head.fprop.x = { format = \"bf16\" }";
+    assert!(check(&format!("layers = \"*.gate\"\n{head}")).unwrap_err().contains("head.fprop.x"));
+}
+
+#[test]
+fn a_recipe_written_in_full_reads_back_as_itself() {
+    let mine = r#"
+        description = "a \"quoted\" one"
+        extends = "fp8-block"
+        [expert]
+        saved.a = { format = "e4m3", axis = "col" }
+        fprop.a = "fprop.x"
+        [router]
+        fprop.w = { format = "bf16" }
+        [[override]]
+        layers = ["*.experts", "lm_head"]
+        steps = "0.1..0.935"
+        products = "wgrad"
+        set.recipe = "bf16"
+        set.expert.wgrad.a = "wgrad.x"
+    "#;
+    let mine = Recipe::parse("mine", mine).unwrap();
+    for recipe in Recipe::names().map(|name| Recipe::builtin(name).unwrap()).chain([mine]) {
+        let text = recipe.to_toml();
+        assert_eq!(Recipe::parse(&recipe.name, &text).unwrap(), recipe, "{text}");
+    }
 }
 
 #[test]
@@ -62,14 +238,14 @@ fn the_head_is_plain_unless_a_recipe_says_otherwise() {
             (_, DType::F32) => Format::F32,
             (_, DType::Bf16) => Format::Bf16,
         };
-        assert_eq!(sites(&recipe), [format; 6], "{name}");
+        assert_eq!(sites(&recipe), [format; 5], "{name}");
         // How a recipe prints is how a checkpoint knows it.
         assert_eq!(recipe.to_string().contains("[head]"), format == Format::E4m3, "{name}");
     }
     let [with, without] = ["mxfp4-hopper-head8", "mxfp4-hopper"].map(|name| Recipe::builtin(name).unwrap());
     assert_eq!((with.linear, with.expert), (without.linear, without.expert));
     assert_eq!(with.requantizations(), without.requantizations());
-    assert_eq!(sites(&Recipe::parse("mine", "extends = \"f32\"").unwrap()), [Format::F32; 6]);
+    assert_eq!(sites(&Recipe::parse("mine", "extends = \"f32\"").unwrap()), [Format::F32; 5]);
 
     let text = "extends = \"mxfp4-hopper-head8\"\n[[override]]\nlayers = \"lm_head\"\nsteps = \"0.5..1\"\nset = { recipe = \"bf16\" }";
     let recipe = Recipe::parse("mine", text).unwrap();
@@ -88,21 +264,17 @@ fn a_head_that_cannot_be_is_refused_when_read() {
         Recipe::parse("mine", &text).unwrap_err().to_string()
     };
     for (line, parts) in [
-        ("saved.x = { format = \"bf16\" }", ["head.saved", "there are: fprop, dgrad, wgrad"]),
-        ("dispatch.fwd = { format = \"bf16\" }", ["head.dispatch", "there are: fprop, dgrad, wgrad"]),
+        ("saved.x = { format = \"bf16\" }", ["head.saved.x", "decides nothing"]),
+        ("dispatch.fwd = { format = \"bf16\" }", ["head.dispatch.fwd", "only experts"]),
+        ("sent.x = { format = \"bf16\" }", ["head.sent", "there are: fprop, dgrad, wgrad"]),
         (
-            "wgrad.x = { format = \"e4m3\", axis = \"col\", scale = \"rceil\", from = \"saved\" }",
-            ["head.wgrad.x", "cannot be made from Saved"],
-        ),
-        (
-            "dgrad.dy = { format = \"e4m3\", axis = \"row\", scale = \"rceil\", round = \"stochastic\" }",
+            "dgrad.dy = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
             ["head.dgrad.dy", "rounded to nearest"],
         ),
         ("fprop.x = { format = \"bf16\" }", ["head.fprop.x", "fprop.w is e4m3"]),
-        ("wgrad.dy = { format = \"e4m3\", axis = \"row\", scale = \"rceil\" }", ["head.wgrad.dy", "axis"]),
         (
-            "fprop.w = { format = \"e4m3\", axis = \"tile\", scale = \"amax\" }",
-            ["head.dgrad.w", "must equal fprop.w"],
+            "wgrad = { dy = { format = \"e4m3\", rht = 64 }, x = { format = \"e4m3\", rht = 64 } }",
+            ["head.wgrad", "Hadamard"],
         ),
     ] {
         let error = error(line);

@@ -1,6 +1,6 @@
-//! A bad recipe fails when it is read, not at step 4,000.
+//! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
 
-use super::{From, Kind, Recipe, Section, Site};
+use super::{By, Kind, Precision, Recipe, Section, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
@@ -12,8 +12,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     // Every override by itself must leave something the kernels can follow.
     for o in &recipe.overrides {
         for kind in Kind::ALL {
-            let name = o.layers.replace(['*', '?'], "x");
-            section(recipe, kind, &recipe.section(kind, &name, o.steps.0))?;
+            section(recipe, kind, &o.applied(kind, *recipe.of(kind)))?;
         }
     }
     Ok(())
@@ -22,6 +21,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
 struct Check<'a> {
     recipe: &'a Recipe,
     kind: Kind,
+    section: &'a Section,
 }
 
 impl Check<'_> {
@@ -36,132 +36,145 @@ impl Check<'_> {
     fn expect(&self, site: Site, ok: bool, why: &str) -> Result<()> {
         if ok { Ok(()) } else { self.fail(site, why) }
     }
+
+    /// What a site is made from, if that has a representation of its own.
+    fn made_from(&self, site: Site) -> Option<(Site, &Precision)> {
+        self.section.origin(self.kind, site).site().map(|origin| (origin, self.section.at(origin)))
+    }
 }
 
 pub(super) fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
-    let check = Check { recipe, kind };
-    for site in kind.sites() {
+    let check = Check { recipe, kind, section: s };
+    for site in kind.sites().filter(|site| s.written(*site).is_some()) {
         let p = s.at(site);
-        if p.rht.is_some() {
-            check.fail::<()>(site, "no product applies a Hadamard transform yet")?;
-        }
-        let gradient = matches!(site, Site::DgradDy | Site::WgradDy | Site::DispatchBwd);
         let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
-        check.expect(site, gradient || !random, "stochastic rounding is for gradients")?;
+        check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
         let nearest = kind != Kind::Head || !random;
         check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
-        if p.format.is_block() {
-            if let Err(e) = p.codec() {
-                check.fail::<()>(site, e)?;
+        let multiplied = matches!(site.product(), "fprop" | "dgrad" | "wgrad");
+        let stored = matches!(p.format, Format::Mxfp4);
+        let why = "mxfp4 is stored and sent, not multiplied: lift it to e4m3";
+        check.expect(site, !multiplied || !stored, why)?;
+        match (p.format.is_block(), kind) {
+            (true, Kind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
+            (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,
+            (false, Kind::Router) => {}
+            (false, _) if p.dtype() != Some(recipe.activations) => {
+                let (is, all) = (p.format, recipe.activations);
+                check.fail(site, format!("is {is}, while activations between products are {all}"))?;
             }
-        } else if p.dtype() != Some(recipe.activations) {
-            let why =
-                format!("is {}, while activations between products are {}", p.format, recipe.activations);
-            check.fail::<()>(site, why)?;
+            (false, _) => {}
         }
     }
-    axes(&check, s)?;
-    for (a, b) in [(Site::FpropX, Site::FpropW), (Site::DgradDy, Site::DgradW), (Site::WgradDy, Site::WgradX)]
-    {
-        let (pa, pb) = (s.at(a), s.at(b));
+    if kind == Kind::Router {
+        return Ok(());
+    }
+    products(&check)?;
+    transforms(&check)?;
+    kind.sites().try_for_each(|site| conversion(&check, site))
+}
+
+/// Both operands of a product fit.
+fn products(check: &Check<'_>) -> Result<()> {
+    use Site::*;
+    let of_experts = [(FpropX, FpropW), (DgradDh, FpropW), (WgradDh, WgradX), (FpropA, FpropW)];
+    let second = [(DgradDy, FpropW), (WgradDy, WgradA)];
+    let dense = [(FpropX, FpropW), (DgradDy, FpropW), (WgradDy, WgradX)];
+    let pairs: Vec<_> = match check.kind {
+        Kind::Expert => of_experts.into_iter().chain(second).collect(),
+        _ => dense.to_vec(),
+    };
+    for (a, b) in pairs {
+        let (pa, pb) = (check.section.at(a), check.section.at(b));
         let pair = pa.format.is_block() == pb.format.is_block()
             && (pa.format.is_block() || pa.format == pb.format)
             && pa.format.spec().block == pb.format.spec().block;
+        let (is, other) = (pa.format, pb.format);
         let why = format!(
-            "is {}, but {} is {}: both operands must be plain and equal, or have the same block",
-            pa.format,
-            b.key(),
-            pb.format
+            "is {is}, but {} is {other}: both operands must be plain and equal, or have the same block",
+            b.key()
         );
         check.expect(a, pair, &why)?;
-    }
-    check.expect(
-        Site::DgradW,
-        s.at(Site::DgradW).same_bits(s.at(Site::FpropW)),
-        "must equal fprop.w: one quantized weight, in two orders, serves both products",
-    )?;
-    origins(&check, s)
-}
-
-fn axes(check: &Check<'_>, s: &Section) -> Result<()> {
-    for (site, axis) in [
-        (Site::FpropX, BlockAxis::Row),
-        (Site::FpropW, BlockAxis::Tile),
-        (Site::DgradDy, BlockAxis::Row),
-        (Site::DgradW, BlockAxis::Tile),
-        (Site::WgradDy, BlockAxis::Col),
-        (Site::WgradX, BlockAxis::Col),
-        (Site::SavedH, BlockAxis::Row),
-        (Site::DispatchFwd, BlockAxis::Row),
-        (Site::DispatchBwd, BlockAxis::Row),
-    ] {
-        let p = s.at(site);
-        let ok = !p.format.is_block() || p.axis == axis;
-        check.expect(site, ok, &format!("must have axis {axis:?}: its blocks run along the contraction"))?;
-        let multiplied = matches!(site.product(), "fprop" | "dgrad" | "wgrad");
-        check.expect(
-            site,
-            !multiplied || !matches!(p.format, Format::Mxfp4),
-            "mxfp4 is stored and sent, not multiplied: lift it to e4m3",
-        )?;
-    }
-    for site in [Site::CombineFwd, Site::CombineBwd] {
-        check.expect(
-            site,
-            !s.at(site).format.is_block(),
-            "expert outputs and input gradients travel plain",
-        )?;
+        let why = format!(
+            "has the transform {:?} and {} {:?}: both operands of a product must have the same",
+            pa.rht,
+            b.key(),
+            pb.rht
+        );
+        check.expect(a, pa.rht == pb.rht, &why)?;
     }
     Ok(())
 }
 
-/// What is made from something already quantized must be reachable by one conversion; where rows arrive quantized,
-/// nothing can be made from their source.
-fn origins(check: &Check<'_>, s: &Section) -> Result<()> {
-    for (wire, sites) in [
-        (Site::DispatchFwd, [Site::FpropX, Site::SavedX]),
-        (Site::DispatchBwd, [Site::DgradDy, Site::WgradDy]),
-    ] {
-        if check.kind == Kind::Expert && s.at(wire).format.is_block() {
-            for site in sites {
-                let why = format!(
-                    "experts have only what arrived, {} by {}: write from = \"dispatched\"",
-                    s.at(wire),
-                    wire.key()
-                );
-                check.expect(site, s.at(site).from == From::Dispatched, &why)?;
-            }
-        }
-    }
+/// A Hadamard transform runs along the tokens of both operands of wgrad, before they are quantized.
+fn transforms(check: &Check<'_>) -> Result<()> {
     for site in check.kind.sites() {
-        let p = s.at(site);
-        let (origin_site, allowed) = match (site, p.from) {
-            (_, From::Source) => continue,
-            (Site::WgradX, From::Saved) => (Site::SavedX, check.kind != Kind::Head),
-            (Site::FpropX | Site::SavedX, From::Dispatched) => {
-                (Site::DispatchFwd, check.kind == Kind::Expert)
-            }
-            (Site::DgradDy | Site::WgradDy, From::Dispatched) => {
-                (Site::DispatchBwd, check.kind == Kind::Expert)
-            }
-            _ => (site, false),
-        };
-        if !allowed {
-            check.fail::<()>(site, format!("cannot be made from {:?} here", p.from))?;
+        let p = check.section.at(site);
+        if p.rht.is_none() {
+            continue;
         }
-        let origin = s.at(origin_site);
-        let converted = origin.format.is_block() && !p.same_bits(origin);
         check.expect(
             site,
-            !converted || p.round != Rounding::NearestAway,
-            "conversions between block formats round to nearest even",
+            check.kind != Kind::Head,
+            "the head's fused loss applies no Hadamard transform",
         )?;
-        // Codes of E4M3 are moved from one power of two to another; MXFP4's scales are made anew.
-        let powers = origin.scale != ScaleRule::Amax && p.scale != ScaleRule::Amax;
-        let known = CONVERSIONS.contains(&(origin.format, p.format, p.axis)) && origin.axis == BlockAxis::Row;
-        let convertible = !converted || known && (powers || p.format != Format::E4m3);
-        let why = format!("{p} cannot be made from {} ({origin}) by one conversion", origin_site.key());
-        check.expect(site, convertible, &why)?;
+        let kept = match site {
+            Site::SavedX => p.same_bits(check.section.at(Site::WgradX)),
+            Site::SavedA => p.same_bits(check.section.at(Site::WgradA)),
+            _ => site.axis() == BlockAxis::Col,
+        };
+        let why = "a Hadamard transform is for both operands of wgrad, along the tokens that it contracts";
+        check.expect(site, kept, why)?;
     }
     Ok(())
+}
+
+/// What is made from something already quantized must be reachable by one conversion, and say nothing that this decides.
+fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
+    let p = check.section.at(site);
+    let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())
+    else {
+        let written = check.section.written(site).is_some_and(|p| p.by == By::Requantize);
+        return check.expect(site, !written, "`by` decides nothing: it is made of a plain tensor");
+    };
+    let made = format!("{} ({origin})", origin_site.key());
+    let refuse = |why: String| check.fail::<()>(site, why);
+    match p.by {
+        By::Requantize if !p.format.is_block() => {
+            return refuse(format!("`by` decides nothing: it is {made} dequantized"));
+        }
+        By::Requantize if p.same_bits(origin) && p.round == origin.round => {
+            return refuse(format!("`by` decides nothing: it is {made} as it stands"));
+        }
+        By::Requantize => return Ok(()),
+        By::Transcode if !p.format.is_block() => return Ok(()),
+        By::Transcode => {}
+    }
+    if p.same_bits(origin) {
+        let why = format!(
+            "`round` decides nothing: it is {made} as it stands; {} says how to round",
+            origin_site.key()
+        );
+        return check.expect(site, p.round == origin.round, &why);
+    }
+    let why = "`round` decides nothing: conversions between block formats round to nearest even; \
+               by = \"requantize\" rounds as it is told";
+    check.expect(site, p.round == Rounding::NearestEven, why)?;
+    let powers = origin.scale != ScaleRule::Amax;
+    let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
+    // Codes of E4M3 are moved from one power of two to another; MXFP4's scales are made anew.
+    let known = rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));
+    let (convertible, scale) = match (origin.format, p.format) {
+        (Format::Mxfp4, _) => (known, Some(ScaleRule::Rceil)),
+        (_, Format::E4m3) => (known && powers, Some(origin.scale)),
+        _ => (known, None),
+    };
+    if !convertible {
+        return refuse(format!("{p} cannot be made from {made} by one conversion; by = \"requantize\" can"));
+    }
+    let why = format!(
+        "`scale` decides nothing: its scales follow from those of {made}; write scale = \"{}\"",
+        scale.unwrap_or(p.scale)
+    );
+    check.expect(site, scale.is_none_or(|scale| scale == p.scale), &why)
 }

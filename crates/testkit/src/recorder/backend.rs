@@ -183,6 +183,6 @@ impl Event {
         inputs: [u64; I],
         outputs: [u64; O],
     ) -> Self {
-        Self { op, arguments, inputs: inputs.to_vec(), outputs: outputs.to_vec() }
+        Self { op, arguments, inputs: inputs.to_vec(), outputs: outputs.to_vec(), ..Self::default() }
     }
 }

@@ -4,6 +4,7 @@ use super::buf::{Buf, Cell, Output};
 use super::fault::{Struck, spoil};
 use super::mapping::{Made, Open, Over, Plane, Seal, Store, Wrap};
 use super::{Event, Mode, Recorder, Recordings, Shared};
+use nibble_core::recipe::Form;
 use nibble_core::{Backend, Data, Plain, Result, Tensor};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -76,6 +77,10 @@ pub(super) struct Op<B: Backend> {
     writes: Vec<Output<B>>,
     /// What it returns.
     made: Vec<Output<B>>,
+    /// Which of what it reads and of what it returns are elements of tensors, by their places, and of which form.
+    forms: [Vec<(usize, Form)>; 2],
+    /// Forms that it makes and keeps to itself, with the tensor's name.
+    inside: Vec<(&'static str, Form)>,
     /// Whether it computes something: what only allocates or shares is neither noted nor poisoned.
     computes: bool,
 }
@@ -92,7 +97,11 @@ impl<B: Backend> Recorder<B> {
         let told = self.is_watched() || self.shared.is_recording();
         let arguments = if told { format!("{arguments:?}") } else { String::new() };
         let (reads, writes, made) = (Vec::new(), Vec::new(), Vec::new());
-        Call { recorder: self, op: Op { name, arguments, reads, writes, made, computes: true } }
+        let (forms, inside) = (Default::default(), Vec::new());
+        Call {
+            recorder: self,
+            op: Op { name, arguments, reads, writes, made, forms, inside, computes: true },
+        }
     }
 
     /// Executes recorded work.
@@ -121,11 +130,20 @@ impl<B: Backend> Recorder<B> {
             return Ok(());
         }
         let outputs = [&op.made[..], &op.writes].concat();
-        self.note(|| Event {
-            op: op.name,
-            arguments: op.arguments.clone(),
-            inputs,
-            outputs: outputs.iter().map(|output| output.cell.id()).collect(),
+        self.note(|| {
+            let written: Vec<u64> = outputs.iter().map(|output| output.cell.id()).collect();
+            let of = |ids: &[u64], forms: &[(usize, Form)]| {
+                forms.iter().filter_map(|(at, form)| Some((*ids.get(*at)?, *form))).collect()
+            };
+            Event {
+                op: op.name,
+                arguments: op.arguments.clone(),
+                tensors_read: of(&inputs, &op.forms[0]),
+                tensors_made: of(&written, &op.forms[1]),
+                made_inside: op.inside.clone(),
+                inputs,
+                outputs: written,
+            }
         });
         let strikes = self.shared.lock().fault.as_mut().is_some_and(|fault| fault.strikes(op.name));
         if strikes {
@@ -137,10 +155,11 @@ impl<B: Backend> Recorder<B> {
     }
 
     /// New handles for what the inner backend returned.
-    fn wrap<M: Made<B>>(&self, made: &M) -> Result<(M::Wrapped, Vec<Output<B>>)> {
-        let mut wrap = Wrap { recorder: self, made: Vec::new() };
+    #[allow(clippy::type_complexity)] // what `Wrap` holds at the end, and what it was for
+    fn wrap<M: Made<B>>(&self, made: &M) -> Result<(M::Wrapped, Vec<Output<B>>, Vec<(usize, Form)>)> {
+        let mut wrap = Wrap { recorder: self, made: Vec::new(), forms: Vec::new() };
         let wrapped = made.wrapped(&mut wrap)?;
-        Ok((wrapped, wrap.made))
+        Ok((wrapped, wrap.made, wrap.forms))
     }
 }
 
@@ -153,7 +172,12 @@ impl<B: Backend> Call<'_, B> {
 
     /// Something to be read.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
-        x.mapped(&mut Seal(&mut self.op.reads))
+        x.mapped(&mut Seal { cells: &mut self.op.reads, forms: &mut self.op.forms[0] })
+    }
+
+    /// It makes these forms of tensors on its way, and returns none of them.
+    pub fn makes_inside(&mut self, forms: impl IntoIterator<Item = (&'static str, Form)>) {
+        self.op.inside.extend(forms);
     }
 
     /// Something to be written in place; a copy of its own first, if another handle shares it.
@@ -174,16 +198,16 @@ impl<B: Backend> Call<'_, B> {
         let is_recording = recorder.shared.is_recording();
         if !is_recording && recorder.shared.mode != Mode::EachReplayed {
             let inputs = recorder.inputs(&op);
-            let (wrapped, made) = recorder.wrap(&run(&recorder.inner, Run::Real)?)?;
-            op.made = made;
+            let (wrapped, made, forms) = recorder.wrap(&run(&recorder.inner, Run::Real)?)?;
+            (op.made, op.forms[1]) = (made, forms);
             recorder.executed(&op, inputs)?;
             return Ok(wrapped);
         }
-        let (wrapped, made) = match M::nothing() {
-            Some(nothing) => (nothing, Vec::new()),
+        let (wrapped, made, forms) = match M::nothing() {
+            Some(nothing) => (nothing, Vec::new(), Vec::new()),
             None => recorder.wrap(&run(&recorder.inner, Run::Dry)?)?,
         };
-        op.made = made.clone();
+        (op.made, op.forms[1]) = (made.clone(), forms);
         let replay = move |b: &B| {
             let out = run(b, Run::Real)?;
             out.wrapped(&mut Store { b, cells: made.iter() }).map(drop)

@@ -4,7 +4,9 @@
 use super::call::{Run, Taken, open};
 use super::mapping::{Mapping, Over, Plane};
 use super::{Buf, Recorder};
+use nibble_core::formats::BlockAxis;
 use nibble_core::ops::*;
+use nibble_core::recipe::Form;
 use nibble_core::{Backend, Convert, Model, Occupancy, Operand, PermuteMap, Products, Result, Tensor};
 use std::convert::identity;
 
@@ -146,6 +148,7 @@ impl<B: Model> Model for Recorder<B> {
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let mut call = self.call("head_loss", &op);
         let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
+        call.makes_inside(head_forms(&codecs));
         let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
         let grad = match grad {
             Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
@@ -186,6 +189,24 @@ impl<B: Model> Model for Recorder<B> {
             b.collect(Collect { entries: &entries, table: &mut *Taken::new(b, &table, run)? })
         })
     }
+}
+
+/// What the head's loss quantizes on its way.
+fn head_forms(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
+    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
+    let mut forms = Vec::new();
+    for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
+        match (rows, cols) {
+            (Some(rows), Some(cols)) if rows == cols => forms.push((tensor, Form::both(rows.format()))),
+            _ => {
+                let axes = [(rows, BlockAxis::Row), (cols, BlockAxis::Col)];
+                let made =
+                    axes.into_iter().filter_map(|(codec, axis)| Some(Form::new(codec?.format(), axis)));
+                forms.extend(made.map(|form| (tensor, form)));
+            }
+        }
+    }
+    forms
 }
 
 /// An [`Entry`] that owns its handles.

@@ -3,6 +3,7 @@
 use super::buf::{Buf, Cell, Element, Output};
 use super::{Recorder, device};
 use nibble_core::ops::*;
+use nibble_core::recipe::Form;
 use nibble_core::{
     Backend, BlockScaled, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
 };
@@ -11,6 +12,8 @@ use std::sync::Arc;
 /// What becomes of each buffer.
 pub(super) trait Mapping<A: Backend, C: Backend> {
     fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
+    /// The buffer that comes next holds the elements of a tensor of this form.
+    fn elements(&mut self, _form: Form) {}
     /// A plane of E8M0 scales.
     fn e8m0(&mut self, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
         self.buf(buf)
@@ -68,6 +71,7 @@ macro_rules! over {
 }
 
 over!(Tensor, |x, m| {
+    m.elements(x.dtype().into());
     let data = match &x.data {
         Data::F32(buf) => Data::F32(m.buf(buf)?),
         Data::Bf16(buf) => Data::Bf16(m.buf(buf)?),
@@ -75,6 +79,7 @@ over!(Tensor, |x, m| {
     Tensor { data, rows: x.rows, cols: x.cols }
 });
 over!(BlockScaled, |x, m| {
+    m.elements(Form::new(x.format, x.axis));
     let codes = m.buf(&x.codes)?;
     let scales = match &x.scales {
         Scales::E8m0(scales) => Scales::E8m0(m.e8m0(scales)?),
@@ -196,13 +201,21 @@ impl<B: Backend> Made<B> for () {
     }
 }
 
-/// Handles that own nothing, and a list of their cells: what recorded work keeps of its arguments.
-pub(super) struct Seal<'a, B: Backend>(pub &'a mut Vec<Arc<Cell<B>>>);
+/// Handles that own nothing, and a list of their cells: what recorded work keeps of its arguments. Beside it the cells that hold
+/// elements of tensors, by their places in that list.
+pub(super) struct Seal<'a, B: Backend> {
+    pub cells: &'a mut Vec<Arc<Cell<B>>>,
+    pub forms: &'a mut Vec<(usize, Form)>,
+}
 
 impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
     fn buf<T: Plain>(&mut self, buf: &Buf<T, B>) -> Result<Buf<T, B>> {
-        self.0.push(buf.cell.clone());
+        self.cells.push(buf.cell.clone());
         Ok(buf.unowned())
+    }
+
+    fn elements(&mut self, form: Form) {
+        self.forms.push((self.cells.len(), form));
     }
 }
 
@@ -219,6 +232,8 @@ impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
 pub(super) struct Wrap<'a, B: Backend> {
     pub recorder: &'a Recorder<B>,
     pub made: Vec<Output<B>>,
+    /// Which of them hold elements of tensors, by their places.
+    pub forms: Vec<(usize, Form)>,
 }
 
 impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
@@ -226,6 +241,10 @@ impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
         let wrapped = Buf::new(self.recorder, buf)?;
         self.made.push(wrapped.output());
         Ok(wrapped)
+    }
+
+    fn elements(&mut self, form: Form) {
+        self.forms.push((self.made.len(), form));
     }
 
     fn e8m0(&mut self, buf: &B::Buf<u8>) -> Result<Buf<u8, B>> {

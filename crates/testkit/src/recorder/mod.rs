@@ -23,13 +23,16 @@ mod call;
 mod fault;
 mod kernels;
 mod mapping;
+mod trace;
 
 pub use buf::Buf;
 pub use call::Recording;
 pub use fault::{Point, Struck};
+pub use trace::traced;
 
 use call::Entry;
 use fault::Fault;
+use nibble_core::recipe::Form;
 use nibble_core::{Backend, Error};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -84,7 +87,7 @@ pub struct Recordings {
 }
 
 /// An operation or a transfer, as it was executed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Event {
     /// The operation's name, such as `gemm`; a method of [`Backend`] for what moves or clears bytes.
     pub op: &'static str,
@@ -94,6 +97,12 @@ pub struct Event {
     pub inputs: Vec<u64>,
     /// Of what it wrote: its results, then what it wrote in place.
     pub outputs: Vec<u64>,
+    /// Those inputs that are elements of tensors which it only reads, and their forms.
+    pub tensors_read: Vec<(u64, Form)>,
+    /// The same of its results.
+    pub tensors_made: Vec<(u64, Form)>,
+    /// Forms of tensors that it made and did not return, with the tensor's name.
+    pub made_inside: Vec<(&'static str, Form)>,
 }
 
 impl Event {

@@ -6,7 +6,7 @@
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
 //!   config.json         the model, as `transformers` reads it
 //!   tokenizer.json
-//!   state.json          step, tokens, seed, cursor, schedule, recipe; length and SHA-256 of the files above, and its own
+//!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
 //! ```
 //!
 //! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A

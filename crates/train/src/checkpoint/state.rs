@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 use super::files::sha256_hex;
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
+use nibble_core::Recipe;
 
 /// Name of the file, written last: a directory without it is no checkpoint.
 pub(super) const STATE_FILE: &str = "state.json";
 
 /// Version of the layout; a program reads only its own.
-const LAYOUT: u32 = 1;
+const LAYOUT: u32 = 2;
 
 /// Where a run stood. Random numbers need no state: they are functions of seed, step and element.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,12 +30,23 @@ pub struct Position {
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,
-    /// SHA-256 of the recipe as it prints: a recipe file may change under its name.
-    pub recipe_sha256: String,
+    /// The recipe in full, as TOML: it is the run's own, whatever becomes of a file that it was read from.
+    #[serde(default)] // so that an older file is told by its layout
+    pub recipe_toml: String,
     /// SHA-256 of the data, held-out part included.
     pub data_sha256: String,
     /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
     pub config: String,
+}
+
+impl Position {
+    /// The recipe that the run has been trained under.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Recipe`] for one that this program cannot follow.
+    pub fn resolved_recipe(&self) -> Result<Recipe> {
+        Ok(Recipe::parse(&self.recipe, &self.recipe_toml)?)
+    }
 }
 
 /// One file of a checkpoint, as it was written.

@@ -7,7 +7,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
 use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionDecode, AttentionOut};
-use nibble_core::recipe::Kind;
+use nibble_core::recipe::{Kind, Section, Site};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
 
@@ -85,9 +85,12 @@ impl<B: Kernels> KvCache<B> {
     }
 }
 
+/// What queries, keys and values have of their input, one each; those whose recipes agree share it.
+type PerProjection<B> = [Operand<B>; 3];
+
 /// Queries, keys and values of some tokens, and what is kept of making them.
 struct Projected<B: Kernels> {
-    x: Operand<B>,
+    x: PerProjection<B>,
     /// Normed and rotated.
     q: Tensor<B>,
     q_norm: NormSaved<B>,
@@ -121,8 +124,8 @@ pub fn copy_rows<B: Kernels>(
 #[derive(Debug)]
 pub struct AttentionSaved<B: Kernels> {
     layer: String,
-    /// The input of queries, keys and values, once for all three.
-    x: Operand<B>,
+    /// The input of queries, keys and values: the same buffers for all three, unless their recipes differ.
+    x: PerProjection<B>,
     q_norm: NormSaved<B>,
     k_norm: NormSaved<B>,
     /// Normed and rotated queries and keys, unless they are made again.
@@ -135,7 +138,7 @@ pub struct AttentionSaved<B: Kernels> {
 
 impl<B: Kernels> Saved for AttentionSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.operand(&self.layer, "x", &self.x);
+        self.x.iter().for_each(|x| ledger.operand(&self.layer, "x", x));
         self.q_norm.ledger(ledger);
         self.k_norm.ledger(ledger);
         for (kind, heads) in ["q", "k"].into_iter().zip(self.heads.iter().flatten()) {
@@ -165,7 +168,7 @@ impl<B: Kernels> Attention<B> {
         let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
             let weight_name = format!("{name}.{part}.weight");
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: activations, kind: Kind::Linear })
+            Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: Kind::Linear })
         };
         let (d, q_cols, kv_cols) =
             (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
@@ -194,14 +197,34 @@ impl<B: Kernels> Attention<B> {
         linears.into_iter().chain([&mut self.q_norm.weight, &mut self.k_norm.weight]).collect()
     }
 
+    /// Which of queries, keys and values take the same input, since their recipes agree at these sites: for each of them its
+    /// section, an earlier one with the same, if there is one, and the name of what is made: that of the whole where all agree.
+    fn sharing(&self, cx: &Cx<'_, B>, sites: &[Site], whole: &str) -> Vec<(String, Option<usize>, Section)> {
+        let projections = [&self.q, &self.k, &self.v];
+        let sections = projections.map(|projection| projection.section(cx));
+        let agree = |i: usize, j: usize| sites.iter().all(|s| sections[i].at(*s) == sections[j].at(*s));
+        let all = agree(0, 1) && agree(0, 2);
+        let of = |i: usize| {
+            let name = if all { whole } else { projections[i].site() };
+            (name.to_owned(), (0..i).find(|j| agree(*j, i)), sections[i])
+        };
+        (0..3).map(of).collect()
+    }
+
     /// Queries, keys and values of tokens from this position on, and what is kept of making them.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let groups = cx.training.then_some(&cx.shards.groups);
-        let input = Input::new(cx, &self.name, &cx.section(Kind::Linear, &self.name), x_td, groups)?;
-        let Input { fprop, saved: x } = input;
-        let [q, k, v] =
-            [self.q.product(cx, &fprop)?, self.k.product(cx, &fprop)?, self.v.product(cx, &fprop)?];
-        drop(fprop);
+        let mut inputs: Vec<Input<B>> = Vec::with_capacity(3);
+        for (layer, like, section) in self.sharing(cx, &[Site::FpropX, Site::SavedX], &self.name) {
+            inputs.push(match like {
+                Some(like) => inputs[like].clone(),
+                None => Input::new(cx, (&layer, &self.name), &section, x_td, groups)?,
+            });
+        }
+        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].fprop);
+        let [q, k, v] = [product(&self.q, 0)?, product(&self.k, 1)?, product(&self.v, 2)?];
+        let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
+        drop(inputs);
         let turn = Turn { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
         let (q, q_norm) = self.q_norm.heads(cx, q, &turn)?;
         let (k, k_norm) = self.k_norm.heads(cx, k, &turn)?;
@@ -284,13 +307,20 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         let grads = op.run(cx.b)?;
         let dq = self.q_norm.heads_gradient(cx, saved.q_norm, grads.dq, &turn)?;
         let dk = self.k_norm.heads_gradient(cx, saved.k_norm, grads.dk, &turn)?;
-        // One lift for all three. It has a name of its own, and so random bits, should it draw any.
-        let section = cx.section(Kind::Linear, &self.name);
-        let x = wgrad_x(cx, &format!("{}.qkv", self.name), &section, &saved.x, &cx.shards.groups)?;
+        // One lift for all whose recipes agree. It has a name of its own, and so random bits, should it draw any.
+        let whole = format!("{}.qkv", self.name);
+        let mut inputs: Vec<Operand<B>> = Vec::with_capacity(3);
+        let sites = [Site::FpropX, Site::SavedX, Site::WgradX];
+        for (i, (layer, like, section)) in self.sharing(cx, &sites, &whole).into_iter().enumerate() {
+            inputs.push(match like {
+                Some(like) => inputs[like].clone(),
+                None => wgrad_x(cx, (&layer, &self.name), &section, &saved.x[i], &cx.shards.groups)?,
+            });
+        }
         drop(saved.x);
-        let of_q = self.q.gradients(cx, &x, &dq)?;
-        let of_k = self.k.gradients(cx, &x, &dk)?;
-        let of_v = self.v.gradients(cx, &x, &grads.dv)?;
+        let of_q = self.q.gradients(cx, &self.name, &inputs[0], &dq)?;
+        let of_k = self.k.gradients(cx, &self.name, &inputs[1], &dk)?;
+        let of_v = self.v.gradients(cx, &self.name, &inputs[2], &grads.dv)?;
         Add { a: &of_q, b: &of_k, plus: Some(&of_v) }.run(cx.b)
     }
 }

@@ -5,14 +5,14 @@
 //! size of the input.
 
 use super::Linear;
-use crate::cx::{Cx, Pass};
+use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Writes;
 use crate::record::Conversion;
 use nibble_core::formats::Codec;
-use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, Planes};
+use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Result, Tensor};
 
 /// The gradient of the head's input, made in the forward pass.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl<B: Kernels> Linear<B> {
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let layer = self.site().to_owned();
-        let codecs = self.codecs(cx, &layer)?;
+        let codecs = self.codecs(cx)?;
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
         let chunk = cx.b.head_chunk(w.rows());
         let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
@@ -70,43 +70,23 @@ impl<B: Kernels> Linear<B> {
         Ok((out, HeadSaved { layer, dx }))
     }
 
-    /// What a pass with gradients quantizes, which is noted. All of it in the forward pass.
-    fn codecs(&self, cx: &Cx<'_, B>, layer: &str) -> Result<HeadCodecs> {
+    /// What a pass with gradients quantizes. All of it in the forward pass.
+    fn codecs(&self, cx: &Cx<'_, B>) -> Result<HeadCodecs> {
         let section = self.section(cx);
-        let codecs = HeadCodecs {
+        Ok(HeadCodecs {
             fprop_x: codec(&section, Site::FpropX)?,
             dgrad_dy: codec(&section, Site::DgradDy)?,
             wgrad_dy: codec(&section, Site::WgradDy)?,
             wgrad_x: codec(&section, Site::WgradX)?,
-        };
-        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
-        for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
-            let made = match (rows, cols) {
-                (Some(rows), Some(cols)) if rows == cols => vec![(rows, "rows and columns")],
-                (rows, cols) => {
-                    let [rows, cols] =
-                        [rows.map(|codec| (codec, "rows")), cols.map(|codec| (codec, "columns"))];
-                    rows.into_iter().chain(cols).collect()
-                }
-            };
-            for (codec, planes) in made {
-                let to = format!("{} {planes}", codec.format());
-                cx.note(Pass::Forward, layer, "head_loss+quantize", tensor, cx.activations(), to);
-            }
-        }
-        Ok(codecs)
+        })
     }
 
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let to = section.at(Site::FpropX);
-        let x = match to.format.is_block() {
-            true => cx
-                .quantize(Pass::Forward, self.site(), "x", &x, to, Planes::Rows, None)?
-                .take_rows("logits")?,
-            false => Operand::Plain(x),
-        };
+        let at = Place { layer: self.site(), tensor: "x", linear: self.site() };
+        let x = cx.form(at, &x, to, None)?;
         Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)
     }
 }

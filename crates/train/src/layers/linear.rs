@@ -1,12 +1,11 @@
 //! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
 
 use super::Layer;
-use crate::cx::{Cx, Pass};
+use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{Gemm, Planes};
-use nibble_core::recipe::{Kind, Precision, Section, Site};
+use nibble_core::ops::Gemm;
+use nibble_core::recipe::{Kind, Section, Site};
 use nibble_core::{DType, Groups, LayerKernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
@@ -20,35 +19,24 @@ pub struct Input<B: LayerKernels> {
 
 impl<B: LayerKernels> Input<B> {
     /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits, counts and the
-    /// trace know it; `groups` are the ragged rows of the contraction in wgrad.
+    /// trace know it, `linear` by what a transform's signs do; `groups` are the ragged rows of the contraction in wgrad.
     pub fn new(
         cx: &Cx<'_, B>,
-        layer: &str,
+        (layer, linear): (&str, &str),
         section: &Section,
         x_tk: &Tensor<B>,
         groups: Option<&Groups<B>>,
     ) -> Result<Self> {
+        let at = Place { layer, tensor: "x", linear };
         let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
-        let quantize =
-            |to: &Precision, planes| cx.quantize(Pass::Forward, layer, "x", x_tk, to, planes, groups);
-        let rows = |to: &Precision| match to.dtype() {
-            Some(dtype) => cx.cast(x_tk, dtype).map(Operand::Plain),
-            None => quantize(to, Planes::Rows)?.take_rows("linear"),
+        let (fprop, saved) = match cx.training {
+            true => cx.forms(at, x_tk, fprop, saved, groups)?,
+            false => {
+                let fprop = cx.form(at, x_tk, fprop, groups)?;
+                (fprop.clone(), fprop)
+            }
         };
-        if !cx.training || (saved.same_bits(fprop) && saved.round == fprop.round) {
-            let fprop = rows(fprop)?;
-            return Ok(Self { saved: fprop.clone(), fprop });
-        }
-        let one_read =
-            fprop.format == saved.format && fprop.scale == saved.scale && fprop.round == saved.round;
-        if one_read && fprop.format.is_block() {
-            let both = quantize(fprop, Planes::Both)?;
-            return Ok(Self { fprop: both.take_rows("linear")?, saved: both.take_cols("linear")? });
-        }
-        let by_columns = saved.format.is_block() && saved.axis == BlockAxis::Col;
-        let saved =
-            if by_columns { quantize(saved, Planes::Cols)?.take_cols("linear")? } else { rows(saved)? };
-        Ok(Self { fprop: rows(fprop)?, saved })
+        Ok(Self { fprop, saved })
     }
 }
 
@@ -99,7 +87,7 @@ impl<B: LayerKernels> Linear<B> {
     /// The forward pass up to its product: what fprop multiplies, and what is kept.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let groups = cx.training.then_some(&cx.shards.groups);
-        let x = Input::new(cx, self.site(), &self.section(cx), x_tk, groups)?;
+        let x = Input::new(cx, (self.site(), self.site()), &self.section(cx), x_tk, groups)?;
         Ok((x.fprop, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
     }
 
@@ -108,11 +96,20 @@ impl<B: LayerKernels> Linear<B> {
         Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)
     }
 
-    /// dX, and the weight's gradient, from an input that other layers may share, as wgrad takes it.
-    pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
+    /// dX, and the weight's gradient, from an input that other layers may share, as wgrad takes it; `linear` is the name
+    /// that those share.
+    pub fn gradients(
+        &mut self,
+        cx: &Cx<'_, B>,
+        linear: &str,
+        x: &Operand<B>,
+        dy_tn: &Tensor<B>,
+    ) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let groups = &cx.shards.groups;
-        let (rows, cols) = gradient_operands(cx, self.site(), "dy", &section, dy_tn, groups)?;
+        let at = Place { layer: self.site(), tensor: "dy", linear };
+        let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
+        let (rows, cols) = cx.forms(at, dy_tn, dgrad, wgrad, Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
         Ok(dx_tk)
@@ -130,56 +127,23 @@ impl<B: LayerKernels> Layer<B> for Linear<B> {
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
-        let x = wgrad_x(cx, self.site(), &self.section(cx), &saved.x, &cx.shards.groups)?;
+        let site = self.site();
+        let x = wgrad_x(cx, (site, site), &self.section(cx), &saved.x, &cx.shards.groups)?;
         drop(saved);
-        self.gradients(cx, &x, &dy_tn)
+        let linear = self.site().to_owned();
+        self.gradients(cx, &linear, &x, &dy_tn)
     }
 }
 
-/// Whether one kernel can make dY's rows for dgrad and its columns for wgrad.
-pub(crate) fn one_read(section: &Section) -> bool {
-    let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-    dgrad.format == wgrad.format && dgrad.scale == wgrad.scale && dgrad.round == wgrad.round
-}
-
-/// The plain gradient `dY` (`tensor` is its name) as dgrad and as wgrad take it.
-pub(crate) fn gradient_operands<B: LayerKernels>(
-    cx: &Cx<'_, B>,
-    layer: &str,
-    tensor: &'static str,
-    section: &Section,
-    dy_tn: &Tensor<B>,
-    groups: &Groups<B>,
-) -> Result<(Operand<B>, Operand<B>)> {
-    let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-    let quantize = |to, planes| cx.quantize(Pass::Backward, layer, tensor, dy_tn, to, planes, Some(groups));
-    match (dgrad.dtype(), wgrad.dtype()) {
-        (None, None) if one_read(section) => {
-            let both = quantize(dgrad, Planes::Both)?;
-            Ok((both.take_rows("dgrad")?, both.take_cols("wgrad")?))
-        }
-        (dgrad_type, wgrad_type) => {
-            let rows = match dgrad_type {
-                Some(dtype) => Operand::Plain(cx.cast(dy_tn, dtype)?),
-                None => quantize(dgrad, Planes::Rows)?.take_rows("dgrad")?,
-            };
-            let cols = match wgrad_type {
-                Some(dtype) => Operand::Plain(cx.cast(dy_tn, dtype)?),
-                None => quantize(wgrad, Planes::Cols)?.take_cols("wgrad")?,
-            };
-            Ok((rows, cols))
-        }
-    }
-}
-
-/// The saved input as wgrad takes it.
+/// The saved input as wgrad takes it. `layer` and `linear` as in [`Input::new`].
 pub(crate) fn wgrad_x<B: LayerKernels>(
     cx: &Cx<'_, B>,
-    layer: &str,
+    (layer, linear): (&str, &str),
     section: &Section,
     saved: &Operand<B>,
     groups: &Groups<B>,
 ) -> Result<Operand<B>> {
     let (origin, to) = (section.at(Site::SavedX), section.at(Site::WgradX));
-    cx.converted(Pass::Backward, layer, "x", saved, origin, to, Some(groups))
+    let at = Place { layer, tensor: "x", linear };
+    cx.converted(at, saved, origin, to, Some(groups))
 }

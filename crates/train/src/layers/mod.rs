@@ -8,8 +8,8 @@ mod norm;
 
 pub use attention::{Attention, AttentionSaved, AttentionShape, KvCache, copy_rows, rope_table};
 pub use head::{HeadInput, HeadSaved};
+pub(crate) use linear::wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
-pub(crate) use linear::{gradient_operands, one_read, wgrad_x};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Norm, NormSaved, Residual, Turn};
 

@@ -18,7 +18,7 @@ use crate::moe::{Moe, MoeShape};
 use crate::param::{Param, Placement, Writes};
 use crate::recompute::Scope;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
-use nibble_core::recipe::Kind;
+use nibble_core::recipe::{self, Kind};
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
@@ -30,21 +30,21 @@ const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
 /// The names by which a recipe's overrides know the layers of a model.
-pub fn layer_names(config: &ModelConfig) -> Vec<(Kind, String)> {
+pub fn layer_names(config: &ModelConfig) -> Vec<recipe::Layer> {
+    let named = |kind, name: String| recipe::Layer { kind, gated: name.ends_with("gate_up_proj"), name };
     let parts = |i: usize| {
-        let mut names = vec![
-            (Kind::Linear, format!("model.layers.{i}.self_attn")),
-            (Kind::Expert, format!("model.layers.{i}.mlp.experts")),
-        ];
+        let linear = |part: &str| named(Kind::Linear, format!("model.layers.{i}.{part}"));
+        let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| linear(&format!("self_attn.{p}")));
+        let mut layers = attention.to_vec();
+        layers.push(named(Kind::Router, format!("model.layers.{i}.mlp.gate")));
+        layers.push(named(Kind::Expert, format!("model.layers.{i}.mlp.experts")));
         if config.shared_ffn > 0 {
-            for part in ["gate_up_proj", "down_proj"] {
-                names.push((Kind::Linear, format!("model.layers.{i}.mlp.shared_expert.{part}")));
-            }
+            layers.extend(["gate_up_proj", "down_proj"].map(|p| linear(&format!("mlp.shared_expert.{p}"))));
         }
-        names
+        layers
     };
     let head = if config.tie_embeddings { EMBED } else { HEAD };
-    (0..config.layers).flat_map(parts).chain([(Kind::Head, head.to_owned())]).collect()
+    (0..config.layers).flat_map(parts).chain([named(Kind::Head, head.to_owned())]).collect()
 }
 
 /// The whole decoder.

@@ -2,13 +2,13 @@
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
 use super::{MoeShape, Plan};
-use crate::cx::{Cx, Pass, emit};
-use crate::layers::{Input, gradient_operands, one_read, wgrad_x};
+use crate::cx::{Cx, Place, emit};
+use crate::layers::{Input, wgrad_x};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use crate::record::Conversion;
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
-use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::recipe::{Kind, Precision, Section, Site};
 use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
@@ -20,8 +20,9 @@ pub struct Experts<B: LayerKernels> {
     pub gate_up: Param<B>,
     /// Down projections: `[l · d, f]`.
     pub down: Param<B>,
-    /// Keep the second product's input where the forward pass has the very bits that wgrad takes, instead of making it again
-    /// from h: it has not where h is kept in another format, since then wgrad's is made of that.
+    /// Where the recipe does not say how to keep the second product's input, keep it if the forward pass has the very bits that
+    /// wgrad takes, instead of making it again from h: it has not where h is kept in another format, since then wgrad's is
+    /// made of that.
     pub keep_a: bool,
 }
 
@@ -33,7 +34,8 @@ pub struct ExpertsSaved<B: LayerKernels> {
     pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
-    /// `[r, f]` as the second product's wgrad takes it; none where it is made again from h.
+    /// `[r, f]` as the recipe keeps it, or, where the recipe does not, as the second product's wgrad takes it; none where it
+    /// is made again from h.
     pub a: Option<Operand<B>>,
 }
 
@@ -87,13 +89,13 @@ impl<B: LayerKernels> Experts<B> {
     ) -> Result<(Operand<B>, Operand<B>)> {
         let groups = Some(&plan.map.groups);
         if let Operand::Plain(x) = &x_rd {
-            let input = Input::new(cx, &self.name, section, x, groups)?;
+            let input = Input::new(cx, (&self.name, &self.gate_up.name), section, x, groups)?;
             return Ok((input.fprop, input.saved));
         }
         let fprop = self.fprop_input(cx, section, &x_rd, Some(plan))?;
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
         let saved = match cx.training {
-            true => cx.converted(Pass::Forward, &self.name, "x", &x_rd, origin, to, groups)?,
+            true => cx.converted(self.x(), &x_rd, origin, to, groups)?,
             false => fprop.clone(),
         };
         Ok((fprop, saved))
@@ -108,7 +110,7 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
-        cx.converted(Pass::Backward, &self.name, "x", x_rd, origin, to, Some(&plan.map.groups))
+        cx.converted(self.x(), x_rd, origin, to, Some(&plan.map.groups))
     }
 
     /// Rows as they travel, as fprop multiplies them.
@@ -120,7 +122,17 @@ impl<B: LayerKernels> Experts<B> {
         plan: Option<&Plan<B>>,
     ) -> Result<Operand<B>> {
         let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::FpropX));
-        cx.converted(Pass::Forward, &self.name, "x", x, origin, to, plan.map(|plan| &plan.map.groups))
+        cx.converted(self.x(), x, origin, to, plan.map(|plan| &plan.map.groups))
+    }
+
+    /// The names of the first product's input.
+    fn x(&self) -> Place<'_> {
+        Place { layer: &self.name, tensor: "x", linear: &self.gate_up.name }
+    }
+
+    /// Those of an operand of the second product's.
+    fn of_down(&self, tensor: &'static str) -> Place<'_> {
+        Place { layer: &self.name, tensor, linear: &self.down.name }
     }
 
     /// The forward pass on expert-sorted rows that arrived.
@@ -151,42 +163,37 @@ impl<B: LayerKernels> Experts<B> {
         drop(x);
         let saved_h = section.at(Site::SavedH);
         let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
-        let keep_a = self.keep_a && cx.training && save_h.is_none();
-        let (fprop, wgrad) = (section.at(Site::FpropX), section.at(Site::WgradX));
-        let one_read = keep_a && fprop.format.is_block() && wgrad.codec().ok() == fprop.codec().ok();
-        let keep_a = one_read || (keep_a && fprop.dtype().is_some() && wgrad.dtype().is_some());
-        let a = emit(fprop, if one_read { Planes::Both } else { Planes::Rows }, cx.activations())?;
+        let fprop = section.at(Site::FpropA);
+        let second = self.second_a(cx, section);
+        // What no kernel writes from one read is made of the plain tensor.
+        let fused = second.is_none_or(|second| fprop.fused_with(second));
+        let both = second.is_some_and(|second| fprop.one_read(second));
+        let a = match fused {
+            true => emit(fprop, if both { Planes::Both } else { Planes::Rows }, cx.activations())?,
+            false => Emit::Plain(cx.activations()),
+        };
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
-        let kept_a = if keep_a { Some(out.a.take_cols("experts")?) } else { None };
-        let a = out.a.take_rows("experts")?;
-        if a.format().is_block() {
-            let planes = if one_read { "rows and columns" } else { "rows" };
-            cx.note(
-                Pass::Forward,
-                &self.name,
-                "swiglu+quantize",
-                "a",
-                h_rf.dtype(),
-                format!("{} {planes}", a.format()),
-            );
-        }
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
-        let h = match out.h {
-            Some(h) => {
-                cx.note(
-                    Pass::Forward,
-                    &self.name,
-                    "swiglu+quantize",
-                    "h",
-                    h_rf.dtype(),
-                    format!("{} rows", h.format),
-                );
-                Operand::Block(h)
+        let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
+        let (a, kept_a) = match (second, out.a.take_rows("experts")?) {
+            (Some(second), Operand::Plain(a)) if !fused => {
+                let at = self.of_down("a");
+                let (a, kept) = cx.forms(at, &a, fprop, second, Some(groups))?;
+                (a, Some(kept))
             }
-            None => Operand::Plain(h_rf),
+            (Some(_), a) if both => (a, Some(out.a.take_cols("experts")?)),
+            (second, a) => (a.clone(), second.map(|_| a)),
         };
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: kept_a }))
+    }
+
+    /// In what form the second product's input is kept, if it is.
+    fn second_a<'s>(&self, cx: &Cx<'_, B>, section: &'s Section) -> Option<&'s Precision> {
+        let (fprop, wgrad) = (section.at(Site::FpropA), section.at(Site::WgradA));
+        let h_is_plain = !section.at(Site::SavedH).format.is_block();
+        let has_it = self.keep_a && h_is_plain && fprop.fused_with(wgrad);
+        section.kept_a().or(has_it.then_some(wgrad)).filter(|_| cx.training)
     }
 
     /// The last product.
@@ -203,15 +210,15 @@ impl<B: LayerKernels> Experts<B> {
         dy_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let groups = &plan.map.groups;
+        let groups = Some(&plan.map.groups);
+        let at = self.of_down("dy");
+        let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
         if let Operand::Plain(dy) = &dy_rd {
-            return gradient_operands(cx, &self.name, "dy", section, dy, groups);
+            return cx.forms(at, dy, dgrad, wgrad, groups);
         }
-        let made = |site| {
-            let (origin, to) = (section.at(Site::DispatchBwd), section.at(site));
-            cx.converted(Pass::Backward, &self.name, "dy", &dy_rd, origin, to, Some(groups))
-        };
-        Ok((made(Site::DgradDy)?, made(Site::WgradDy)?))
+        let origin = section.at(Site::DispatchBwd);
+        let made = |to| cx.converted(at, &dy_rd, origin, to, groups);
+        Ok((made(dgrad)?, made(wgrad)?))
     }
 
     /// The backward pass: returns dx of the expert-sorted rows and the gradient of each row's gate weight.
@@ -235,15 +242,15 @@ impl<B: LayerKernels> Experts<B> {
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, &self.name, section, x, groups)?;
+        let x = wgrad_x(cx, (&self.name, &self.gate_up.name), section, x, groups)?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))
     }
 
     /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.
     ///
-    /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically: then it
-    /// writes dh in F32, and that is quantized by itself.
+    /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically, or wgrad wants
+    /// them transformed: then it writes them in F32, and that is quantized by itself.
     #[allow(clippy::type_complexity)]
     fn swiglu_backward(
         &self,
@@ -254,32 +261,38 @@ impl<B: LayerKernels> Experts<B> {
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
-        let (dgrad, wgrad_x) = (section.at(Site::DgradDy), section.at(Site::WgradX));
-        let fused = one_read(section) && cx.random(&self.name, "dh", dgrad.round).is_none();
+        let (dgrad, wgrad) = (section.at(Site::DgradDh), section.at(Site::WgradDh));
+        let wgrad_a = section.at(Site::WgradA);
+        let plain = !dgrad.format.is_block() && !wgrad.format.is_block();
+        let fused = plain || (dgrad.one_read(wgrad) && !dgrad.round.is_random());
         let dh = if fused { emit(dgrad, Planes::Both, cx.activations())? } else { Emit::Plain(DType::F32) };
-        let a = match saved.a {
-            Some(_) => None,
-            None => Some(emit(wgrad_x, Planes::Cols, cx.activations())?),
+        let a = match (&saved.a, wgrad_a.rht) {
+            (Some(_), _) => None,
+            (None, Some(_)) => Some(Emit::Plain(DType::F32)),
+            (None, None) => Some(emit(wgrad_a, Planes::Cols, cx.activations())?),
         };
         let (h, weight) = (&saved.h, Some(&plan.gate_r));
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
-        const OP: &str = "swiglu_backward+quantize";
-        if matches!(dh, Emit::Block { .. }) {
-            let to = format!("{} rows and columns", dgrad.format);
-            cx.note(Pass::Backward, &self.name, OP, "dh", da_rf.dtype(), to);
-        }
-        if wgrad_x.format.is_block() && a.is_some() {
-            cx.note(Pass::Backward, &self.name, OP, "a", h.format(), format!("{} columns", wgrad_x.format));
-        }
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
-        let dh = grads.dh.take_rows("dgrad")?;
-        let (rows, cols) = match &dh {
-            Operand::Plain(dh) if !fused => gradient_operands(cx, &self.name, "dh", section, dh, groups)?,
-            _ => (dh, grads.dh.take_cols("wgrad")?),
+        let (rows, cols) = match grads.dh.take_rows("dgrad")? {
+            Operand::Plain(dh) if !fused => {
+                let at = Place { tensor: "dh", ..self.x() };
+                cx.forms(at, &dh, dgrad, wgrad, Some(groups))?
+            }
+            dh => (dh, grads.dh.take_cols("wgrad")?),
         };
-        let again = grads.a.map(|a| a.take_cols("wgrad")).transpose()?;
-        let a = again.or_else(|| saved.a.clone());
-        let a = a.ok_or_else(|| Error::shape("experts", "a", "none", "kept or made again"))?;
+        let a = match (&saved.a, grads.a) {
+            (Some(a), _) if section.kept_a().is_some() => {
+                let at = self.of_down("a");
+                cx.converted(at, a, section.at(Site::SavedA), wgrad_a, Some(groups))?
+            }
+            (Some(a), _) => a.clone(),
+            (None, Some(a)) => match a.take_cols("wgrad")? {
+                Operand::Plain(a) => cx.form(self.of_down("a"), &a, wgrad_a, Some(groups))?,
+                a => a,
+            },
+            (None, None) => return Err(Error::shape("experts", "a", "none", "kept or made again")),
+        };
         Ok((rows, cols, a, grads.dweight))
     }
 }

@@ -11,12 +11,12 @@ pub use exchange::{Exchange, Plan};
 pub use experts::{Experts, ExpertsSaved};
 pub use router::{Router, RouterSaved};
 
-use crate::cx::{Cx, Pass};
+use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
-use nibble_core::ops::{Planes, Routing};
+use nibble_core::ops::Routing;
 use nibble_core::recipe::{Kind, Precision, Section, Site};
-use nibble_core::{DType, LayerKernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::{LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -134,7 +134,6 @@ impl<B: LayerKernels> Moe<B> {
         let (a_rf, saved) = self.hidden(cx, x_td)?;
         let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
         let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
-        cx.note(Pass::Forward, &self.experts.name, "unpermute+combine", "y", y_rd.dtype(), y_td.dtype());
         Ok((y_td, saved))
     }
 
@@ -152,7 +151,7 @@ impl<B: LayerKernels> Moe<B> {
         let (x_rd, kept) = if self.remake_x {
             (self.fprop_input(cx, &section, x_td, &plan)?, None)
         } else {
-            let x_rd = self.arrived(cx, Pass::Forward, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
+            let x_rd = self.arrived(cx, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
             let (x_rd, kept) = self.experts.input(cx, &section, x_rd, &plan)?;
             (x_rd, Some(kept))
         };
@@ -171,14 +170,14 @@ impl<B: LayerKernels> Moe<B> {
         let to = section.at(Site::DispatchFwd);
         // Messages stay as narrow as the recipe says.
         if cx.comm.world() > 1 {
-            let x_rd = self.arrived(cx, Pass::Forward, "x", x_td, to, plan)?;
+            let x_rd = self.arrived(cx, "x", x_td, to, plan)?;
             return self.experts.fprop_input(cx, section, &x_rd, Some(plan));
         }
         // Converted once a token, then copied to its experts.
-        let rows = outgoing(cx, Pass::Forward, &self.experts.name, "x", x_td, to)?;
+        let rows = outgoing(cx, &self.experts.name, "x", x_td, to)?;
         let top_k = self.router.shape.top_k;
         let rows = cx.counted_for(top_k, || self.experts.fprop_input(cx, section, &rows, None))?;
-        self.dispatched(cx, Pass::Forward, "x", &rows, plan)
+        self.exchange(cx).dispatch(plan, &rows)
     }
 
     /// The rows that the backward pass wants, where the forward pass has kept none.
@@ -190,7 +189,7 @@ impl<B: LayerKernels> Moe<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let to = section.at(Site::DispatchFwd);
-        let x_rd = cx.again(|| self.arrived(cx, Pass::Backward, "x", x_td, to, plan))?;
+        let x_rd = cx.again(|| self.arrived(cx, "x", x_td, to, plan))?;
         let kept = || self.experts.kept_input(cx, section, &x_rd, plan);
         // Quantized for fprop, a plain tensor has been counted; what arrived in blocks has yet to be converted.
         let counted = to.dtype().is_some() && section.at(Site::FpropX).format.is_block();
@@ -211,12 +210,11 @@ impl<B: LayerKernels> Moe<B> {
             saved.experts.x = Some(self.kept_input(cx, &section, x_td, &saved.plan)?);
         }
         let to = section.at(Site::DispatchBwd);
-        let dy_rd = self.arrived(cx, Pass::Backward, "dy", dy_td, to, &saved.plan)?;
+        let dy_rd = self.arrived(cx, "dy", dy_td, to, &saved.plan)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, saved.experts, dy_rd, &saved.plan)?;
         let dgate = exchange.return_scalars(&saved.plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, saved.router, x_td, &dgate)?;
         let dx_td = exchange.combine(&saved.plan, &dx_rd, Some(&dx_router))?;
-        cx.note(Pass::Backward, &self.experts.name, "unpermute+combine", "dx", dx_rd.dtype(), dx_td.dtype());
         Ok(dx_td)
     }
 
@@ -228,47 +226,25 @@ impl<B: LayerKernels> Moe<B> {
     fn arrived(
         &self,
         cx: &Cx<'_, B>,
-        pass: Pass,
         tensor: &'static str,
         x_td: &Tensor<B>,
         to: &Precision,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let rows = outgoing(cx, pass, &self.experts.name, tensor, x_td, to)?;
-        self.dispatched(cx, pass, tensor, &rows, plan)
-    }
-
-    /// Rows that travel, sorted by expert where they arrive.
-    fn dispatched(
-        &self,
-        cx: &Cx<'_, B>,
-        pass: Pass,
-        tensor: &'static str,
-        rows: &Operand<B>,
-        plan: &Plan<B>,
-    ) -> Result<Operand<B>> {
-        let x_rd = self.exchange(cx).dispatch(plan, rows)?;
-        cx.note(pass, &self.experts.name, "dispatch+permute", tensor, rows.format(), x_rd.format());
-        Ok(x_rd)
+        let rows = outgoing(cx, &self.experts.name, tensor, x_td, to)?;
+        self.exchange(cx).dispatch(plan, &rows)
     }
 }
 
 /// Rows as they travel.
 fn outgoing<B: LayerKernels>(
     cx: &Cx<'_, B>,
-    pass: Pass,
     layer: &str,
     tensor: &'static str,
     x_td: &Tensor<B>,
     to: &Precision,
 ) -> Result<Operand<B>> {
-    match to.dtype() {
-        Some(DType::F32) => Ok(Operand::Plain(cx.cast(x_td, DType::F32)?)),
-        Some(DType::Bf16) => Ok(Operand::Plain(cx.cast(x_td, DType::Bf16)?)),
-        None => {
-            // One group of all tokens gives stochastic rounding its global row numbers.
-            let groups = Some(&cx.shards.groups).filter(|g| g.capacity == x_td.rows);
-            cx.quantize(pass, layer, tensor, x_td, to, Planes::Rows, groups)?.take_rows("dispatch")
-        }
-    }
+    // One group of all tokens gives stochastic rounding its global row numbers.
+    let groups = Some(&cx.shards.groups).filter(|g| g.capacity == x_td.rows);
+    cx.form(Place { layer, tensor, linear: layer }, x_td, to, groups)
 }

@@ -1,17 +1,17 @@
-//! The router: F32, never quantized. t tokens, d model, e experts, k top-k.
+//! The router: F32 sums, never quantized. t tokens, d model, e experts, k top-k.
 
 use super::MoeShape;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
-use nibble_core::recipe::Section;
+use nibble_core::recipe::Kind;
 use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, softmax, top-k.
 #[derive(Debug, Clone)]
 pub struct Router<B: LayerKernels> {
-    /// F32 `[e, d]`.
+    /// `[e, d]`.
     pub weight: Param<B>,
     /// Sizes and loss factors.
     pub shape: MoeShape,
@@ -45,9 +45,15 @@ impl<B: LayerKernels> Router<B> {
         Ok(Self { weight, shape })
     }
 
-    /// Makes the weight's copies for this step: F32 under every recipe.
+    /// The name by which a recipe's overrides know it.
+    fn layer(&self) -> &str {
+        self.weight.name.trim_end_matches(".weight")
+    }
+
+    /// Makes the weight's copies for this step: F32 unless the recipe says BF16.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.weight.prepare(cx, &Section::plain(DType::F32))
+        let section = cx.section(Kind::Router, self.layer());
+        self.weight.prepare(cx, &section)
     }
 
     /// Routes the tokens of this rank.
@@ -56,8 +62,7 @@ impl<B: LayerKernels> Router<B> {
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
         let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
-        let layer = self.weight.name.trim_end_matches(".weight").to_owned();
-        Ok(RouterSaved { layer, routing })
+        Ok(RouterSaved { layer: self.layer().to_owned(), routing })
     }
 
     /// Adds the weight's gradient; returns the input's, in the type of the input.

@@ -21,15 +21,24 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     Ok(Recipe::parse(&name, &text)?)
 }
 
-/// The recipe of a configuration, once both are known to fit each other.
+/// The recipe that a configuration names, once both are known to fit each other.
 ///
 /// # Errors
-/// For a recipe that cannot be read, sizes that cannot be counted, or a batch that the recipe's blocks do not divide.
+/// For a recipe that cannot be read, and as [`check_recipe`].
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     plan::check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?;
-    check_blocks(config, &recipe)?;
+    check_recipe(config, &recipe)?;
     Ok(recipe)
+}
+
+/// Whether a configuration and a recipe fit each other.
+///
+/// # Errors
+/// For sizes that cannot be counted, an override that reaches nothing, or a batch that the recipe's blocks do not divide.
+pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
+    plan::check_sizes(config)?;
+    check_blocks(config, recipe)
 }
 
 /// The steps, of so many, from which on a recipe's precisions may be others; and the end.

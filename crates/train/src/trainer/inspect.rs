@@ -88,7 +88,7 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         buffers.write_inputs(setup, 0.0, &[batch])?;
         let mut work = || -> Result<()> {
-            let mut step = Step::new(setup, model, buffers, None)?;
+            let mut step = Step::new(setup, model, buffers)?;
             step.first_micro_batch()?;
             seen.tensors.extend(step.gradients(&named)?);
             step.end();

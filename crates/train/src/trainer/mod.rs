@@ -14,7 +14,7 @@ mod setup;
 mod step;
 mod weights;
 
-pub use checks::{checked_recipe, load_recipe};
+pub use checks::{check_recipe, checked_recipe, load_recipe};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use outputs::heading;
@@ -22,7 +22,7 @@ pub use run::{Observer, Options, Start, Summary, run};
 pub use run_dir::{MEMORY_FILE, has_begun, latest as latest_run_dir, require_free};
 
 use crate::config::Config;
-use crate::cx::{Cx, Event, Shards};
+use crate::cx::{Cx, Shards};
 use crate::data::{Batch, Dataset, Loader};
 use crate::error::Result;
 use crate::layers::rope_table;
@@ -37,7 +37,6 @@ use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe, Tensor
 use recorded::Recorded;
 use saving::Saving;
 use setup::Setup;
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -102,26 +101,43 @@ impl RunMemory {
     }
 }
 
+/// How a step reaches the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Issue {
+    /// As a recording, where the backend can record.
+    Replayed,
+    /// Operation by operation.
+    Eager,
+}
+
 impl<'a, B: Kernels> Trainer<'a, B> {
     /// A run at its beginning.
     ///
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        let mut trainer = Self::without_data(b, comm, config)?;
-        trainer.setup.data = Some(Arc::new(Dataset::of(config)?));
-        Ok(trainer)
+        Self::under(b, comm, config, checked_recipe(config)?)?.with_data()
     }
 
-    /// A model alone, to generate with: the data need not be there.
+    /// A model alone, to generate with, under a recipe that need not be the one that the configuration names: a checkpoint has
+    /// the run's own. The data need not be there.
     ///
     /// # Errors
     /// As [`Trainer::new`], the data aside.
-    pub fn without_data(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        let recipe = checked_recipe(config)?;
+    pub fn under(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: Recipe) -> Result<Self> {
+        check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
         let (m, seq_len) = (&config.model, config.data.seq_len);
         Self::assemble(b, comm, config, recipe, |b| rope_table(b, seq_len, m.head_dim, m.rope_theta))
+    }
+
+    /// The same with the configuration's data.
+    ///
+    /// # Errors
+    /// For data that cannot be read.
+    pub fn with_data(mut self) -> Result<Self> {
+        self.setup.data = Some(Arc::new(Dataset::of(&self.setup.config)?));
+        Ok(self)
     }
 
     /// A trainer whose RoPE table is made by `rope`. Nothing is checked.
@@ -194,15 +210,21 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
-        self.traced_step(None)
+        self.issue(Issue::Replayed)?;
+        self.settle_all()
     }
 
-    /// One optimizer step, noting every change of representation.
+    /// One optimizer step, issued operation by operation also where steps are recorded and replayed.
     ///
     /// # Errors
     /// As [`Trainer::train_step`].
-    pub fn traced_step(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<Metrics> {
-        self.issue(trace)?;
+    pub fn eager_step(&mut self) -> Result<Metrics> {
+        self.issue(Issue::Eager)?;
+        self.settle_all()
+    }
+
+    /// The record of the last step issued.
+    fn settle_all(&mut self) -> Result<Metrics> {
         let mut last = None;
         while let Some(metrics) = self.settle()? {
             last = Some(metrics);
@@ -218,15 +240,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// From the backend, the data, or other ranks; if two steps' records have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
-        self.issue(None)
+        self.issue(Issue::Replayed)
     }
 
-    fn issue(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+    fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.setup.step;
-        self.issue_whole(trace).map_err(|error| error.in_step(step))
+        self.issue_whole(how).map_err(|error| error.in_step(step))
     }
 
-    fn issue_whole(&mut self, trace: Option<&RefCell<Vec<Event>>>) -> Result<()> {
+    fn issue_whole(&mut self, how: Issue) -> Result<()> {
         const RING: usize = 2;
         if self.issued.len() >= RING {
             let expected = format!("fewer than {RING}: settle one first");
@@ -246,10 +268,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
         let alone = setup.comm.world() == 1;
         let mut whole = || -> Result<Duration> {
-            if setup.b.can_record() && alone && trace.is_none() {
+            if setup.b.can_record() && alone && how == Issue::Replayed {
                 return Recorded::run(recorded, setup, model, buffers, saving);
             }
-            let mut step = Step::new(setup, model, buffers, trace)?;
+            let mut step = Step::new(setup, model, buffers)?;
             step.run(saving)?;
             step.end();
             Ok(Duration::ZERO)

@@ -34,7 +34,7 @@ impl<B: Kernels> Recorded<B> {
         let started = Instant::now();
         let precisions: Vec<Section> = layer_names(&setup.config.model)
             .iter()
-            .map(|(kind, layer)| setup.recipe.section(*kind, layer, setup.progress()))
+            .map(|layer| setup.recipe.section(layer.kind, &layer.name, setup.progress()))
             .collect();
         let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
         let recorded = recorded.insert(match kept {
@@ -65,7 +65,7 @@ impl<B: Kernels> Recorded<B> {
         buffers: &mut StepBuffers<B>,
         precisions: Vec<Section>,
     ) -> Result<Self> {
-        let mut step = Step::new(setup, model, buffers, None)?;
+        let mut step = Step::new(setup, model, buffers)?;
         let first = part(setup.b, || step.first_micro_batch())?;
         let next = match setup.config.train.grad_accum {
             1 => None,

@@ -59,7 +59,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let several = setup.config.train.grad_accum > 1;
         setup.b.within(activations, || {
             Ok((|| -> Result<()> {
-                let mut step = Step::new(setup, model, buffers, None)?;
+                let mut step = Step::new(setup, model, buffers)?;
                 step.first_micro_batch()?;
                 if several {
                     step.next_micro_batch()?;

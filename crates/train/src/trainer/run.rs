@@ -2,9 +2,8 @@
 
 use super::outputs::Outputs;
 use super::run_dir::{METRICS_FILE, has_begun};
-use super::weights::recipe_sha256;
 use super::{Trainer, checked_recipe};
-use crate::checkpoint::{Store, latest_valid};
+use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
@@ -106,9 +105,7 @@ fn run_rank<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
     let first = comm.rank() == 0;
-    let prediction = plan::require_room(b, comm.world(), config, &checked_recipe(config)?)?;
-    let mut trainer = Trainer::new(b, comm, config)?;
-    let mut store = None;
+    let (mut store, mut checkpoint) = (None, None);
     if options.resume {
         // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
         let dir = Path::new(&config.run.dir);
@@ -116,7 +113,17 @@ fn run_rank<B: Kernels>(
             store = Some(Store::open(dir)?);
         }
         comm.barrier()?;
-        resume(&mut trainer, observer, first)?;
+        checkpoint = latest(config, observer, first)?;
+    }
+    // A run goes on under the recipe that it began with, whatever has become of the file.
+    let recipe = match &checkpoint {
+        Some(checkpoint) => checkpoint.position().resolved_recipe()?,
+        None => checked_recipe(config)?,
+    };
+    let prediction = plan::require_room(b, comm.world(), config, &recipe)?;
+    let mut trainer = Trainer::under(b, comm, config, recipe)?.with_data()?;
+    if let Some(checkpoint) = &checkpoint {
+        resume(&mut trainer, checkpoint, observer, first)?;
     }
     let mut outputs =
         if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
@@ -243,42 +250,49 @@ fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> 
     saved.inspect(|path| observer.checkpoint(path))
 }
 
-/// Goes on from the newest whole checkpoint, if its configuration is this run's; from the beginning where a run has begun and has had
-/// none yet.
-fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer, first: bool) -> Result<()> {
-    let dir = PathBuf::from(&trainer.config().run.dir);
+/// The newest whole checkpoint of the run; none where it has begun and has had none yet.
+fn latest(config: &Config, observer: &mut dyn Observer, first: bool) -> Result<Option<Checkpoint>> {
+    let dir = PathBuf::from(&config.run.dir);
     let latest = latest_valid(&dir)?;
     if first {
         latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
     }
-    let Some(checkpoint) = latest.checkpoint else {
+    if latest.checkpoint.is_none() {
         // To begin again would overwrite what may yet be mended.
         if !latest.rejected.is_empty() {
             return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
         }
-        require_nothing_to_lose(&dir, trainer.config().checkpoint.every)?;
+        require_nothing_to_lose(&dir, config.checkpoint.every)?;
         if first {
             observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
         }
-        return Ok(());
-    };
+    }
+    Ok(latest.checkpoint)
+}
+
+/// Goes on from a checkpoint, if its configuration is this run's.
+fn resume<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    checkpoint: &Checkpoint,
+    observer: &mut dyn Observer,
+    first: bool,
+) -> Result<()> {
     let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
     let mut changes = trainer.config().changes_since(&earlier)?;
-    let (then, now) = (checkpoint.position(), trainer.position()?);
-    let renamed = Recipe { name: then.recipe.clone(), ..trainer.recipe().clone() };
-    for (key, what, then, now) in [
-        ("recipe: ", "the recipe's content", &then.recipe_sha256, &recipe_sha256(&renamed)),
-        ("data.source: ", "the data's content", &then.data_sha256, &now.data_sha256),
-    ] {
-        if then != now {
-            changes.push(format!(
-                "{what}: SHA-256 {} → {}",
-                &then[..12.min(then.len())],
-                &now[..12.min(now.len())]
-            ));
-        } else {
-            // Another path of the same content.
-            changes.retain(|change| !change.starts_with(key));
+    let (then, now) = (&checkpoint.position().data_sha256, &trainer.position()?.data_sha256);
+    // Another path of the same content changes nothing.
+    if then == now {
+        changes.retain(|change| !change.starts_with("data.source: "));
+    } else {
+        let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
+        changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
+    }
+    let is_of_recipe = |change: &String| change.starts_with("recipe: ");
+    if changes.iter().any(is_of_recipe) {
+        let (stored, named) = (trainer.recipe(), checked_recipe(trainer.config())?);
+        let (name, description) = (stored.name.clone(), stored.description.clone());
+        if (Recipe { name, description, ..named }).to_toml() == stored.to_toml() {
+            changes.retain(|change| !is_of_recipe(change));
         }
     }
     if trainer.config().train.steps > earlier.train.steps {
@@ -299,7 +313,7 @@ fn resume<B: Kernels>(trainer: &mut Trainer<'_, B>, observer: &mut dyn Observer,
         );
         return Err(Error::config("configuration", why));
     }
-    trainer.load(&checkpoint)
+    trainer.load(checkpoint)
 }
 
 /// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.

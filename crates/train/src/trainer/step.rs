@@ -9,7 +9,7 @@ use super::setup::Setup;
 use super::weights::slices;
 use crate::checkpoint::TensorRef;
 use crate::config::Config;
-use crate::cx::{Cx, Event, Shards};
+use crate::cx::{Cx, Shards};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::fault::{Point, reach};
@@ -151,7 +151,6 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         setup: &'s Setup<'a, B>,
         model: &'s mut Decoder<B>,
         buffers: &'s mut StepBuffers<B>,
-        trace: Option<&'s RefCell<Vec<Event>>>,
     ) -> Result<Self> {
         let Some(Place { shards, clock, counted }) = buffers.place.take() else {
             let got = "taken by a step that failed";
@@ -165,7 +164,6 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             micro_batches: setup.config.train.grad_accum,
             clock: Some(clock),
             counted: RefCell::new(counted),
-            trace,
             ..inference
         };
         Ok(Self { setup, model, buffers, cx })

@@ -1,13 +1,13 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors, sha256_hex};
+use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::error::Result;
 use crate::model::Named;
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::ops::Cast;
-use nibble_core::{Comm, DType, Data, Kernels, Recipe, Tensor};
+use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 use serde_json::json;
 
 /// A parameter's values over all ranks.
@@ -80,11 +80,6 @@ fn scatter<B: Kernels>(
     Ok(())
 }
 
-/// SHA-256 of a recipe as it prints, its name included.
-pub(super) fn recipe_sha256(recipe: &Recipe) -> String {
-    sha256_hex(recipe.to_string().as_bytes())
-}
-
 impl<B: Kernels> Trainer<'_, B> {
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
@@ -95,7 +90,7 @@ impl<B: Kernels> Trainer<'_, B> {
             cursor: self.setup.step * self.setup.config.sequences_per_step(),
             schedule: self.setup.config.schedule(),
             recipe: self.setup.recipe.name.clone(),
-            recipe_sha256: recipe_sha256(&self.setup.recipe),
+            recipe_toml: self.setup.recipe.to_toml(),
             data_sha256: self.setup.data()?.sha256(),
             config: self.setup.config.resolved_toml()?,
         })

@@ -137,12 +137,13 @@ pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Ve
 pub const STOCHASTIC: &str = r#"
     extends = "fp8-flow"
     [linear]
-    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
-    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic" }
+    dgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    wgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
     [expert]
-    dispatch.bwd = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic" }
-    dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil", round = "stochastic", from = "dispatched" }
-    wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil", round = "stochastic", from = "dispatched" }
+    dispatch.bwd = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    dgrad.dy = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    dgrad.dh = { format = "e4m3", scale = "rceil", round = "stochastic" }
+    wgrad.dh = { format = "e4m3", scale = "rceil", round = "stochastic" }
 "#;
 
 /// A run under a recipe that is a file; the folder lives as long as the test needs it.

@@ -2,10 +2,10 @@
 
 use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
-use nibble_core::ops::{Planes, Routing};
+use nibble_core::ops::Routing;
 use nibble_core::recipe::{Kind, Section, Site};
 use nibble_core::{Backend, DType, LayerKernels, Operand, Recipe, Result, SoloComm, Tensor};
-use nibble_train::cx::{Cx, Pass, Shards};
+use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 
@@ -182,15 +182,9 @@ fn arrived<B: LayerKernels>(
     site: Site,
 ) -> Result<Operand<B>> {
     let (to, groups) = (section.at(site), Some(&plan.map.groups));
-    let (pass, tensor) =
-        if site == Site::DispatchFwd { (Pass::Forward, "x") } else { (Pass::Backward, "dy") };
-    match to.dtype() {
-        Some(_) => Ok(rows.clone()),
-        None => {
-            let rows = rows.plain("arrived")?;
-            cx.quantize(pass, EXPERTS, tensor, rows, to, Planes::Rows, groups)?.take_rows("arrived")
-        }
-    }
+    let tensor = if site == Site::DispatchFwd { "x" } else { "dy" };
+    let at = Place { layer: EXPERTS, tensor, linear: EXPERTS };
+    cx.form(at, rows.plain("arrived")?, to, groups)
 }
 
 #[cfg(test)]

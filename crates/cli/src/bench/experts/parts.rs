@@ -19,10 +19,10 @@ extends = "mxfp4-hopper"
 [expert]
 dispatch.fwd = { format = "bf16" }
 dispatch.bwd = { format = "bf16" }
-fprop.x = { format = "e4m3", axis = "row", scale = "rceil" }
-saved.x = { format = "mxfp4", axis = "row", scale = "rceil" }
-dgrad.dy = { format = "e4m3", axis = "row", scale = "rceil" }
-wgrad.dy = { format = "e4m3", axis = "col", scale = "rceil" }
+fprop.x = { format = "e4m3", scale = "rceil" }
+saved.x = { format = "mxfp4", scale = "rceil" }
+dgrad.dy = { format = "e4m3", scale = "rceil" }
+wgrad.dy = { format = "e4m3", scale = "rceil" }
 "#;
 
 /// Whether of the layer's input or of what is inside the experts.

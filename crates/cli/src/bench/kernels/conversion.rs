@@ -2,8 +2,8 @@
 
 use super::operands::{Operands, codec};
 use super::traffic::Block;
-use nibble_core::ops::{Planes, Quantize, Random, Transcode};
-use nibble_core::{Convert, Result};
+use nibble_core::ops::{Dequantize, Planes, Quantize, Random, Transcode};
+use nibble_core::{Convert, DType, Result};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 
 /// Runs something on a backend.
@@ -16,6 +16,8 @@ pub enum Conversion {
     Quantize(Block, Planes, Rounding),
     /// Of x as row blocks of the first format.
     Transcode(Block, Block, BlockAxis),
+    /// Of x as row blocks, to BF16.
+    Dequantize(Block),
 }
 
 impl Conversion {
@@ -31,6 +33,10 @@ impl Conversion {
                     let op = Quantize { groups: groups.as_ref(), random, ..Quantize::new(&x, codec, planes) };
                     op.run(b).map(drop)
                 })
+            }
+            Self::Dequantize(from) => {
+                let x = o.block(from)?;
+                Box::new(move |b| Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(drop))
             }
             Self::Transcode(from, to, axis) => {
                 let x = o.block(from)?;

@@ -1,5 +1,5 @@
 //! What quantization costs one linear layer, forward and backward, under each recipe: the sum of the conversion kernels that
-//! it runs. Which those are is read off a training step of a small model, so that the table follows the code.
+//! it runs. Which those are is read off a layer that runs, so that the table follows the code.
 //!
 //! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
 
@@ -10,16 +10,13 @@ use super::report::shortened;
 use super::traffic::Block;
 use crate::console::say;
 use crate::error::{Error, Result};
-use crate::recipe;
+use crate::recipe::{self, DENSE};
 use nibble_core::ops::Planes;
-use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::recipe::{Change, Form, Kind, Layer, Section, Site};
 use nibble_core::{Recipe, Result as CoreResult};
 use nibble_formats::{BlockAxis, Format, ScaleRule};
-use nibble_train::cx::Event;
 use serde_json::{Value, json};
 
-/// A dense layer that shares its input with no other.
-const DENSE: &str = "model.layers.0.self_attn.o_proj";
 const ROWS: usize = 32768;
 const INPUTS: usize = 7168;
 const OUTPUTS: usize = 4096;
@@ -39,43 +36,43 @@ struct Step {
 }
 
 /// A layer's conversions under a recipe, in order.
-fn steps(events: &[Event], layer: &str, section: &Section) -> Result<Vec<Step>> {
-    let of_layer = |tensor: &str| tensor == "x" || tensor == "dy";
+fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
     let mut found = Vec::new();
-    for (i, event) in events.iter().enumerate() {
-        if event.layer != layer || !of_layer(event.tensor) || !matches!(event.op, "quantize" | "transcode") {
+    for (i, change) in changes.iter().enumerate() {
+        let of_layer = matches!(change.tensor, "x" | "dy");
+        if !of_layer || !matches!(change.op, "quantize" | "transcode" | "dequantize") {
             continue;
         }
-        let gradient = event.tensor == "dy";
+        let gradient = change.tensor == "dy";
         let site = section.at(if gradient { Site::DgradDy } else { Site::FpropX });
-        let (to, planes) = planes_of(&event.to, site.scale)?;
-        let how = match event.op {
-            "quantize" => Conversion::Quantize(to, planes, site.round),
-            _ => Conversion::Transcode(planes_of(&event.from, site.scale)?.0, to, axis_of(planes)),
+        // MX scales are powers of two whatever the others are.
+        let block = |Form { format, .. }: Form| {
+            let rule = if format == Format::E4m3 { site.scale } else { ScaleRule::Rceil };
+            Block { format, rule }
         };
-        let is_dispatch = |e: &&Event| {
-            e.layer == layer && e.tensor == event.tensor && e.op == "dispatch+permute" && e.pass == event.pass
+        let planes = match (change.to.rows, change.to.cols) {
+            (true, true) => Planes::Both,
+            (false, true) => Planes::Cols,
+            _ => Planes::Rows,
         };
-        let before_dispatch = events[i..].iter().any(|e| is_dispatch(&e));
+        let how = match change.op {
+            "dequantize" => Conversion::Dequantize(block(change.from)),
+            "quantize" => Conversion::Quantize(block(change.to), planes, site.round),
+            _ => Conversion::Transcode(block(change.from), block(change.to), axis_of(planes)),
+        };
+        let is_dispatch =
+            |c: &&Change| c.tensor == change.tensor && c.op == "dispatch+permute" && c.pass == change.pass;
+        let before_dispatch = changes[i..].iter().any(|c| is_dispatch(&c));
         found.push(Step { gradient, how, before_dispatch });
     }
     Ok(found)
 }
 
-/// `e4m3 rows and columns`, and the scale rule of that format here.
-fn planes_of(text: &str, rule: ScaleRule) -> Result<(Block, Planes)> {
-    let unknown = || Error::Failed(format!("the step noted `{text}`, which is no block format and planes"));
-    let (format, planes) = text.split_once(' ').ok_or_else(unknown)?;
-    let format = format.parse::<Format>().map_err(|_| unknown())?;
-    let planes = match planes {
-        "rows" => Planes::Rows,
-        "columns" => Planes::Cols,
-        "rows and columns" => Planes::Both,
-        _ => return Err(unknown()),
-    };
-    // MX scales are powers of two whatever the others are.
-    let rule = if format == Format::E4m3 { rule } else { ScaleRule::Rceil };
-    Ok((Block { format, rule }, planes))
+/// Those of a built-in recipe, read off a layer that runs.
+fn steps_of(recipe: &str, kind: Kind, layer: &str) -> Result<Vec<Step>> {
+    let recipe = Recipe::builtin(recipe)?;
+    let layer = Layer { kind, name: layer.to_owned(), gated: false };
+    steps(&recipe::changes(&recipe, &layer)?, &recipe.section(kind, &layer.name, 0.0))
 }
 
 fn axis_of(planes: Planes) -> BlockAxis {
@@ -98,9 +95,8 @@ struct Costs {
 
 impl Costs {
     fn of(bench: &Bench, name: &'static str) -> Result<Self> {
-        let (events, recipe) = (recipe::changes(name)?, Recipe::builtin(name)?);
         let cost = |kind, layer, groups| {
-            let steps = steps(&events, layer, &recipe.section(kind, layer, 0.5))?;
+            let steps = steps_of(name, kind, layer)?;
             measure(bench, &steps, groups).map_err(Error::from)
         };
         let dense = cost(Kind::Linear, DENSE, None);
@@ -174,8 +170,7 @@ mod tests {
     use nibble_formats::Rounding;
 
     fn of(recipe: &str, kind: Kind, layer: &str) -> Vec<Step> {
-        let section = Recipe::builtin(recipe).unwrap().section(kind, layer, 0.5);
-        steps(&recipe::changes(recipe).unwrap(), layer, &section).unwrap()
+        steps_of(recipe, kind, layer).unwrap()
     }
 
     #[test]

@@ -1,0 +1,196 @@
+//! Where a recipe decides a precision, and what follows from the place alone.
+
+use nibble_formats::BlockAxis;
+
+/// A place in a layer where a precision is chosen. The names are the keys of a recipe file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Site {
+    /// Input of Y = X·Wᵀ.
+    FpropX,
+    /// Weight of Y = X·Wᵀ and, in the other order, of dX = dY·W.
+    FpropW,
+    /// Input of an expert's second product; as [`Site::FpropX`] where it is not written.
+    FpropA,
+    /// Gradient in dX = dY·W.
+    DgradDy,
+    /// Gradient of an expert's first product's output in dX = dH·W; as [`Site::DgradDy`] where it is not written.
+    DgradDh,
+    /// Gradient in dW = dYᵀ·X.
+    WgradDy,
+    /// Gradient of an expert's first product's output in dW = dHᵀ·X; as [`Site::WgradDy`] where it is not written.
+    WgradDh,
+    /// Input in dW = dYᵀ·X.
+    WgradX,
+    /// Input of an expert's second product in dW = dYᵀ·A; as [`Site::WgradX`] where it is not written.
+    WgradA,
+    /// The input a linear layer keeps for its backward pass.
+    SavedX,
+    /// The first product's output that a gated layer keeps: SwiGLU's input.
+    SavedH,
+    /// The second product's input that an expert keeps; made again from h where it is not written.
+    SavedA,
+    /// Tokens on their way to the experts.
+    DispatchFwd,
+    /// Gradients on their way to the experts.
+    DispatchBwd,
+}
+
+impl Site {
+    /// Every site.
+    pub const ALL: [Self; 14] = [
+        Self::FpropX,
+        Self::FpropW,
+        Self::FpropA,
+        Self::DgradDy,
+        Self::DgradDh,
+        Self::WgradDy,
+        Self::WgradDh,
+        Self::WgradX,
+        Self::WgradA,
+        Self::SavedX,
+        Self::SavedH,
+        Self::SavedA,
+        Self::DispatchFwd,
+        Self::DispatchBwd,
+    ];
+
+    /// Its key in a recipe file.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::FpropX => "fprop.x",
+            Self::FpropW => "fprop.w",
+            Self::FpropA => "fprop.a",
+            Self::DgradDy => "dgrad.dy",
+            Self::DgradDh => "dgrad.dh",
+            Self::WgradDy => "wgrad.dy",
+            Self::WgradDh => "wgrad.dh",
+            Self::WgradX => "wgrad.x",
+            Self::WgradA => "wgrad.a",
+            Self::SavedX => "saved.x",
+            Self::SavedH => "saved.h",
+            Self::SavedA => "saved.a",
+            Self::DispatchFwd => "dispatch.fwd",
+            Self::DispatchBwd => "dispatch.bwd",
+        }
+    }
+
+    /// The part of the key before the dot: the product, `saved` or `dispatch`.
+    pub fn product(self) -> &'static str {
+        self.key().split_once('.').map_or("", |(product, _)| product)
+    }
+
+    /// The site whose precision this one has where it is not written; none for a site that must be.
+    pub fn falls_back_on(self) -> Option<Self> {
+        match self {
+            Self::FpropA => Some(Self::FpropX),
+            Self::DgradDh => Some(Self::DgradDy),
+            Self::WgradDh => Some(Self::WgradDy),
+            Self::WgradA => Some(Self::WgradX),
+            _ => None,
+        }
+    }
+
+    /// Along what its blocks run: along the contraction. What is kept runs by rows, unless a recipe says that the columns
+    /// are kept which wgrad multiplies.
+    pub fn axis(self) -> BlockAxis {
+        match self {
+            Self::FpropW => BlockAxis::Tile,
+            Self::WgradDy | Self::WgradDh | Self::WgradX | Self::WgradA => BlockAxis::Col,
+            _ => BlockAxis::Row,
+        }
+    }
+
+    /// Whether blocks may run along the other axis too: the one place where the axis is a decision.
+    pub fn chooses_axis(self) -> bool {
+        matches!(self, Self::SavedX | Self::SavedA)
+    }
+
+    /// Whether it is a gradient: those alone may be rounded stochastically.
+    pub fn is_gradient(self) -> bool {
+        matches!(self, Self::DgradDy | Self::DgradDh | Self::WgradDy | Self::WgradDh | Self::DispatchBwd)
+    }
+}
+
+/// From what a tensor is made. It follows from the place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum From {
+    /// From the plain tensor the layer computed or received.
+    Source,
+    /// From what was saved for the backward pass, as this site has it.
+    Saved(Site),
+    /// From what the exchange delivered, as this site has it.
+    Dispatched(Site),
+}
+
+impl From {
+    /// Its name in a recipe file.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Saved(_) => "saved",
+            Self::Dispatched(_) => "dispatched",
+        }
+    }
+
+    /// The site whose representation is converted; none for a plain source.
+    pub fn site(self) -> Option<Site> {
+        match self {
+            Self::Source => None,
+            Self::Saved(site) | Self::Dispatched(site) => Some(site),
+        }
+    }
+}
+
+/// Which kind of layer a section speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Dense linear layers.
+    Linear,
+    /// Expert layers.
+    Expert,
+    /// The output head with its loss: its dY is the gradient of the logits.
+    Head,
+    /// The router's gate. Its products are F32; its weight may be BF16.
+    Router,
+}
+
+impl Kind {
+    /// Every kind.
+    pub const ALL: [Self; 4] = [Self::Linear, Self::Expert, Self::Head, Self::Router];
+
+    /// Its table's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Expert => "expert",
+            Self::Head => "head",
+            Self::Router => "router",
+        }
+    }
+
+    /// Whether there is such a site in it: only experts exchange rows and have two products with a name each, the head
+    /// keeps no more than a gradient, and of the router's gate the weight alone has a choice.
+    pub fn has(self, site: Site) -> bool {
+        use Site::*;
+        match self {
+            Self::Linear => {
+                matches!(site, FpropX | FpropW | DgradDy | WgradDy | WgradX | SavedX | SavedH)
+            }
+            Self::Expert => true,
+            Self::Head => matches!(site, FpropX | FpropW | DgradDy | WgradDy | WgradX),
+            Self::Router => site == FpropW,
+        }
+    }
+
+    /// The sites that there are in it.
+    pub fn sites(self) -> impl Iterator<Item = Site> + Clone {
+        Site::ALL.into_iter().filter(move |site| self.has(*site))
+    }
+
+    /// The parts of the keys of its sites before the dot.
+    pub fn products(self) -> Vec<&'static str> {
+        let mut products: Vec<_> = self.sites().map(Site::product).collect();
+        products.dedup();
+        products
+    }
+}

@@ -1,0 +1,110 @@
+//! A recipe in words: for people, and as a file that reads back as the same recipe.
+
+use super::precision::axis_name;
+use super::{By, Kind, Precision, Recipe, Section, Site};
+use nibble_formats::{BlockAxis, Rounding};
+use std::fmt::{self, Write};
+use toml::Value;
+
+impl Recipe {
+    /// The whole recipe as a file: nothing is taken from another one. [`Recipe::parse`] reads the same recipe from it.
+    pub fn to_toml(&self) -> String {
+        let mut out = format!(
+            "description = {}\nactivations = \"{}\"\n",
+            Value::from(self.description.as_str()),
+            self.activations
+        );
+        for kind in Kind::ALL {
+            let _ = writeln!(out, "\n[{}]", kind.name());
+            for site in kind.sites() {
+                let _ = writeln!(out, "{} = {}", site.key(), in_toml(site, self.of(kind).written(site)));
+            }
+        }
+        for o in &self.overrides {
+            let layers = Value::from(o.layers.clone());
+            let end = o.steps.1.min(1.0);
+            let _ = writeln!(out, "\n[[override]]\nlayers = {layers}\nsteps = \"{}..{end}\"", o.steps.0);
+            for (kind, site, p) in &o.set {
+                let _ = writeln!(out, "set.{}.{} = {}", kind.name(), site.key(), in_toml(*site, p.as_ref()));
+            }
+        }
+        out
+    }
+}
+
+fn in_toml(site: Site, precision: Option<&Precision>) -> String {
+    let Some(p) = precision else {
+        return format!("\"{}\"", site.falls_back_on().map_or("again", Site::key));
+    };
+    let mut out = format!("{{ format = \"{}\"", p.format);
+    if p.format.is_block() {
+        let _ = write!(out, ", scale = \"{}\"", p.scale);
+        if p.axis == BlockAxis::Col && site.chooses_axis() {
+            let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
+        }
+        if p.round != Rounding::NearestEven {
+            let _ = write!(out, ", round = \"{}\"", p.round);
+        }
+        if let Some(len) = p.rht {
+            let _ = write!(out, ", rht = {len}");
+        }
+    }
+    if p.by == By::Requantize {
+        out += ", by = \"requantize\"";
+    }
+    out + " }"
+}
+
+/// What a site has, and what follows: from what it is made, or of which other site it is a copy.
+fn in_words(section: &Section, kind: Kind, site: Site) -> String {
+    match (section.written(site), site.falls_back_on()) {
+        (None, Some(other)) => format!("as {}: {}", other.key(), section.at(site)),
+        (None, None) => "made again from h".into(),
+        (Some(p), _) => match section.origin(kind, site) {
+            super::From::Source => p.to_string(),
+            origin => format!("{p} from {}", origin.name()),
+        },
+    }
+}
+
+impl fmt::Display for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "recipe {}: {}", self.name, self.description)?;
+        writeln!(f, "  activations between products: {}", self.activations)?;
+        // A head or a router that nobody has changed is not mentioned.
+        let plain = |kind| match kind {
+            Kind::Head => self.head == Section::plain(self.activations),
+            Kind::Router => self.router == Section::plain(crate::DType::F32),
+            _ => false,
+        };
+        for kind in Kind::ALL.into_iter().filter(|kind| !plain(*kind)) {
+            writeln!(f, "  [{}]", kind.name())?;
+            for site in kind.sites() {
+                writeln!(f, "    {:<13} {}", site.key(), in_words(self.of(kind), kind, site))?;
+            }
+        }
+        for o in &self.overrides {
+            let end = o.steps.1.min(1.0);
+            writeln!(f, "  override layers {}, steps {}..{end}", o.layers.join(", "), o.steps.0)?;
+            for kind in Kind::ALL {
+                let changed = o.applied(kind, *self.of(kind));
+                if plain(kind) && changed == *self.of(kind) {
+                    continue;
+                }
+                for (_, site, _) in o.set.iter().filter(|(k, ..)| *k == kind) {
+                    writeln!(
+                        f,
+                        "    {}.{:<13} {}",
+                        kind.name(),
+                        site.key(),
+                        in_words(&changed, kind, *site)
+                    )?;
+                }
+            }
+        }
+        for line in self.requantizations() {
+            writeln!(f, "  made from an already quantized tensor: {line}")?;
+        }
+        Ok(())
+    }
+}
