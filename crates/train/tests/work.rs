@@ -3,10 +3,15 @@
 //! `tiny` with one layer: 2048 tokens (16 sequences of 128), d 64, 4 heads and 2 key-value heads of 16, 8 experts of 64, 2 a
 //! token, 64 symbols. An expert layer has 4096 routed rows, in room for 5120 where groups begin at multiples of 128, as block formats ask.
 
+mod rig;
+
 use nibble_core::DeviceKind;
+use nibble_cpu::Cpu;
+use nibble_testkit::Recorder;
 use nibble_train::config::Config;
 use nibble_train::plan::{Call, Flops, Work, work_of_step};
-use nibble_train::trainer::checked_recipe;
+use nibble_train::trainer::{Trainer, checked_recipe};
+use rig::{SOLO, small};
 
 const TOKENS: u64 = 2048;
 const ROWS: u64 = 4096;
@@ -122,4 +127,27 @@ fn what_is_made_again_is_counted_again() {
     let forward: f64 = of("attention", &kept).iter().map(|work| work.flops.total()).sum();
     assert!(total(&again) - total(&kept) >= forward);
     assert_eq!(of("attention", &again).len(), 2);
+}
+
+#[test]
+fn a_step_issues_the_operations_that_are_counted() {
+    // Memory is not an operation's.
+    const MEMORY: [&str; 4] = ["zeros", "alloc", "copy", "clear"];
+    for recipe in rig::recipes() {
+        let config = small(recipe, &["train.grad_accum=3"]);
+        let b = Recorder::eager(Cpu::new(2).unwrap());
+        let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+        trainer.train_step().unwrap();
+        b.watch();
+        trainer.train_step().unwrap();
+        let log = b.take_log();
+        let issued: Vec<_> = log
+            .iter()
+            .filter(|event| !event.is_transfer() && !MEMORY.contains(&event.op))
+            .map(|event| event.op)
+            .collect();
+        let counted = work_of_step(DeviceKind::Host, &config, &checked_recipe(&config).unwrap(), 1).unwrap();
+        let counted: Vec<_> = counted.iter().map(|call| call.op).collect();
+        assert_eq!(counted, issued, "{recipe}");
+    }
 }
