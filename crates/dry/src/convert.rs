@@ -6,7 +6,7 @@ use half::bf16;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{
-    Backend, BlockScaled, Convert, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
+    Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
 };
 
 /// Rows and columns of a tile of the GPU's fused kernels.
@@ -159,8 +159,8 @@ fn stored(codec: Codec) -> (Format, ScaleRule) {
     (codec.format(), codec.rule())
 }
 
-impl Convert for Dry {
-    fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
+impl Dry {
+    pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let (rows, cols) = op.x.shape();
         if op.planes == Planes::Tiles {
             let n = rows / op.stack.max(1);
@@ -199,11 +199,11 @@ impl Convert for Dry {
         Ok(out)
     }
 
-    fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.dtype, op.x.rows, op.x.cols)
     }
 
-    fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
+    pub(crate) fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
         let x = op.x;
         // Only MXFP4 gets scales chosen anew.
         let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
@@ -223,23 +223,23 @@ impl Convert for Dry {
         Ok(Transcoded { out, transposed: None, counts: self.counts()? })
     }
 
-    fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.dtype, op.x.rows, op.x.cols)
     }
 
-    fn transpose(&self, op: Transpose<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn transpose(&self, op: Transpose<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.x.dtype(), op.stack * op.x.cols, op.x.rows / op.stack.max(1))
     }
 
-    fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn add(&self, op: Add<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.a.dtype(), op.a.rows, op.a.cols)
     }
 
-    fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()> {
+    pub(crate) fn sum_shards(&self, op: SumShards<'_, Self>) -> Result<()> {
         self.make_tensor_mut(op.into)
     }
 
-    fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
+    pub(crate) fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         let (tokens, experts) = op.logits.shape();
         let (probs, log_sum_exp) = (self.plain(DType::F32, tokens, experts)?, self.buf(tokens)?);
         let (expert, weight) = (self.buf(tokens * op.top_k)?, self.buf(tokens * op.top_k)?);
@@ -253,16 +253,19 @@ impl Convert for Dry {
         Ok(Routing { expert, weight, probs, log_sum_exp, load, losses })
     }
 
-    fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<Tensor<Self>> {
         let (tokens, experts) = op.routing.probs.shape();
         self.plain(DType::F32, tokens, experts)
     }
 
-    fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
+    pub(crate) fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
         // Slots of each group in each chunk of slots, of 16 bits.
         let counts = Self::len(op.expert).div_ceil(PLAN_CHUNK).min(PLAN_CHUNKS) * op.num_groups;
         let _counts: Option<Buf<u8>> = self.is_gpu().then(|| self.buf(2 * counts)).transpose()?;
-        let (start, len) = (self.buf(op.num_groups + 1)?, self.buf(op.num_groups)?);
+        // As long as each other: their sum is what is known.
+        let lengths = |g| op.num_slots / op.num_groups + usize::from(g < op.num_slots % op.num_groups);
+        let lengths: Vec<i32> = (0..op.num_groups).map(|g| lengths(g) as i32).collect();
+        let (start, len) = (self.buf(op.num_groups + 1)?, self.buf_of(&lengths)?);
         let (row_id, source_row, row_slot) =
             (self.buf(op.capacity)?, self.buf(op.capacity)?, self.buf(op.capacity)?);
         let slot_row = self.buf(op.num_slots)?;
@@ -272,27 +275,27 @@ impl Convert for Dry {
         Ok(PermuteMap { groups, source_row, row_slot, num_slots, slot_row, occupancy })
     }
 
-    fn permute(&self, op: Permute<'_, Self>) -> Result<Operand<Self>> {
+    pub(crate) fn permute(&self, op: Permute<'_, Self>) -> Result<Operand<Self>> {
         self.gathered(op.rows, op.map.groups.capacity)
     }
 
-    fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Operand<Self>> {
+    pub(crate) fn unpermute(&self, op: Unpermute<'_, Self>) -> Result<Operand<Self>> {
         self.gathered(op.rows, op.map.num_slots)
     }
 
-    fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Buf<f32>> {
+    pub(crate) fn gather_scalars(&self, op: GatherScalars<'_, Self>) -> Result<Buf<f32>> {
         self.buf(Self::len(op.index))
     }
 
-    fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.rows.dtype(), op.tokens(), op.rows.cols)
     }
 
-    fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Buf<u8>> {
+    pub(crate) fn pack_rows(&self, op: PackRows<'_, Self>) -> Result<Buf<u8>> {
         self.buf(Self::len(op.index) * op.rows.row_kind().row_bytes())
     }
 
-    fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
+    pub(crate) fn unpack_rows(&self, op: UnpackRows<'_, Self>) -> Result<Operand<Self>> {
         let (kind, rows) = (op.kind, Self::len(op.bytes) / op.kind.row_bytes());
         match kind.format {
             Format::F32 => Ok(Operand::Plain(self.plain(DType::F32, rows, kind.cols)?)),
@@ -303,21 +306,21 @@ impl Convert for Dry {
         }
     }
 
-    fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
+    pub(crate) fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
         let slots = Self::len(op.expert);
         Ok(SlotRanks { rank: self.buf(slots)?, first: self.buf(slots)?, counts: self.buf(2 * op.world)? })
     }
 
-    fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Buf<i32>> {
+    pub(crate) fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Buf<i32>> {
         self.buf(Self::len(op.slot) * record_words(op.top_k))
     }
 
-    fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
+    pub(crate) fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
         let (n, slots) = (op.records(), op.records() * op.top_k);
         Ok(ReceivedSlots { token_id: self.buf(n)?, expert: self.buf(slots)?, weight: self.buf(slots)? })
     }
 
-    fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
+    pub(crate) fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         if !self.is_gpu() {
             let a = self.emitted(op.a, rows, f, 1)?;
@@ -339,7 +342,7 @@ impl Convert for Dry {
         }
     }
 
-    fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
+    pub(crate) fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
         if self.is_gpu() {
             return self.swiglu_backward_on_gpu(&op);
         }
@@ -349,7 +352,7 @@ impl Convert for Dry {
         Ok(SwigluGrads { dh, a, dweight: self.buf(rows)? })
     }
 
-    fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
+    pub(crate) fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         self.plain(DType::F32, op.rows, op.cols)
     }
 }

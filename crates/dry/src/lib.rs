@@ -5,16 +5,21 @@
 //!
 //! Downloads give zeros. So whoever decides by values that were computed is told nothing: the ranks' exchange, which reads how
 //! many rows go where, has a communicator here that says so ([`DryComm`]).
+//!
+//! [`Dry::counted`] says what each operation of some work must move and multiply ([`Work`]): the floor under its time.
 
 mod backend;
 mod comm;
 mod convert;
+mod kernels;
 mod memory;
 mod model;
 mod products;
+mod work;
 
 pub use comm::DryComm;
 pub use memory::{Arena, Buf};
+pub use work::{Call, Flops, Work};
 
 use memory::{Counters, Memory};
 use nibble_core::{DeviceKind, Scope};
@@ -32,6 +37,8 @@ struct Inner {
     scope: Scope<Arena>,
     /// Of a GPU: words that counters are cut from.
     counters: Mutex<Option<Counters>>,
+    /// The operations issued, while somebody counts.
+    calls: Mutex<Option<Vec<Call>>>,
 }
 
 impl Dry {
@@ -40,8 +47,9 @@ impl Dry {
 
     /// A device of this kind.
     pub fn new(kind: DeviceKind) -> Self {
-        let (memory, scope, counters) = (Arc::default(), Scope::default(), Mutex::default());
-        Self { inner: Arc::new(Inner { kind, memory, scope, counters }) }
+        let (memory, scope) = (Arc::default(), Scope::default());
+        let (counters, calls) = (Mutex::default(), Mutex::default());
+        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls }) }
     }
 
     /// Whether it stands for a GPU.

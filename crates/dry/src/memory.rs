@@ -154,7 +154,7 @@ pub(crate) struct Storage {
     bytes: usize,
     home: Home,
     memory: Arc<Memory>,
-    /// What a communicator put there.
+    /// What a communicator or a plan of rows put there.
     values: Option<Vec<u8>>,
 }
 
@@ -194,12 +194,14 @@ impl<T: Plain> Buf<T> {
         self.storage.id
     }
 
-    /// What a download finds: zeros, unless a communicator has said more.
+    /// What a download finds: zeros, unless more is known.
     pub(crate) fn values(&self) -> Vec<T> {
-        match &self.storage.values {
-            Some(bytes) => bytemuck::pod_collect_to_vec(bytes),
-            None => vec![bytemuck::Zeroable::zeroed(); self.len],
-        }
+        self.known().unwrap_or_else(|| vec![bytemuck::Zeroable::zeroed(); self.len])
+    }
+
+    /// What a communicator or a plan of rows has said.
+    pub(crate) fn known(&self) -> Option<Vec<T>> {
+        self.storage.values.as_deref().map(bytemuck::pod_collect_to_vec)
     }
 
     /// The same bytes as values of another type.

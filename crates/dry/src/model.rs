@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::formats::Codec;
 use nibble_core::ops::*;
-use nibble_core::{Backend, Convert, DType, Model, Result, Tensor};
+use nibble_core::{Backend, DType, Result, Tensor};
 
 /// Queries of a tile of a GPU's attention.
 const ATTENTION_TILE: usize = 128;
@@ -81,13 +81,13 @@ impl Dry {
     }
 }
 
-impl Model for Dry {
-    fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
+impl Dry {
+    pub(crate) fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
         let bad_ids = self.counters(1)?;
         Ok(EmbedOut { x: self.plain(op.dtype, Self::len(op.ids), op.table.cols)?, bad_ids })
     }
 
-    fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
+    pub(crate) fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
         self.make_tensor_mut(op.grad)?;
         if self.is_gpu() {
             // Tokens sorted by id; then their order, the tasks, and the sums of ids of several chunks.
@@ -99,7 +99,7 @@ impl Model for Dry {
         Ok(())
     }
 
-    fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
+    pub(crate) fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
         let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
         let sum = || op.plus.map(|_| like()).transpose();
         if self.is_gpu() {
@@ -109,7 +109,7 @@ impl Model for Dry {
         Ok(RmsNormOut { sum: sum()?, y: like()?, inv_rms: self.buf(op.x.rows)? })
     }
 
-    fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn rms_norm_backward(&self, op: RmsNormBackward<'_, Self>) -> Result<Tensor<Self>> {
         self.make_tensor_mut(op.dweight)?;
         let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
         let dx = like()?;
@@ -121,7 +121,7 @@ impl Model for Dry {
         if op.plus.is_some() { like() } else { Ok(dx) }
     }
 
-    fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
+    pub(crate) fn norm_rope(&self, op: NormRope<'_, Self>) -> Result<RmsNormOut<Self>> {
         let (x, heads) = (op.x, op.x.rows * (op.x.cols / op.table.cols));
         if self.turns_as_it_norms(op.table.cols) {
             let inv_rms = self.buf(heads)?;
@@ -132,7 +132,7 @@ impl Model for Dry {
         Ok(RmsNormOut { y: self.plain(x.dtype(), x.rows, x.cols)?, ..normed })
     }
 
-    fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn norm_rope_backward(&self, op: NormRopeBackward<'_, Self>) -> Result<Tensor<Self>> {
         let (x, head) = (op.x, (op.heads(), op.table.cols));
         self.make_tensor_mut(op.dweight)?;
         let like = || self.plain(x.dtype(), x.rows, x.cols);
@@ -144,21 +144,21 @@ impl Model for Dry {
         Ok(dx)
     }
 
-    fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn rope(&self, op: Rope<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.x.dtype(), op.x.rows, op.x.cols)
     }
 
-    fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
+    pub(crate) fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
         let (tokens, cols) = op.q.shape();
         let out = self.plain(op.q.dtype(), tokens, cols)?;
         Ok(AttentionOut { out, lse: self.buf(tokens * (cols / op.head_dim.max(1)))? })
     }
 
-    fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.q.dtype(), op.q.rows, op.q.cols)
     }
 
-    fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
+    pub(crate) fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {
         let like = |x: &Tensor<Self>| self.plain(x.dtype(), x.rows, x.cols);
         let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
         if self.is_gpu() {
@@ -170,14 +170,14 @@ impl Model for Dry {
         Ok(grads)
     }
 
-    fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
+    pub(crate) fn cross_entropy(&self, op: CrossEntropy<'_, Self>) -> Result<CrossEntropyOut<Self>> {
         let (tokens, vocab) = op.logits.shape();
         let (loss, bad_ids) = (self.buf(tokens)?, self.counters(1)?);
         let dlogits = op.grad.map(|dtype| self.plain(dtype, tokens, vocab)).transpose()?;
         Ok(CrossEntropyOut { loss, shard_nats: self.shard_nats(tokens, op.shards)?, bad_ids, dlogits })
     }
 
-    fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+    pub(crate) fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
         let (chunks, longest) = (op.chunks(), op.longest_chunk());
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
@@ -215,22 +215,22 @@ impl Model for Dry {
         Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts: x_counts?, dlogits_counts: dlogits_counts? })
     }
 
-    fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
+    pub(crate) fn begin_step(&self, op: BeginStep<'_, Self>) -> Result<()> {
         self.make_mut(op.clock)?;
         self.make_mut(op.control)?;
         self.make_mut(op.table)
     }
 
-    fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()> {
+    pub(crate) fn begin_micro_batch(&self, op: BeginMicroBatch<'_, Self>) -> Result<()> {
         self.make_mut(op.clock)?;
         [op.ids, op.targets, op.row_id].into_iter().try_for_each(|words| self.make_mut(words))
     }
 
-    fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
+    pub(crate) fn collect(&self, op: Collect<'_, Self>) -> Result<()> {
         self.make_mut(op.table)
     }
 
-    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
+    pub(crate) fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         self.make_mut(op.into)?;
         if self.is_gpu() {
             let (rows, cols) = op.x.shape();
@@ -240,13 +240,13 @@ impl Model for Dry {
         Ok(())
     }
 
-    fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
+    pub(crate) fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
         self.make_mut(op.clock)?;
         self.make_mut(op.control)?;
         self.make_mut(op.reports)
     }
 
-    fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
+    pub(crate) fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         [op.param, op.exp_avg, op.exp_avg_sq].into_iter().try_for_each(|x| self.make_tensor_mut(x))
     }
 }

@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::formats::Format;
 use nibble_core::ops::*;
-use nibble_core::{Backend, DType, Groups, Operand, Products, Result, Tensor};
+use nibble_core::{Backend, DType, Groups, Operand, Result, Tensor};
 
 /// Numbers of 16 bytes, which the GPU's tensor cores are brought together: rows of these sizes are whole numbers of them.
 const BF16_UNIT: usize = 8;
@@ -101,16 +101,16 @@ impl Dry {
     }
 }
 
-impl Products for Dry {
-    fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
+impl Dry {
+    pub(crate) fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
         self.product((op.a, op.b), op.check()?, op.out, Shape::Dense)
     }
 
-    fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
+    pub(crate) fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
         self.product((op.x, op.w), op.check()?, op.out, Shape::Rows)
     }
 
-    fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
+    pub(crate) fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
         let dims = op.check()?;
         self.make_tensor_mut(op.grad)?;
         if self.is_gpu() {

@@ -3,6 +3,7 @@
 //! cores.
 
 mod experts;
+mod floors;
 mod gemm;
 mod gpu;
 mod kernels;

@@ -1,5 +1,6 @@
 //! Training steps beside the floor, and where their time goes.
 
+use super::floors::Floors;
 use super::recompute;
 use super::timeline::Timeline;
 use crate::console::{bytes, say, thousands};
@@ -7,6 +8,7 @@ use crate::device::{self, Device, DeviceArg, On, OpTime, Work};
 use crate::error::Result;
 use nibble_core::{DType, MemoryStats, Recipe, SoloComm};
 use nibble_train::config::Config;
+use nibble_train::plan;
 use nibble_train::trainer::{RunMemory, Trainer};
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -16,6 +18,10 @@ use std::time::Instant;
 #[command(
     after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds,\n\
     measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
+    On a GPU, where CUPTI is found, one step is traced. Beside each operation's time stands its floor, summed over its calls:\n\
+    the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the\n\
+    memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the\n\
+    cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -147,18 +153,23 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         each(traffic.copies_on_write)
     );
     let memory = memory(&mut trainer)?;
+    let traced_at = trainer.step();
     let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
-        Ok(Some((done, spans))) => done.map(|_| Timeline::of(&spans))?.tell(),
-        Ok(None) => Value::Null,
+        Ok(Some((done, spans))) => done.map(|_| Some(Timeline::of(&spans)))?,
+        Ok(None) => None,
         Err(why) => {
             say!("    no timeline: {why}");
-            Value::Null
+            None
         }
     };
     let (ops, profiled) = match timeline {
-        Value::Null => profile(b, &mut trainer)?,
-        _ => (Vec::new(), 0.0),
+        None => profile(b, &mut trainer)?,
+        Some(_) => (Vec::new(), 0.0),
     };
+    let recipe = trainer.recipe().clone();
+    // The memory is measured in room that the run took.
+    drop(trainer);
+    let timeline = timeline.map(|timeline| timeline.tell(floors(b, config, &recipe, traced_at).as_ref()));
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
@@ -166,6 +177,18 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         "profiled_seconds": profiled, "timeline": timeline,
         "watts": draw.map(|draw| draw.watts), "sm_mhz": draw.map(|draw| draw.sm_mhz),
     }))
+}
+
+/// What each operation of this step takes at least; none where the device's peaks are not known.
+fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Option<Floors> {
+    let found = b.peaks().map_err(crate::error::Error::from).and_then(|peaks| {
+        let Some(peaks) = peaks else { return Ok(None) };
+        Ok(Some(Floors::of(&plan::work_of_step(b.kind(), config, recipe, step)?, peaks)))
+    });
+    found.unwrap_or_else(|why| {
+        say!("    no floors: {why}");
+        None
+    })
 }
 
 /// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.

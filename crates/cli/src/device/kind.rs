@@ -5,6 +5,7 @@ use nibble_cpu::Cpu;
 use nibble_cpu::gemm::peak::{Dot, measure};
 use nibble_cuda::power::Meter;
 use nibble_cuda::timeline::Span;
+use nibble_cuda::timing::{Rates, Stopwatch};
 use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,12 +18,28 @@ pub struct OpTime {
     pub time: Duration,
 }
 
+/// What a device does at best, under which no operation's time can be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Peaks {
+    /// Of its memory, measured.
+    pub memory: Rates,
+    /// Dense BF16 flops a second, by its maker.
+    pub bf16: f64,
+    /// The same in FP8.
+    pub fp8: f64,
+}
+
 /// A backend as the command knows it.
 pub trait Device: Kernels {
     /// The chip's dense rate of BF16 products in flops a second, by its maker; none of a chip that is not known.
     fn peak_flops(&self) -> Option<f64>;
     /// The rates that a step's arithmetic is measured against: of F32 and of BF16 products, in flops a second.
     fn rates(&self) -> Option<[f64; 2]>;
+    /// Measures the memory, in 2.5 GiB of it, beside what the chip's maker says of the rest; none of a chip that is not known.
+    ///
+    /// # Errors
+    /// From the device, where there is no such room.
+    fn peaks(&self) -> Result<Option<Peaks>>;
     /// What says how many watts the device draws; none where nothing does.
     fn meter(&self) -> Option<Meter>;
     /// Runs `work`, which issues its operations one by one, and says how long each took, the longest first.
@@ -58,6 +75,10 @@ impl Device for Cpu {
         Some([Dot::F32, Dot::Bf16].map(|dot| measure(self.pool(), dot, 15)))
     }
 
+    fn peaks(&self) -> Result<Option<Peaks>> {
+        Ok(None)
+    }
+
     fn meter(&self) -> Option<Meter> {
         None
     }
@@ -86,6 +107,14 @@ impl Device for Cuda {
     /// Of the tensor cores in BF16 both times: F32 products are made of BF16 parts.
     fn rates(&self) -> Option<[f64; 2]> {
         self.peak_flops().map(|rate| [rate; 2])
+    }
+
+    fn peaks(&self) -> Result<Option<Peaks>> {
+        let Some(bf16) = self.peak_flops() else { return Ok(None) };
+        // A handle of its own: what its pool took is given back with it, and is there for the next run.
+        let apart = nibble_cuda::Device::open(self.device().info().ordinal)?;
+        let memory = Stopwatch::new(&apart)?.rates()?;
+        Ok(Some(Peaks { memory, bf16, fp8: FP8_OVER_BF16 * bf16 }))
     }
 
     fn meter(&self) -> Option<Meter> {
@@ -118,6 +147,9 @@ impl Device for Cuda {
         Self::traced(self, launched, work).map(Some)
     }
 }
+
+/// Hopper's tensor cores take two FP8 numbers where they take one of BF16.
+const FP8_OVER_BF16: f64 = 2.0;
 
 /// NVIDIA's data sheets: H100 SXM, H200 and GH200, without sparsity. Other boards of this family are clocked lower.
 fn hopper_flops(name: &str) -> Option<f64> {

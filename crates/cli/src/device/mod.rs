@@ -5,7 +5,7 @@
 mod choice;
 mod kind;
 
-pub use kind::{Device, OpTime};
+pub use kind::{Device, OpTime, Peaks};
 
 use crate::console::say;
 use crate::env::Env;

@@ -2,11 +2,13 @@
 //!
 //! A run is rehearsed on [`Dry`], which computes nothing: the trainer's own step and evaluation, with the same allocations in
 //! the same order. So the arenas' sizes are found and not estimated. What a router decides is not known before: where ranks
-//! exchange rows, each is taken to get as many as the others.
+//! exchange rows, each is taken to get as many as the others. The same step says what its operations must move and multiply
+//! ([`work_of_step`]).
 
 mod search;
 mod sizes;
 
+pub use nibble_dry::{Call, Flops, Work};
 pub use sizes::check_sizes;
 
 use crate::config::Config;
@@ -88,6 +90,19 @@ fn predict_state(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recip
     rehearsed(kind, ranks, config, recipe, |_| Ok(Ledger::default()))
 }
 
+/// The operations of one step on one rank, in order, and what each must move and multiply. What the backward pass makes again
+/// is among them; copies and fills are not, as they are no operations. Steps are numbered from 0; a recipe may have other
+/// precisions at another step.
+///
+/// # Errors
+/// As [`predict`].
+pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
+    on_shapes(kind, 1, config, recipe, |dry, trainer| {
+        let ((), calls) = dry.counted(|| trainer.rehearse_whole_step(step))?;
+        Ok(calls)
+    })
+}
+
 fn rehearsed(
     kind: DeviceKind,
     ranks: usize,
@@ -95,18 +110,28 @@ fn rehearsed(
     recipe: &Recipe,
     run: impl FnOnce(&mut Trainer<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
+    on_shapes(kind, ranks, config, recipe, |dry, trainer| {
+        let ledger = run(trainer)?;
+        let beside_bytes = dry.pooled_peak() + gathered_bytes(trainer, ranks);
+        let (memory, parameters) = (trainer.memory(), trainer.parameters());
+        Ok(Prediction { kind, ranks, memory, beside_bytes, ledger, parameters })
+    })
+}
+
+/// Runs `run` with a trainer that computes nothing.
+fn on_shapes<R>(
+    kind: DeviceKind,
+    ranks: usize,
+    config: &Config,
+    recipe: &Recipe,
+    run: impl FnOnce(&Dry, &mut Trainer<'_, Dry>) -> Result<R>,
+) -> Result<R> {
     check_sizes(config)?;
     let dry = Dry::new(kind);
     let tokens = config.train.batch_size / ranks * config.data.seq_len;
     let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
     let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
-    let done = (|| {
-        let mut trainer = Trainer::of_shapes(&dry, comm, config, recipe)?;
-        let ledger = run(&mut trainer)?;
-        let beside_bytes = dry.pooled_peak() + gathered_bytes(&mut trainer, ranks);
-        let (memory, parameters) = (trainer.memory(), trainer.parameters());
-        Ok(Prediction { kind, ranks, memory, beside_bytes, ledger, parameters })
-    })();
+    let done = Trainer::of_shapes(&dry, comm, config, recipe).and_then(|mut trainer| run(&dry, &mut trainer));
     match done {
         Err(_) if dry.has_overflowed() => Err(Error::Memory {
             needed: usize::MAX,

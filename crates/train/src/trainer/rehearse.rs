@@ -31,13 +31,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let config = self.setup.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
         let world = self.setup.comm.world();
+        // More micro-batches than two find what the second found.
+        let micro_batches = config.train.grad_accum.min(2);
         let (mine, all) = (Batch::zeroed(size / world, seq_len), Batch::zeroed(size, seq_len));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.setup.b.arena("activations")?;
         for step in checks::steps_of_change(&self.setup.recipe, steps) {
             self.setup.step = step;
             if step < steps {
-                self.rehearse_step()?;
+                self.rehearse_step(micro_batches)?;
             }
             let Self { setup, model, activations, .. } = self;
             setup.b.within(activations, || {
@@ -52,16 +54,24 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(ledger)
     }
 
-    /// The parts that a step consists of. More micro-batches than two find what the second found.
-    fn rehearse_step(&mut self) -> Result<()> {
+    /// The step of this number, with all of its micro-batches.
+    ///
+    /// # Errors
+    /// As [`Trainer::rehearse`].
+    pub(crate) fn rehearse_whole_step(&mut self, step: u64) -> Result<()> {
+        self.setup.step = step;
+        self.rehearse_step(self.setup.config.train.grad_accum)
+    }
+
+    /// The parts that a step of so many micro-batches consists of.
+    fn rehearse_step(&mut self, micro_batches: usize) -> Result<()> {
         let Self { setup, model, buffers, activations, .. } = self;
         let Some(buffers) = buffers else { return Ok(()) };
-        let several = setup.config.train.grad_accum > 1;
         setup.b.within(activations, || {
             Ok((|| -> Result<()> {
                 let mut step = Step::new(setup, model, buffers)?;
                 step.first_micro_batch()?;
-                if several {
+                for _ in 1..micro_batches {
                     step.next_micro_batch()?;
                 }
                 step.optimize()?;

@@ -1,0 +1,259 @@
+//! What operations must move and multiply: the bytes of their operands, by shape alone.
+
+use crate::Dry;
+use crate::memory::Buf;
+use nibble_core::formats::Format;
+use nibble_core::ops::*;
+use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Scales, Tensor};
+use std::ops::{Add, AddAssign};
+use std::sync::PoisonError;
+
+/// An operation that was issued.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Call {
+    /// Its name, such as `gemm`: the method of its kernel trait. One that another one is made of counts as the outer.
+    pub op: &'static str,
+    /// What it must do.
+    pub work: Work,
+}
+
+/// The least that an operation must do, whoever does it: every operand read once, every result written once, and its
+/// products.
+///
+/// Scales count with their codes, as do index lists that are read a row each. Group starts and the counts of a
+/// conversion are too few. A gradient that is added to is read and written.
+///
+/// Of ragged rows only those count that belong to a group: tokens · `top_k` of a router, and none of the padding, also
+/// where an operation promises zeros there. Of a matrix whose blocks run down the columns it is the same share of its
+/// bytes. An expert's weights count whether or not a row met it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Work {
+    /// Bytes read.
+    pub read: u64,
+    /// Bytes written.
+    pub written: u64,
+    /// Two a multiply-add of products and attention; what is done to each element beside them is not counted.
+    pub flops: Flops,
+}
+
+/// Flops, by the wider type of the two that are multiplied.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Flops {
+    /// F32, or BF16 beside F32.
+    pub f32: f64,
+    /// BF16.
+    pub bf16: f64,
+    /// Any block format: tensor cores without FP4 take MXFP4 as E4M3.
+    pub fp8: f64,
+}
+
+impl Flops {
+    /// So many products of these two types.
+    pub(crate) fn of((a, b): (Format, Format), flops: f64) -> Self {
+        let none = Self::default();
+        match (a, b) {
+            (Format::F32, _) | (_, Format::F32) => Self { f32: flops, ..none },
+            (Format::Bf16, Format::Bf16) => Self { bf16: flops, ..none },
+            _ => Self { fp8: flops, ..none },
+        }
+    }
+
+    /// Of all types together.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.f32 + self.bf16 + self.fp8
+    }
+}
+
+impl Add for Flops {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { f32: self.f32 + other.f32, bf16: self.bf16 + other.bf16, fp8: self.fp8 + other.fp8 }
+    }
+}
+
+impl AddAssign for Work {
+    fn add_assign(&mut self, other: Self) {
+        self.read += other.read;
+        self.written += other.written;
+        self.flops = self.flops + other.flops;
+    }
+}
+
+impl Work {
+    /// Reads these, all of them.
+    pub(crate) fn reads(operands: &[&dyn Bytes]) -> Self {
+        Self::default().and_reads(None, operands)
+    }
+
+    /// Reads so many rows of each of these.
+    pub(crate) fn reads_rows(rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
+        Self::default().and_reads(rows, operands)
+    }
+
+    /// And so many rows of each of these, all where it is not said.
+    pub(crate) fn and_reads(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
+        self.read += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
+        self
+    }
+
+    /// Writes so many rows of each of these in place.
+    pub(crate) fn writes(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
+        self.written += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
+        self
+    }
+
+    /// Multiplies matrices of these types: 2 · m · n · k flops.
+    pub(crate) fn multiplies(mut self, types: (Format, Format), [m, n, k]: [usize; 3]) -> Self {
+        self.flops = self.flops + Flops::of(types, 2.0 * m as f64 * n as f64 * k as f64);
+        self
+    }
+}
+
+/// What is made of buffers.
+pub(crate) trait Bytes {
+    /// Bytes of so many rows of it, of all where it is not said. More rows than there are count as all.
+    fn bytes_of(&self, rows: Option<usize>) -> u64;
+}
+
+/// The share of `bytes` that `rows` of `all` rows have.
+fn share(bytes: usize, rows: Option<usize>, all: usize) -> u64 {
+    match rows {
+        // No more than `bytes`.
+        Some(rows) if rows < all => (bytes as u128 * rows as u128 / all as u128) as u64,
+        _ => bytes as u64,
+    }
+}
+
+impl<T: Plain> Bytes for Buf<T> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        share(self.len() * size_of::<T>(), rows, self.len())
+    }
+}
+
+impl Bytes for Tensor<Dry> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        share(self.bytes(), rows, self.rows)
+    }
+}
+
+impl Bytes for BlockScaled<Dry> {
+    /// As the format has it, without the padding of a layout.
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        let (lines, blocks) = self.shape_of_scales();
+        let each = if matches!(self.scales, Scales::F32(_)) { size_of::<f32>() } else { 1 };
+        share(self.codes.len() + lines * blocks * each, rows, self.rows)
+    }
+}
+
+impl Bytes for Operand<Dry> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        match self {
+            Self::Plain(x) => x.bytes_of(rows),
+            Self::Block(x) => x.bytes_of(rows),
+        }
+    }
+}
+
+impl Bytes for Source<'_, Dry> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        match self {
+            Self::U64(x) => x.bytes_of(rows),
+            Self::I32(x) => x.bytes_of(rows),
+            Self::F32(x) => x.bytes_of(rows),
+            Self::F64(x) => x.bytes_of(rows),
+            Self::Occupancy(x) => x.found.bytes_of(rows),
+        }
+    }
+}
+
+impl<X: Bytes> Bytes for Option<X> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        self.as_ref().map_or(0, |x| x.bytes_of(rows))
+    }
+}
+
+impl<X: Bytes + ?Sized> Bytes for &X {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        (**self).bytes_of(rows)
+    }
+}
+
+impl Bytes for () {
+    fn bytes_of(&self, _: Option<usize>) -> u64 {
+        0
+    }
+}
+
+/// `Bytes` of a structure: those of these parts of it.
+macro_rules! parts {
+    ($($name:ident { $($part:ident),+ })+) => {
+        $(impl Bytes for $name<Dry> {
+            fn bytes_of(&self, rows: Option<usize>) -> u64 {
+                0 $(+ self.$part.bytes_of(rows))+
+            }
+        })+
+    };
+}
+
+parts! {
+    Emitted { rows, cols }
+    Transcoded { out, transposed }
+    Routing { expert, weight, probs, log_sum_exp, load, losses }
+    SlotRanks { rank, first, counts }
+    ReceivedSlots { token_id, expert, weight }
+    SwigluOut { a, h }
+    SwigluGrads { dh, a, dweight }
+    EmbedOut { x }
+    RmsNormOut { y, inv_rms, sum }
+    AttentionOut { out, lse }
+    AttentionGrads { dq, dk, dv }
+    CrossEntropyOut { loss, shard_nats, dlogits }
+    HeadLossOut { shard_nats, dx }
+}
+
+impl Bytes for PermuteMap<Dry> {
+    fn bytes_of(&self, _: Option<usize>) -> u64 {
+        let rows = Some(self.num_slots);
+        let of_rows: [&dyn Bytes; 3] = [&self.groups.row_id, &self.source_row, &self.row_slot];
+        of_rows.iter().map(|x| x.bytes_of(rows)).sum::<u64>() + self.slot_row.bytes_of(None)
+    }
+}
+
+/// Rows that belong to a group, as far as it is known: of shards, and of what [`PlanPermute`] made.
+pub(crate) fn rows_of(groups: &Groups<Dry>) -> Option<usize> {
+    match groups.rows_each {
+        Some(each) => Some(each * groups.num_groups),
+        None => groups.len.known().map(|lengths| lengths.iter().map(|&len| len as usize).sum()),
+    }
+}
+
+impl Dry {
+    /// Runs `work` and says which operations it issued, in order, and what each must do.
+    ///
+    /// # Errors
+    /// What `work` returns. Inside another such call the outer one is not told of what the inner one is.
+    pub fn counted<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Call>), E> {
+        let swap = |calls| {
+            let mut noted = self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *noted, calls)
+        };
+        let outer = swap(Some(Vec::new()));
+        let done = work();
+        let calls = swap(outer).unwrap_or_default();
+        Ok((done?, calls))
+    }
+
+    /// Whether somebody counts.
+    pub(crate) fn is_counted(&self) -> bool {
+        self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Notes an operation.
+    pub(crate) fn note(&self, op: &'static str, work: Work) {
+        if let Some(calls) = &mut *self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner) {
+            calls.push(Call { op, work });
+        }
+    }
+}
