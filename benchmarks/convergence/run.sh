@@ -17,7 +17,9 @@ work=$(mktemp -d); cd "$work" || exit 1
     done
     for recipe in bf16 mxfp4-hopper fp8-flow fp8-block; do echo "language.$recipe.1 language $recipe 1"; done
     echo "language.nudged.1 language bf16 1 train.lr=2.0000002e-3"
-    for seed in 1 2 3; do echo "linux.mxfp4-hopper-head8.$seed linux mxfp4-hopper-head8 $seed"; done
+    for recipe in mxfp4-hopper-head8 fp8-deepseek; do
+        for seed in 1 2 3; do echo "linux.$recipe.$seed linux $recipe $seed"; done
+    done
 } > all
 while read -r name rest; do [ -e "$out/$name.jsonl" ] || echo "$name $rest"; done < all > jobs
 
