@@ -12,12 +12,12 @@ use std::fmt;
 
 /// The recipes that ship with Nibble.
 const BUILTIN: [(&str, &str); 6] = [
-    ("f32", include_str!("../../../../recipes/f32.toml")),
-    ("bf16", include_str!("../../../../recipes/bf16.toml")),
-    ("fp8-block", include_str!("../../../../recipes/fp8-block.toml")),
-    ("fp8-flow", include_str!("../../../../recipes/fp8-flow.toml")),
-    ("mxfp4-hopper", include_str!("../../../../recipes/mxfp4-hopper.toml")),
-    ("mxfp4-hopper-head8", include_str!("../../../../recipes/mxfp4-hopper-head8.toml")),
+    ("f32", include_str!("../../recipes/f32.toml")),
+    ("bf16", include_str!("../../recipes/bf16.toml")),
+    ("fp8-block", include_str!("../../recipes/fp8-block.toml")),
+    ("fp8-flow", include_str!("../../recipes/fp8-flow.toml")),
+    ("mxfp4-hopper", include_str!("../../recipes/mxfp4-hopper.toml")),
+    ("mxfp4-hopper-head8", include_str!("../../recipes/mxfp4-hopper-head8.toml")),
 ];
 
 /// A place in a layer where a precision is chosen. The names are the keys of a recipe file.
