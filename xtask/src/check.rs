@@ -1,6 +1,6 @@
 //! `cargo xtask check`.
 
-use crate::run::{command, output};
+use crate::run::{command, output, root};
 use std::time::Instant;
 
 /// Whether to run the tests.
@@ -18,6 +18,8 @@ pub fn check(tests: Tests) -> Result<(), String> {
     let doc = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
     step("format", || cargo(&["fmt", "--all", "--check"], &[]))?;
     step("no C", no_c)?;
+    step("licences and sources", licences)?;
+    step("packages", packages)?;
     step("clippy", || cargo(&clippy, &[]))?;
     step("documentation", || cargo(&doc, &[("RUSTDOCFLAGS", "-D warnings")]))?;
     if tests == Tests::Run {
@@ -70,6 +72,86 @@ fn no_c() -> Result<(), String> {
     ))
 }
 
+/// Every crate that is built, tests' too, may be used under one of these, and comes from the registry or from here.
+fn licences() -> Result<(), String> {
+    let format = "{l}|{p}";
+    let tree = [
+        "tree",
+        "--workspace",
+        "--locked",
+        "--edges",
+        "normal,build,dev",
+        "--prefix",
+        "none",
+        "--format",
+        format,
+    ];
+    let tree = output("cargo", &tree)?;
+    let found = unwelcome(&tree, &root().display().to_string());
+    if found.is_empty() {
+        return Ok(());
+    }
+    Err(format!("neither licence nor source is on the list of xtask/src/check.rs: {}", found.join("; ")))
+}
+
+/// Those crates of a listing, one `licence|name version (source)` a line, of which this is not so.
+fn unwelcome<'a>(tree: &'a str, root: &str) -> Vec<&'a str> {
+    const LICENCES: [&str; 7] =
+        ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "ISC", "Zlib", "Unicode-3.0"];
+    let allowed = |licence: &str| {
+        // A slash is an older way to write `OR`.
+        let any =
+            |part: &str| part.split(" OR ").flat_map(|x| x.split('/')).any(|x| LICENCES.contains(&x.trim()));
+        licence.split(" AND ").all(|part| any(part.trim_matches(['(', ')'])))
+    };
+    let here = |package: &str| {
+        let notes = package.split('(').skip(1).filter_map(|note| note.split(')').next());
+        notes.into_iter().all(|note| ["*", "proc-macro"].contains(&note) || note.starts_with(root))
+    };
+    let lines = tree.lines().filter(|line| !line.is_empty());
+    let mut found: Vec<&str> = lines
+        .filter(|line| {
+            line.split_once('|').is_none_or(|(licence, package)| !allowed(licence) || !here(package))
+        })
+        .collect();
+    found.sort();
+    found.dedup();
+    found
+}
+
+/// Every crate but this one can be packaged, and no package wants a file that lies outside of it. (To build the packages as
+/// well: `cargo package --workspace --exclude xtask`.)
+fn packages() -> Result<(), String> {
+    let arguments = [
+        "package",
+        "--quiet",
+        "--workspace",
+        "--exclude",
+        "xtask",
+        "--no-verify",
+        "--allow-dirty",
+        "--locked",
+    ];
+    cargo(&arguments, &[])?;
+    let sources = output("git", &["ls-files", "crates/*/src/*.rs", "crates/*/build.rs"])?;
+    for file in sources.lines() {
+        // Deleted here, and still in the index.
+        let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
+        if let Some(path) = outside(file, &text) {
+            return Err(format!("{file} includes {path}, which lies outside of its crate"));
+        }
+    }
+    Ok(())
+}
+
+/// The first path in `include_str!("…")` that leaves the crate, of the text of `crates/NAME/…`.
+fn outside<'a>(file: &str, text: &'a str) -> Option<&'a str> {
+    // Folders from the crate's root to the file.
+    let depth = file.split('/').count().saturating_sub(3);
+    let included = text.split("include_str!(\"").skip(1).filter_map(|rest| rest.split('"').next());
+    included.into_iter().find(|path| path.split('/').filter(|part| *part == "..").count() > depth)
+}
+
 /// Those crates of a listing, one `name version` a line, that compile C, or bind a C library as `*-sys` crates do.
 fn crates_with_c(tree: &str) -> Vec<&str> {
     const COMPILERS: [&str; 6] = ["cc", "cmake", "bindgen", "pkg-config", "vcpkg", "nasm-rs"];
@@ -89,6 +171,33 @@ fn crates_with_c(tree: &str) -> Vec<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn licences_and_sources_off_the_list_are_found() {
+        let tree = "MIT OR Apache-2.0|a v1.0.0\nMIT/Apache-2.0|b v1.0.0 (proc-macro) (*)\n\nApache-2.0|c v0.1.0 (/here/c)\n\
+                    (MIT OR Apache-2.0) AND Unicode-3.0|d v1.0.0\nUnlicense OR MIT|e v1.0.0\n";
+        assert!(unwelcome(tree, "/here").is_empty(), "{:?}", unwelcome(tree, "/here"));
+        let bad = [
+            "GPL-3.0|f v1.0.0",
+            "MIT AND GPL-2.0|g v1.0.0",
+            "MIT|h v1.0.0 (https://example.org/h#1234)",
+            "|i v1.0.0",
+        ];
+        let mut found = unwelcome(
+            "GPL-3.0|f v1.0.0\nMIT AND GPL-2.0|g v1.0.0\nMIT|h v1.0.0 (https://example.org/h#1234)\n|i v1.0.0",
+            "/here",
+        );
+        found.sort_by_key(|line| line.split('|').nth(1));
+        assert_eq!(found, bad);
+    }
+
+    #[test]
+    fn a_path_out_of_the_crate_is_found() {
+        let text = "include_str!(\"../../recipes/a.toml\"), include_str!(\"../../../b.toml\")";
+        assert_eq!(outside("crates/core/src/recipe/mod.rs", text), Some("../../../b.toml"));
+        assert_eq!(outside("crates/core/src/recipe/deep/mod.rs", text), None);
+        assert_eq!(outside("crates/core/src/lib.rs", text), Some("../../recipes/a.toml"));
+    }
 
     #[test]
     fn compilers_and_bindings_are_found_once() {

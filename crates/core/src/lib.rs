@@ -32,3 +32,8 @@ pub use recipe::Recipe;
 pub use scope::Scope;
 pub use tensor::{DType, Data, Tensor};
 pub use traffic::{Traffic, TrafficCounter};
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

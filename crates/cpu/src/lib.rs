@@ -16,3 +16,8 @@ mod sums;
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;
 pub use memory::Arena;
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

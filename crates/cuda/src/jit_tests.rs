@@ -82,7 +82,7 @@ fn nvrtc() -> Option<Nvrtc> {
         Ok(nvrtc) => Some(nvrtc),
         Err(error) if crate::env::nvrtc().is_some() => panic!("{error}"),
         Err(error) => {
-            println!("skipped, a test that compiles: {error}");
+            println!("skipped: a test that compiles: {error}");
             None
         }
     }

@@ -2,9 +2,11 @@
 //!
 //! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change.
 
+use nibble_cuda::KernelSpec;
 use nibble_cuda::jit::Nvrtc;
 use nibble_cuda::ops::Instance;
-use nibble_cuda::source::Sources;
+use nibble_cuda::source::{EMBEDDED, Sources};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Every instance: those of the operations, and the one that timing needs.
@@ -18,7 +20,7 @@ fn every_instance_compiles_and_needs_no_more_than_before() {
     let nvrtc = match Nvrtc::load() {
         Ok(nvrtc) => nvrtc,
         Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
-        Err(error) => return println!("skipped, compiling every kernel instance: {error}"),
+        Err(error) => return println!("skipped: compiling every kernel instance: {error}"),
     };
     let sources = Sources::embedded();
     let mut table = String::from(
@@ -46,5 +48,78 @@ fn every_instance_compiles_and_needs_no_more_than_before() {
         );
     } else {
         println!("not compared with resources.txt: that is of NVRTC 13.0, this is {:?}", nvrtc.version);
+    }
+}
+
+/// The struct that a kernel lays out in dynamic shared memory, and how many bytes its launch has more at least and at most: to start
+/// on a multiple of 1024. None of kernels whose launch computes it from the problem's sizes.
+fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
+    let arg = |name: &str| {
+        let found = spec.args.iter().find(|(key, _)| *key == name);
+        found.unwrap_or_else(|| panic!("{spec} has no {name}")).1.to_string()
+    };
+    let all = |names: &[&str]| names.iter().map(|name| arg(name)).collect::<Vec<_>>().join(", ");
+    const STAGES: [&str; 3] = ["kStages", "kOutBuffers", "kBoxes"];
+    let (layout, least, most) = match spec.name {
+        "nib::attention_wgmma" => (format!("nib::ForwardShared<{}>", all(&["kDim", "kGroups"])), 1008, 1152),
+        "nib::attention_wgmma_backward_kv" => (format!("nib::BackwardKvShared<{}>", arg("kDim")), 1008, 1152),
+        "nib::attention_wgmma_backward_q" => (format!("nib::BackwardQShared<{}>", arg("kDim")), 1008, 1152),
+        "nib::attention" => (format!("nib::AttentionShared<{}>", arg("kDim")), 0, 0),
+        "nib::attention_backward_kv" | "nib::attention_backward_q" => {
+            (format!("nib::AttentionGradShared<{}>", all(&["kDim", "kRows"])), 0, 0)
+        }
+        "nib::lift_tiles" => ("nib::LiftTilesShared".into(), 0, 0),
+        "nib::swiglu_backward" => (format!("nib::BackwardShared<{}>", arg("H")), 0, 0),
+        "nib::swiglu_backward_plain" if arg("kBf16") == "true" => ("nib::SigmoidTable".into(), 0, 0),
+        "nib::swiglu_rows_cols" => ("nib::RowsColsShared".into(), 0, 0),
+        "nib::grouped_fp8_block" => {
+            let args = all(&[STAGES[0], STAGES[1], STAGES[2], "kScalesB", "Out"]);
+            (format!("nib::SharedLayout<{args}>"), 1008, 1024)
+        }
+        "nib::grouped_fp8_mixed" => {
+            // The queue of tiles is counted with what aligns it.
+            let args = all(&[STAGES[0], STAGES[1], STAGES[2], "Out"]);
+            (format!("nib::MixedLayout<{args}>"), 1008, 1024 + 512)
+        }
+        "nib::grouped_bf16" => {
+            let args = all(&[STAGES[0], STAGES[1], STAGES[2], "Out"]);
+            (format!("nib::SharedLayout<{args}>"), 1008, 1024)
+        }
+        _ => return None,
+    };
+    Some((layout, least, most))
+}
+
+#[test]
+fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
+        Err(error) => return println!("skipped: sizes of shared memory: {error}"),
+    };
+    let mut asserts: BTreeMap<&str, String> = BTreeMap::new();
+    let mut compared = 0;
+    for Instance { spec, shared_bytes } in instances() {
+        let Some((layout, least, most)) = layout(&spec) else { continue };
+        let text = asserts.entry(spec.source).or_default();
+        writeln!(
+            text,
+            "static_assert(sizeof({layout}) + {least} <= {shared_bytes}, \"{spec} has too little\");"
+        )
+        .unwrap();
+        writeln!(
+            text,
+            "static_assert({shared_bytes} <= sizeof({layout}) + {most}, \"{spec} has too much\");"
+        )
+        .unwrap();
+        compared += 1;
+    }
+    assert!(compared > 40, "{compared}");
+    for (source, asserts) in asserts {
+        let text = format!("#include \"{source}\"\n{asserts}__global__ void sizes() {{}}\n");
+        let embedded = EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), text.into()));
+        let sources = Sources::from_files(embedded.chain([("sizes.cuh".to_owned(), text.into())]));
+        let spec = KernelSpec { source: "sizes.cuh", name: "sizes", args: vec![] };
+        nvrtc.compile(&spec, &sources).unwrap_or_else(|error| panic!("{source}: {error}"));
     }
 }

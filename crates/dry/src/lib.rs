@@ -57,3 +57,8 @@ impl Dry {
         self.inner.kind == DeviceKind::Gpu
     }
 }
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -27,3 +27,8 @@ pub mod tokenizer;
 pub mod trainer;
 
 pub use error::{Error, Result};
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -21,13 +21,13 @@ use crate::{DType, Error, Result};
 
 /// The recipes that ship with Nibble.
 const BUILTIN: [(&str, &str); 7] = [
-    ("f32", include_str!("../../../../recipes/f32.toml")),
-    ("bf16", include_str!("../../../../recipes/bf16.toml")),
-    ("fp8-block", include_str!("../../../../recipes/fp8-block.toml")),
-    ("fp8-deepseek", include_str!("../../../../recipes/fp8-deepseek.toml")),
-    ("fp8-flow", include_str!("../../../../recipes/fp8-flow.toml")),
-    ("mxfp4-hopper", include_str!("../../../../recipes/mxfp4-hopper.toml")),
-    ("mxfp4-hopper-head8", include_str!("../../../../recipes/mxfp4-hopper-head8.toml")),
+    ("f32", include_str!("../../recipes/f32.toml")),
+    ("bf16", include_str!("../../recipes/bf16.toml")),
+    ("fp8-block", include_str!("../../recipes/fp8-block.toml")),
+    ("fp8-deepseek", include_str!("../../recipes/fp8-deepseek.toml")),
+    ("fp8-flow", include_str!("../../recipes/fp8-flow.toml")),
+    ("mxfp4-hopper", include_str!("../../recipes/mxfp4-hopper.toml")),
+    ("mxfp4-hopper-head8", include_str!("../../recipes/mxfp4-hopper-head8.toml")),
 ];
 
 /// A change for some layers and part of the run.

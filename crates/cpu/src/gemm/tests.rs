@@ -224,7 +224,7 @@ unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
 #[test]
 fn vdpbf16ps_is_the_bf16_dot() {
     if !Isa::Avx512Bf16.is_supported() {
-        println!("skipped vdpbf16ps_is_the_bf16_dot: this machine has no avx512bf16");
+        println!("skipped: AVX-512 BF16 (not on this machine)");
         return;
     }
     let mut r = Random(3);
