@@ -122,7 +122,8 @@ fn run_rank<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let Some(mut metrics) = trainer.settle()? else { break };
+            let settled = trainer.settle().map_err(|error| diverged(error, config));
+            let Some(mut metrics) = settled? else { break };
             loss = metrics.loss;
             if let Some(outputs) = &mut outputs {
                 note_memory(&mut metrics, b.memory());
@@ -157,6 +158,17 @@ fn run_rank<B: Kernels>(
     let Some(outputs) = outputs else { return Ok(None) };
     let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
     Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+}
+
+/// What to do about a step whose numbers are none.
+fn diverged(error: Error, config: &Config) -> Error {
+    match error {
+        Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
+            let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
+            Error::Diverged { lr, warmup_steps, source }
+        }
+        other => other,
+    }
 }
 
 impl Options {
