@@ -8,7 +8,7 @@ use crate::checkpoint::latest_valid;
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
-use crate::metrics::{Metrics, read_metrics};
+use crate::metrics::{Metrics, Watchdog, read_metrics};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, Kernels, MemoryStats, Recipe};
 use std::path::{Path, PathBuf};
@@ -112,6 +112,7 @@ fn run_rank<B: Kernels>(
     }
     let mut outputs = if first { Some(begin(&mut trainer, &prediction, options, observer)?) } else { None };
     let (mut loss, mut saved, mut stopped) = (None, None, false);
+    let mut watchdog = Watchdog::default();
     while trainer.step() < config.train.steps && !stopped {
         let issued = trainer.issue_step();
         let step = trainer.step();
@@ -130,6 +131,7 @@ fn run_rank<B: Kernels>(
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
+                watchdog.step(&metrics).iter().for_each(|begun| observer.note(begun));
             }
         }
         issued?;
