@@ -4,7 +4,7 @@ use crate::device::{Device, On};
 use crate::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
-use nibble_train::config::Config;
+use nibble_train::config::{Config, RANDOM, SYNTHETIC};
 use nibble_train::trainer::{Trainer, load_recipe};
 use std::path::Path;
 
@@ -38,7 +38,30 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
 pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
-    Ok(Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides)?)
+    let changed = Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides);
+    let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+    // A vocabulary too small for a text is its tokens' kind, said in other words.
+    let source = match &changed {
+        Ok(config) => Some(config.data.source.clone()),
+        Err(_) => overrides.iter().rev().find_map(|o| Some(o.split_once("data.source=")?.1.to_owned())),
+    };
+    match source {
+        Some(now) if kind(&now) != kind(&trained.data.source) => Err(Error::usage(format!(
+            "`data.source`: {now} is {}, and the model was trained on {}: their tokens have nothing in common",
+            kind(&now),
+            kind(&trained.data.source)
+        ))),
+        _ => Ok(changed?),
+    }
+}
+
+/// What a source's tokens are.
+fn kind(source: &str) -> &'static str {
+    match source {
+        SYNTHETIC => "the built-in language",
+        RANDOM => "random tokens",
+        _ => "a text",
+    }
 }
 
 /// The recipe that a checkpoint was trained under, as it was then; or another, if `overrides` name one.

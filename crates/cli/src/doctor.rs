@@ -49,9 +49,6 @@ pub fn run(args: Args) -> Result<()> {
         let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));
         say!("  {name} = {value}: {meaning}");
     }
-    for name in env::unknown() {
-        say!("  {name} is set, and nothing reads it");
-    }
     say!("formats:");
     say!("  {:<7} {:>9} {:>6}  scale rules (the default first)", "name", "code bits", "block");
     for format in Format::ALL {

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
 use nibble_cpu::gemm::Isa;
 use nibble_cpu::{Cpu, Path};
+use nibble_train::config::MOST_THREADS;
 
 /// What all of them begin with.
 const PREFIX: &str = "NIBBLE_";
@@ -48,8 +49,9 @@ impl Env {
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
-            Ok(text) => text.parse().map_err(|_| {
-                Error::usage(format!("{THREADS}: got `{text}`, expected a number of threads"))
+            Ok(text) => text.parse().ok().filter(|n| *n <= MOST_THREADS).ok_or_else(|| {
+                let most = format!("expected a number of threads up to {MOST_THREADS}");
+                Error::usage(format!("{THREADS}: got `{text}`, {most}"))
             })?,
         };
         let (isa, path) = match std::env::var(ISA) {
@@ -112,9 +114,12 @@ pub fn help() -> String {
     all().map(|(name, meaning)| format!("  {name:<22} {meaning}\n")).collect()
 }
 
-/// Variables that are set, look as if meant for Nibble, and are read by nobody.
+/// A warning for each variable that is set, looks as if meant for Nibble, and is read by nobody.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let known = |n: &String| all().any(|(known, _)| known == n);
-    names.filter(|n| n.starts_with(PREFIX) && !known(n)).collect()
+    let unread = names.filter(|n| n.starts_with(PREFIX) && !known(n));
+    unread
+        .map(|name| format!("{name} is set, and nothing reads it; `nibble help` lists what is read"))
+        .collect()
 }

@@ -64,6 +64,7 @@ fn after_help() -> String {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    env::unknown().iter().for_each(|unread| eprintln!("warning: {unread}"));
     match error::catch(|| run(cli).and_then(|()| console::require_said())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -59,6 +59,19 @@ pub enum Error {
         /// Where, and how many bytes were asked for.
         source: nibble_core::Error,
     },
+    /// A step whose loss or gradients are no numbers.
+    #[error(
+        "{source}\nMost likely the run diverges. What helps: a smaller train.lr (now {lr}), more train.warmup_steps (now {warmup_steps}), a \
+         smaller train.clip_norm. No weight has changed since the step before, and checkpoints are of earlier steps"
+    )]
+    Diverged {
+        /// The largest learning rate of the run.
+        lr: f64,
+        /// Steps of its warm-up.
+        warmup_steps: u64,
+        /// Where.
+        source: nibble_core::Error,
+    },
     /// A run that needs more memory than the device has.
     #[error("{why}")]
     Memory {
@@ -81,7 +94,7 @@ impl Error {
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Memory { .. } => true,
-            Self::Checkpoint { .. } | Self::OutOfMemory { .. } => false,
+            Self::Checkpoint { .. } | Self::OutOfMemory { .. } | Self::Diverged { .. } => false,
             Self::Core(error) => matches!(error, nibble_core::Error::Recipe { .. }),
             Self::Io { source, .. } => {
                 use std::io::ErrorKind as K;

@@ -14,6 +14,10 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     };
     fails("train.stpes=5", &["`train.stpes`", "unknown key", "did you mean `train.steps`"]);
     fails("train.steps", &["key=value"]);
+    fails("=5", &["`=5` has no key"]);
+    fails("train.steps=-1", &["`train.steps`: is -1, expected a whole number from 0 to 2^63 - 1"]);
+    fails("train.steps=99999999999999999999", &["is \"99999999999999999999\", expected a whole number"]);
+    fails(&format!("train.lr=1{}", "0".repeat(309)), &["0000... (312 characters), expected a number"]);
     fails("train={}", &["`train`", "is a table", "`train.batch_size=...`"]);
     fails("train={steps=3}", &["`train`", "is a table"]);
     fails("train.steps=many", &["`train.steps`", "many"]);
@@ -25,6 +29,15 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     std::fs::write(place.path("bad.toml"), "[train]\nsteps = 3\nlearning_rate = 1.0\n").unwrap();
     let error = place.nibble(&["train", "bad.toml"]).failed(2);
     assert!(error.contains("bad.toml:3") && error.contains("train.learning_rate"), "{error}");
+    for (text, why) in [
+        ("[[train]]\nsteps = 3", "bad.toml:1: `train`: is a list of tables, expected one table"),
+        ("train = 5", "`train`: is 5, expected one table"),
+        ("[train]\nsteps = 99999999999999999999", "bad.toml:2: a number is too large: whole ones go up to"),
+    ] {
+        std::fs::write(place.path("bad.toml"), text).unwrap();
+        let error = place.nibble(&["train", "bad.toml"]).failed(2);
+        assert!(error.contains(why), "{error}");
+    }
     let error = place.nibble(&["train", "tny"]).failed(2);
     assert!(error.contains("did you mean `tiny`"), "{error}");
     place.nibble(&["train", "missing.toml"]).failed(2);
@@ -319,4 +332,91 @@ fn output_that_does_not_get_out_is_a_failure() {
     let mut unread = unread.stdout(std::process::Stdio::piped()).spawn().unwrap();
     drop(unread.stdout.take());
     assert!(unread.wait().unwrap().success());
+}
+
+#[test]
+fn a_run_that_diverges_says_what_helps() {
+    let place = Place::with_text();
+    let wild = ["train.lr=3e38", "train.min_lr=3e38", "train.weight_decay=1e3", "train.warmup_steps=0"];
+    let set: Vec<&str> = wild.iter().flat_map(|change| ["--set", *change]).collect();
+    let error = place.train(&[&set[..], &["--recipe", "bf16"]].concat()).failed(1);
+    assert!(
+        error.contains("not finite")
+            && error.contains("diverges")
+            && error.contains("train.warmup_steps (now 0)"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_checkpoint_of_a_newer_program_is_named_as_that() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    let path = place.path("run/checkpoints/step-00000012/state.json");
+    std::fs::write(&path, r#"{"layout": 77, "what": "nobody knows"}"#).unwrap();
+    let error = place.nibble(&["eval", "run/checkpoints/step-00000012"]).failed(1);
+    assert!(error.contains("has layout 77, of a newer program"), "{error}");
+}
+
+#[test]
+fn a_model_is_evaluated_on_its_own_kind_of_tokens() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=text"]).ok();
+    let error = place.nibble(&["eval", "text", "--set", "data.source=synthetic"]).failed(2);
+    assert!(error.contains("`data.source`") && error.contains("trained on a text"), "{error}");
+    let small = ["model.layers=1", "train.steps=1", "train.warmup_steps=0", "run.dir=own", "run.device=cpu"];
+    let set: Vec<&str> = small.iter().flat_map(|change| ["--set", *change]).collect();
+    place.nibble(&[&["train", "tiny"], &set[..]].concat()).ok();
+    let error = place.nibble(&["eval", "own", "--set", "data.source=text.txt"]).failed(2);
+    assert!(
+        error.contains("text.txt is a text, and the model was trained on the built-in language"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_misspelt_variable_is_told_by_every_command() {
+    let place = Place::new();
+    for args in [&["recipe"][..], &["train", "tiny", "--dry-run"]] {
+        let out = place.command(args).env("NIBBLE_THREDS", "2").output().unwrap();
+        let told = String::from_utf8_lossy(&out.stderr);
+        assert!(
+            out.status.success() && told.contains("NIBBLE_THREDS is set, and nothing reads it"),
+            "{told}"
+        );
+    }
+}
+
+#[test]
+fn as_many_threads_as_no_machine_has_are_refused() {
+    let place = Place::with_text();
+    let error = place.train(&["--set", "run.threads=100000"]).failed(2);
+    assert!(error.contains("`run.threads`: is 100000, expected at most"), "{error}");
+    std::fs::write(place.path("small.toml"), crate::SMALL.replace("threads = 1", "threads = 0")).unwrap();
+    let out = place.command(&["train", "small.toml"]).env("NIBBLE_THREADS", "100000").output().unwrap();
+    let told = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(2), "{told}");
+    assert!(told.contains("NIBBLE_THREADS: got `100000`, expected a number of threads up to"), "{told}");
+}
+
+#[test]
+fn inputs_without_an_end_are_named_for_what_they_are() {
+    use std::io::Write;
+    let place = Place::with_text();
+    let gzip = |bytes: &[u8]| {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(bytes).unwrap();
+        gzip.finish().unwrap()
+    };
+    std::fs::write(place.path("bomb.gz"), gzip(&vec![0; 80 << 20])).unwrap();
+    std::fs::write(place.path("more.gz"), [gzip(&crate::text()), b"and more".to_vec()].concat()).unwrap();
+    let fails = |source: &str, why: &str| {
+        let error = place.train(&["--set", &format!("data.source={source}")]).failed(2);
+        assert!(error.contains(source) && error.contains(why), "{error}");
+    };
+    fails("bomb.gz", "inflates to more than");
+    fails("more.gz", "8 bytes after its gzip data that are no gzip");
+    if cfg!(unix) {
+        fails("/dev/zero", "is a device");
+    }
 }

@@ -93,6 +93,18 @@ impl State {
 
     /// Reads what [`State::to_json`] wrote; any changed byte is an error.
     pub(super) fn from_json(text: &str, path: &Path) -> Result<Self> {
+        // First of all: what another layout has is not known here.
+        #[derive(Deserialize)]
+        struct Layout {
+            layout: u32,
+        }
+        match serde_json::from_str::<Layout>(text) {
+            Ok(Layout { layout }) if layout > LAYOUT => {
+                let why = format!("has layout {layout}, of a newer program; this one reads layout {LAYOUT}");
+                return Err(Error::checkpoint(path, why));
+            }
+            _ => {}
+        }
         let state: Self = serde_json::from_str(text)
             .map_err(|e| Error::checkpoint(path, format!("is truncated or altered: {e}")))?;
         let unsigned_text = text.rfind(&state.sha256).map(|at| {

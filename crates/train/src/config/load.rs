@@ -129,7 +129,12 @@ impl Source<'_> {
             key: String::new(),
             file: Some(self.file.to_path_buf()),
             line: error.span().map(|span| self.line(span.start)),
-            why: error.message().to_owned(),
+            why: match error.message() {
+                text if ["overflowed", "i128"].iter().any(|word| text.contains(word)) => {
+                    "a number is too large: whole ones go up to 2^63 - 1, others to 1.8e308".to_owned()
+                }
+                text => text.to_owned(),
+            },
             suggestion: None,
         };
         let values: Table = toml::from_str(self.text).map_err(syntax)?;
@@ -177,6 +182,9 @@ fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
         return Err(Error::config(text, "an override reads `key=value`, and this has no `=`"));
     };
     let (key, value) = (key.trim().to_owned(), value.trim());
+    if key.is_empty() {
+        return Err(Error::config("", format!("an override reads `key=value`, and `={value}` has no key")));
+    }
     if let Some(Value::Table(table)) = lookup(known, &key) {
         let one = table.keys().next().map(String::as_str).unwrap_or_default();
         let why = format!(
@@ -202,7 +210,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     if let Some((_, why)) = FORMER_KEYS.iter().find(|(former, _)| *former == key) {
         return Err(Error::config(key, *why));
     }
-    if lookup(known, key).is_none() {
+    let Some(default) = lookup(known, key) else {
         let mut keys = BTreeMap::new();
         flatten("", known, &mut keys);
         let sections = known.as_table().into_iter().flatten().map(|(name, _)| name.as_str());
@@ -214,7 +222,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
             why: "unknown key".into(),
             suggestion,
         });
-    }
+    };
     let mut alone = Table::new();
     insert(&mut alone, key, value.clone());
     let parsed: Result<Config, toml::de::Error> = Value::Table(alone).try_into();
@@ -222,10 +230,33 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
         key: key.to_owned(),
         file: None,
         line: None,
-        why: error.message().trim().to_owned(),
+        why: expected(value, default).unwrap_or_else(|| error.message().trim().to_owned()),
         suggestion: if key == "train.recompute" { misspelt_scope(value) } else { None },
     })
 }
+
+/// What a value was and what was expected, where the type of the default says it.
+fn expected(value: &Value, default: &Value) -> Option<String> {
+    let wanted = match default {
+        Value::Integer(_) => "a whole number from 0 to 2^63 - 1",
+        Value::Float(_) => "a number that double precision holds",
+        Value::Boolean(_) => "true or false",
+        Value::Table(_) => "one table, under its name in brackets",
+        _ => return None,
+    };
+    let mut is = match value {
+        Value::Array(items) if items.iter().any(Value::is_table) => "a list of tables".to_owned(),
+        other => other.to_string(),
+    };
+    let digits = is.chars().count();
+    if digits > LONGEST {
+        is = format!("{}... ({digits} characters)", is.chars().take(LONGEST / 2).collect::<String>());
+    }
+    Some(format!("is {is}, expected {wanted}"))
+}
+
+/// Characters of a value that a message repeats.
+const LONGEST: usize = 40;
 
 /// What the first unknown scope of a list was probably meant to be.
 fn misspelt_scope(value: &Value) -> Option<String> {

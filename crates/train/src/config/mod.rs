@@ -25,6 +25,7 @@ use nibble_core::DType;
 
 pub use device::DeviceChoice;
 pub use preset::{preset, preset_names};
+pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
 /// `run` says, on one kind of device: products on a GPU and on a CPU differ in their last bits.

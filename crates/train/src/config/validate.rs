@@ -9,6 +9,9 @@ use crate::error::{Error, Result};
 /// More layers than any model has: each is an object of its own, also where memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
 
+/// More threads than any machine has cores: to start them takes longer than a run.
+pub const MOST_THREADS: usize = 4096;
+
 impl Config {
     /// Checks that the values fit each other.
     ///
@@ -108,6 +111,9 @@ impl Config {
         ] {
             require(value > 0, key, || "is 0, expected at least 1".into())?;
         }
+        require(self.run.threads <= MOST_THREADS, "run.threads", || {
+            format!("is {}, expected at most {MOST_THREADS}", self.run.threads)
+        })?;
         require(t.shards.is_power_of_two(), "train.shards", || {
             format!("is {}, expected a power of two: the shards are summed as a tree", t.shards)
         })?;

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
-use flate2::bufread::MultiGzDecoder;
+use flate2::bufread::GzDecoder;
 
 use crate::error::{Error, Result};
 
@@ -24,7 +24,7 @@ impl Text {
     /// [`Error::Data`] where the file cannot be read, is empty, is damaged gzip, or where either part is too short
     /// for one sequence of `seq_len` tokens and the token after it.
     pub fn open(path: &Path, valid_fraction: f64, seq_len: usize) -> Result<Self> {
-        let raw = std::fs::read(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
+        let raw = read(path)?;
         let bytes = if raw.starts_with(&GZIP_MAGIC) { inflate(path, &raw)? } else { raw };
         if bytes.is_empty() {
             return Err(Error::data(path, "is empty"));
@@ -68,14 +68,62 @@ impl Text {
     }
 }
 
-fn inflate(path: &Path, raw: &[u8]) -> Result<Vec<u8>> {
+/// More bytes than a text has that is held in memory.
+const MOST_BYTES: u64 = 1 << 38;
+
+/// No text is packed so much smaller; what is repeats itself, and may be made to fill the memory.
+const MOST_RATIO: u64 = 200;
+
+/// What may be inflated whatever the ratio.
+const ALWAYS_BYTES: u64 = 64 << 20;
+
+/// The bytes of a file or a pipe.
+fn read(path: &Path) -> Result<Vec<u8>> {
+    let unreadable = |e| Error::data(path, format!("cannot be read: {e}"));
+    let file = std::fs::File::open(path).map_err(unreadable)?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt;
+        let kind = file.metadata().map_err(unreadable)?.file_type();
+        if kind.is_char_device() || kind.is_block_device() {
+            return Err(Error::data(path, "is a device, expected a file: its bytes may have no end"));
+        }
+    }
     let mut bytes = Vec::new();
-    MultiGzDecoder::new(raw).read_to_end(&mut bytes).map_err(|error| {
-        let what = match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => "is truncated gzip",
-            _ => "is damaged gzip",
-        };
-        Error::data(path, format!("{what}: {error} after {} inflated bytes", bytes.len()))
-    })?;
+    file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > MOST_BYTES {
+        return Err(Error::data(
+            path,
+            format!("is longer than {MOST_BYTES} bytes, the most that is held in memory"),
+        ));
+    }
+    Ok(bytes)
+}
+
+/// The bytes of all members of a gzip file, one after the other.
+fn inflate(path: &Path, raw: &[u8]) -> Result<Vec<u8>> {
+    let most = (MOST_RATIO * raw.len() as u64).clamp(ALWAYS_BYTES, MOST_BYTES);
+    let (mut bytes, mut rest) = (Vec::new(), raw);
+    while rest.starts_with(&GZIP_MAGIC) {
+        let mut member = GzDecoder::new(rest).take(most + 1 - bytes.len() as u64);
+        member.read_to_end(&mut bytes).map_err(|error| {
+            let what = match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => "is truncated gzip",
+                _ => "is damaged gzip",
+            };
+            Error::data(path, format!("{what}: {error} after {} inflated bytes", bytes.len()))
+        })?;
+        if bytes.len() as u64 > most {
+            let why =
+                format!("inflates to more than {most} bytes, of {} packed ones: that is no text", raw.len());
+            return Err(Error::data(path, why));
+        }
+        rest = member.into_inner().into_inner();
+    }
+    // Zeros pad a file to the blocks of a tape.
+    if rest.iter().any(|byte| *byte != 0) {
+        let why = format!("has {} bytes after its gzip data that are no gzip", rest.len());
+        return Err(Error::data(path, why));
+    }
     Ok(bytes)
 }

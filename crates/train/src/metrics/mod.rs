@@ -3,6 +3,7 @@
 mod jsonl;
 mod plot;
 mod tensorboard;
+mod watchdog;
 
 use std::collections::BTreeMap;
 
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 pub use jsonl::{MetricsFile, MetricsLog, read_metrics};
 pub use plot::{LossCurve, draw_losses};
 pub use tensorboard::EventLog;
+pub use watchdog::Watchdog;
 
 /// What is known after a step. Field names in the file are torchtitan's, where it has one.
 ///

@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::metrics::{Metrics, read_metrics};
+use crate::metrics::{Metrics, Watchdog, read_metrics};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats, Recipe};
 use std::path::{Path, PathBuf};
@@ -131,6 +131,7 @@ fn run_rank<B: Kernels>(
         trainer.prepare_to_save()?;
     }
     let (mut loss, mut saved, mut stopped) = (None, None, false);
+    let mut watchdog = Watchdog::default();
     while trainer.step() < config.train.steps && !stopped {
         let issued = trainer.issue_step();
         let step = trainer.step();
@@ -141,7 +142,8 @@ fn run_rank<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let Some(mut metrics) = trainer.settle()? else { break };
+            let settled = trainer.settle().map_err(|error| diverged(error, config));
+            let Some(mut metrics) = settled? else { break };
             loss = metrics.loss;
             reach(Point::StepSettled)?;
             if let Some(outputs) = &mut outputs {
@@ -149,6 +151,7 @@ fn run_rank<B: Kernels>(
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
+                watchdog.step(&metrics).iter().for_each(|begun| observer.note(begun));
             }
             reach(Point::MetricsWritten)?;
         }
@@ -181,6 +184,17 @@ fn run_rank<B: Kernels>(
     let Some(outputs) = outputs else { return Ok(None) };
     let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
     Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+}
+
+/// What to do about a step whose numbers are none.
+fn diverged(error: Error, config: &Config) -> Error {
+    match error {
+        Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
+            let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
+            Error::Diverged { lr, warmup_steps, source }
+        }
+        other => other,
+    }
 }
 
 impl Options {

@@ -1,0 +1,158 @@
+//! What goes wrong slowly: told when it begins, once, and again only after it has been over.
+
+use super::Metrics;
+
+/// Looks at the metrics of every step.
+#[derive(Debug, Clone, Default)]
+pub struct Watchdog {
+    steps: u64,
+    /// Running mean of the loss, and of its distance from that.
+    loss: f64,
+    distance: f64,
+    /// Running means of the shares of blocks that conversions change.
+    inexact: f64,
+    shift_inexact: f64,
+    /// Which of [`Watchdog::step`]'s findings are going on.
+    is_on: [bool; 4],
+}
+
+impl Watchdog {
+    /// Steps before anything is judged: means must have settled, and a router begins uneven.
+    const SETTLED: u64 = 50;
+    /// Weight of a step in the running means.
+    const WEIGHT: f64 = 0.05;
+
+    /// Takes a step's metrics and returns what begins with it, a sentence each.
+    ///
+    /// | finding | begins | is over |
+    /// |---|---|---|
+    /// | expert collapse | half of all experts had no row | a quarter |
+    /// | loss spike | loss 8 mean distances and 0.2 nats above its mean | 4 distances |
+    /// | inexact lift or shift | share above 10 % and twice its mean | 1.5 times its mean |
+    pub fn step(&mut self, metrics: &Metrics) -> Vec<String> {
+        let mut begun = Vec::new();
+        let settled = self.steps >= Self::SETTLED;
+        let step = metrics.step;
+        if let Some(dead) = metrics.dead_expert_fraction {
+            let text = || {
+                format!(
+                    "step {step}: {:.0} % of the experts get no token (moe/dead_expert_fraction); look at moe/load_max_over_mean, \
+                     and raise model.aux_loss_coef or lower train.lr",
+                    100.0 * dead
+                )
+            };
+            begun.extend(self.turn(0, settled && dead >= 0.5, dead < 0.25, text));
+        }
+        if let Some(loss) = metrics.loss.filter(|loss| loss.is_finite()) {
+            let (mean, distance) = (self.loss, self.distance);
+            let above = loss - mean;
+            let text = || {
+                format!(
+                    "step {step}: the loss is {loss:.4}, and was {mean:.4} on average; look at grad_norm, and if it does not come \
+                     down lower train.lr or train.clip_norm"
+                )
+            };
+            let is_spike = settled && above > 8.0 * distance && above > 0.2;
+            begun.extend(self.turn(1, is_spike, above < 4.0 * distance, text));
+            let weight = if self.steps == 0 { 1.0 } else { Self::WEIGHT };
+            // The first step has no mean to be away from.
+            self.distance += weight * (if self.steps == 0 { 0.0 } else { above.abs() } - self.distance);
+            self.loss += weight * above;
+        }
+        let shares = [
+            (2, metrics.inexact_fraction, "quantization/inexact_fraction", "lift from MXFP4 to FP8"),
+            (
+                3,
+                metrics.shift_inexact_fraction,
+                "quantization/shift_inexact_fraction",
+                "shift of FP8 exponents",
+            ),
+        ];
+        for (finding, share, name, what) in shares {
+            let Some(share) = share else { continue };
+            let mean = if finding == 2 { self.inexact } else { self.shift_inexact };
+            let text = || {
+                format!(
+                    "step {step}: the {what} changes {:.1} % of the blocks, and changed {:.1} % on average ({name}); values of one \
+                     block lie further apart: look at grad_norm, or keep these layers in another format by an [[override]]",
+                    100.0 * share,
+                    100.0 * mean
+                )
+            };
+            begun.extend(self.turn(
+                finding,
+                settled && share > 0.1 && share > 2.0 * mean,
+                share < 1.5 * mean,
+                text,
+            ));
+            let weight = if self.steps == 0 { 1.0 } else { Self::WEIGHT };
+            let moved = mean + weight * (share - mean);
+            *(if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }) = moved;
+        }
+        self.steps += 1;
+        begun
+    }
+
+    /// Switches a finding on or off; its text if that is when it begins.
+    fn turn(&mut self, finding: usize, on: bool, off: bool, text: impl FnOnce() -> String) -> Option<String> {
+        let was_on = self.is_on[finding];
+        self.is_on[finding] = on || was_on && !off;
+        (on && !was_on).then(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is told of 300 calm steps after which these come.
+    fn told(then: &[Metrics]) -> Vec<String> {
+        let mut watchdog = Watchdog::default();
+        let calm = |step: u64| Metrics {
+            step,
+            loss: Some(4.0 - 0.005 * step as f64 + 0.02 * (step % 5) as f64),
+            dead_expert_fraction: Some(0.1),
+            inexact_fraction: Some(0.02),
+            // As in a default run: it multiplies without meaning anything.
+            shift_inexact_fraction: Some(1e-4 * step as f64),
+            ..Metrics::default()
+        };
+        let all: Vec<String> = (1..=300).flat_map(|step| watchdog.step(&calm(step))).collect();
+        assert_eq!(all, Vec::<String>::new(), "a calm run is told of");
+        then.iter().flat_map(|metrics| watchdog.step(metrics)).collect()
+    }
+
+    #[test]
+    fn a_spike_is_told_when_it_begins_and_once() {
+        let loss = |loss| Metrics { step: 301, loss: Some(loss), ..Metrics::default() };
+        let all = told(&[loss(2.5), loss(4.5), loss(4.6), loss(2.5), loss(2.5)]);
+        assert_eq!(all.len(), 1, "{all:?}");
+        assert!(all[0].contains("the loss is 4.5000") && all[0].contains("grad_norm"), "{all:?}");
+    }
+
+    #[test]
+    fn a_collapse_is_told_again_after_it_was_over() {
+        let dead = |share| Metrics { step: 301, dead_expert_fraction: Some(share), ..Metrics::default() };
+        assert_eq!(told(&[dead(0.5), dead(0.4), dead(0.6)]).len(), 1, "it was never over");
+        let all = told(&[dead(0.5), dead(0.2), dead(0.6)]);
+        assert_eq!(all.len(), 2, "{all:?}");
+        assert!(all[0].contains("50 % of the experts") && all[0].contains("aux_loss_coef"), "{all:?}");
+    }
+
+    #[test]
+    fn a_rising_share_of_inexact_blocks_is_told() {
+        let lifted = Metrics { step: 301, inexact_fraction: Some(0.2), ..Metrics::default() };
+        let shifted = Metrics { step: 301, shift_inexact_fraction: Some(0.2), ..Metrics::default() };
+        let all = told(&[lifted, shifted]);
+        assert_eq!(all.len(), 2, "{all:?}");
+        assert!(all[0].contains("lift") && all[1].contains("shift"), "{all:?}");
+    }
+
+    #[test]
+    fn the_beginning_of_a_run_is_not_judged() {
+        let mut watchdog = Watchdog::default();
+        let dead =
+            Metrics { step: 1, loss: Some(9.0), dead_expert_fraction: Some(0.9), ..Metrics::default() };
+        assert!(watchdog.step(&dead).is_empty());
+    }
+}
