@@ -37,7 +37,7 @@ work_on() {
             tail -n3 "$name.log"
         fi
         took=$(($(date +%s) - begun))
-        echo "$name: $(grep '^held-out loss' "$name.log"), $took s on GPU $gpu, $(grep '^step:' "$name.log" | grep -o 'tps.*' | tail -n1)"
+        echo "$name: $(grep '^held-out loss: [0-9]' "$name.log"), $took s on GPU $gpu, $(grep '^step:' "$name.log" | grep -o 'tps.*' | tail -n1)"
     done
 }
 for gpu in "$@"; do work_on "$gpu" & done

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Prints the held-out losses of run.sh's runs, paired by seed with BF16:  table.py OUT
+"""Prints the held-out losses of run.sh's runs, paired by seed with BF16:  table.py OUT [--csv]
 
-The interval is Student's, 95 %, of the mean difference over seeds; none for one seed.
+The interval is Student's, 95 %, of the mean difference over seeds; none for one seed. --csv prints the curves instead: the
+mean training loss of every 250 steps, and every held-out loss.
 """
 
 import json
@@ -12,17 +13,37 @@ import sys
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
+def losses(path, key):
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
 def held_out(path):
     """The last held-out loss, and the mean training loss of the last tenth of the steps."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    evaluations = [line["validation_metrics/loss"] for line in lines if "validation_metrics/loss" in line]
-    steps = [line["loss_metrics/global_avg_loss"] for line in lines if "loss_metrics/global_avg_loss" in line]
-    return evaluations[-1], statistics.fmean(steps[-max(1, len(steps) // 10):])
+    steps = [loss for _, loss in losses(path, "loss_metrics/global_avg_loss")]
+    return losses(path, "validation_metrics/loss")[-1][1], statistics.fmean(steps[-max(1, len(steps) // 10):])
+
+
+def curves(paths):
+    print("run,step,training,held_out")
+    for path in paths:
+        steps = losses(path, "loss_metrics/global_avg_loss")
+        points = {step: (loss, "") for step, loss in losses(path, "validation_metrics/loss")}
+        for first in range(0, len(steps), 250):
+            part = steps[first:first + 250]
+            held, _ = points.get(part[-1][0], ("", ""))
+            points[part[-1][0]] = (held, statistics.fmean(loss for _, loss in part))
+        for step, (held, training) in sorted(points.items()):
+            short = lambda x: f"{x:.5f}" if x != "" else ""
+            print(f"{path.stem},{step},{short(training)},{short(held)}")
 
 
 def main():
     runs = {}
-    for path in sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl")):
+    paths = sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl"))
+    if "--csv" in sys.argv:
+        return curves(paths)
+    for path in paths:
         config, recipe, seed = path.stem.split(".")
         runs.setdefault(config, {}).setdefault(recipe, {})[seed] = held_out(path)
     for config, recipes in runs.items():
