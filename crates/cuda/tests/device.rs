@@ -149,6 +149,16 @@ fn values_come_out_beside_the_work() {
         }
         copier.join().unwrap();
     });
+    // To memory that the copy engine reaches by itself.
+    let values: Vec<f32> = words.iter().map(|word| *word as f32).collect();
+    let buf_f32 = b.upload(&values).unwrap();
+    device.synchronize().unwrap();
+    let mut host = b.host_values(values.len()).unwrap();
+    assert!(host.as_ref().iter().all(|x| *x == 0.0));
+    for at in [0, 1, 4 << 20, values.len()] {
+        b.copy_out(&buf_f32, at, &mut host.as_mut()[..values.len() - at]).unwrap();
+        assert!(host.as_ref()[..values.len() - at] == values[at..], "pinned, from {at}");
+    }
     let error = b.copy_out(&buf, words.len() - 1, &mut [0, 0]).unwrap_err().to_string();
     assert!(error.contains("copy_out") && error.contains("`range`"), "{error}");
 }

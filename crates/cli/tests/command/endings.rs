@@ -50,12 +50,29 @@ const LONG: [&str; 12] = [
     "run.threads=1",
 ];
 
+/// Makes a process heed signals that whoever started the tests ignores: `nohup`, or `&` in a script.
+#[cfg(unix)]
+fn heeding_signals(command: &mut std::process::Command) {
+    use std::os::unix::process::CommandExt;
+    let heed = || {
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+            // SAFETY: the default action is one that the system knows.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec `heed` calls nothing but `signal`, which is allowed there.
+    unsafe { command.pre_exec(heed) };
+}
+
 /// Starts such a run and reads what it says up to a line that contains this.
 fn started(place: &Place, args: &[&str], until: &str) -> (std::process::Child, Vec<String>) {
     use std::io::{BufRead, BufReader};
     use std::process::Stdio;
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
     let mut command = place.command(&[&["train", "small.toml"], &LONG[..], args].concat());
+    #[cfg(unix)]
+    heeding_signals(&mut command);
     let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // Byte by byte: what has not been asked for stays in the pipe.
     let mut said = Vec::new();

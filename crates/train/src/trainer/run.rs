@@ -127,6 +127,8 @@ fn run_rank<B: Kernels>(
     }
     let mut outputs =
         if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
+    // No rank does a step of a run that has no directory yet.
+    comm.barrier()?;
     if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
