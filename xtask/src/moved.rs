@@ -36,10 +36,24 @@ fn copy_sources(to: &Path) -> Result<(), String> {
         if from.exists() {
             let folder = to.parent().unwrap_or(&to);
             fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-            fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
+            let copied = match fs::read_link(&from) {
+                Ok(target) => link(&target, &to),
+                Err(_) => fs::copy(&from, &to).map(drop),
+            };
+            copied.map_err(|e| format!("{}: {e}", from.display()))?;
         }
     }
     Ok(())
+}
+
+#[cfg(unix)]
+fn link(target: &Path, to: &Path) -> std::io::Result<()> {
+    std::os::unix::fs::symlink(target, to)
+}
+
+#[cfg(not(unix))]
+fn link(_: &Path, _: &Path) -> std::io::Result<()> {
+    Err(std::io::Error::other("a symbolic link, which this system has none of"))
 }
 
 /// Makes cargo compile the file's crate again.

@@ -1,6 +1,7 @@
 //! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
 //!
-//! For a matrix `NAME` `[rows, cols]`, or a stack of them `[stack, rows, cols]` such as the experts of a layer, one after the other, the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
+//! For a matrix `NAME` `[rows, cols]`, or a stack of them `[stack, rows, cols]` such as the experts of a layer, one after the
+//! other, the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
 //! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
 //! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
@@ -24,7 +25,8 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three\n\
-    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
+    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of\n\
+    floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
     nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \

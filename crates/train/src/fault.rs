@@ -1,7 +1,7 @@
 //! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread that stops, no memory.
 //!
 //! Builds with debug assertions have them, those that cargo makes for tests among them. Elsewhere `reach` is an empty function,
-//! and nothing else of this module is compiled. It is the only such hook: a value that becomes NaN needs none, as the tests'
+//! and of the rest only the points' names in the code are there. It is the only such hook: a value that becomes NaN needs none, as the tests'
 //! backend that wraps another one makes it.
 
 /// Declares the points: name in the code, name in a fault, what has been done there.

@@ -7,7 +7,7 @@ use nibble_core::{Comm, Kernels};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Checkpoint, Store, latest_valid};
-use nibble_train::config::Config;
+use nibble_train::config::{Config, PlainType};
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, small, state};
 use std::path::Path;
@@ -111,4 +111,18 @@ fn what_goes_wrong_with_a_checkpoint_is_told_and_training_goes_on() {
     drop(trainer);
     let latest = latest_valid(dir.path()).unwrap();
     assert_eq!((latest.checkpoint.unwrap().position().step, latest.rejected.len()), (3, 0));
+}
+
+#[test]
+fn a_trainer_that_goes_away_beside_its_first_checkpoint_finishes_it() {
+    for moment_dtype in [PlainType::F32, PlainType::Bf16] {
+        let mut config = small("bf16", &[]);
+        config.train.moment_dtype = moment_dtype;
+        let (b, dir) = (Cpu::new(1).unwrap(), tempfile::tempdir().unwrap());
+        let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+        trainer.train_step().unwrap();
+        trainer.begin_save(Some(&Store::open(dir.path()).unwrap())).unwrap();
+        drop(trainer);
+        assert_eq!(latest_valid(dir.path()).unwrap().checkpoint.unwrap().position().step, 1);
+    }
 }

@@ -4,6 +4,8 @@
 
 use crate::{Place, losses, read};
 use nibble_train::fault::Point;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::{Command, Output};
 
 /// Points of a run's beginning and end, which it passes once.
@@ -30,14 +32,25 @@ fn done(command: &mut Command) -> (Output, String) {
 struct Left {
     files: Vec<Vec<u8>>,
     losses: Vec<(u64, f64)>,
+    held_out: BTreeMap<u64, f64>,
 }
 
 impl Left {
     fn of(place: &Place, dir: &str) -> Self {
         let last = place.path(dir).join("checkpoints/step-00000012");
         let files = ["model.safetensors", "optim.safetensors"].map(|file| read(last.join(file)));
-        Self { files: files.into(), losses: losses(place.path(dir).join("metrics.jsonl")) }
+        Self {
+            files: files.into(),
+            losses: losses(place.path(dir).join("metrics.jsonl")),
+            held_out: held_out(place.path(dir).join("metrics.jsonl")),
+        }
     }
+}
+
+/// Step → held-out loss; the last one of a step that was evaluated again.
+fn held_out(path: PathBuf) -> BTreeMap<u64, f64> {
+    let metrics = nibble_train::metrics::read_metrics(&path).unwrap().metrics;
+    metrics.into_iter().filter_map(|m| Some((m.step, m.valid_loss?))).collect()
 }
 
 /// An undisturbed run, and the place in which others are compared with it.
@@ -70,6 +83,7 @@ impl Undisturbed {
         let left = Left::of(&self.place, dir);
         assert!(left.files == self.left.files, "{what}: other weights or moments");
         assert_eq!(left.losses, self.left.losses, "{what}: other metrics");
+        assert_eq!(left.held_out, self.left.held_out, "{what}: other held-out losses");
         let names = std::fs::read_dir(self.place.path(dir).join("checkpoints")).unwrap();
         let names: Vec<_> = names.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         assert!(names.iter().all(|name| !name.starts_with(".tmp")), "{what}: {names:?}");
@@ -133,6 +147,19 @@ fn a_kill_beside_a_checkpoint_under_way_costs_no_bit() {
         pairs += 1;
     }
     assert_eq!(pairs, 9);
+}
+
+/// The fifth checkpoint and the second held-out loss are of the same step, and whichever is on the disk first is not repeated.
+#[test]
+fn a_kill_beside_an_evaluation_costs_no_held_out_loss() {
+    for ranks in [1, 2] {
+        let run = Undisturbed::new(ranks);
+        for fault in ["kill@renamed:5", "kill@checkpoint-ends:5", "kill@evaluated:2"] {
+            let (out, said) = run.disturbed("run", fault, &[]);
+            assert!(out.status.code().is_none(), "{fault}: {:?}: {said}", out.status);
+            run.assert_resumes("run", fault);
+        }
+    }
 }
 
 #[test]

@@ -123,7 +123,7 @@ pub enum From {
 }
 
 impl From {
-    /// Its name in a recipe file.
+    /// Its name where a recipe is printed.
     pub fn name(self) -> &'static str {
         match self {
             Self::Source => "source",

@@ -18,8 +18,8 @@ pub struct Input<B: LayerKernels> {
 }
 
 impl<B: LayerKernels> Input<B> {
-    /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits, counts and the
-    /// trace know it, `linear` by what a transform's signs do; `groups` are the ragged rows of the contraction in wgrad.
+    /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits and counts know it,
+    /// `linear` by what a transform's signs do; `groups` are the ragged rows of the contraction in wgrad.
     pub fn new(
         cx: &Cx<'_, B>,
         (layer, linear): (&str, &str),

@@ -6,21 +6,43 @@ use super::Metrics;
 #[derive(Debug, Clone, Default)]
 pub struct Watchdog {
     steps: u64,
-    /// Running mean of the loss, and of its distance from that.
-    loss: f64,
-    distance: f64,
-    /// Running means of the shares of blocks that conversions change.
-    inexact: f64,
-    shift_inexact: f64,
+    loss: Usual,
+    inexact: Usual,
+    shift_inexact: Usual,
     /// Which of [`Watchdog::step`]'s findings are going on.
     is_on: [bool; 4],
 }
 
-impl Watchdog {
-    /// Steps before anything is judged: means must have settled, and a router begins uneven.
-    const SETTLED: u64 = 50;
-    /// Weight of a step in the running means.
+/// What a value usually is: its running mean, and that of its distance from it.
+#[derive(Debug, Clone, Copy, Default)]
+struct Usual {
+    samples: u64,
+    mean: f64,
+    distance: f64,
+}
+
+impl Usual {
+    /// Weight of a value in the running means.
     const WEIGHT: f64 = 0.05;
+
+    fn is_settled(&self) -> bool {
+        self.samples >= Watchdog::SETTLED
+    }
+
+    fn take(&mut self, value: f64) {
+        if self.samples == 0 {
+            self.mean = value;
+        }
+        let away = value - self.mean;
+        self.distance += Self::WEIGHT * (away.abs() - self.distance);
+        self.mean += Self::WEIGHT * away;
+        self.samples += 1;
+    }
+}
+
+impl Watchdog {
+    /// Samples before anything is judged: means must have settled, and a router begins uneven.
+    const SETTLED: u64 = 50;
 
     /// Takes a step's metrics and returns what begins with it, a sentence each.
     ///
@@ -31,9 +53,9 @@ impl Watchdog {
     /// | inexact lift or shift | share above 10 % and twice its mean | 1.5 times its mean |
     pub fn step(&mut self, metrics: &Metrics) -> Vec<String> {
         let mut begun = Vec::new();
-        let settled = self.steps >= Self::SETTLED;
         let step = metrics.step;
         if let Some(dead) = metrics.dead_expert_fraction {
+            let settled = self.steps >= Self::SETTLED;
             let text = || {
                 format!(
                     "step {step}: {:.0} % of the experts get no token (moe/dead_expert_fraction); look at moe/load_max_over_mean, \
@@ -44,7 +66,7 @@ impl Watchdog {
             begun.extend(self.turn(0, settled && dead >= 0.5, dead < 0.25, text));
         }
         if let Some(loss) = metrics.loss.filter(|loss| loss.is_finite()) {
-            let (mean, distance) = (self.loss, self.distance);
+            let Usual { mean, distance, .. } = self.loss;
             let above = loss - mean;
             let text = || {
                 format!(
@@ -52,12 +74,9 @@ impl Watchdog {
                      down lower train.lr or train.clip_norm"
                 )
             };
-            let is_spike = settled && above > 8.0 * distance && above > 0.2;
+            let is_spike = self.loss.is_settled() && above > 8.0 * distance && above > 0.2;
             begun.extend(self.turn(1, is_spike, above < 4.0 * distance, text));
-            let weight = if self.steps == 0 { 1.0 } else { Self::WEIGHT };
-            // The first step has no mean to be away from.
-            self.distance += weight * (if self.steps == 0 { 0.0 } else { above.abs() } - self.distance);
-            self.loss += weight * above;
+            self.loss.take(loss);
         }
         let shares = [
             (2, metrics.inexact_fraction, "quantization/inexact_fraction", "lift from MXFP4 to FP8"),
@@ -70,7 +89,8 @@ impl Watchdog {
         ];
         for (finding, share, name, what) in shares {
             let Some(share) = share else { continue };
-            let mean = if finding == 2 { self.inexact } else { self.shift_inexact };
+            let usual = if finding == 2 { self.inexact } else { self.shift_inexact };
+            let mean = usual.mean;
             let text = || {
                 format!(
                     "step {step}: the {what} changes {:.1} % of the blocks, and changed {:.1} % on average ({name}); values of one \
@@ -79,15 +99,9 @@ impl Watchdog {
                     100.0 * mean
                 )
             };
-            begun.extend(self.turn(
-                finding,
-                settled && share > 0.1 && share > 2.0 * mean,
-                share < 1.5 * mean,
-                text,
-            ));
-            let weight = if self.steps == 0 { 1.0 } else { Self::WEIGHT };
-            let moved = mean + weight * (share - mean);
-            *(if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }) = moved;
+            let has_risen = usual.is_settled() && share > 0.1 && share > 2.0 * mean;
+            begun.extend(self.turn(finding, has_risen, share < 1.5 * mean, text));
+            if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }.take(share);
         }
         self.steps += 1;
         begun
@@ -120,6 +134,15 @@ mod tests {
         let all: Vec<String> = (1..=300).flat_map(|step| watchdog.step(&calm(step))).collect();
         assert_eq!(all, Vec::<String>::new(), "a calm run is told of");
         then.iter().flat_map(|metrics| watchdog.step(metrics)).collect()
+    }
+
+    #[test]
+    fn a_share_that_appears_late_is_not_judged_at_once() {
+        let share = |step| Metrics { step, inexact_fraction: Some(0.3), ..Metrics::default() };
+        let mut watchdog = Watchdog::default();
+        (1..=100).for_each(|step| drop(watchdog.step(&Metrics { step, ..Metrics::default() })));
+        let all: Vec<String> = (101..=300).flat_map(|step| watchdog.step(&share(step))).collect();
+        assert_eq!(all, Vec::<String>::new());
     }
 
     #[test]

@@ -119,8 +119,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Self::under(b, comm, config, checked_recipe(config)?)?.with_data()
     }
 
-    /// A model alone, to generate with, under a recipe that need not be the one that the configuration names: a checkpoint has
-    /// the run's own. The data need not be there.
+    /// Under a recipe that need not be the one that the configuration names: a checkpoint has the run's own. Without data, which
+    /// `with_data` adds: a model to generate with has none.
     ///
     /// # Errors
     /// As [`Trainer::new`], the data aside.

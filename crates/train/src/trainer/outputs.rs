@@ -17,6 +17,8 @@ pub(super) struct Outputs {
     log: MetricsLog,
     events: EventLog,
     curve: LossCurve,
+    /// The last step whose held-out loss an earlier process has left.
+    held_out: Option<u64>,
 }
 
 impl Outputs {
@@ -34,7 +36,7 @@ impl Outputs {
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, events, curve: LossCurve::default() })
+        Ok(Self { dir, store, log, events, curve: LossCurve::default(), held_out: None })
     }
 
     /// Begins the picture, with the losses that a resumed run already has. Returns what to tell of the file that holds them.
@@ -48,9 +50,16 @@ impl Outputs {
         let path = self.log.path();
         let file = read_metrics(path)?;
         file.metrics.iter().for_each(|metrics| self.curve.add(metrics));
+        self.held_out =
+            file.metrics.iter().rev().find(|metrics| metrics.valid_loss.is_some()).map(|m| m.step);
         let passed_over =
             |line| format!("{}: line {line} is no metrics; it stays, and nobody reads it", path.display());
         Ok(file.unreadable.into_iter().map(passed_over).collect())
+    }
+
+    /// Whether an earlier process has left the held-out loss of this step.
+    pub fn has_held_out(&self, step: u64) -> bool {
+        self.held_out == Some(step)
     }
 
     pub fn write(&mut self, metrics: &Metrics) -> Result<()> {

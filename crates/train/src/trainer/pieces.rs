@@ -7,7 +7,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Values of a piece, at most.
-const PIECE: usize = 4 << 20;
+pub(super) const PIECE: usize = 4 << 20;
 
 /// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
 const FEWEST: usize = 3;
@@ -57,15 +57,19 @@ impl<B: Backend> Pool<B> {
             state.made += 1;
         }
         // Not while others wait for the lock: it takes milliseconds.
-        let made = self.b.host_values(self.len).inspect_err(|_| self.state().made -= 1)?;
+        let made = self.b.host_values(self.len).inspect_err(|_| {
+            self.state().made -= 1;
+            self.freed.notify_all();
+        })?;
         self.give(made);
         Ok(true)
     }
 
-    /// No more pieces than there are: ends those who make them.
+    /// No more pieces than there are, or than are needed: ends those who make them.
     pub fn close(&self) {
         let mut state = self.state();
-        state.limit = state.made;
+        // Whoever still copies goes on with so many.
+        state.limit = state.made.max(FEWEST).min(state.limit);
     }
 
     /// A free piece: a new one, or one that comes back.

@@ -132,6 +132,16 @@ fn run_rank<B: Kernels>(
     if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
+    let step = trainer.step();
+    // Its checkpoint was on the disk before its held-out loss.
+    let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
+    if checkpoint.is_some()
+        && step < config.train.steps
+        && due(step, config.eval.every)
+        && any(b, comm, owes)?
+    {
+        self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
+    }
     let (mut loss, mut saved, mut stopped) = (None, None, false);
     let mut watchdog = Watchdog::default();
     while trainer.step() < config.train.steps && !stopped {
@@ -203,13 +213,17 @@ impl Options {
     /// Whether all ranks stop after this step: one of them was asked to.
     fn asked_to_stop<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<bool> {
         let Some(stop) = self.stop else { return Ok(false) };
-        let asked = stop.load(Ordering::Relaxed) != 0;
-        if comm.world() == 1 {
-            return Ok(asked);
-        }
-        let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(asked))])?)?;
-        Ok(b.download(&all)?.contains(&1.0))
+        any(b, comm, stop.load(Ordering::Relaxed) != 0)
     }
+}
+
+/// Whether it is so on any rank.
+fn any<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Result<bool> {
+    if comm.world() == 1 {
+        return Ok(here);
+    }
+    let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(here))])?)?;
+    Ok(b.download(&all)?.contains(&1.0))
 }
 
 /// Opens the files of the run, and tells how it begins. `store` is that of a run that goes on.

@@ -15,7 +15,7 @@ use crate::checkpoint::{Outline, Store, TensorSpec};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::Named;
-use crate::param::{Moments, Param};
+use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::{Backend, Data, Error as CoreError, Kernels, Tensor};
 use std::collections::{HashMap, HashSet};
@@ -210,7 +210,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Begins to write a checkpoint of the step whose record was read last: training may go on at once. Every rank calls this; the
-    /// one that has the store writes. Waits for a checkpoint that is still under way.
+    /// one that has the store writes. Waits for a checkpoint that is still under way, which [`Trainer::saved`] does not tell of then.
     ///
     /// # Errors
     /// If a step's record has not been read; those of the checkpoint before; from the backend and other ranks. What goes wrong later
@@ -280,6 +280,9 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// [`nibble_core::Error::Device`] if no thread can be started.
     pub fn prepare_to_save(&mut self) -> Result<()> {
+        if self.saving.filler.is_some() {
+            return Ok(());
+        }
         let files = self.files();
         let pool = self.pool(&files);
         // What the host cannot give, whoever takes a piece is told.
@@ -330,9 +333,12 @@ impl<B: Kernels> Trainer<'_, B> {
             for Source { spec, of, first } in file {
                 if met.insert(*of) {
                     let param = &*params[of.0];
-                    let values = gather(b, comm, param, of.1.of(param)?)?;
-                    if pieces.is_some() {
-                        held.insert(*of, values);
+                    // The others only take part where values come from all.
+                    if pieces.is_some() || param.placement != Placement::Replicated {
+                        held.insert(*of, gather(b, comm, param, of.1.of(param)?)?);
+                    }
+                    if pieces.is_none() {
+                        held.clear();
                     }
                 }
                 let (Some(sending), Some(values)) = (&mut pieces, held.get(of)) else { continue };

@@ -1,6 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
+use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::error::Result;
 use crate::model::Named;
@@ -38,9 +39,6 @@ pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Ve
         })
         .collect()
 }
-
-/// Values that are read at a time.
-const PIECE: usize = 4 << 20;
 
 /// Writes this rank's rows of checkpoint tensors to where they live.
 fn scatter<B: Kernels>(
@@ -100,7 +98,7 @@ impl<B: Kernels> Trainer<'_, B> {
     ///
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that is not what was
-    /// written.
+    /// written. Some tensors may have been taken by then: the trainer is of no further use.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.make_buffers()?;
