@@ -45,23 +45,16 @@ fn cargo(arguments: &[&str], environment: &[(&str, &str)]) -> Result<(), String>
     }
 }
 
+/// Every crate that is built, tests' too, in this format of `cargo tree`.
+fn built(format: &str) -> Result<String, String> {
+    let what = ["--workspace", "--locked", "--edges", "normal,build,dev"];
+    output("cargo", &[&["tree"], &what[..], &["--prefix", "none", "--format", format]].concat())
+}
+
 /// No crate that is built compiles or links C: `cargo build` needs Rust and nothing else.
 fn no_c() -> Result<(), String> {
     // What is built for this machine; crates for other systems, and their bindings, are listed in Cargo.lock alone.
-    let tree = output(
-        "cargo",
-        &[
-            "tree",
-            "--workspace",
-            "--locked",
-            "--edges",
-            "normal,build,dev",
-            "--prefix",
-            "none",
-            "--format",
-            "{p}",
-        ],
-    )?;
+    let tree = built("{p}")?;
     let found = crates_with_c(&tree);
     if found.is_empty() {
         return Ok(());
@@ -74,19 +67,7 @@ fn no_c() -> Result<(), String> {
 
 /// Every crate that is built, tests' too, may be used under one of these, and comes from the registry or from here.
 fn licences() -> Result<(), String> {
-    let format = "{l}|{p}";
-    let tree = [
-        "tree",
-        "--workspace",
-        "--locked",
-        "--edges",
-        "normal,build,dev",
-        "--prefix",
-        "none",
-        "--format",
-        format,
-    ];
-    let tree = output("cargo", &tree)?;
+    let tree = built("{l}|{p}")?;
     let found = unwelcome(&tree, &root().display().to_string());
     if found.is_empty() {
         return Ok(());

@@ -1,21 +1,44 @@
 //! Ctrl-C, SIGTERM and SIGHUP end a run after its step; a second one ends the process.
 
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The first signal that came; 0 before.
 static RECEIVED: AtomicUsize = AtomicUsize::new(0);
 
-/// From now on signals wait for the end of a step. Returns where the first one's number will stand.
-///
-/// # Errors
-/// If the system takes no handler.
-pub fn wait_for_steps() -> crate::error::Result<&'static AtomicUsize> {
+/// Signals that wait for the end of a step.
+pub struct Signals {
+    /// Tells of the first signal, and ends.
     #[cfg(unix)]
-    unix::register().map_err(|e| crate::error::Error::Failed(format!("signals: {e}")))?;
-    Ok(&RECEIVED)
+    teller: std::thread::JoinHandle<()>,
 }
 
-/// The name of a signal that [`wait_for_steps`] knows.
+impl Signals {
+    /// From now on signals wait for the end of a step.
+    ///
+    /// # Errors
+    /// If the system takes no handler.
+    pub fn wait_for_steps() -> crate::error::Result<Self> {
+        Ok(Self {
+            #[cfg(unix)]
+            teller: unix::register().map_err(|e| crate::error::Error::Failed(format!("signals: {e}")))?,
+        })
+    }
+
+    /// Where the first one's number will stand; 0 before.
+    pub fn received(&self) -> &'static AtomicUsize {
+        &RECEIVED
+    }
+
+    /// The number of the signal that has come, once it has been told of.
+    pub fn told(self) -> usize {
+        #[cfg(unix)]
+        // It has nothing to return, and no panic to pass on.
+        let _ = self.teller.join();
+        RECEIVED.load(Ordering::Relaxed)
+    }
+}
+
+/// The name of a signal that [`Signals`] knows.
 pub fn name(signal: usize) -> &'static str {
     match signal {
         1 => "SIGHUP",
@@ -33,8 +56,9 @@ mod unix {
     use std::io::{Error, Write};
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
+    use std::thread::JoinHandle;
 
-    pub(super) fn register() -> Result<(), Error> {
+    pub(super) fn register() -> Result<JoinHandle<()>, Error> {
         let heard: Vec<i32> =
             [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)).collect();
         // Actions run in this order: what the first signal sets, the second one finds.
@@ -54,8 +78,7 @@ mod unix {
                 // A terminal that hangs up takes no line.
                 let _ = writeln!(std::io::stderr(), "\n{name}: {text}");
             }
-        })?;
-        Ok(())
+        })
     }
 
     /// Whether whoever started the process wants it to ignore a signal: `nohup`, or `&` in a script.

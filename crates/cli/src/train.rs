@@ -5,7 +5,7 @@ use crate::console::{bits, bytes, say, thousands};
 use crate::device::{self, Device, On, Work};
 use crate::error::{Error, Result};
 use crate::eval::against;
-use crate::signals;
+use crate::signals::Signals;
 use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_core::{DeviceKind, Recipe};
@@ -17,7 +17,6 @@ use nibble_train::plan::{self, Prediction};
 use nibble_train::trainer::{self, MEMORY_FILE, Observer, Options, Start, Summary};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
@@ -88,12 +87,12 @@ pub fn run(args: Args) -> Result<()> {
         // Before a device is opened, and again when the directory is taken.
         trainer::require_free(&dir)?;
     }
-    let stop = signals::wait_for_steps()?;
-    let options = Options { resume: args.resume, numbered: !named_by_user, stop: Some(stop) };
+    let signals = Signals::wait_for_steps()?;
+    let options = Options { resume: args.resume, numbered: !named_by_user, stop: Some(signals.received()) };
     if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
         if summary.valid_loss.is_none() {
-            return Err(Error::Stopped(stop.load(Ordering::Relaxed)));
+            return Err(Error::Stopped(signals.told()));
         }
     }
     Ok(())

@@ -67,12 +67,17 @@ fn heeding_signals(command: &mut std::process::Command) {
 
 /// Starts such a run and reads what it says up to a line that contains this.
 fn started(place: &Place, args: &[&str], until: &str) -> (std::process::Child, Vec<String>) {
-    use std::io::{BufRead, BufReader};
-    use std::process::Stdio;
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
     let mut command = place.command(&[&["train", "small.toml"], &LONG[..], args].concat());
     #[cfg(unix)]
     heeding_signals(&mut command);
+    said_until(&mut command, until)
+}
+
+/// Starts a process and reads what it says up to a line that contains this.
+fn said_until(command: &mut std::process::Command, until: &str) -> (std::process::Child, Vec<String>) {
+    use std::io::{BufRead, BufReader};
+    use std::process::Stdio;
     let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // Byte by byte: what has not been asked for stays in the pipe.
     let mut said = Vec::new();
@@ -127,16 +132,18 @@ fn a_signal_ends_a_run_after_its_step_and_nothing_is_lost() {
 #[cfg(unix)]
 #[test]
 fn a_run_that_ignores_hangups_goes_on() {
-    use std::process::Stdio;
     let place = Place::with_text();
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
-    // As `nohup` starts it. The run itself sends the signal's number back by its end: it is sent before the first step.
-    let script = r#"trap "" HUP; "$NIBBLE" train small.toml & pid=$!; kill -HUP $pid; wait $pid"#;
+    // As `nohup` starts it.
     let mut shell = std::process::Command::new("sh");
-    shell.args(["-c", script]).env("NIBBLE", env!("CARGO_BIN_EXE_nibble")).current_dir(place.path("."));
-    let out = shell.stdin(Stdio::null()).output().unwrap();
+    shell.args(["-c", r#"trap "" HUP; exec "$NIBBLE" train small.toml --set eval.every=0 "$@""#, "sh"]);
+    shell.args(LONG).env("NIBBLE", env!("CARGO_BIN_EXE_nibble")).current_dir(place.path("."));
+    let (run, _) = said_until(&mut shell, "step: 1 ");
+    let kill = format!("kill -HUP {}", run.id());
+    assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+    let out = run.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&out.stdout).into_owned();
-    assert!(out.status.success() && said.contains("done: 12 steps"), "{said}");
+    assert!(out.status.success() && said.contains("done: 1,200 steps"), "{said}");
 }
 
 #[test]

@@ -104,6 +104,68 @@ fn run_rank<B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
+    let (mut trainer, mut outputs) = set_up(b, comm, config, options, observer)?;
+    let (mut loss, mut saved, mut stopped) = (None, None, false);
+    let mut watchdog = Watchdog::default();
+    while trainer.step() < config.train.steps && !stopped {
+        let issued = trainer.issue_step();
+        let step = trainer.step();
+        stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
+        let last = stopped || step == config.train.steps;
+        let evaluate = !last && due(step, config.eval.every);
+        let save = !last && due(step, config.checkpoint.every);
+        // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
+        let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
+        while trainer.unread() > unread {
+            let settled = trainer.settle().map_err(|error| diverged(error, config));
+            let Some(mut metrics) = settled? else { break };
+            loss = metrics.loss;
+            reach(Point::StepSettled)?;
+            if let Some(outputs) = &mut outputs {
+                note_memory(&mut metrics, b.memory());
+                record(metrics, outputs, &mut watchdog, observer)?;
+            }
+            reach(Point::MetricsWritten)?;
+        }
+        issued?;
+        let mut done = trainer.saved()?;
+        if save {
+            // One at a time.
+            done = done.or(trainer.finish_save()?);
+            trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
+        }
+        saved = tell(done, observer).or(saved);
+        if evaluate {
+            self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
+            reach(Point::Evaluated)?;
+        }
+    }
+    saved = tell(trainer.finish_save()?, observer).or(saved);
+    reach(Point::StepsDone)?;
+    // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
+    let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
+    if wanted && (loss.is_some() || saved.is_none()) {
+        saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
+    }
+    let valid_loss = match stopped {
+        true => None,
+        false => Some(evaluate(&mut trainer, 0, &mut outputs, observer)?),
+    };
+    reach(Point::RunEnds)?;
+    let entropy = trainer.data()?.entropy();
+    let Some(outputs) = outputs else { return Ok(None) };
+    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
+    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+}
+
+/// A trainer where the run begins or goes on, and on the first rank its files.
+fn set_up<'a, B: Kernels>(
+    b: &'a B,
+    comm: &'a dyn Comm<B>,
+    config: &Config,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
     let first = comm.rank() == 0;
     let (mut store, mut checkpoint) = (None, None);
     if options.resume {
@@ -142,60 +204,7 @@ fn run_rank<B: Kernels>(
     {
         self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
     }
-    let (mut loss, mut saved, mut stopped) = (None, None, false);
-    let mut watchdog = Watchdog::default();
-    while trainer.step() < config.train.steps && !stopped {
-        let issued = trainer.issue_step();
-        let step = trainer.step();
-        stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
-        let last = stopped || step == config.train.steps;
-        let evaluate = !last && due(step, config.eval.every);
-        let save = !last && due(step, config.checkpoint.every);
-        // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
-        let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
-        while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| diverged(error, config));
-            let Some(mut metrics) = settled? else { break };
-            loss = metrics.loss;
-            reach(Point::StepSettled)?;
-            if let Some(outputs) = &mut outputs {
-                note_memory(&mut metrics, b.memory());
-                observer.measure(&mut metrics);
-                outputs.write(&metrics)?;
-                observer.step(&metrics);
-                watchdog.step(&metrics).iter().for_each(|begun| observer.note(begun));
-            }
-            reach(Point::MetricsWritten)?;
-        }
-        issued?;
-        let mut done = trainer.saved()?;
-        if save {
-            // One at a time.
-            done = done.or(trainer.finish_save()?);
-            trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
-        }
-        saved = tell(done, observer).or(saved);
-        if evaluate {
-            self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
-            reach(Point::Evaluated)?;
-        }
-    }
-    saved = tell(trainer.finish_save()?, observer).or(saved);
-    reach(Point::StepsDone)?;
-    // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
-    let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
-    if wanted && (loss.is_some() || saved.is_none()) {
-        saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
-    }
-    let valid_loss = match stopped {
-        true => None,
-        false => Some(evaluate(&mut trainer, 0, &mut outputs, observer)?),
-    };
-    reach(Point::RunEnds)?;
-    let entropy = trainer.data()?.entropy();
-    let Some(outputs) = outputs else { return Ok(None) };
-    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
-    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+    Ok((trainer, outputs))
 }
 
 /// What to do about a step whose numbers are none.
@@ -241,6 +250,20 @@ fn begin<B: Kernels>(
     notes.iter().for_each(|note| observer.note(note));
     observer.start(&Start { step, config, recipe, prediction, entropy });
     Ok(outputs)
+}
+
+/// Writes and tells what a step has measured.
+fn record(
+    mut metrics: Metrics,
+    outputs: &mut Outputs,
+    watchdog: &mut Watchdog,
+    observer: &mut dyn Observer,
+) -> Result<()> {
+    observer.measure(&mut metrics);
+    outputs.write(&metrics)?;
+    observer.step(&metrics);
+    watchdog.step(&metrics).iter().for_each(|begun| observer.note(begun));
+    Ok(())
 }
 
 /// A held-out loss over so many batches (0: all there are), written, drawn and told.
