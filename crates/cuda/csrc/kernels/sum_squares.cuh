@@ -25,7 +25,8 @@ __device__ __forceinline__ double add_square(double lane, float x) { return __fm
 template <typename T, int kCount>
 __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&lane)[2]) {
     using X = Few<T, kCount>;
-    constexpr int kAhead = 16;
+    // A chunk is one thread's for long: of a small tensor, which few ctas have, only loads in flight hide how far memory is.
+    constexpr int kAhead = 128 / T::kBytes;
     u32 round = 0;
 #pragma unroll 1
     for (; round + kAhead <= rounds; round += kAhead) {
