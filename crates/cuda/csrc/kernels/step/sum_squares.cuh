@@ -25,8 +25,7 @@ __device__ __forceinline__ double add_square(double lane, float x) { return __fm
 template <typename T, int kCount>
 __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&lane)[2]) {
     using X = Few<T, kCount>;
-    // A chunk is one thread's for long: of a small tensor, which few ctas have, only loads in flight hide how far memory is.
-    constexpr int kAhead = 128 / T::kBytes;
+    constexpr int kAhead = 16;
     u32 round = 0;
 #pragma unroll 1
     for (; round + kAhead <= rounds; round += kAhead) {
