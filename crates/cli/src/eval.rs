@@ -1,11 +1,12 @@
 //! `nibble eval`: the held-out loss of a checkpoint.
 
-use crate::changes::Changes;
 use crate::checkpoint;
-use crate::console::{bits, say, thousands};
-use crate::device::{self, Device, On, Work};
-use crate::error::Result;
 use crate::train::evaluating_line;
+use nibble_command::changes::Changes;
+use nibble_command::console::{bits, thousands};
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::Result;
+use nibble_command::say;
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;

@@ -1,13 +1,14 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
-use crate::changes::Changes;
-use crate::console::{bits, bytes, say, thousands};
-use crate::device::{self, Device, On, Work};
-use crate::error::{Error, Result};
 use crate::eval::against;
 use crate::signals::Signals;
 use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
+use nibble_command::changes::Changes;
+use nibble_command::console::{bits, bytes, thousands};
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
 use nibble_train::config::{Config, preset};
