@@ -1,6 +1,6 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
-use crate::eval::against;
+use crate::eval::{against, evaluating_line};
 use crate::signals::Signals;
 use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -425,14 +425,6 @@ fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
-}
-
-/// Ten lines, at most, of an evaluation that is long enough to need them.
-pub fn evaluating_line(done: usize, of: usize) {
-    const LONG: usize = 100;
-    if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
-        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
-    }
 }
 
 /// The observer of ranks other than the first, who are told nothing anyway.
