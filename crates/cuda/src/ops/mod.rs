@@ -35,6 +35,29 @@ pub struct Instance {
     pub shared_bytes: usize,
 }
 
+/// Dynamic shared memory that a launch computes from the sizes of its problem, and how the device computes the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedSize {
+    /// The kernel's source.
+    pub source: &'static str,
+    /// A constant expression of the device.
+    pub expression: String,
+    /// What the launch asks for.
+    pub bytes: usize,
+}
+
+/// Such sizes of small, usual and the largest problems: the compile check goes through them all.
+pub fn shared_sizes() -> Vec<SharedSize> {
+    [
+        norm::rms_norm::shared_sizes(),
+        routing::route::shared_sizes(),
+        routing::plan_permute::shared_sizes(),
+        vocabulary::cross_entropy::shared_sizes(),
+        vocabulary::head_rows::shared_sizes(),
+    ]
+    .concat()
+}
+
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [

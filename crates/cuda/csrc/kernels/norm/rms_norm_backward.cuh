@@ -134,6 +134,12 @@ __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads],
     return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
 }
 
+/// Dynamic shared memory of a NormRing of rows of d numbers.
+template <typename T, int kRows>
+__device__ constexpr u64 norm_ring_shared_bytes(u64 d) {
+    return u64(kWideStages) * 2 * kRows * d * T::kBytes;
+}
+
 /// Batches of kRows rows of x and dy in shared memory, which kThreads threads bring there in the background.
 template <typename T, int kRows, int kThreads>
 struct NormRing {

@@ -4,16 +4,17 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
-use crate::ops::Instance;
 use crate::ops::held::Held;
 use crate::ops::plain::row_tree::Stack;
 use crate::ops::planes::{plain_arg, plain_or_null, unwritten_plain};
 use crate::ops::routing::permute::type_name;
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 
 pub(crate) const THREADS: usize = 128;
+const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
 /// Batches of rows in shared memory.
 const WIDE_STAGES: usize = 3;
 /// Columns of a block: eight of each thread of a warp.
@@ -186,7 +187,7 @@ impl Backward {
     fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
-        let spec = |name, args| KernelSpec { source: "kernels/norm/rms_norm_backward.cuh", name, args };
+        let spec = |name, args| KernelSpec { source: BACKWARD_SOURCE, name, args };
         match *self {
             Self::Short { threads } => {
                 vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads)), plus])]
@@ -218,7 +219,9 @@ impl Backward {
     /// Of rows of x and dy.
     fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
         match *self {
-            Self::Wide { rows, .. } | Self::Long { rows, .. } => WIDE_STAGES * 2 * rows * d * dtype.size_bytes(),
+            Self::Wide { rows, .. } | Self::Long { rows, .. } => {
+                WIDE_STAGES * 2 * rows * d * dtype.size_bytes()
+            }
             Self::Short { .. } | Self::Apart { .. } => 0,
         }
     }
@@ -354,6 +357,21 @@ pub(crate) fn instances() -> Vec<Instance> {
         }
     }
     all
+}
+
+/// Of every instance that has rows there, for its longest.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |dtype| {
+        Backward::fused(dtype).filter_map(move |config| {
+            let (Backward::Wide { blocks, rows } | Backward::Long { blocks, rows }) = config else {
+                return None;
+            };
+            let (name, d) = (type_name(dtype), BLOCK * blocks);
+            let expression = format!("nib::norm_ring_shared_bytes<{name}, {rows}>({d})");
+            Some(SharedSize { source: BACKWARD_SOURCE, expression, bytes: config.shared_bytes(dtype, d) })
+        })
+    };
+    TYPES.into_iter().flat_map(of).collect()
 }
 
 #[cfg(test)]

@@ -4,12 +4,13 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
-use crate::ops::Instance;
 use crate::ops::held::Held;
+use crate::ops::{Instance, SharedSize};
 use nibble_core::ops::PlanPermute;
 use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result, round_up};
 use std::ffi::c_void;
 
+const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
 /// Slots a cta sorts at once.
@@ -116,7 +117,7 @@ impl Sizes {
 
 fn spec(name: &'static str) -> KernelSpec {
     let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
-    KernelSpec { source: "kernels/routing/plan_permute.cuh", name, args }
+    KernelSpec { source: SOURCE, name, args }
 }
 
 /// See [`PlanPermute`]. An expert out of range counts as a slot that is not occupied; the order of tokens is the caller's.
@@ -193,6 +194,19 @@ pub(crate) fn instances() -> Vec<Instance> {
     let most = Sizes { columns, count_rows: 1, ..Sizes::default() };
     let instance = |name, launch: Launch| Instance { spec: spec(name), shared_bytes: launch.shared_bytes };
     vec![instance("nib::plan_count", most.count()), instance("nib::plan_place", most.place())]
+}
+
+/// Of few groups, and of the most.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |(columns, count_rows)| {
+        let sizes = Sizes { columns, count_rows, ..Sizes::default() };
+        SharedSize {
+            source: SOURCE,
+            expression: format!("nib::plan_place_shared_bytes({columns}, {count_rows})"),
+            bytes: sizes.place().shared_bytes,
+        }
+    };
+    [(8, 32), (128, 32), (256, 16), (MOST_GROUPS as i32, 1)].map(of).to_vec()
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
-use crate::ops::Instance;
 use crate::ops::held::Held;
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
@@ -280,6 +280,23 @@ pub(crate) fn instances() -> Vec<Instance> {
     let largest = sizes(&Config::ALL[Config::ALL.len() - 1]);
     let losses = Instance { spec: losses_spec(), shared_bytes: losses_launch(&largest).shared_bytes };
     Config::ALL.iter().flat_map(of).chain([losses]).collect()
+}
+
+/// Of every instance, for few and all of its experts.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |config: Config| {
+        let Config { lanes, per_lane } = config;
+        let most = lanes * per_lane;
+        [(1, 1), (most / 2 + 1, 2), (most, most.min(8))].into_iter().flat_map(move |(experts, top_k)| {
+            let desc = Desc { tokens_per_shard: 1, shards: 1, experts, top_k };
+            let tokens = format!("nib::route_tokens_shared_bytes<{lanes}, {per_lane}>({experts}, {top_k})");
+            let backward = format!("nib::route_backward_shared_bytes<{lanes}, {per_lane}>({top_k})");
+            [(tokens, config.tokens(&desc)), (backward, config.backward(&desc))].map(
+                |(expression, launch)| SharedSize { source: SOURCE, expression, bytes: launch.shared_bytes },
+            )
+        })
+    };
+    Config::ALL.into_iter().flat_map(of).collect()
 }
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
-use crate::ops::Instance;
 use crate::ops::held::Held;
 use crate::ops::products::gemm::Output;
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result};
@@ -178,6 +178,16 @@ pub(crate) fn instances() -> Vec<Instance> {
         }
     }
     instances
+}
+
+/// Of every instance, for the longest rows that it is chosen for.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |vocab| {
+        let config = Config::choose(vocab);
+        let expression = format!("nib::cross_entropy_shared_bytes<{}>({vocab})", config.lanes);
+        SharedSize { source: SOURCE, expression, bytes: config.shared_bytes(vocab) }
+    };
+    [1, 1025].into_iter().chain(VOCABULARIES).map(of).collect()
 }
 
 #[cfg(test)]

@@ -5,13 +5,14 @@ use super::cross_entropy::Rows;
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
-use crate::ops::Instance;
 use crate::ops::products::gemm::Output;
+use crate::ops::{Instance, SharedSize};
 use nibble_core::Result;
 
 const THREADS: u32 = 512;
 /// The device's `HeadRoom`.
 const ROOM_BYTES: usize = 272;
+const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 /// Elements that a cta's part of a row is a multiple of.
 const UNIT: usize = 8;
 /// Ctas a row, at most.
@@ -85,12 +86,22 @@ pub(crate) fn run(
 
 fn spec(cluster: usize) -> KernelSpec {
     let args = vec![("kCluster", TemplateArg::Int(cluster as i64))];
-    KernelSpec { source: "kernels/vocabulary/head_rows.cuh", name: "nib::head_rows", args }
+    KernelSpec { source: SOURCE, name: "nib::head_rows", args }
 }
 
 /// The instances built for it, with the shared memory of the longest rows that a cluster takes.
 pub(crate) fn instances() -> Vec<Instance> {
     CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
+}
+
+/// Of a short row, and of a long one.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |part| {
+        let config = Config { cluster: 1, part };
+        let expression = format!("nib::head_rows_shared_bytes({part})");
+        SharedSize { source: SOURCE, expression, bytes: config.shared_bytes() }
+    };
+    [UNIT, SHORTEST, 7 * SHORTEST].map(of).to_vec()
 }
 
 #[cfg(test)]
