@@ -21,7 +21,9 @@ mod tensor;
 mod traffic;
 
 pub use agreement::Agreement;
-pub use backend::{Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products};
+pub use backend::{
+    Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products, Room,
+};
 pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result, check_range};

@@ -10,6 +10,7 @@ pub mod gemm;
 mod kernels;
 mod memory;
 pub mod ops;
+mod room;
 mod simd;
 mod sums;
 
