@@ -22,9 +22,10 @@ use std::time::{Duration, Instant};
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
-    runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
-    last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very same weights.\n\n\
+    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
+    in its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
+    at most the steps since the last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very \
+    same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -36,8 +37,8 @@ use std::time::{Duration, Instant};
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file. With
-    /// --resume also the directory of a run.
+    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l; for --dry-run qwen235b) or the path
+    /// of a TOML file. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
@@ -242,7 +243,7 @@ fn write_memory(start: &Start<'_>) {
 
 /// Every key of the configuration, a table a line, broken where lines get long.
 fn print_config(config: &Config) {
-    const WIDTH: usize = 108;
+    const WIDTH: usize = 79;
     // A configuration that was loaded has a TOML form.
     let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return };
     let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
