@@ -147,7 +147,7 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/dequantize.cuh): what the codes are, and which line of scales is whose.
+/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): what the codes are, and which line of scales is whose.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {
