@@ -188,11 +188,11 @@ fn introduce(start: &Start<'_>, whole: bool) {
         let (all, kept) = (prediction.device_bytes() as u64, prediction.ledger.bytes() as u64);
         let whose = whose(prediction.kind, start.config.run.ranks);
         say!(
-            "memory, as predicted: {} {whose}; a forward pass keeps {} for its backward pass (each part: {})",
+            "memory, as predicted: {} {whose} (each part: {})",
             bytes(all),
-            bytes(kept),
             Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
         );
+        say!("a forward pass keeps {} for its backward pass", bytes(kept));
     }
     if prediction.kind == DeviceKind::Gpu {
         for why in tensor_cores::missed(start.config, start.recipe) {
@@ -283,6 +283,7 @@ fn conclude(config: &Config, summary: &Summary) {
     }
     say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
+    say!("all of it on a page: nibble report {}", summary.dir.display());
     if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
         say!("to go on: nibble train {} --resume", summary.dir.display());
     }
@@ -367,7 +368,7 @@ impl Observer for Console {
         }
         let is_told = metrics.step.is_multiple_of(self.log_every);
         if is_told || metrics.step == self.steps || metrics.step == 1 {
-            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics, self.entropy)));
+            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics)));
         }
     }
 
@@ -411,11 +412,9 @@ impl Power {
 }
 
 /// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
-fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
-    let floor = entropy.and_then(|e| metrics.loss.map(|loss| bits(loss - e.rate)));
+fn step_line(metrics: &Metrics) -> String {
     let figures = [
         metrics.loss.map(|x| format!("loss: {x:.4}")),
-        floor.map(|x| format!("bits_above_floor: {x:.3}")),
         metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
         metrics.lr.map(|x| format!("lr: {x:.2e}")),
         metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),
