@@ -1,8 +1,8 @@
 //! `nibble plot`: the losses of runs, from their metrics.
 
-use crate::console::say;
-use crate::error::Result;
 use crate::run_files::RunFiles;
+use nibble_command::error::Result;
+use nibble_command::say;
 use nibble_train::metrics::{LossCurve, draw_losses};
 use nibble_train::trainer::{PICTURE_FILE, heading};
 use std::path::{Path, PathBuf};

@@ -5,11 +5,12 @@
 //! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
 //! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
-use crate::console::{bytes, say};
-use crate::device::{self, Device, DeviceArg, On, Work};
-use crate::error::{Error, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
+use nibble_command::console::bytes;
+use nibble_command::device::{self, Device, DeviceArg, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Scales, Tensor};

@@ -1,6 +1,6 @@
 //! What a run has left in its directory.
 
-use crate::error::{Error, Result};
+use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;

@@ -5,9 +5,10 @@ mod page;
 mod precision;
 mod series;
 
-use crate::console::{bytes, say};
-use crate::error::{Error, Result};
 use crate::run_files::RunFiles;
+use nibble_command::console::bytes;
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::DeviceKind;
 use nibble_train::ledger::Ledger;
 use nibble_train::metrics::{LayerMetrics, Watchdog, read_layers};

@@ -4,9 +4,9 @@ use super::charts::{self, Line, inline, lines};
 use super::precision::{self, Group, ranges, without_number};
 use super::series::{self, Place, Series};
 use super::{Recorded, beginning};
-use crate::console::{bits, bytes, thousands};
-use crate::error::{Error, Result};
 use maud::{Markup, PreEscaped, html};
+use nibble_command::console::{bits, bytes, thousands};
+use nibble_command::error::{Error, Result};
 use nibble_train::metrics::{LayerMetrics, losses_svg};
 use nibble_train::trainer::heading;
 

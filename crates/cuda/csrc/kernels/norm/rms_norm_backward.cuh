@@ -6,9 +6,12 @@
 // chunks = ceil(rows / 64); plus null without kPlus.
 // rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
 //   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
-// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8; a cta has a chunk, each thread two neighbours of every 256
-//   columns. kRows rows at a time, and the next ones on their way in the background.
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; a cta has a chunk, each thread two
+//   neighbours of every 256 columns. kRows rows at a time, and the next ones on their way in the background.
 //   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: longer rows, likewise, with as many threads as the mean's sums have lanes, for each of kRows rows;
+//   dx and dweight are shared out among them all.
+//   256 * kRows threads; grid and shared memory as before.
 // rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
 //   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
 #pragma once
@@ -131,6 +134,33 @@ __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads],
     return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
 }
 
+/// Batches of kRows rows of x and dy in shared memory, which kThreads threads bring there in the background.
+template <typename T, int kRows, int kThreads>
+struct NormRing {
+    u8* stages;
+    const u8 *x, *dy;
+    NormChunk chunk;
+    u32 row_bytes;
+
+    __device__ __forceinline__ u8* x_of(u32 batch) const { return stages + batch % kWideStages * 2 * kRows * row_bytes; }
+    __device__ __forceinline__ u8* dy_of(u32 batch) const { return x_of(batch) + kRows * row_bytes; }
+
+    __device__ __forceinline__ void bring(u32 batch) const {
+        const u32 base = batch * kRows;
+        if (base < chunk.rows) {
+            const u32 rows = chunk.rows - base < kRows ? chunk.rows - base : kRows;
+            u8 *const x_to = x_of(batch), *const dy_to = dy_of(batch);
+            const u64 from = (chunk.first + base) * row_bytes;
+#pragma unroll 4
+            for (u32 at = 16 * threadIdx.x; at < rows * row_bytes; at += 16 * kThreads) {
+                ptx::copy_16_async(x_to + at, x + from + at, true);
+                ptx::copy_16_async(dy_to + at, dy + from + at, true);
+            }
+        }
+        ptx::copies_commit();
+    }
+};
+
 /// Two neighbours in shared memory, as F32.
 template <typename T>
 __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
@@ -144,39 +174,19 @@ __global__ void __launch_bounds__(kWideThreads)
     rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
                       const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
     static_assert(kNormChunk % kRows == 0);
-    constexpr bool kHeld = kBlocks <= 8;  // the weights, in registers
-    extern __shared__ uint4 ring[];       // [kWideStages][x, dy][kRows][d]
+    extern __shared__ uint4 ring[];  // [kWideStages][x, dy][kRows][d]
     __shared__ float2 part[kRows][kWideThreads];
     __shared__ float means[kRows];
     const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
-    const u32 row_bytes = d * T::kBytes, plane_bytes = kRows * row_bytes, warp = threadIdx.x / 32;
-    u8* const stages = reinterpret_cast<u8*>(ring);
-    const auto bring = [&](u32 batch) {
-        const u32 base = batch * kRows;
-        if (base < chunk.rows) {
-            const u32 rows = chunk.rows - base < kRows ? chunk.rows - base : kRows;
-            u8* const to = stages + batch % kWideStages * 2 * plane_bytes;
-            const u64 from = (chunk.first + base) * row_bytes;
-#pragma unroll 4
-            for (u32 at = 16 * threadIdx.x; at < rows * row_bytes; at += 16 * kWideThreads) {
-                ptx::copy_16_async(to + at, x + from + at, true);
-                ptx::copy_16_async(to + plane_bytes + at, dy + from + at, true);
-            }
-        }
-        ptx::copies_commit();
-    };
-    bring(0);
-    bring(1);
-    float2 held[kHeld ? kBlocks : 1];
+    const u32 row_bytes = d * T::kBytes, warp = threadIdx.x / 32;
+    const NormRing<T, kRows, kWideThreads> rows_ring = {reinterpret_cast<u8*>(ring), x, dy, chunk, row_bytes};
+    rows_ring.bring(0);
+    rows_ring.bring(1);
+    float2 weight_of[kBlocks];
     const auto column_of = [&](int b) { return 2 * threadIdx.x + 256 * b; };
-    if constexpr (kHeld)
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b)
-            if (column_of(b) < d) held[b] = __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
-    const auto weight_of = [&](int b) {
-        if constexpr (kHeld) return held[b];
-        return __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
-    };
+    for (int b = 0; b < kBlocks; ++b)
+        if (column_of(b) < d) weight_of[b] = __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
     float2 sum[kBlocks] = {};
 #pragma unroll 1
     for (u32 base = 0; base < chunk.rows; base += kRows) {
@@ -198,9 +208,8 @@ __global__ void __launch_bounds__(kWideThreads)
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
         ptx::copies_wait_but<1>();
         __syncthreads();
-        bring(batch + 2);  // over what all threads are done with
-        const u8* const xs = stages + batch % kWideStages * 2 * plane_bytes;
-        const u8* const dys = xs + plane_bytes;
+        rows_ring.bring(batch + 2);  // over what all threads are done with
+        const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             if (base + r >= chunk.rows) break;
@@ -209,7 +218,7 @@ __global__ void __launch_bounds__(kWideThreads)
             for (int b = 0; b < kBlocks; ++b) {
                 const u32 column = column_of(b);
                 if (column >= d) break;
-                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of(b);
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of[b];
                 const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
                 lane.x = __fmaf_rn(__fmul_rn(g.x, w.x), normal.x, lane.x);
                 lane.y = __fmaf_rn(__fmul_rn(g.y, w.y), normal.y, lane.y);
@@ -235,7 +244,7 @@ __global__ void __launch_bounds__(kWideThreads)
             for (int b = 0; b < kBlocks; ++b) {
                 const u32 column = column_of(b);
                 if (column >= d) break;
-                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of(b);
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of[b];
                 const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), __fmul_rn(v.x, inv[r]), inv[r], mean),
                                       norm_gradient(__fmul_rn(g.y, w.y), __fmul_rn(v.y, inv[r]), inv[r], mean)};
                 Few<T, 2> made = Few<T, 2>::from_f32(out);
@@ -247,6 +256,105 @@ __global__ void __launch_bounds__(kWideThreads)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
         if (column_of(b) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + column_of(b)) = sum[b];
+}
+
+constexpr int kLanes = 256;  // of a row's sum
+
+/// The tree over a row's lanes; every thread of a warp gets the sum.
+__device__ __forceinline__ float close_row(const float (&part)[kLanes], u32 lane) {
+    float x[kLanes / 32];
+#pragma unroll
+    for (int i = 0; i < kLanes / 32; ++i) x[i] = part[lane + 32 * i];
+    float sum = ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    return sum;
+}
+
+template <typename T, int kBlocks, int kRows, bool kPlus>
+__global__ void __launch_bounds__(kLanes* kRows)
+    rms_backward_long(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                      const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
+    static_assert(kNormChunk % kRows == 0 && kBlocks % (2 * kRows) == 0);
+    constexpr int kThreads = kLanes * kRows;
+    constexpr int kPairs = kBlocks / (2 * kRows);  // two neighbours of every 2 * kThreads columns
+    extern __shared__ uint4 ring[];                // [kWideStages][x, dy][kRows][d]
+    __shared__ float part[2][kRows][kLanes];       // of this batch; the last one's may still be read
+    const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
+    const u32 row_bytes = d * T::kBytes, lane = threadIdx.x % kLanes, own = threadIdx.x / kLanes;
+    const NormRing<T, kRows, kThreads> rows_ring = {reinterpret_cast<u8*>(ring), x, dy, chunk, row_bytes};
+    rows_ring.bring(0);
+    rows_ring.bring(1);
+    const auto pair_of = [&](int p) { return 2 * threadIdx.x + 2 * kThreads * p; };
+    float of_lane[kBlocks];
+    float2 of_pair[kPairs], sum[kPairs] = {};
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) of_lane[b] = lane + kLanes * b < d ? __ldg(weight + lane + kLanes * b) : 0.0f;
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p)
+        if (pair_of(p) < d) of_pair[p] = __ldg(reinterpret_cast<const float2*>(weight + pair_of(p)));
+#pragma unroll 1
+    for (u32 base = 0; base < chunk.rows; base += kRows) {
+        const u32 batch = base / kRows;
+        // On their way while the means are made.
+        Few<T, 2> more[kRows][kPlus ? kPairs : 1];
+        if constexpr (kPlus)
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+                    for (int w = 0; w < T::kBytes / 2; ++w) {
+                        const u64 at = (chunk.first + base + r) * row_bytes + pair_of(p) * T::kBytes + 4 * w;
+                        more[r][p].word[w] = ptx::load_4_if(base + r < chunk.rows && pair_of(p) < d, plus + at);
+                    }
+        float inv[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
+        ptx::copies_wait_but<1>();
+        __syncthreads();
+        rows_ring.bring(batch + 2);  // over what all threads are done with
+        const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
+        float(&parts)[kRows][kLanes] = part[batch % 2];
+        if (base + own < chunk.rows) {
+            float mine = inv[0], total = 0.0f;
+#pragma unroll
+            for (int r = 1; r < kRows; ++r) mine = own == r ? inv[r] : mine;
+            const u8 *const x_row = xs + own * row_bytes, *const dy_row = dys + own * row_bytes;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = lane + kLanes * b;
+                if (column >= d) break;
+                const float v = T::number(x_row + column * T::kBytes), g = T::number(dy_row + column * T::kBytes);
+                total = __fmaf_rn(__fmul_rn(g, of_lane[b]), __fmul_rn(v, mine), total);
+            }
+            parts[own][lane] = total;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            const float mean = __fdiv_rn(close_row(parts[r], threadIdx.x % 32), float(d));
+            u8* const to = dx + (chunk.first + base + r) * row_bytes;
+#pragma unroll
+            for (int p = 0; p < kPairs; ++p) {
+                const u32 column = pair_of(p);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = of_pair[p];
+                const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
+                sum[p].x = __fmaf_rn(g.x, normal.x, sum[p].x);
+                sum[p].y = __fmaf_rn(g.y, normal.y, sum[p].y);
+                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv[r], mean),
+                                      norm_gradient(__fmul_rn(g.y, w.y), normal.y, inv[r], mean)};
+                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                if constexpr (kPlus) made = add_few(made, more[r][p]);
+                made.store(to + column * T::kBytes);
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p)
+        if (pair_of(p) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + pair_of(p)) = sum[p];
 }
 
 template <typename T, bool kAligned, bool kPlus>

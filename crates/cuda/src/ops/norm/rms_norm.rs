@@ -23,6 +23,8 @@ pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
 /// Widths are compared with these, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
+/// The most blocks of which a thread holds two columns each.
+const MOST_WIDE_BLOCKS: usize = 8;
 /// Threads that share a row of up to eight columns each.
 const SHORT: [usize; 3] = [8, 16, 32];
 
@@ -149,25 +151,32 @@ enum Backward {
     Short { threads: usize },
     /// A cta has a chunk, of rows of up to so many blocks, and reads so many rows at a time.
     Wide { blocks: usize, rows: usize },
+    /// The same, with a block's threads for each of the rows.
+    Long { blocks: usize, rows: usize },
     /// dx and dweight each by itself.
     Apart { aligned: bool },
 }
 
 impl Backward {
-    fn choose(d: usize) -> Self {
-        Self::fused().find(|config| config.holds(d)).unwrap_or(Self::Apart { aligned: d.is_multiple_of(8) })
+    fn choose(dtype: DType, d: usize) -> Self {
+        let apart = Self::Apart { aligned: d.is_multiple_of(8) };
+        Self::fused(dtype).find(|config| config.holds(d)).unwrap_or(apart)
     }
 
-    fn fused() -> impl Iterator<Item = Self> {
-        // A batch has about 16 KiB of BF16, so that four ctas find room.
-        let wide = |blocks| Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) };
-        SHORT.into_iter().map(|threads| Self::Short { threads }).chain(BLOCKS.map(wide))
+    fn fused(dtype: DType) -> impl Iterator<Item = Self> {
+        let of_blocks = move |blocks| match blocks {
+            // A batch has about 16 KiB of BF16, so that four ctas find room.
+            0..=MOST_WIDE_BLOCKS => Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) },
+            // One cta finds room with three batches of the longest rows.
+            _ => Self::Long { blocks, rows: size_of::<f32>() / dtype.size_bytes() },
+        };
+        SHORT.into_iter().map(|threads| Self::Short { threads }).chain(BLOCKS.map(of_blocks))
     }
 
     fn holds(&self, d: usize) -> bool {
         let most = match *self {
             Self::Short { threads } => 8 * threads,
-            Self::Wide { blocks, .. } => BLOCK * blocks,
+            Self::Wide { blocks, .. } | Self::Long { blocks, .. } => BLOCK * blocks,
             Self::Apart { .. } => return true,
         };
         d.is_multiple_of(8) && d <= most
@@ -182,9 +191,13 @@ impl Backward {
             Self::Short { threads } => {
                 vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads)), plus])]
             }
-            Self::Wide { blocks, rows } => {
+            Self::Wide { blocks, rows } | Self::Long { blocks, rows } => {
                 let args = vec![t, ("kBlocks", int(blocks)), ("kRows", int(rows)), plus];
-                vec![spec("nib::rms_backward_wide", args)]
+                let name = match self {
+                    Self::Long { .. } => "nib::rms_backward_long",
+                    _ => "nib::rms_backward_wide",
+                };
+                vec![spec(name, args)]
             }
             Self::Apart { aligned } => vec![
                 spec("nib::rms_dx", vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus]),
@@ -193,10 +206,21 @@ impl Backward {
         }
     }
 
+    /// Threads that have a chunk.
+    fn chunk_threads(&self) -> usize {
+        match *self {
+            Self::Short { threads } => threads,
+            Self::Long { rows, .. } => BLOCK * rows,
+            Self::Wide { .. } | Self::Apart { .. } => THREADS,
+        }
+    }
+
     /// Of rows of x and dy.
     fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
         match *self {
-            Self::Wide { rows, .. } => WIDE_STAGES * 2 * rows * d * dtype.size_bytes(),
+            Self::Wide { rows, .. } | Self::Long { rows, .. } => {
+                WIDE_STAGES * 2 * rows * d * dtype.size_bytes()
+            }
             Self::Short { .. } | Self::Apart { .. } => 0,
         }
     }
@@ -220,7 +244,7 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
     let dx = unwritten_plain(cuda.device(), dtype, rows, d)?;
     let [x, dy, to] = [op.x, op.dy, &dx].map(|x| plain_arg(x).0);
     let plus = plain_or_null(op.plus);
-    let config = Backward::choose(d);
+    let config = Backward::choose(dtype, d);
     let blocks = d.div_ceil(THREADS);
     let [rows_arg, d_arg, blocks_arg] = [rows, d, blocks].map(|n| n as u32);
     add_chunks(cuda.device(), OP, (rows, d), op.dweight, |chunks| {
@@ -232,9 +256,9 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
                     [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, all, &d_arg];
                 vec![(launch, args.to_vec())]
             }
-            Backward::Wide { .. } => {
+            Backward::Wide { .. } | Backward::Long { .. } => {
                 let shared_bytes = config.shared_bytes(dtype, d);
-                let launch = Launch { shared_bytes, ..plain_launch(*all as usize, THREADS) };
+                let launch = Launch { shared_bytes, ..plain_launch(*all as usize, config.chunk_threads()) };
                 let args: [&dyn KernelArg; 10] =
                     [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, &d_arg];
                 vec![(launch, args.to_vec())]
@@ -312,10 +336,12 @@ pub(crate) fn instances() -> Vec<Instance> {
         let long = [true, false].map(|aligned| Forward::Long { aligned });
         let forward = Forward::held(dtype).chain(long);
         let forward = forward.map(move |config| Instance { spec: config.spec(dtype, plus), shared_bytes: 0 });
-        let backward = Backward::fused().chain([true, false].map(|aligned| Backward::Apart { aligned }));
+        let backward = Backward::fused(dtype).chain([true, false].map(|aligned| Backward::Apart { aligned }));
         let backward = backward.flat_map(move |config| {
             let shared_bytes = match config {
-                Backward::Wide { blocks, .. } => config.shared_bytes(dtype, BLOCK * blocks),
+                Backward::Wide { blocks, .. } | Backward::Long { blocks, .. } => {
+                    config.shared_bytes(dtype, BLOCK * blocks)
+                }
                 Backward::Short { .. } | Backward::Apart { .. } => 0,
             };
             config.specs(dtype, plus).into_iter().map(move |spec| Instance { spec, shared_bytes })
@@ -348,11 +374,12 @@ mod tests {
         assert_eq!(bf16(33), Forward::Long { aligned: false });
         assert_eq!(forward(DType::F32, 4096), Forward::Held { threads: 32, blocks: 16, rows: 1 });
         assert_eq!(forward(DType::F32, 5120), Forward::Long { aligned: true });
-        let backward = |d| Backward::choose(d);
+        let backward = |d| Backward::choose(DType::Bf16, d);
         assert_eq!(backward(128), Backward::Short { threads: 16 });
         assert_eq!(backward(264), Backward::Wide { blocks: 2, rows: 4 });
         assert_eq!(backward(2048), Backward::Wide { blocks: 8, rows: 2 });
-        assert_eq!(backward(7168), Backward::Wide { blocks: 28, rows: 1 });
+        assert_eq!(backward(7168), Backward::Long { blocks: 28, rows: 2 });
+        assert_eq!(Backward::choose(DType::F32, 7168), Backward::Long { blocks: 28, rows: 1 });
         assert_eq!(backward(33), Backward::Apart { aligned: false });
     }
 
@@ -365,7 +392,7 @@ mod tests {
                 let found = |spec| all.iter().any(|instance| instance.spec == spec);
                 let forward = Forward::choose(dtype, d);
                 assert!(found(forward.spec(dtype, plus)), "{forward:?}");
-                let backward = Backward::choose(d);
+                let backward = Backward::choose(dtype, d);
                 assert!(backward.specs(dtype, plus).into_iter().all(found), "{backward:?}");
             }
         }

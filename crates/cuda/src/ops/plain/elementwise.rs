@@ -94,8 +94,10 @@ fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
 
 /// Numbers of shards there are instances for: all of a thread's loads are in flight at once.
 const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
-/// Numbers a cta sums.
-const SUMS_PER_CTA: usize = 1024;
+/// Numbers a cta sums, of so many shards: of few it has more, so that loads enough are in flight.
+fn sums_per_cta(shards: usize) -> usize {
+    1024 * (4 / shards).max(1)
+}
 
 /// See [`SumShards`].
 pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
@@ -110,23 +112,24 @@ pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
     let spec = sum_spec(op.x.dtype(), op.into.dtype(), op.shards);
     let device = cuda.device();
     match (&op.x.data, &mut op.into.data) {
-        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
-        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
-        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
-        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
     }
 }
 
 fn sum_values<T: Plain, U: Plain>(
     device: &Device,
     spec: &KernelSpec,
+    shards: usize,
     x: &Buffer<T>,
     into: &mut Buffer<U>,
 ) -> Result<()> {
     if into.is_empty() {
         return Ok(());
     }
-    let ctas = u32::try_from(into.len().div_ceil(SUMS_PER_CTA))
+    let ctas = u32::try_from(into.len().div_ceil(sums_per_cta(shards)))
         .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(spec)?;

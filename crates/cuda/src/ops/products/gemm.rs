@@ -1,7 +1,8 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
-use super::grouped_product::{self, Desc, GroupedProduct, Kind, Out, ScalesB};
-use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::grouped_desc::{Desc, Kind, Out, ScalesB};
+use super::grouped_product::{self, GroupedProduct};
+use super::product::{GroupBuffers, Product, Ragged, ScaleValues, Scales, Target};
 use super::product_parts::Parts;
 use super::product_runs::{Runs, sum_to};
 use super::product_simt::{ProductSimt, Side, Values};
@@ -11,7 +12,7 @@ use half::bf16;
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
 use nibble_core::ops::Gemm;
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Error, Operand, Result, Tensor};
 
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "gemm";
@@ -22,16 +23,6 @@ pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
         product.run(op.a, op.b, d.target())?;
     }
     d.into_tensor(dims.m, dims.n)
-}
-
-/// A product of two operands as the operations pass them; sizes as for [`Desc`].
-pub(crate) struct Product<'a> {
-    pub op: &'static str,
-    pub ragged: Ragged,
-    pub groups: Option<&'a Groups<Cuda>>,
-    pub m: usize,
-    pub n: usize,
-    pub k: usize,
 }
 
 impl Product<'_> {

@@ -1,7 +1,7 @@
 //! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D. Nothing but the product's sizes and
 //! the GPU may decide.
 
-use super::grouped_product::{Desc, Kind, Out, ScalesB};
+use super::grouped_desc::{Desc, Kind, Out, ScalesB};
 use super::product::Ragged;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;

@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::GroupedGemm`]: ragged rows times a stack of matrices.
 
-use super::gemm::{Output, Product};
-use super::product::Ragged;
+use super::gemm::Output;
+use super::product::{Product, Ragged};
 use crate::Cuda;
 use nibble_core::ops::GroupedGemm;
 use nibble_core::{Result, Tensor};

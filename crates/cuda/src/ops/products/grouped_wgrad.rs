@@ -1,7 +1,6 @@
 //! See [`nibble_core::ops::GroupedWgrad`]: a gradient for each matrix of a stack, contracted over its group's rows.
 
-use super::gemm::Product;
-use super::product::{Ragged, Target};
+use super::product::{Product, Ragged, Target};
 use crate::Cuda;
 use nibble_core::ops::GroupedWgrad;
 use nibble_core::{Data, Result, Tensor};

@@ -1,8 +1,18 @@
 //! What the products have in common: how scales and groups are passed, and what D may be.
 
-use crate::{Buffer, Device};
+use crate::{Buffer, Cuda, Device};
 use half::bf16;
-use nibble_core::{Error, Result};
+use nibble_core::{Error, Groups, Result};
+
+/// A product of two operands as the operations pass them; sizes as for [`Desc`](super::grouped_desc::Desc).
+pub(crate) struct Product<'a> {
+    pub op: &'static str,
+    pub ragged: Ragged,
+    pub groups: Option<&'a Groups<Cuda>>,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+}
 
 /// What a group's rows are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

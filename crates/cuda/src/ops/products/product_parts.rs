@@ -1,9 +1,9 @@
 //! Products of F32 operands on the tensor cores (`csrc/kernels/products/parts.cuh`): an F32 number is the sum of three BF16 numbers
 //! exactly, and the products of those are exact, so that only the order of the sums is another.
 
-use super::gemm::Product;
-use super::grouped_product::{Desc, GroupedProduct, Kind, Operand as Factor, Out};
-use super::product::{GroupBuffers, Ragged, Target};
+use super::grouped_desc::{Desc, Kind, Out};
+use super::grouped_product::{GroupedProduct, Operand as Factor};
+use super::product::{GroupBuffers, Product, Ragged, Target};
 use super::product_runs::{PARTS, Runs, UNIT, Units, runs_of, sum, sum_to};
 use crate::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg};

@@ -4,8 +4,7 @@
 //! The number of runs is a function of D's size and of the rows of a group, and of nothing else: the same bits for any number of
 //! groups, and so of ranks.
 
-use super::gemm::Product;
-use super::product::{GroupBuffers, Ragged, Target};
+use super::product::{GroupBuffers, Product, Ragged, Target};
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};

@@ -1,7 +1,8 @@
 //! Trials of the grouped products' instances, for who measures them: what a call asks for, and the same on another instance
 //! than the chosen one.
 
-use super::grouped_product::{Config, Desc};
+use super::grouped_config::Config;
+use super::grouped_desc::Desc;
 use crate::probe::GpuInfo;
 use std::cell::RefCell;
 use std::thread::LocalKey;

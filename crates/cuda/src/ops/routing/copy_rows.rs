@@ -14,6 +14,8 @@ use std::ffi::c_void;
 const THREADS: usize = 128;
 /// Rows of fewer units than these are short: more of them must be under way at once.
 const SHORT_ROW_UNITS: usize = 200;
+/// Slots that the same lanes take where those of one source are as many.
+const SLOTS_EACH: usize = 4;
 
 /// Where the rows of a plane lie in a buffer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -190,7 +192,11 @@ impl CopyRows<'_> {
         }
         let none = Plane { bytes: 0, ..self.codes };
         let (codes, scales) = (self.codes.as_arg(), self.scales.unwrap_or(none).as_arg());
-        let config = Config::choose(self.rows, self.units());
+        let each = match self.order {
+            Order::Spread { slot_row, .. } => slots_each(slot_row.len(), self.rows_in),
+            Order::Same | Order::Gather(_) => 1,
+        };
+        let config = Config::choose(self.rows, self.units(), each);
         let launch =
             Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
         let (source, row) = match self.order {
@@ -219,27 +225,38 @@ struct Config {
     units: usize,
     /// Lanes that take a row: 2 to this power.
     lanes_log2: u32,
+    /// Slots, one after the other, that the same lanes take.
+    each: usize,
     ctas: usize,
+}
+
+/// Slots of one source follow each other: where there are many, lanes that take several read it once.
+fn slots_each(slots: usize, sources: usize) -> usize {
+    if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
 }
 
 impl Config {
     /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
-    fn choose(rows: usize, row_units: usize) -> Self {
+    fn choose(rows: usize, row_units: usize, each: usize) -> Self {
         let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
-        let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(4, 6);
-        Self { units, lanes_log2, ctas: rows.div_ceil(THREADS >> lanes_log2) }
+        let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(3, 6);
+        Self { units, lanes_log2, each, ctas: rows.div_ceil(each * (THREADS >> lanes_log2)) }
     }
 
     fn spec(&self) -> KernelSpec {
-        let args = vec![("kUnits", TemplateArg::Int(self.units as i64))];
+        let [units, each] = [self.units, self.each].map(|n| TemplateArg::Int(n as i64));
+        let args = vec![("kUnits", units), ("kEach", each)];
         KernelSpec { source: "kernels/routing/copy_rows.cuh", name: "nib::copy_rows", args }
     }
 }
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
-    let specs = [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units).spec());
-    specs.map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()
+    let each = [1, SLOTS_EACH];
+    let specs = each
+        .into_iter()
+        .flat_map(|each| [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units, each).spec()));
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
 /// Rows of a tensor in another order.
@@ -359,14 +376,22 @@ mod tests {
     fn lanes_follow_the_length_of_a_row() {
         // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
         let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
-            let config = Config::choose(32768, row_units);
+            let config = Config::choose(32768, row_units, 1);
             assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);
-            assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+            let spread = Config::choose(32768, row_units, SLOTS_EACH);
+            assert_eq!(spread.ctas * SLOTS_EACH, config.ctas);
+            for config in [config, spread] {
+                assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+            }
             (config.units, 1 << config.lanes_log2)
         });
         let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
         assert_eq!(chosen, expected);
-        assert_eq!(Config::choose(1, 0), Config { units: 6, lanes_log2: 4, ctas: 1 });
+        assert_eq!(Config::choose(1, 0, 4), Config { units: 6, lanes_log2: 3, each: 4, ctas: 1 });
+        assert_eq!(
+            [(8, 1), (7, 2), (64, 16), (0, 5)].map(|(slots, from)| slots_each(slots, from)),
+            [4, 1, 4, 1]
+        );
     }
 
     #[test]

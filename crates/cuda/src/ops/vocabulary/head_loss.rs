@@ -8,8 +8,8 @@ use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::convert::quantize::quantize_counting;
 use crate::ops::held::Held;
-use crate::ops::products::gemm::{Output, Product};
-use crate::ops::products::product::{Ragged, Target};
+use crate::ops::products::gemm::Output;
+use crate::ops::products::product::{Product, Ragged, Target};
 use crate::{Buffer, Cuda};
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
