@@ -8,7 +8,7 @@ use maud::{Markup, PreEscaped, html};
 use nibble_command::console::{bits, bytes, thousands};
 use nibble_command::error::{Error, Result};
 use nibble_train::metrics::{LayerMetrics, losses_svg};
-use nibble_train::trainer::heading;
+use nibble_train::trainer::{heading, steps_of_change};
 
 /// The whole page.
 ///
@@ -144,10 +144,13 @@ fn warnings(run: &Recorded) -> Markup {
 /// The load of every expert when it was last told, and in the middle of the run.
 fn expert_load(run: &Recorded) -> Markup {
     let Some(last) = run.layers.last() else { return absent("layers.jsonl has no line") };
-    let middle = &run.layers[run.layers.len() / 2];
+    let mut shown = vec![last];
+    if run.layers.len() > 2 {
+        shown.push(&run.layers[run.layers.len() / 2]);
+    }
     html! {
         div.charts {
-            @for line in [middle, last].iter().take(if run.layers.len() > 2 { 2 } else { 1 }).rev() {
+            @for line in shown {
                 figure {
                     figcaption { b { "Rows of every expert, step " (thousands(line.step)) } " a line for each layer" }
                     (charts::load(&line.load))
@@ -205,7 +208,7 @@ fn precisions(run: &Recorded) -> Markup {
         Err(why) => return absent(why),
     };
     let config = &run.files.config;
-    let parts = precision::parts(recipe, config.train.steps);
+    let parts = steps_of_change(recipe, config.train.steps);
     let spans: Vec<(u64, u64)> = parts.windows(2).map(|w| (w[0] + 1, w[1])).collect();
     html! {
         @for decided in precision::decided(recipe, config) {
@@ -325,18 +328,17 @@ fn over_time(run: &Recorded, rows: &[SiteRow]) -> Markup {
         of(b).total_cmp(&of(a))
     });
     sites.truncate(MOST);
-    let all: Vec<(String, Vec<(u64, f64)>)> = sites
-        .iter()
-        .map(|site| {
-            let points = run.layers.iter().filter_map(|line| {
-                let row = site_rows(line)
-                    .into_iter()
-                    .find(|row| row.site == site.site && row.conversion == site.conversion)?;
-                Some((line.step, share(row.inexact?, row.blocks)))
-            });
-            (format!("{}, {}", site.site, site.conversion), points.collect())
-        })
-        .collect();
+    let steps: Vec<(u64, Vec<SiteRow>)> =
+        run.layers.iter().map(|line| (line.step, site_rows(line))).collect();
+    let points = |site: &SiteRow| -> Vec<(u64, f64)> {
+        let of_step = |(step, rows): &(u64, Vec<SiteRow>)| {
+            let row = rows.iter().find(|row| row.site == site.site && row.conversion == site.conversion)?;
+            Some((*step, share(row.inexact?, row.blocks)))
+        };
+        steps.iter().filter_map(of_step).collect()
+    };
+    let name = |site: &SiteRow| format!("{}, {}", site.site, site.conversion);
+    let all: Vec<_> = sites.into_iter().map(|site| (name(site), points(site))).collect();
     if all.is_empty() {
         return html! {};
     }

@@ -5,6 +5,7 @@ use nibble_core::recipe::{Change, Kind, Layer, Site};
 use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::model::layer_names;
+use nibble_train::trainer::steps_of_change;
 
 /// Layers that differ in their number alone: their name with `*` for it, and the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,21 +76,10 @@ pub struct Decided {
     pub sites: Vec<(Site, Vec<String>)>,
 }
 
-/// The parts of a run in which precisions differ, as their first steps and the run's end.
-pub fn parts(recipe: &Recipe, steps: u64) -> Vec<u64> {
-    let mut starts: Vec<u64> =
-        recipe.boundaries().into_iter().map(|at| (at * steps as f64).ceil() as u64).collect();
-    starts.retain(|start| *start < steps);
-    starts.push(steps);
-    starts.sort_unstable();
-    starts.dedup();
-    starts
-}
-
 /// What the recipe decides for every linear layer, in each part of the run.
 pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     let steps = config.train.steps;
-    let parts = parts(recipe, steps);
+    let parts = steps_of_change(recipe, steps);
     let starts = &parts[..parts.len().saturating_sub(1)];
     let mut all: Vec<Decided> = Vec::new();
     for layer in layer_names(&config.model) {
@@ -168,7 +158,6 @@ mod tests {
                     set.recipe = \"bf16\"\n";
         let recipe = Recipe::parse("mine", text).unwrap();
         let config = Config::from_text("[model]\nlayers = 3", std::path::Path::new("c.toml"), &[]).unwrap();
-        assert_eq!(parts(&recipe, 300), [0, 150, 300]);
         let all = decided(&recipe, &config);
         let experts: Vec<_> =
             all.iter().filter(|d| d.layers.iter().any(|g| g.name.ends_with("experts"))).collect();

@@ -14,7 +14,7 @@ mod setup;
 mod step;
 mod weights;
 
-pub use checks::{check_recipe, checked_recipe, load_recipe};
+pub use checks::{check_recipe, checked_recipe, load_recipe, steps_of_change};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use outputs::heading;
