@@ -2,11 +2,13 @@
 
 mod endings;
 mod gpu;
+mod guide;
 #[cfg(debug_assertions)]
 mod kill;
 mod mistakes;
 mod models;
 mod quantize;
+mod report;
 mod runs;
 
 use std::path::{Path, PathBuf};
