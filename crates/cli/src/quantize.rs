@@ -12,8 +12,10 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::recipe::glob;
-use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Scales, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
+use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Tensor};
+use nibble_formats::{
+    BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, ScaleLayout, ScaleRule, Stream, fnv1a32,
+};
 use nibble_train::config::RunConfig;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
@@ -368,19 +370,13 @@ fn store<B: Backend>(
         _ => vec![rows, len / rows],
     };
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
-    let mut scale_type = Dtype::U8;
+    let scale_type = scale_type(q.scale_kind());
     for q in all {
         codes.extend(b.download(&q.codes)?);
-        match &q.scales {
-            Scales::E8m0(s) => scales.extend(b.download(s)?),
-            Scales::F32(s) => {
-                scale_type = Dtype::F32;
-                scales.extend(b.download(s)?.iter().flat_map(|s| s.to_le_bytes()));
-            }
-        }
+        scales.extend(b.download(&q.scales)?);
     }
     out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
-    let values = if scale_type == Dtype::F32 { scales.len() / size_of::<f32>() } else { scales.len() };
+    let values = scales.len() * 8 / scale_type.bitsize();
     out.put(format!("{name}.scales"), scale_type, shape(scale_rows, values), scales)?;
     let about = json!({
         "format": q.format.to_string(),
@@ -392,6 +388,11 @@ fn store<B: Backend>(
     });
     out.metadata.insert(format!("{PREFIX}{name}"), about.to_string());
     Ok(())
+}
+
+/// The type of a plane of records: singles where they are such, otherwise bytes.
+fn scale_type(kind: ScaleKind) -> Dtype {
+    if kind == ScaleKind::F32 { Dtype::F32 } else { Dtype::U8 }
 }
 
 /// What the metadata keys of quantized tensors begin with.
@@ -502,10 +503,8 @@ fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibbl
         cols,
         stack: 1,
         codes: b.upload(codes)?,
-        scales: match about.rule {
-            ScaleRule::Amax => Scales::F32(b.upload(&words(scales))?),
-            _ => Scales::E8m0(b.upload(scales)?),
-        },
+        scales: b.upload(scales)?,
+        tensor_scale: None,
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
     };

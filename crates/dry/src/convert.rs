@@ -192,7 +192,7 @@ impl Dry {
         let _transformed = apart.then(transformed).transpose()?;
         if op.planes == Planes::Both {
             // The rows' scales by columns, before they come to their places.
-            let (block, bytes) = (op.codec.format().spec().block, op.codec.rule().kind().bytes());
+            let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =
                 self.buf(cols.next_multiple_of(TILE) / block * rows.next_multiple_of(TILE) * bytes)?;
         }

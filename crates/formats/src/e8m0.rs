@@ -30,25 +30,6 @@ pub const fn inv(b: u8) -> f32 {
     if b == NAN { f32::NAN } else { decode(254 - b) }
 }
 
-/// What kind of number a block's scale is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ScaleKind {
-    /// One byte, a power of two.
-    E8m0,
-    /// Four bytes, an IEEE single, little-endian.
-    F32,
-}
-
-impl ScaleKind {
-    /// Bytes of one scale.
-    pub const fn bytes(self) -> usize {
-        match self {
-            ScaleKind::E8m0 => 1,
-            ScaleKind::F32 => 4,
-        }
-    }
-}
-
 /// How a block's scale follows from its largest magnitude `amax`.
 ///
 /// With E the exponent field of `amax`, M its 23 mantissa bits, `max` and `emax` of the element:
@@ -81,14 +62,6 @@ impl ScaleRule {
             ScaleRule::Rceil => "rceil",
             ScaleRule::Ceil => "ceil",
             ScaleRule::Even => "even",
-        }
-    }
-
-    /// The kind of scale the rule makes.
-    pub const fn kind(self) -> ScaleKind {
-        match self {
-            ScaleRule::Amax => ScaleKind::F32,
-            _ => ScaleKind::E8m0,
         }
     }
 }
@@ -127,12 +100,24 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     if exponent == 255 {
         return NAN;
     }
+    // Subnormal magnitudes have no leading bit: byte 0 takes 2⁻¹²⁷ · max in their units, of which only elements with emax 0 have less
+    // than all of them.
+    let (most, one) = match exponent {
+        0 => ((0x80_0000 | element.max().to_bits() & 0x7F_FFFF) >> 1, 0x40_0000),
+        _ => (element.max().to_bits() & 0x7F_FFFF, 0),
+    };
     let up = match rule {
         ScaleRule::Floor | ScaleRule::Even => false,
-        ScaleRule::Ceil => mantissa != 0,
-        ScaleRule::Rceil | ScaleRule::Amax => mantissa > element.max().to_bits() & 0x7F_FFFF,
+        ScaleRule::Ceil => mantissa > one,
+        ScaleRule::Rceil | ScaleRule::Amax => mantissa > most,
     };
-    // At most 254 + 1 − emax, so only the lower end needs a clamp.
+    // Elements that end below 2 saturate in the last binade: there is no larger scale.
     let b = exponent + up as i32 - element.emax();
-    if b < 0 { 0 } else { b as u8 }
+    if b < 0 {
+        0
+    } else if b > 254 {
+        254
+    } else {
+        b as u8
+    }
 }

@@ -1,8 +1,11 @@
 //! The formats a tensor can be stored in, one row of facts each.
 
+use crate::block::{BlockCodec, OneNumber};
 use crate::e8m0::ScaleRule;
 use crate::element::Element;
 use crate::error::{Error, Result, find_by_name};
+use crate::packing::packed_bytes;
+use crate::scale::ScaleKind;
 
 /// How a tensor is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,8 +22,8 @@ pub enum Format {
     Mxfp4,
 }
 
-/// The facts about a format that everything else iterates over.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// The facts about a format that everything else iterates over, and its codec.
+#[derive(Clone, Copy, Debug)]
 pub struct FormatSpec {
     /// Name in recipes and on the command line.
     pub name: &'static str,
@@ -36,6 +39,15 @@ pub struct FormatSpec {
     pub ragged: bool,
     /// Whether 2-D `block` × `block` tiles may share a scale.
     pub tiles: bool,
+    /// The hierarchy of scales under one of the rules.
+    pub scales: fn(ScaleRule) -> ScaleKind,
+    /// The arithmetic of a block.
+    pub codec: &'static dyn BlockCodec,
+}
+
+/// F32 scales under [`ScaleRule::Amax`], powers of two under the other rules.
+fn powers_or_singles(rule: ScaleRule) -> ScaleKind {
+    if rule == ScaleRule::Amax { ScaleKind::F32 } else { ScaleKind::E8M0 }
 }
 
 impl FormatSpec {
@@ -61,6 +73,8 @@ impl Format {
             rules: &[],
             ragged: true,
             tiles: false,
+            scales: powers_or_singles,
+            codec: &OneNumber,
         };
         const FP8: FormatSpec = FormatSpec {
             code_bits: 8,
@@ -81,7 +95,7 @@ impl Format {
                 block: 32,
                 rules: &[Rceil, Floor, Ceil, Even],
                 ragged: false,
-                tiles: false,
+                ..PLAIN
             },
         }
     }
@@ -96,15 +110,19 @@ impl Format {
         self.spec().element.is_some()
     }
 
-    /// Bytes of the codes of one row of `cols` values; a last half byte counts whole.
+    /// Bytes of the codes of one row of `cols` values; a last byte that is not full counts whole.
     pub const fn row_code_bytes(self, cols: usize) -> usize {
-        let bits = self.spec().code_bits as usize;
-        if bits >= 8 { cols * (bits / 8) } else { cols.div_ceil(8 / bits) }
+        packed_bytes(self.spec().code_bits, cols)
     }
 
     /// Scales of one row of `cols` values (a short last block has one too); 0 for plain formats.
     pub const fn scales_per_row(self, cols: usize) -> usize {
         if self.is_block() { cols.div_ceil(self.spec().block) } else { 0 }
+    }
+
+    /// What a block's record of scales holds under a rule.
+    pub fn scale_kind(self, rule: ScaleRule) -> ScaleKind {
+        (self.spec().scales)(rule)
     }
 
     /// Checks the length of a contraction.

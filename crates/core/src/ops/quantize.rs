@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -318,18 +318,14 @@ pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: P
     Ok(())
 }
 
-/// The lengths of codes and scales follow from the shape, the kind of scales from the rule.
+/// The lengths of codes and scales follow from the shape, and from format and rule.
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
-    let (lines, blocks) = x.shape_of_scales();
-    let scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
-    let (got, kind) = match &x.scales {
-        crate::Scales::E8m0(s) => (B::len(s), ScaleKind::E8m0),
-        crate::Scales::F32(s) => (B::len(s), ScaleKind::F32),
-    };
-    expect_eq(op, "kind of x.scales (against x.rule)", kind, x.rule.kind())?;
-    expect_eq(op, "number of x.scales", got, scales)
+    expect_eq(op, "bytes of x.scales (against x.rule)", B::len(&x.scales), x.scale_bytes())?;
+    let tensor_scale = x.tensor_scale.as_ref().map(B::len);
+    let rows = x.scale_kind().has_tensor_scale().then_some(x.rows);
+    expect_eq(op, "values of x.tensor_scale", tensor_scale.unwrap_or(0), rows.unwrap_or(0))
 }
 
 /// The axis must be this one.

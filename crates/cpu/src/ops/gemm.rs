@@ -1,12 +1,13 @@
 //! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
 
 use super::elementwise::cast;
-use crate::gemm::{self, Engine, GemmError, Group, Output, ScaleValues, Shape};
+use super::quantize::planes::scales_of;
+use crate::gemm::{self, Engine, GemmError, Group, Output, Shape};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -120,13 +121,6 @@ fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>
     }
 }
 
-fn scale_values(scales: &Scales<Cpu>) -> ScaleValues<'_> {
-    match scales {
-        Scales::E8m0(s) => ScaleValues::E8m0(s.as_slice()),
-        Scales::F32(s) => ScaleValues::F32(s.as_slice()),
-    }
-}
-
 /// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
 pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
     let q = match x {
@@ -135,7 +129,7 @@ pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> R
     };
     let block = q.format.spec().block;
     let stride = q.cols.div_ceil(block);
-    let values = scale_values(&q.scales);
+    let values = scales_of(q);
     let scales = match q.axis {
         BlockAxis::Tile => {
             let matrix_rows = q.rows / q.stack.max(1);
@@ -154,6 +148,6 @@ pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gem
         Operand::Block(q) => q,
     };
     let block = q.format.spec().block;
-    let scales = gemm::Scales::rows(scale_values(&q.scales), block, q.rows.div_ceil(block));
+    let scales = gemm::Scales::rows(scales_of(q), block, q.rows.div_ceil(block));
     Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
 }

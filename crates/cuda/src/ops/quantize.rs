@@ -5,7 +5,7 @@ mod config;
 pub(super) use config::instances;
 
 use super::held::Held;
-use super::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
+use super::planes::{check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
@@ -64,6 +64,7 @@ pub(super) fn quantize_counting(
     counts: Counts<Cuda>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
+    check_format(OP, op.codec.format())?;
     let (device, held) = (cuda.device(), Held::by(OP, cuda));
     held.tensor("x", op.x)?;
     held.groups(op.groups)?;
@@ -232,7 +233,7 @@ fn launch(
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
-    let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
+    let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
     match config.path {
         Path::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();

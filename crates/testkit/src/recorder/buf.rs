@@ -3,6 +3,7 @@
 use super::call::Entry;
 use super::{Recorder, Shared, device};
 use half::bf16;
+use nibble_core::formats::ScaleKind;
 use nibble_core::{Backend, Plain, Result};
 use std::any::TypeId;
 use std::fmt;
@@ -47,8 +48,8 @@ pub(super) enum Element {
     F32,
     F64,
     Bf16,
-    /// Power-of-two scales; 0xFF is NaN.
-    E8m0,
+    /// Records of scales.
+    Scales(ScaleKind),
     /// Codes, counts, indices.
     Other,
 }

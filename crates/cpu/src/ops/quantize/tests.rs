@@ -161,7 +161,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
             let element = codec.element();
             let b = codec.format().spec().block;
             for (i, (&x, &y)) in values.iter().zip(&got).enumerate() {
-                let scale = super::planes::ScalesRef::of(q).get(i / b).decode();
+                let scale = super::planes::scales_of(q).value(i / b);
                 let scaled = (f64::from(x) / f64::from(scale)).abs().min(f64::from(element.max()));
                 let exponent = scaled.log2().floor().max(f64::from(1 - element.bias()));
                 let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();
