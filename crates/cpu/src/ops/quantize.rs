@@ -27,6 +27,11 @@ use source::Source;
 use spans::Spans;
 use spec::{Casting, Matrix};
 
+/// Whether vectorised code converts a format; the specification itself, on several threads, converts the others.
+pub fn is_vectorised(format: Format) -> bool {
+    !format.is_block() || encode::fast(format).is_some()
+}
+
 /// Columns of a tile where no blocks run down the columns.
 const ROW_COLS: usize = 1024;
 
@@ -67,6 +72,9 @@ fn encode(
     emit: Emit,
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
+    }
     match (encode::path(cpu, [op.codec.format()]), op.planes) {
         (Path::Scalar, Planes::Tiles) => {
             let (x, spans) = (Matrix::of(op.x, spans), Spans::stacked(op.stack, op.x.rows / op.stack.max(1)));
@@ -167,7 +175,7 @@ fn column_block(
     for emit in emits {
         if let Emit::Block { codec, planes: Planes::Cols | Planes::Both } = emit {
             codec.format().check_contraction("rows", rows)?;
-            let block = codec.format().spec().block;
+            let block = codec.format().column_step();
             match groups {
                 Some(g) if g.align % block != 0 => {
                     return Err(Error::shape(op, "groups.align", g.align, format!("a multiple of {block}")));

@@ -42,6 +42,7 @@ pub mod trial;
 pub(crate) mod wire;
 
 pub use attention_wgmma::DIMS as ATTENTION_DIMS;
+pub use planes::has_kernels;
 
 use crate::Cuda;
 use crate::backend::Buf;

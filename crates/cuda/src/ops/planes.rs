@@ -17,6 +17,8 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
+        // Of formats that no kernel knows (`check_format`).
+        ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
 
@@ -75,10 +77,15 @@ fn unwritten_as(
 /// # Errors
 /// [`Error::Unsupported`] if none does.
 pub(super) fn check_format(op: &'static str, format: Format) -> Result<()> {
-    match format {
-        Format::Mxfp4 | Format::E4m3 | Format::E5m2 => Ok(()),
-        _ => Err(Error::unsupported(op, format, "it has no kernel on a GPU yet; the CPU takes it")),
+    if has_kernels(format) {
+        return Ok(());
     }
+    Err(Error::unsupported(op, format, "it has no kernel on a GPU; the CPU takes it"))
+}
+
+/// Whether kernels take a format: plain numbers, and blocks under one power of two or one single.
+pub fn has_kernels(format: Format) -> bool {
+    matches!(format, Format::F32 | Format::Bf16 | Format::Mxfp4 | Format::E4m3 | Format::E5m2)
 }
 
 /// What a launch takes for a tensor's codes and scales.

@@ -13,7 +13,7 @@ use crate::{Cuda, Device};
 use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -43,7 +43,9 @@ impl PowerRule {
         const MANTISSA: u32 = 0x7F_FFFF;
         let up = match rule {
             ScaleRule::Floor => 0,
-            ScaleRule::Rceil | ScaleRule::Amax => MANTISSA - (element.max().to_bits() & MANTISSA),
+            ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => {
+                MANTISSA - (element.max().to_bits() & MANTISSA)
+            }
             ScaleRule::Ceil => MANTISSA,
             ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
         };
@@ -65,6 +67,13 @@ pub(super) fn quantize_counting(
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
     check_format(OP, op.codec.format())?;
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return Err(Error::unsupported(
+            OP,
+            op.codec.format(),
+            "it has no square tiles, and weights here have",
+        ));
+    }
     let (device, held) = (cuda.device(), Held::by(OP, cuda));
     held.tensor("x", op.x)?;
     held.groups(op.groups)?;

@@ -6,7 +6,9 @@ use super::spans::Spans;
 use crate::Cpu;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Rounding, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes};
+use nibble_formats::{
+    BlockAxis, Codec, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes,
+};
 use rayon::prelude::*;
 
 /// F32 values `[rows, cols]` with zeros on padding.
@@ -220,6 +222,23 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
     })
 }
 
+/// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
+pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec)) -> Result<Emitted<Cpu>> {
+    let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
+    let plane = |x: &Matrix, rows: usize| {
+        let spans = Spans::stacked(stack, rows);
+        lines(cpu, x, &Casting::new(codec, None, &spans, x), BlockAxis::Row)
+    };
+    let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
+    let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
+    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) = (plane(x, n), plane(&turned, k));
+    Ok(Emitted {
+        rows: Some(Operand::Block(rows)),
+        cols: Some(Operand::Block(cols)),
+        counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+    })
+}
+
 /// Matrix, and place down and across, of every tile of a stack.
 pub(crate) fn tile_indices(
     stack: usize,
@@ -247,6 +266,35 @@ impl<'a> Decoder<'a> {
 
     /// Element (row, col) of the logical matrix.
     pub fn value(&self, row: usize, col: usize) -> f32 {
+        let (code, i, record) = self.at(row, col);
+        self.of_row(row).decode(code, i, record)
+    }
+
+    /// The same without its F32 scales, those of [`beside`](Self::beside): a BF16 number in every format.
+    pub fn exact(&self, row: usize, col: usize) -> f32 {
+        let (code, i, record) = self.at(row, col);
+        match self.x.scale_kind() == ScaleKind::F32 {
+            true => self.codec.element().decode(code),
+            false => self.codec.under(1.0).decode(code, i, record),
+        }
+    }
+
+    /// The F32 scales over an element: that of its block, if it is one, times the tensor's.
+    pub fn beside(&self, row: usize, col: usize) -> f32 {
+        let of_block = match self.x.scale_kind() == ScaleKind::F32 {
+            true => f32::from_bits(self.at(row, col).2.0),
+            false => 1.0,
+        };
+        of_block * self.of_row(row).tensor_scale()
+    }
+
+    /// The codec under the tensor's scale of a row.
+    fn of_row(&self, row: usize) -> Codec {
+        self.x.tensor_scale.as_ref().map_or(self.codec, |s| self.codec.under(s.as_slice()[row]))
+    }
+
+    /// The code of an element, its place in its block, and the block's record.
+    fn at(&self, row: usize, col: usize) -> (u8, usize, Scale) {
         let (x, block) = (self.x, self.block);
         let (line, len, i, scale) = match x.axis {
             BlockAxis::Row => (row, x.cols, col, row * x.cols.div_ceil(block) + col / block),
@@ -258,8 +306,7 @@ impl<'a> Decoder<'a> {
             }
         };
         let code = get_code(x.codes.as_slice(), x.format, (line, len), i);
-        let codec = x.tensor_scale.as_ref().map_or(self.codec, |s| self.codec.under(s.as_slice()[row]));
-        codec.decode(code, i % block, self.scales.get(scale))
+        (code, i % block, self.scales.get(scale))
     }
 }
 

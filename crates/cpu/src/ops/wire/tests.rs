@@ -75,12 +75,17 @@ fn a_record_is_codes_then_scales_then_zeros() {
             Operand::Block(q) => (q.codes.as_slice().to_vec(), scale_bytes(q)),
         };
         let (c, s) = (elements.len() / 50, scales.len() / 50);
+        // The tensor's scales lie behind those of all blocks.
+        let of_blocks = x.row_kind().scale_bytes();
+        let (blocks, of_tensor) = scales.split_at(50 * of_blocks);
         let row_bytes = (c + s).div_ceil(16) * 16;
         assert_eq!(packed.as_slice().len(), 400 * row_bytes, "{format} {rule}");
         for (record, &row) in packed.as_slice().chunks(row_bytes).zip(&index) {
             let row = row as usize;
             assert_eq!(record[..c], elements[row * c..][..c], "{format} {rule}");
-            assert_eq!(record[c..c + s], scales[row * s..][..s], "{format} {rule}");
+            assert_eq!(record[c..][..of_blocks], blocks[row * of_blocks..][..of_blocks], "{format} {rule}");
+            let rest = s - of_blocks;
+            assert_eq!(record[c + of_blocks..][..rest], of_tensor[row * rest..][..rest], "{format} {rule}");
             assert!(record[c + s..].iter().all(|&b| b == 0), "{format} {rule}");
         }
     }
