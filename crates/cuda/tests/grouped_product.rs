@@ -11,7 +11,7 @@ use gpu::device;
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Format, ScaleRule};
 use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Scales as Plane, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::products::grouped_product::{
     Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target,
@@ -46,8 +46,8 @@ fn wrong_operands_are_named() {
     };
     let (codes, short) = (device.filled::<u8>(16 * 128, 0).unwrap(), device.filled::<u8>(16, 0).unwrap());
     let scales = device.filled::<f32>(16, 0).unwrap();
-    let all = Scales::row_major(ScaleValues::F32(&scales), 1);
-    let few = Scales::row_major(ScaleValues::E8m0(&short), 2);
+    let all = Scales::row_major(ScaleValues::f32(&scales), 1);
+    let few = Scales::row_major(ScaleValues::e8m0(&short), 2);
     let plain = device.filled(16 * 128, 0).unwrap();
     let (good, mut d) = (Operand::Fp8(&codes, all), device.filled(16 * 16, 0).unwrap());
     for (a, b, argument) in [
@@ -74,8 +74,13 @@ fn rows_of(cuda: &Cuda, format: Format, rows: usize, cols: usize, seed: u64) -> 
     let codes = bytes(rows * format.row_code_bytes(cols), if format == Format::E4m3 { 0x78 } else { 256 });
     let scales: Vec<u8> =
         bytes(rows * cols.div_ceil(format.spec().block), 8).into_iter().map(|s| 123 + s).collect();
-    let scales = Plane::E8m0(cuda.upload(&scales).unwrap());
-    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, cuda.upload(&codes).unwrap(), scales)
+    let scales = cuda.upload(&scales).unwrap();
+    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(
+        rows,
+        cuda.upload(&codes).unwrap(),
+        scales,
+        None,
+    )
 }
 
 /// E4M3 columns made of rows of a format, whose neighbours share scales.

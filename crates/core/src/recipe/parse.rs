@@ -172,6 +172,7 @@ impl Reader<'_> {
         let mut p = Precision {
             format,
             scale: format.spec().default_rule().unwrap_or(ScaleRule::Amax),
+            round: format.spec().rounding,
             ..Precision::plain(DType::F32)
         };
         if format.is_block() {

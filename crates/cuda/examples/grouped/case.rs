@@ -517,8 +517,8 @@ impl OnDevice {
 impl Case {
     fn scales<'a>(&self, e8m0: bool, planes: &'a (Buffer<f32>, Buffer<u8>), rows: usize) -> Scales<'a> {
         let (values, bytes) = match e8m0 {
-            true => (ScaleValues::E8m0(&planes.1), 1),
-            false => (ScaleValues::F32(&planes.0), 4),
+            true => (ScaleValues::e8m0(&planes.1), 1),
+            false => (ScaleValues::f32(&planes.0), 4),
         };
         match self.mn_major {
             true => Scales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) },

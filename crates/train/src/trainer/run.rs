@@ -158,7 +158,7 @@ fn train<B: Kernels>(
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
             let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
-            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), &mut outputs) {
+            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
             let Some(mut metrics) = settled? else { break };

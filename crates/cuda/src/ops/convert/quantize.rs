@@ -7,13 +7,13 @@ pub(crate) use config::instances;
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::held::Held;
-use crate::ops::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
+use crate::ops::planes::{check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -43,7 +43,9 @@ impl PowerRule {
         const MANTISSA: u32 = 0x7F_FFFF;
         let up = match rule {
             ScaleRule::Floor => 0,
-            ScaleRule::Rceil | ScaleRule::Amax => MANTISSA - (element.max().to_bits() & MANTISSA),
+            ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => {
+                MANTISSA - (element.max().to_bits() & MANTISSA)
+            }
             ScaleRule::Ceil => MANTISSA,
             ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
         };
@@ -64,6 +66,14 @@ pub(crate) fn quantize_counting(
     counts: Counts<Cuda>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
+    check_format(OP, op.codec.format())?;
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return Err(Error::unsupported(
+            OP,
+            op.codec.format(),
+            "it has no square tiles, and weights here have",
+        ));
+    }
     let (device, held) = (cuda.device(), Held::by(OP, cuda));
     held.tensor("x", op.x)?;
     held.groups(op.groups)?;
@@ -232,7 +242,7 @@ fn launch(
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
-    let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
+    let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
     match config.path {
         Path::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();

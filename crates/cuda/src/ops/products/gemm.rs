@@ -10,7 +10,7 @@ use crate::Cuda;
 use crate::ops::plain::elementwise::cast_values;
 use half::bf16;
 use nibble_core::formats::layout::mn_major_stride;
-use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
+use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
 use nibble_core::ops::Gemm;
 use nibble_core::{BlockScaled, DType, Data, Error, Operand, Result, Tensor};
 
@@ -184,8 +184,8 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(BlockScaled { axis, shared_cols, scales: nibble_core::Scales::E8m0(_), .. }) => {
-            ScalesB::repeating(if *axis == BlockAxis::Col { *shared_cols } else { 1 })
+        Operand::Block(q) if q.scale_kind() == ScaleKind::E8M0 => {
+            ScalesB::repeating(if q.axis == BlockAxis::Col { q.shared_cols } else { 1 })
         }
         _ => ScalesB::Floats,
     }
@@ -193,10 +193,7 @@ fn scales_b(x: &Operand<Cuda>) -> ScalesB {
 
 /// Where the scales of a quantized operand lie.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> {
-    let (values, bytes) = match &q.scales {
-        nibble_core::Scales::F32(values) => (ScaleValues::F32(values.get()), size_of::<f32>()),
-        nibble_core::Scales::E8m0(values) => (ScaleValues::E8m0(values.get()), 1),
-    };
+    let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),

@@ -5,9 +5,10 @@ use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::ops::held::Held;
+use crate::ops::planes::check_format;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
-use nibble_formats::{Format, ScaleRule};
+use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Tensor};
+use nibble_formats::Format;
 
 /// See [`PackRows`].
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
@@ -24,11 +25,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             Data::Bf16(x) => (Span::of(x.get(), code_bytes), None),
         },
         Operand::Block(x) => {
-            let scales = match &x.scales {
-                Scales::E8m0(s) => Span::of(s.get(), scale_bytes),
-                Scales::F32(s) => Span::of(s.get(), scale_bytes),
-            };
-            (Span::of(x.codes.get(), code_bytes), Some(scales))
+            (Span::of(x.codes.get(), code_bytes), Some(Span::of(x.scales.get(), scale_bytes)))
         }
     };
     let len = index.len().checked_mul(row_bytes);
@@ -68,14 +65,9 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         _ => {}
     }
     kind.check_rule(OP)?;
-    let (codes, scales) = if kind.rule == ScaleRule::Amax {
-        let (codes, scales) = records.blocks()?;
-        (codes, Scales::F32(scales))
-    } else {
-        let (codes, scales) = records.blocks()?;
-        (codes, Scales::E8m0(scales))
-    };
-    Ok(Operand::Block(kind.block_rows(rows, codes, scales)))
+    check_format(OP, format)?;
+    let (codes, scales) = records.blocks()?;
+    Ok(Operand::Block(kind.block_rows(rows, codes, scales, None)))
 }
 
 /// Messages, back to back.
@@ -108,7 +100,7 @@ impl Records<'_> {
         Ok(Buf::new(to))
     }
 
-    fn blocks<S: Plain>(&self) -> Result<(Buf<u8>, Buf<S>)> {
+    fn blocks(&self) -> Result<(Buf<u8>, Buf<u8>)> {
         let (codes, of_codes) = self.plane(0, self.kind.code_bytes())?;
         let (scales, of_scales) = self.plane(self.kind.code_bytes(), self.kind.scale_bytes())?;
         self.copy(of_codes, Some(of_scales))?;

@@ -351,7 +351,7 @@ impl RowsCols {
             &(rows as i32),
             &(f as i32),
             &(self.capacity as i32),
-            &(column_stride(self.codec.rule(), f) as u32),
+            &(column_stride(self.codec.scale_kind(), f) as u32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
         // SAFETY: the map is that of h, which `Held` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to

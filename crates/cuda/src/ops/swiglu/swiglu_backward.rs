@@ -17,7 +17,7 @@ use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
-use nibble_core::{BlockScaled, DType, Error, Operand, Result, Scales};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
 
@@ -157,10 +157,7 @@ impl Fused {
         let no_scales = None::<&Buffer<u8>>;
         let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
             Operand::Plain(h) => (bf16_tiles(OP, h)?, &no_scales),
-            Operand::Block(h) => match &h.scales {
-                Scales::E8m0(scales) => (code_tiles(h)?, scales.get()),
-                Scales::F32(_) => return Err(Error::shape(OP, "h.scales", "F32", "E8M0: h is MXFP4")),
-            },
+            Operand::Block(h) => (code_tiles(h)?, h.e8m0_scales(OP)?.get()),
         };
         let da = bf16_tiles(OP, op.da)?;
         let [dh_col_tiles, a_tiles] = [turned_tiles(&dh_cols)?, turned_tiles(&a)?];
