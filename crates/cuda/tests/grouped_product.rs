@@ -14,7 +14,7 @@ use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
 use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::products::grouped_product::{
-    Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target,
+    GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Out, Ragged, Target,
 };
 use nibble_cuda::ops::products::grouped_product::{ScaleValues, Scales, ScalesB};
 
@@ -25,7 +25,7 @@ fn right_at_every_edge() {
         let checked = check::check(&device, &case).unwrap_or_else(|why| panic!("{why}"));
         println!("{}: {checked}", case.name());
     }
-    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats)] {
+    for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats)] {
         check::nan_stays_in_its_row(&device, kind).unwrap_or_else(|why| panic!("{why}"));
     }
 }
@@ -33,9 +33,9 @@ fn right_at_every_edge() {
 #[test]
 fn wrong_operands_are_named() {
     let Some(device) = device("argument checks on device buffers") else { return };
-    let desc = Desc {
+    let desc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: Kind::Fp8(ScalesB::Tile),
+        kind: OperandKind::Fp8(ScalesB::Tile),
         out: Out::F32,
         accumulate: false,
         transposed: false,
@@ -61,7 +61,7 @@ fn wrong_operands_are_named() {
     }
     let target = Target::F32 { values: &mut d, accumulate: true };
     let product = GroupedProduct { desc, groups: None, a: good, b: good, d: target };
-    let error = product.run_with(Config::choose(&desc, device.info())).unwrap_err().to_string();
+    let error = product.run_with(GroupedConfig::choose(&desc, device.info())).unwrap_err().to_string();
     assert!(error.contains("accumulate"), "{error}");
 }
 

@@ -2,8 +2,8 @@
 //! can be printed and tested without a GPU; the launch.
 
 pub(crate) mod attention;
+mod buffer_check;
 pub(crate) mod convert;
-mod held;
 pub(crate) mod norm;
 pub(crate) mod plain;
 mod planes;

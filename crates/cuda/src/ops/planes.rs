@@ -9,6 +9,14 @@ use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Data, Error, Result, Tensor};
 
+/// The device's name of a plain type.
+pub(super) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "nib::F32",
+        DType::Bf16 => "nib::Bf16",
+    }
+}
+
 /// The device's number of a rule (`csrc/formats/e8m0.cuh`).
 pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     TemplateArg::Int(match rule {

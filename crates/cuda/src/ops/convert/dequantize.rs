@@ -5,9 +5,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{DecodeArg, Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::column_stride;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{column_stride, type_name};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::Dequantize;
@@ -28,7 +27,7 @@ const ONE_ROW: usize = 1 << 30;
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    Held::by(OP, cuda).blocks("x", op.x)?;
+    BufferCheck::by(OP, cuda).blocks("x", op.x)?;
     let desc = Desc::of(op.x, op.dtype)?;
     let data = match op.dtype {
         DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
@@ -188,7 +187,7 @@ fn launch<T: Plain>(
         &[&rows, &cols, &by_segments, &config.segments]
     };
     let args = [&[codes as &dyn KernelArg, scales, out, &arg], shape].concat();
-    // SAFETY: `Held` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
+    // SAFETY: `BufferCheck` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
     // within the shape. Pieces of 16 bytes are taken only where every row and line consists of them.
     unsafe { kernel.launch(launch, &args) }
 }

@@ -6,7 +6,7 @@ pub(crate) use config::instances;
 
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
@@ -74,11 +74,11 @@ pub(crate) fn quantize_counting(
             "it has no square tiles, and weights here have",
         ));
     }
-    let (device, held) = (cuda.device(), Held::by(OP, cuda));
-    held.tensor("x", op.x)?;
-    held.groups(op.groups)?;
+    let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
+    buffers.tensor("x", op.x)?;
+    buffers.groups(op.groups)?;
     if let Some(step) = op.random.and_then(|random| random.step) {
-        held.buffer("random.step", step)?;
+        buffers.buffer("random.step", step)?;
     }
     let desc = Desc::of(&op);
     desc.check()?;
@@ -157,7 +157,7 @@ fn transform_first(
     let Source { x, row_id, start, num_groups, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
     let hadamard = HadamardArg::new(transform)?;
-    // SAFETY: `Held` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
         if desc.planes == Planes::Rows {
             let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
@@ -237,7 +237,7 @@ fn launch(
     let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];
     let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
     let launch = |args: &[&[&dyn KernelArg]]| {
-        // SAFETY: planes have the lengths that follow from the sizes passed, `Held` held x and the groups to them, and the
+        // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, and the
         // planes and counts are new, so that nobody else writes or reads them.
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };

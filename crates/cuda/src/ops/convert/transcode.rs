@@ -7,7 +7,7 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
@@ -206,9 +206,9 @@ fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     op.check()?;
-    let (x, held) = (op.x, Held::by(OP, cuda));
-    held.blocks("x", x)?;
-    held.groups(op.groups)?;
+    let (x, buffers) = (op.x, BufferCheck::by(OP, cuda));
+    buffers.blocks("x", x)?;
+    buffers.groups(op.groups)?;
     if op.to == Format::Mxfp4 && op.to.scale_kind(op.rule) != ScaleKind::E8M0 {
         return Err(Error::unsupported(
             OP,
@@ -290,7 +290,7 @@ fn launch(
     let mut args: Vec<&dyn KernelArg> =
         vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
     args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
-    // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
+    // SAFETY: `BufferCheck` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
     unsafe { kernel.launch(shape, &args) }

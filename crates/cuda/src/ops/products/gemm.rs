@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
-use super::grouped_desc::{Desc, Kind, Out, ScalesB};
+use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::grouped_product::{self, GroupedProduct};
 use super::product::{GroupBuffers, Product, Ragged, ScaleValues, Scales, Target};
 use super::product_parts::Parts;
@@ -34,13 +34,13 @@ impl Product<'_> {
         b: &Operand<Cuda>,
         out: DType,
         accumulate: bool,
-    ) -> Option<Desc> {
+    ) -> Option<GroupedDesc> {
         let kind = match (a.format(), b.format()) {
-            (Format::E4m3, Format::E4m3) => Kind::Fp8(scales_b(b)),
-            (Format::Bf16, Format::Bf16) => Kind::Bf16,
+            (Format::E4m3, Format::E4m3) => OperandKind::Fp8(scales_b(b)),
+            (Format::Bf16, Format::Bf16) => OperandKind::Bf16,
             _ => return None,
         };
-        let desc = Desc {
+        let desc = GroupedDesc {
             ragged: self.ragged,
             kind,
             out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
@@ -51,8 +51,14 @@ impl Product<'_> {
             n: self.n,
             k: self.k,
         };
-        let turned = Desc { kind: Kind::Fp8(scales_b(a)), transposed: true, m: self.n, n: self.m, ..desc };
-        let shared = |kind| matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let turned = GroupedDesc {
+            kind: OperandKind::Fp8(scales_b(a)),
+            transposed: true,
+            m: self.n,
+            n: self.m,
+            ..desc
+        };
+        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
         let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
     }
@@ -104,12 +110,12 @@ impl Product<'_> {
     /// The same for a contraction in runs of rows: a D for each, and their sum.
     fn run_cut(
         &self,
-        desc: Desc,
+        desc: GroupedDesc,
         runs: &Runs,
         (a, b): (&Operand<Cuda>, &Operand<Cuda>),
         d: Target<'_>,
     ) -> Result<()> {
-        let desc = Desc { groups: desc.groups * runs.each, ..desc };
+        let desc = GroupedDesc { groups: desc.groups * runs.each, ..desc };
         let mut all = d.device().alloc(desc.d())?;
         let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
         let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);

@@ -5,7 +5,7 @@ use half::bf16;
 use nibble_core::formats::ScaleKind;
 use nibble_core::{Error, Groups, Result};
 
-/// A product of two operands as the operations pass them; sizes as for [`Desc`](super::grouped_desc::Desc).
+/// A product of two operands as the operations pass them; sizes as for [`GroupedDesc`](super::grouped_desc::GroupedDesc).
 pub(crate) struct Product<'a> {
     pub op: &'static str,
     pub ragged: Ragged,

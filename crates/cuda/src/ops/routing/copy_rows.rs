@@ -283,7 +283,7 @@ impl Reorder<'_> {
     fn copy(&self, rows_in: usize, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows: self.rows, rows_in };
         // SAFETY: the planes were made by `plane`: they write new buffers, which their owner keeps, and read borrowed ones, which
-        // the operation has held to this device (`Held`).
+        // the operation has held to this device (`BufferCheck`).
         unsafe { copy.run(self.device) }
     }
 

@@ -4,7 +4,7 @@ use super::copy_rows::{CopyRows, Order, Plane, Span};
 use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::check_format;
 use nibble_core::ops::{PackRows, UnpackRows};
 use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Tensor};
@@ -14,9 +14,9 @@ use nibble_formats::Format;
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.operand("rows", op.rows)?;
-    let index = held.buffer("index", op.index)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.operand("rows", op.rows)?;
+    let index = buffers.buffer("index", op.index)?;
     let kind = op.rows.row_kind();
     let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
     let (codes, scales) = match op.rows {
@@ -46,7 +46,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
         rows: index.len(),
         rows_in: op.rows.rows(),
     };
-    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`Held`).
+    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`BufferCheck`).
     unsafe { copy.run(cuda.device()) }?;
     Ok(Buf::new(out))
 }
@@ -56,7 +56,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
     const OP: &str = "unpack_rows";
     op.check()?;
     let (kind, format) = (op.kind, op.kind.format);
-    let bytes = Held::by(OP, cuda).buffer("bytes", op.bytes)?;
+    let bytes = BufferCheck::by(OP, cuda).buffer("bytes", op.bytes)?;
     let records = Records { cuda, bytes, kind, rows: bytes.len() / kind.row_bytes() };
     let (rows, cols) = (records.rows, kind.cols);
     match format {
@@ -90,7 +90,7 @@ impl Records<'_> {
     fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let (rows, rows_in) = (self.rows, self.rows);
         let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
-        // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`Held`).
+        // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`BufferCheck`).
         unsafe { copy.run(self.cuda.device()) }
     }
 

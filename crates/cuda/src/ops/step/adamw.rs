@@ -3,8 +3,8 @@
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{AdamW, Control};
 use nibble_core::{DType, Data, Error, Plain, Result};
@@ -42,12 +42,12 @@ fn spec(grad: DType, moment: DType) -> KernelSpec {
 /// See [`AdamW`].
 pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("param", op.param)?;
-    held.tensor("grad", op.grad)?;
-    held.tensor("exp_avg", op.exp_avg)?;
-    held.tensor("exp_avg_sq", op.exp_avg_sq)?;
-    let control = held.values("control", op.control, Control::LEN)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("param", op.param)?;
+    buffers.tensor("grad", op.grad)?;
+    buffers.tensor("exp_avg", op.exp_avg)?;
+    buffers.tensor("exp_avg_sq", op.exp_avg_sq)?;
+    let control = buffers.values("control", op.control, Control::LEN)?;
     let step = Step {
         spec: spec(op.grad.dtype(), op.exp_avg.dtype()),
         device: cuda.device(),
@@ -99,7 +99,7 @@ impl Step<'_> {
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let kernel = self.device.kernel(&self.spec)?;
         let len = w.len() as u64;
-        // SAFETY: `Held` and `check` held all four tensors to one shape, and their types are the instance's; those that are written are
+        // SAFETY: `BufferCheck` and `check` held all four tensors to one shape, and their types are the instance's; those that are written are
         // each the only handle of their bytes; control has its `Control::LEN` values.
         unsafe { kernel.launch(launch, &[&*w, grad, &*m, &*v, self.control, &len, &self.arg]) }
     }

@@ -3,8 +3,8 @@
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::SumSquares;
 use nibble_core::{DType, Data, Error, Result};
@@ -40,9 +40,9 @@ fn launch(ctas: usize) -> Launch {
 /// See [`SumSquares`].
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.buffer("into", op.into)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.buffer("into", op.into)?;
     let (device, parts) = (cuda.device(), op.parts);
     let len = op.x.rows * op.x.cols / parts;
     let chunks = len.div_ceil(CHUNK);
@@ -55,7 +55,7 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
         let kernel = device.kernel(&chunks_spec(op.x.dtype()))?;
         let (len, chunks, all) = (len as u64, chunks as u32, (parts * chunks) as u32);
         let launch = launch(sums.len().div_ceil(CHUNKS_PER_CTA));
-        // SAFETY: `Held` held x to parts · len values of the instance's type; `sums` has one for each part's each chunk.
+        // SAFETY: `BufferCheck` held x to parts · len values of the instance's type; `sums` has one for each part's each chunk.
         unsafe {
             match &op.x.data {
                 Data::F32(x) => kernel.launch(launch, &[x.get(), &sums, &len, &chunks, &all])?,

@@ -9,12 +9,12 @@ use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Tens
 /// Holds the buffers of an operation to their lengths and to its device, before a kernel is told of them: their fields are
 /// public, so that a shape may claim what a buffer does not have. Errors name the argument.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Held<'d> {
+pub(super) struct BufferCheck<'d> {
     op: &'static str,
     device: &'d Device,
 }
 
-impl<'d> Held<'d> {
+impl<'d> BufferCheck<'d> {
     pub fn by(op: &'static str, cuda: &'d Cuda) -> Self {
         Self { op, device: cuda.device() }
     }
