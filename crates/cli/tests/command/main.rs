@@ -150,3 +150,8 @@ fn losses(path: impl AsRef<Path>) -> Vec<(u64, f64)> {
     let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap().metrics;
     metrics.into_iter().filter_map(|m| Some((m.step, m.loss?))).collect()
 }
+
+/// The lines of a run that go layer by layer.
+fn layers(path: impl AsRef<Path>) -> Vec<nibble_train::metrics::LayerMetrics> {
+    nibble_train::metrics::read_layers(path.as_ref()).unwrap().metrics
+}

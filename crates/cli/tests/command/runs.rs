@@ -1,6 +1,6 @@
 //! Whole runs: what they print and leave, resuming, ranks, compressed text.
 
-use crate::{Place, losses, read};
+use crate::{Place, layers, losses, read};
 use std::io::Write;
 
 const LAST_MODEL: &str = "checkpoints/step-00000012/model.safetensors";
@@ -142,6 +142,7 @@ fn a_resumed_run_ends_with_the_same_weights() {
     assert!(read(place.path("whole").join(LAST_MODEL)) == read(place.path("parts").join(LAST_MODEL)));
     assert_eq!(event_files(&place, "parts"), 2, "the resumed run adds one");
     assert_eq!(losses(place.path("whole/metrics.jsonl")), losses(place.path("parts/metrics.jsonl")));
+    assert_eq!(layers(place.path("whole/layers.jsonl")), layers(place.path("parts/layers.jsonl")));
 }
 
 #[test]
