@@ -1,14 +1,24 @@
-//! Embeds the kernel sources: a table of every `csrc/FOLDER/FILE.cuh`, its path and its text. The text itself and not the place of
+//! Embeds the kernel sources: a table of every `.cuh` below `csrc/`, its path and its text. The text itself and not the place of
 //! the file: a checkout may be moved, and cargo does not run this again for that.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-fn entries(folder: &Path) -> Vec<PathBuf> {
-    let listed = std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let mut paths: Vec<_> = listed.filter_map(|entry| Some(entry.ok()?.path())).collect();
-    paths.sort();
-    paths
+/// Adds the sources of `folder`, which is `prefix` below `csrc/`, by their paths there.
+fn add_sources(folder: &Path, prefix: &str, sources: &mut BTreeMap<String, String>) {
+    let fail = |path: &Path, error: std::io::Error| -> ! { panic!("{}: {error}", path.display()) };
+    for entry in std::fs::read_dir(folder).unwrap_or_else(|error| fail(folder, error)) {
+        let file = entry.unwrap_or_else(|error| fail(folder, error)).path();
+        let name = file.file_name().and_then(|name| name.to_str()).expect("a source path in UTF-8");
+        let path = format!("{prefix}{name}");
+        if file.is_dir() {
+            add_sources(&file, &format!("{path}/"), sources);
+        } else if path.ends_with(".cuh") {
+            let text = std::fs::read_to_string(&file).unwrap_or_else(|error| fail(&file, error));
+            sources.insert(path, text);
+        }
+    }
 }
 
 fn main() {
@@ -16,20 +26,11 @@ fn main() {
     let root = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap()).join("csrc");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap()).join("embedded.rs");
     println!("cargo::rerun-if-changed=csrc");
+    let mut sources = BTreeMap::new();
+    add_sources(&root, "", &mut sources);
     let mut table = String::from("&[\n");
-    for file in entries(&root).iter().flat_map(|folder| entries(folder)) {
-        if file.extension().is_some_and(|extension| extension == "cuh") {
-            // Paths under a folder start with it.
-            let path = file
-                .strip_prefix(&root)
-                .unwrap()
-                .to_str()
-                .expect("a source path in UTF-8")
-                .replace('\\', "/");
-            let text =
-                std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-            writeln!(table, "    ({path:?}, {text:?}),").unwrap(); // to a String
-        }
+    for (path, text) in sources {
+        writeln!(table, "    ({path:?}, {text:?}),").unwrap(); // to a String
     }
     table.push(']');
     std::fs::write(&out, table).unwrap_or_else(|error| panic!("{}: {error}", out.display()));

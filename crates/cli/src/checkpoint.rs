@@ -1,7 +1,7 @@
 //! A trained model, from the path of its run or of one of its checkpoints.
 
-use crate::device::{Device, On};
-use crate::error::{Error, Result};
+use nibble_command::device::{Device, On};
+use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};

@@ -2,9 +2,10 @@
 
 mod start;
 
-use crate::console::{bytes, say};
-use crate::env::{self, Env};
-use crate::error::Result;
+use nibble_command::console::bytes;
+use nibble_command::env::{self, Env};
+use nibble_command::error::Result;
+use nibble_command::say;
 use nibble_core::{Backend, Recipe};
 use nibble_formats::Format;
 use nibble_formats::format::WHOLE_LINE;
@@ -44,7 +45,7 @@ pub fn run(args: Args) -> Result<()> {
         say!("{line}");
     }
     say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
-    say!("training: {}", crate::device::preview());
+    say!("training: {}", nibble_command::device::preview());
     say!("environment:");
     for (name, meaning) in env::all() {
         let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));

@@ -1,11 +1,11 @@
 //! `nibble eval`: the held-out loss of a checkpoint.
 
-use crate::changes::Changes;
 use crate::checkpoint;
-use crate::console::{bits, say, thousands};
-use crate::device::{self, Device, On, Work};
-use crate::error::Result;
-use crate::train::evaluating_line;
+use nibble_command::changes::Changes;
+use nibble_command::console::{bits, thousands};
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::Result;
+use nibble_command::say;
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
@@ -87,4 +87,12 @@ pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
          (loss - H)/(U - H) = {share:.4}",
         bits(loss - rate)
     )
+}
+
+/// Ten lines, at most, of an evaluation that is long enough to need them.
+pub fn evaluating_line(done: usize, of: usize) {
+    const LONG: usize = 100;
+    if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
+        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
+    }
 }

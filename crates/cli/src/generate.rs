@@ -1,8 +1,8 @@
 //! `nibble generate`: text from a checkpoint, the same text for the same seed.
 
 use crate::checkpoint;
-use crate::device::{self, Device, DeviceArg, On, Work};
-use crate::error::{Error, Result};
+use nibble_command::device::{self, Device, DeviceArg, On, Work};
+use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};

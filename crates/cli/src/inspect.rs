@@ -1,9 +1,10 @@
 //! `nibble inspect`: one training step laid open in a file, for comparison with another implementation.
 
-use crate::changes::Changes;
-use crate::console::{bytes, say};
-use crate::device::{self, Device, On, Work};
-use crate::error::{Error, Result};
+use nibble_command::changes::Changes;
+use nibble_command::console::bytes;
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use std::path::{Path, PathBuf};

@@ -1,21 +1,13 @@
 //! `nibble`: train, evaluate and sample mixture-of-experts models whose activations are stored in MXFP4, quantize
 //! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
 
-mod bench;
-mod changes;
 mod checkpoint;
-mod console;
-mod device;
 mod doctor;
-mod env;
-mod error;
 mod eval;
 mod generate;
-mod gpu;
 mod inspect;
 mod plot;
 mod quantize;
-mod ranks;
 mod recipe;
 mod signals;
 mod tensor_cores;
@@ -23,7 +15,8 @@ mod train;
 mod verify;
 
 use clap::{Parser, Subcommand};
-use error::Result;
+use nibble_command::error::{self, Result};
+use nibble_command::{console, env};
 use std::process::ExitCode;
 
 /// Train mixture-of-experts models with activations stored in four bits and products in eight.
@@ -44,7 +37,7 @@ enum Command {
     Recipe(recipe::Args),
     Inspect(inspect::Args),
     Doctor(doctor::Args),
-    Bench(bench::Args),
+    Bench(nibble_bench::Args),
     Verify(verify::Args),
 }
 
@@ -88,7 +81,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),
         Command::Doctor(args) => doctor::run(args),
-        Command::Bench(args) => bench::run(args),
+        Command::Bench(args) => nibble_bench::run(args),
         Command::Verify(args) => verify::run(args),
     }
 }

@@ -1,7 +1,7 @@
 //! `nibble plot`: the losses of runs, from their metrics.
 
-use crate::console::say;
-use crate::error::{Error, Result};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
 use nibble_train::metrics::{LossCurve, draw_losses, read_metrics};

@@ -5,11 +5,12 @@
 //! them (codes of less than a byte one after the other from the lowest bit on; a block's scales as one record of bytes, F32 scales as F32; column
 //! planes transposed and zero-extended to whole blocks), where its blocks share a scale `NAME.tensor_scale`, one F32 a matrix, and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
-use crate::console::{bytes, say};
-use crate::device::{self, Device, DeviceArg, On, Work};
-use crate::error::{Error, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
+use nibble_command::console::bytes;
+use nibble_command::device::{self, Device, DeviceArg, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Tensor};

@@ -1,12 +1,8 @@
 //! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
-use crate::console::say;
-use crate::env::Env;
-use crate::error::{Error, Result};
+use nibble_command::error::{Error, Result};
+use nibble_command::{layers, say};
 use nibble_core::Recipe;
-use nibble_core::recipe::{Change, Kind, Layer};
-use nibble_testkit::recorder::{Recorder, traced};
-use nibble_train::one_layer::OneLayer;
 use nibble_train::trainer::load_recipe;
 
 /// Lists the recipes, or prints one: every operand's format, axis, scale rule, rounding and origin, and every change of
@@ -37,11 +33,11 @@ pub fn run(args: Args) -> Result<()> {
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
-    for layer in layers() {
+    for layer in layers::each_kind() {
         let plan =
             recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated);
         let (changes, who) = match args.trace {
-            true => (changes(&recipe, &layer)?, "as a backend saw them"),
+            true => (layers::changes(&recipe, &layer)?, "as a backend saw them"),
             false => (plan.clone(), "as they follow"),
         };
         if changes != plan {
@@ -60,23 +56,4 @@ pub fn run(args: Args) -> Result<()> {
         say!("casts: {}", changes.iter().filter(|change| change.is_cast()).count());
     }
     Ok(())
-}
-
-/// An expert layer, a dense one and the head.
-fn layers() -> [Layer; 3] {
-    let named = |kind, name: &str| Layer { kind, name: name.to_owned(), gated: false };
-    [named(Kind::Expert, EXPERTS), named(Kind::Linear, DENSE), named(Kind::Head, "lm_head")]
-}
-
-/// An expert layer.
-pub const EXPERTS: &str = "model.layers.0.mlp.experts";
-/// A dense layer that shares its input with no other.
-pub const DENSE: &str = "model.layers.0.self_attn.o_proj";
-
-/// Every change of representation in one layer, forward and backward, as a backend sees them.
-pub fn changes(recipe: &Recipe, layer: &Layer) -> Result<Vec<Change>> {
-    let env = Env::read()?;
-    let recorder = Recorder::eager(env.cpu(env.threads(0))?);
-    let one = OneLayer { recipe, layer, progress: 0.0 };
-    Ok(traced(&recorder, |begin| one.run(&recorder, begin))?)
 }

@@ -17,10 +17,11 @@ impl Signals {
     ///
     /// # Errors
     /// If the system takes no handler.
-    pub fn wait_for_steps() -> crate::error::Result<Self> {
+    pub fn wait_for_steps() -> nibble_command::error::Result<Self> {
         Ok(Self {
             #[cfg(unix)]
-            teller: unix::register().map_err(|e| crate::error::Error::Failed(format!("signals: {e}")))?,
+            teller: unix::register()
+                .map_err(|e| nibble_command::error::Error::Failed(format!("signals: {e}")))?,
         })
     }
 
@@ -35,15 +36,6 @@ impl Signals {
         // It has nothing to return, and no panic to pass on.
         let _ = self.teller.join();
         RECEIVED.load(Ordering::Relaxed)
-    }
-}
-
-/// The name of a signal that [`Signals`] knows.
-pub fn name(signal: usize) -> &'static str {
-    match signal {
-        1 => "SIGHUP",
-        2 => "SIGINT",
-        _ => "SIGTERM",
     }
 }
 
@@ -73,7 +65,7 @@ mod unix {
         let mut signals = Signals::new(&heard)?;
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             if let Some(signal) = signals.forever().next() {
-                let name = super::name(signal as usize);
+                let name = nibble_command::error::signal_name(signal as usize);
                 let text = "the run ends after this step; a second signal ends it at once";
                 // A terminal that hangs up takes no line.
                 let _ = writeln!(std::io::stderr(), "\n{name}: {text}");

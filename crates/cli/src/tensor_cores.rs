@@ -3,7 +3,7 @@
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Recipe};
 use nibble_cuda::ops::ATTENTION_DIMS;
-use nibble_cuda::ops::grouped_product::row_unit;
+use nibble_cuda::ops::products::grouped_product::row_unit;
 use nibble_train::config::Config;
 
 /// What the tensor cores cannot take, and what they would: empty where they have everything.

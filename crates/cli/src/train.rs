@@ -1,13 +1,14 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
-use crate::changes::Changes;
-use crate::console::{bits, bytes, say, thousands};
-use crate::device::{self, Device, On, Work};
-use crate::error::{Error, Result};
-use crate::eval::against;
+use crate::eval::{against, evaluating_line};
 use crate::signals::Signals;
 use crate::tensor_cores;
 use indicatif::{ProgressBar, ProgressStyle};
+use nibble_command::changes::Changes;
+use nibble_command::console::{bits, bytes, thousands};
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
 use nibble_train::config::{Config, preset};
@@ -424,14 +425,6 @@ fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
-}
-
-/// Ten lines, at most, of an evaluation that is long enough to need them.
-pub fn evaluating_line(done: usize, of: usize) {
-    const LONG: usize = 100;
-    if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
-        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
-    }
 }
 
 /// The observer of ranks other than the first, who are told nothing anyway.

@@ -4,10 +4,10 @@
 //! and threaded code against its scalar specification on one thread. The cases are the conformance suite's: sizes of real
 //! models, uneven and empty groups, poisoned padding, values that are hard on number formats.
 
-use crate::console::say;
-use crate::env::Env;
-use crate::error::{Error, Result};
-use crate::gpu;
+use nibble_command::env::Env;
+use nibble_command::error::{Error, Result};
+use nibble_command::gpu;
+use nibble_command::say;
 use nibble_core::{Backend, Kernels};
 use nibble_cpu::Cpu;
 use nibble_testkit::{Pair, conformance};

@@ -3,7 +3,7 @@
 //! One file an entry, `KEY.cubin`, written beside its place and renamed: a reader sees a whole entry or none, whoever
 //! else writes. A digest of the body turns a truncated or damaged file into a miss.
 
-use crate::jit::{Cubin, Key, Resources};
+use crate::cubin::{Cubin, Key, Resources};
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -7,10 +7,9 @@
 
 use crate::arena::Entered;
 use crate::buffer::PooledZeros;
-use crate::download::Landing;
 use crate::driver::{check, failed, named};
 use crate::jit::{Cubin, Jit, KernelSpec};
-use crate::launch::Kernel;
+use crate::landing::Landing;
 use crate::probe::GpuInfo;
 use crate::recording::Recordings;
 use crate::staging::Staging;
@@ -284,12 +283,12 @@ impl Device {
         Ok(event)
     }
 
-    /// The kernel, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
-    pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
+    /// The instance, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
+    pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
         self.inner.bind()?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let module = match modules.get(spec) {
-            Some(module) => module.clone(),
+        match modules.get(spec) {
+            Some(module) => Ok(module.clone()),
             None => {
                 let num_arguments = self.inner.jit.num_arguments(spec)?;
                 let cubin = self.inner.jit.cubin(spec)?;
@@ -300,10 +299,9 @@ impl Device {
                 };
                 let module = Arc::new(module);
                 modules.insert(spec.clone(), module.clone());
-                module
+                Ok(module)
             }
-        };
-        Ok(Kernel { spec: spec.clone(), module, device: self.clone() })
+        }
     }
 }
 

@@ -10,6 +10,7 @@
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::driver::{check, failed, named};
+use crate::landing::Landing;
 use crate::pinned::Pinned;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
@@ -18,7 +19,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::mem;
 use std::ops::Range;
-use std::ptr::NonNull;
 
 /// The smallest pinned block; others are powers of two.
 const SMALLEST_LANDING: usize = 4 << 10;
@@ -28,68 +28,6 @@ const LARGEST_KEPT: usize = 16 << 20;
 
 /// What [`Buffer::copy_out`] brings at a time, and the size of the two pinned blocks that it goes through.
 const PIECE: usize = 8 << 20;
-
-/// Pinned host memory for one download.
-pub(crate) struct Landing {
-    bytes: NonNull<u8>,
-    size: usize,
-    /// Passed by the first stream when the copy on the device is made.
-    ready: sys::CUevent,
-    /// Passed by the second one when the copy has arrived.
-    done: sys::CUevent,
-}
-
-// SAFETY: host memory and drivers' handles, used by one owner at a time with the context current.
-unsafe impl Send for Landing {}
-
-impl Landing {
-    /// With the context current.
-    fn new(size: usize) -> Result<Self> {
-        let event =
-            || named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
-        let ready = event()?;
-        let done = event().inspect_err(|_| {
-            // SAFETY: made above. The first error is the one to report.
-            let _ = unsafe { result::event::destroy(ready) };
-        })?;
-        // SAFETY: no arguments to get wrong; freed in `drop`.
-        let bytes = named("cuMemHostAlloc", unsafe { result::malloc_host(size, 0) }).inspect_err(|_| {
-            // SAFETY: made above. The first error is the one to report.
-            unsafe {
-                let _ = result::event::destroy(ready);
-                let _ = result::event::destroy(done);
-            }
-        })?;
-        // The driver does not give null with success.
-        let bytes = NonNull::new(bytes.cast()).expect("pinned memory has an address");
-        Ok(Self { bytes, size, ready, done })
-    }
-
-    /// Whether its last copy has arrived.
-    fn is_free(&self) -> bool {
-        // SAFETY: the event is alive.
-        unsafe { result::event::query(self.done) }.is_ok()
-    }
-
-    /// Waits until its last copy has arrived: at once if there was none.
-    fn wait(&self) -> Result<()> {
-        // SAFETY: the event is alive.
-        named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        // SAFETY: made in `new` and given back once, when nothing copies to it any more. With the context current: by the device
-        // as it ends, or by `Device::land`. An error has nobody to go to.
-        unsafe {
-            let _ = result::event::synchronize(self.done);
-            let _ = result::event::destroy(self.ready);
-            let _ = result::event::destroy(self.done);
-            let _ = result::free_host(self.bytes.as_ptr().cast());
-        }
-    }
-}
 
 /// A download under way.
 pub struct Pending<T: Pod> {

@@ -4,11 +4,11 @@
 //! source it reaches, the options, NVRTC's version and the instance itself, so that an entry of the cache on disk is never
 //! stale: nothing is ever compared by time. Of several threads that want one instance, one compiles.
 
+pub use crate::cubin::{Cubin, Key, Resources};
 use crate::cubin_cache::CubinCache;
 use crate::source::{Sources, num_arguments, template_parameters};
 use cudarc::nvrtc::{result, sys};
 use nibble_core::{Error, Result};
-use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString};
 use std::fmt;
@@ -86,77 +86,6 @@ impl fmt::Display for KernelSpec {
         let args: Vec<_> = self.args.iter().map(|(name, value)| format!("{name}={value}")).collect();
         write!(f, "{}<{}>", self.name, args.join(", "))
     }
-}
-
-/// The content address of a compiled instance.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key([u8; 32]);
-
-impl Key {
-    /// Of an instance: `expression`, every reached source (path and text), the options, and NVRTC's version.
-    pub fn of(expression: &str, reached: &BTreeMap<&str, &str>, options: &[&str], nvrtc: (u32, u32)) -> Self {
-        let counts = format!("{} {} {} {}", reached.len(), options.len(), nvrtc.0, nvrtc.1);
-        let mut parts = vec![counts.as_bytes(), expression.as_bytes()];
-        parts.extend(reached.iter().flat_map(|(path, text)| [path.as_bytes(), text.as_bytes()]));
-        parts.extend(options.iter().map(|option| option.as_bytes()));
-        Self::of_parts(&parts)
-    }
-
-    /// Each part with its length, so that no two lists of parts run together alike.
-    pub(crate) fn of_parts(parts: &[&[u8]]) -> Self {
-        let mut digest = Sha256::new();
-        for part in parts {
-            digest.update((part.len() as u64).to_le_bytes());
-            digest.update(part);
-        }
-        Self(digest.finalize().into())
-    }
-}
-
-impl fmt::Display for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-/// What ptxas says an instance needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Resources {
-    /// Registers a thread.
-    pub registers: u32,
-    /// Bytes stored to local memory for want of registers.
-    pub spill_store_bytes: u32,
-    /// Bytes read back.
-    pub spill_load_bytes: u32,
-    /// Static shared memory in bytes; dynamic shared memory is the launch's.
-    pub static_shared_bytes: u32,
-}
-
-impl Resources {
-    /// From ptxas's verbose log.
-    fn parse(log: &str) -> Self {
-        let before = |what: &str| {
-            let text = &log[..log.find(what)?];
-            text.rsplit(|c: char| !c.is_ascii_digit()).find(|word| !word.is_empty())?.parse().ok()
-        };
-        Self {
-            registers: before(" registers").unwrap_or(0),
-            spill_store_bytes: before(" bytes spill stores").unwrap_or(0),
-            spill_load_bytes: before(" bytes spill loads").unwrap_or(0),
-            static_shared_bytes: before(" bytes smem").unwrap_or(0),
-        }
-    }
-}
-
-/// A compiled instance.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Cubin {
-    /// The machine code, an ELF image.
-    pub image: Vec<u8>,
-    /// The kernel's mangled name in it.
-    pub symbol: String,
-    /// What it needs.
-    pub resources: Resources,
 }
 
 /// The compiler library, loaded.

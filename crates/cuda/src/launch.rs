@@ -147,7 +147,7 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/dequantize.cuh): what the codes are, and which line of scales is whose.
+/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): what the codes are, and which line of scales is whose.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {
@@ -220,9 +220,19 @@ enum Start {
 
 /// A loaded kernel.
 pub struct Kernel {
-    pub(crate) spec: KernelSpec,
-    pub(crate) module: Arc<Module>,
-    pub(crate) device: Device,
+    spec: KernelSpec,
+    module: Arc<Module>,
+    device: Device,
+}
+
+impl Device {
+    /// The kernel, compiled and loaded if this is its first use.
+    ///
+    /// # Errors
+    /// [`Error::Jit`] where it does not compile or load.
+    pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
+        Ok(Kernel { spec: spec.clone(), module: self.module(spec)?, device: self.clone() })
+    }
 }
 
 impl Kernel {

@@ -27,6 +27,7 @@
 pub mod arena;
 pub mod backend;
 pub mod buffer;
+mod cubin;
 mod cubin_cache;
 pub mod cublaslt;
 pub mod device;
@@ -35,6 +36,7 @@ mod driver;
 pub mod env;
 pub mod jit;
 mod kernels;
+mod landing;
 pub mod launch;
 pub mod ops;
 pub mod pinned;

@@ -125,7 +125,7 @@ mod tests {
         for (path, _) in EMBEDDED {
             sources.reached(path).unwrap();
         }
-        assert!(EMBEDDED.is_sorted() && sources.text("kernels/grouped_fp8_block.cuh").is_ok());
+        assert!(EMBEDDED.is_sorted() && sources.text("kernels/products/grouped_fp8_block.cuh").is_ok());
     }
 
     #[test]
@@ -135,6 +135,19 @@ mod tests {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
         for (path, text) in EMBEDDED {
             assert!(std::fs::read_to_string(folder.join(path)).unwrap() == *text, "{path} is another text");
+        }
+    }
+
+    #[test]
+    fn kernels_are_entry_points_that_an_instance_compiles_and_pieces_are_none() {
+        let flush = crate::timing::flush_spec();
+        let mut launched: Vec<&str> =
+            crate::ops::instances().iter().map(|instance| instance.spec.source).collect();
+        launched.push(flush.source);
+        for (path, text) in EMBEDDED {
+            let mut code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+            assert_eq!(path.starts_with("kernels/"), code.any(|line| line.contains("__global__")), "{path}");
+            assert_eq!(path.starts_with("kernels/"), launched.contains(path), "{path}");
         }
     }
 

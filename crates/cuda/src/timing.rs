@@ -27,7 +27,7 @@ const WINDOWS: usize = 3;
 
 /// The kernel that flushes the L2.
 pub fn flush_spec() -> KernelSpec {
-    KernelSpec { source: "kernels/flush_l2.cuh", name: "nib::flush_l2", args: Vec::new() }
+    KernelSpec { source: "kernels/timing/flush_l2.cuh", name: "nib::flush_l2", args: Vec::new() }
 }
 
 /// Milliseconds a call.

@@ -13,8 +13,10 @@ use nibble_core::formats::{BlockAxis, Format, ScaleRule};
 use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
 use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Tensor};
 use nibble_cuda::Cuda;
-use nibble_cuda::ops::grouped_product::{Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target};
-use nibble_cuda::ops::grouped_product::{ScaleValues, Scales, ScalesB};
+use nibble_cuda::ops::products::grouped_product::{
+    Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target,
+};
+use nibble_cuda::ops::products::grouped_product::{ScaleValues, Scales, ScalesB};
 
 #[test]
 fn right_at_every_edge() {

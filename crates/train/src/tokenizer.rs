@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::data::{SYNTHETIC_VOCAB, render_symbol, symbol_of};
+use crate::data::synthetic::{SYNTHETIC_VOCAB, render_symbol, symbol_of};
 use crate::error::{Error, Result};
 
 /// Token ids of byte-level text: one a byte.

@@ -1,7 +1,8 @@
 //! How long the GPU's kernels take to be ready, with an empty and with a warm cache of compiled kernels.
 
-use crate::console::{bytes, say};
-use crate::error::{Error, Result};
+use nibble_command::console::bytes;
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Tensor};
 use nibble_cuda::jit::Nvrtc;

@@ -1,7 +1,7 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
 // strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
 //
-// The kernels that quantize hold 64 numbers a lane (kernels/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
+// The kernels that quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
 // position along the transform alone: who stays at his columns draws them once.
 //
 // Along the rows (hadamard_row): a lane holds eight neighbouring columns, and neighbouring lanes a transform block.

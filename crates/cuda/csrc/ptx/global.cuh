@@ -11,10 +11,9 @@ __device__ __forceinline__ uint4 load_16(const void* from) { return __ldg(static
 /// 8 bytes, likewise.
 __device__ __forceinline__ uint2 load_8(const void* from) { return __ldg(static_cast<const uint2*>(from)); }
 
-/// 16 bytes, or `otherwise` in each word if not `present`, and then `from` is not read. Volatile, and not by the read-only path: a loop
-/// that loads a batch before it stores the batch stays so.
-__device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 otherwise) {
-    uint4 v = {otherwise, otherwise, otherwise, otherwise};
+/// 16 bytes over `v` if `present`; else `from` is not read. Volatile, and not by the read-only path: a loop that loads a batch before it stores
+/// the batch stays so.
+__device__ __forceinline__ void load_16_over(uint4& v, bool present, const void* from) {
     asm volatile(
         "{\n"
         ".reg .pred present;\n"
@@ -23,6 +22,12 @@ __device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 
         "}\n"
         : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
         : "l"(from), "r"(int(present)));
+}
+
+/// The same, or `otherwise` in each word.
+__device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 otherwise) {
+    uint4 v = {otherwise, otherwise, otherwise, otherwise};
+    load_16_over(v, present, from);
     return v;
 }
 

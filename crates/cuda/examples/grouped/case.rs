@@ -1,7 +1,7 @@
 //! One grouped product: its operands on the host, its run on the device, and its exact result.
 
 use half::bf16;
-use nibble_cuda::ops::grouped_product::{
+use nibble_cuda::ops::products::grouped_product::{
     Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Order, Out, Ragged, ScaleValues, Scales,
     ScalesB, Target,
 };

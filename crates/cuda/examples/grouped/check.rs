@@ -5,7 +5,7 @@ use half::bf16;
 use nibble_core::Agreement;
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT};
 use nibble_cuda::Device;
-use nibble_cuda::ops::grouped_product::{Kind, Order, Out, Ragged, ScalesB};
+use nibble_cuda::ops::products::grouped_product::{Kind, Order, Out, Ragged, ScalesB};
 use nibble_formats::Element;
 use std::fmt;
 

@@ -9,7 +9,7 @@ mod check;
 use case::Case;
 use check::{bf16_of, rows, wgrad};
 use nibble_cuda::Device;
-use nibble_cuda::ops::grouped_product::{Kind, Order, Out, ScalesB};
+use nibble_cuda::ops::products::grouped_product::{Kind, Order, Out, ScalesB};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {

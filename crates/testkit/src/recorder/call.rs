@@ -1,14 +1,15 @@
 //! One operation on its way: its arguments sealed, run now or kept for replays, noted, and poisoned.
 
-use super::buf::{Buf, Cell, Output};
+use super::buf::Buf;
+use super::cell::Output;
 use super::fault::{Struck, spoil};
 use super::mapping::{Made, Open, Over, Plane, Seal, Store, Wrap};
-use super::{Event, Mode, Recorder, Recordings, Shared};
+use super::recording::{Entry, Op};
+use super::{Event, Mode, Recorder};
 use nibble_core::recipe::Form;
 use nibble_core::{Backend, Data, Plain, Result, Tensor};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
 
 /// Whether an operation changes what it writes in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,72 +18,6 @@ pub(super) enum Run {
     Real,
     /// It works on copies that are dropped: only the shapes of its results are wanted.
     Dry,
-}
-
-/// Work to be replayed.
-pub struct Recording<B: Backend> {
-    pub(super) entries: Vec<Entry<B>>,
-    shared: Arc<Shared<B>>,
-}
-
-impl<B: Backend> Recording<B> {
-    pub(super) fn new(entries: Vec<Entry<B>>, shared: Arc<Shared<B>>) -> Self {
-        let Recordings { made, alive, most } = &mut shared.lock().recordings;
-        (*made, *alive) = (*made + 1, *alive + 1);
-        *most = (*most).max(*alive);
-        Self { entries, shared: shared.clone() }
-    }
-}
-
-impl<B: Backend> Drop for Recording<B> {
-    fn drop(&mut self) {
-        self.shared.lock().recordings.alive -= 1;
-    }
-}
-
-impl<B: Backend> fmt::Debug for Recording<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(&self.entries).finish()
-    }
-}
-
-/// Runs an operation on what its cells hold, and puts its results into theirs.
-type Replay<B> = Box<dyn Fn(&B) -> Result<()> + Send>;
-
-/// One thing that a replay does.
-pub(super) enum Entry<B: Backend> {
-    Op(Op<B>, Replay<B>),
-    /// The last handle of what recorded work made is dropped here.
-    Free(Arc<Cell<B>>),
-}
-
-impl<B: Backend> fmt::Debug for Entry<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Op(op, _) => write!(f, "{} {}", op.name, op.arguments),
-            Self::Free(_) => f.write_str("free"),
-        }
-    }
-}
-
-/// What is known of an operation.
-#[derive(Debug)]
-pub(super) struct Op<B: Backend> {
-    name: &'static str,
-    /// Empty unless someone watches or records.
-    arguments: String,
-    /// Cells of all it reads, in place too.
-    reads: Vec<Arc<Cell<B>>>,
-    /// What it writes in place.
-    writes: Vec<Output<B>>,
-    /// What it returns.
-    made: Vec<Output<B>>,
-    /// Which of what it reads and of what it returns are elements of tensors, by their places, and of which form.
-    forms: [Vec<(usize, Form)>; 2],
-    /// Forms that it makes and keeps to itself, with the tensor's name.
-    inside: Vec<(&'static str, Form)>,
-    /// Whether it computes something: what only allocates or shares is neither noted nor poisoned.
-    computes: bool,
 }
 
 /// An operation whose arguments are being sealed.

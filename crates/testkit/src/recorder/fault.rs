@@ -1,6 +1,6 @@
 //! Faults: one element of one result becomes NaN.
 
-use super::buf::{Cell, Element, Output};
+use super::cell::{Cell, Element, Output};
 use half::bf16;
 use nibble_core::{Backend, Plain, Result};
 

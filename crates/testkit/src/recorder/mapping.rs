@@ -1,6 +1,7 @@
 //! What is made of buffers, brought from one backend to another buffer by buffer. A structure's parts are listed here, once.
 
-use super::buf::{Buf, Cell, Element, Output};
+use super::buf::Buf;
+use super::cell::{Cell, Element, Output};
 use super::{Recorder, device};
 use nibble_core::formats::ScaleKind;
 use nibble_core::ops::*;

@@ -20,20 +20,22 @@
 mod backend;
 mod buf;
 mod call;
+mod cell;
 mod fault;
 mod kernels;
 mod mapping;
+mod recording;
 mod trace;
 
 pub use buf::Buf;
-pub use call::Recording;
 pub use fault::{Point, Struck};
+pub use recording::Recording;
 pub use trace::traced;
 
-use call::Entry;
 use fault::Fault;
 use nibble_core::recipe::Form;
 use nibble_core::{Backend, Error};
+use recording::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};
 use sha2::{Digest, Sha256};
 
+use super::digest::{hexadecimal, sha256_hex};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
@@ -207,15 +208,6 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
         File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io(dir))?;
     }
     Ok(())
-}
-
-/// SHA-256, hexadecimal.
-pub(crate) fn sha256_hex(content: &[u8]) -> String {
-    hexadecimal(&Sha256::digest(content))
-}
-
-fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@
 //! kill at any instant leaves the earlier checkpoints as they were, and at worst a `.tmp-…` that the next writer
 //! removes. Tensors are logical, so the number of ranks may change between runs.
 
+mod digest;
 mod files;
 mod state;
 mod tensors;
@@ -21,7 +22,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub(crate) use files::sha256_hex;
+pub(crate) use digest::sha256_hex;
 pub use files::{TensorRef, TensorSpec, encode};
 pub use state::{FileEntry, Position, State};
 pub use tensors::Tensors;

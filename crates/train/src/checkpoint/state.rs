@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::files::sha256_hex;
+use super::digest::sha256_hex;
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
 use nibble_core::Recipe;

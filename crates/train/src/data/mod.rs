@@ -5,7 +5,7 @@
 
 mod cursor;
 mod loader;
-mod synthetic;
+pub(crate) mod synthetic;
 mod text;
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};

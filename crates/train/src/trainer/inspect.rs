@@ -3,15 +3,12 @@
 
 use super::Trainer;
 use super::step::Step;
-use super::weights::{gather, slices};
+use super::weights::{HostTensor, gather, slices};
 use crate::checkpoint::{TensorRef, encode};
 use crate::cx::{Cx, Shards};
 use crate::error::Result;
 use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
-
-/// Name, shape and values of a tensor.
-pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
 
 /// The tensors of one step, named and on the host.
 #[derive(Debug, Default)]

@@ -3,10 +3,9 @@
 //! The host writes a step's tokens and scalars into one slot of a ring and issues the step's parts; it reads the record of
 //! the step before. Nothing in between waits for the host.
 
-use super::inspect::HostTensor;
 use super::saving::Saving;
 use super::setup::Setup;
-use super::weights::slices;
+use super::weights::{HostTensor, slices};
 use crate::checkpoint::TensorRef;
 use crate::config::Config;
 use crate::cx::{Cx, Shards};

@@ -11,6 +11,9 @@ use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 use serde_json::json;
 
+/// Name, shape and values of a tensor.
+pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
+
 /// A parameter's values over all ranks.
 pub(super) fn gather<B: Kernels>(
     b: &B,

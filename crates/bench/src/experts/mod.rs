@@ -1,0 +1,190 @@
+//! `nibble bench experts`: the expert layer, forward and backward, under each recipe: its time, where it goes, what it keeps,
+//! what each fused conversion saves, and at which sizes a recipe is faster than BF16.
+
+mod break_even;
+mod layer;
+mod parts;
+mod peers;
+mod report;
+
+use super::gpu::{Bench, COOL_DOWN, wanted};
+use layer::{Kept, Layer, Shape};
+use nibble_command::error::Result;
+use nibble_command::say;
+use nibble_core::{Backend, Recipe, Result as CoreResult};
+use nibble_cuda::timing::Sustained;
+use nibble_cuda::{Cuda, OpTime};
+use serde_json::{Value, json};
+
+/// The recipes, the one that the others are compared with first.
+pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
+/// The one whose parts are looked at.
+const MXFP4: &str = "mxfp4-hopper";
+/// The same, with a whole layer's rows made again in the backward pass rather than kept.
+const REMADE: &str = "mxfp4-remade";
+
+/// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
+pub const SHAPES: [Shape; 4] = [
+    Shape { name: "DeepSeek-V3, 8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: 7168, inner: 2048 },
+    Shape {
+        name: "128 experts, sorted rows",
+        experts: 128,
+        top_k: 0,
+        tokens: 262_144,
+        hidden: 4096,
+        inner: 1024,
+    },
+    Shape { name: "128 experts, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 4096, inner: 1024 },
+    Shape { name: "Qwen3-30B, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 2048, inner: 768 },
+];
+
+/// Passes whose operations are timed one by one.
+const PROFILES: usize = 7;
+
+/// One layer under one recipe.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    pub shape: Shape,
+    pub recipe: &'static str,
+    /// Or why there are none.
+    pub figures: Result<Figures, String>,
+}
+
+/// Milliseconds and bytes.
+#[derive(Debug, Clone)]
+pub struct Figures {
+    pub burst_ms: f64,
+    /// None where bursts alone were asked for.
+    pub sustained: Option<Sustained>,
+    /// The same from a recorded graph.
+    pub graph: Option<Sustained>,
+    pub kept: Kept,
+    /// Of all calls of an operation together.
+    pub ops: Vec<(&'static str, f64)>,
+}
+
+impl Figures {
+    /// The time that counts: sustained, if there is one.
+    pub fn ms(&self) -> f64 {
+        self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
+    }
+}
+
+/// The expert layer on the GPU, forward and backward, under each recipe. About two minutes.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Its time and where it goes, what it keeps, what each fused conversion saves, and from which sizes on it is faster\n\
+    than BF16; the last two where no name is given.\n\n\
+    Example:\n  \
+    nibble bench experts --quick --only V3 --only Qwen3"
+)]
+pub struct Args {
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
+}
+
+pub fn run(&Args { quick, ref only }: &Args) -> Result<Value> {
+    let pairs = wanted(pairs(), only, |(shape, recipe)| format!("{} {recipe}", shape.name))?;
+    let bench = Bench::open("`nibble bench step` measures the CPU's training steps")?;
+    let header = bench.header();
+    let mut all: Vec<Measured> = Vec::new();
+    for shape in SHAPES {
+        let rows: Vec<Measured> = pairs
+            .iter()
+            .filter(|(of, _)| *of == shape)
+            .map(|&(_, recipe)| Measured {
+                shape,
+                recipe,
+                figures: measured(&bench, shape, recipe, quick).map_err(|error| error.to_string()),
+            })
+            .collect();
+        if !rows.is_empty() {
+            report::table(shape, &rows);
+        }
+        all.extend(rows);
+    }
+    let mut figures = json!({ "machine": header, "layers": report::figures(&all), "peers": report::peers() });
+    if only.is_empty() {
+        figures["parts"] = parts::run(&bench)?;
+        figures["break_even"] = break_even::run(&bench)?;
+    }
+    say!("");
+    report::legend();
+    Ok(figures)
+}
+
+/// Every shape under every recipe.
+fn pairs() -> Vec<(Shape, &'static str)> {
+    let of = |shape: Shape| {
+        let remade = (shape.top_k > 0).then_some(REMADE);
+        RECIPES.into_iter().chain(remade).map(move |recipe| (shape, recipe))
+    };
+    SHAPES.into_iter().flat_map(of).collect()
+}
+
+fn measured(bench: &Bench, shape: Shape, recipe: &str, quick: bool) -> CoreResult<Figures> {
+    let remake_x = recipe == REMADE;
+    let recipe = Recipe::builtin(if remake_x { MXFP4 } else { recipe })?;
+    let mut layer = Layer::new(&bench.cuda, &recipe, shape, remake_x)?;
+    let kept = layer.kept()?;
+    if !quick {
+        std::thread::sleep(COOL_DOWN);
+    }
+    let burst_ms = f64::from(bench.stopwatch.burst_ms(|| layer.step())?);
+    let sustained = if quick { None } else { Some(bench.stopwatch.sustained(|| layer.step())?) };
+    let mut runs = Vec::new();
+    for _ in 0..PROFILES {
+        // The device is kept behind the host.
+        layer.step()?;
+        runs.push(bench.cuda.profiled(|| layer.step())?.1);
+    }
+    // A pass that cannot be recorded is still timed.
+    let graph = match quick {
+        true => None,
+        false => as_graph(bench, &mut layer)
+            .inspect_err(|why| say!("{}, {}: no graph: {why}", shape.name, recipe.name))
+            .ok(),
+    };
+    Ok(Figures { burst_ms, sustained, graph, kept, ops: by_op(&runs) })
+}
+
+/// Both passes recorded once and issued as a whole: what the host's part costs.
+fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained> {
+    let cuda = &bench.cuda;
+    let arena = cuda.arena("expert layer")?;
+    let recording = cuda.within(&arena, || cuda.record(&mut || layer.step()))?;
+    bench.stopwatch.sustained(|| cuda.replay(&recording))
+}
+
+/// The median of each call's times, summed by operation, in the order of their first calls.
+fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
+    let mut sums: Vec<(&'static str, f64)> = Vec::new();
+    for (i, first) in runs.first().into_iter().flatten().enumerate() {
+        let times = runs.iter().filter_map(|run| run.get(i)).map(|time| f64::from(time.ms)).collect();
+        let ms = super::median(times);
+        match sums.iter_mut().find(|(op, _)| *op == first.op) {
+            Some((_, sum)) => *sum += ms,
+            None => sums.push((first.op, ms)),
+        }
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_s_calls_are_summed_by_their_medians() {
+        let run = |a, b, c| {
+            [("swiglu", a), ("quantize", b), ("swiglu", c)].map(|(op, ms)| OpTime { op, ms }).to_vec()
+        };
+        let runs = [run(1.0, 2.0, 3.0), run(9.0, 2.0, 4.0), run(1.5, 8.0, 5.0)];
+        assert_eq!(by_op(&runs), [("swiglu", 1.5 + 4.0), ("quantize", 2.0)]);
+        assert_eq!(by_op(&[]), []);
+    }
+}

@@ -1,0 +1,236 @@
+//! `nibble bench gemm`: how near the products come to the speed of this GPU's tensor cores, and of its memory.
+//!
+//! By the project's rules of timing: sustained, back-to-back calls on a chip that has reached its power limit, and burst,
+//! single calls with the L2 flushed before each, after a rest; random data. A product's floor is the larger of
+//! operations / rate of the fastest dense product of its type and of the time to move its bytes, all measured in the same
+//! run.
+
+mod call;
+pub mod cases;
+mod floor;
+mod peers;
+mod plot;
+mod report;
+mod tune;
+
+use super::gpu::{Bench, COOL_DOWN, wanted};
+use super::kernels::operands::{codec, normal};
+use super::kernels::traffic::Block;
+use call::prepare;
+use cases::{Operands, Product, Section, ceilings, sections};
+use floor::Work;
+use nibble_command::error::Result;
+use nibble_command::say;
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{DType, Data, Result as CoreResult, Tensor};
+use nibble_cuda::cublaslt::Gemm;
+use nibble_cuda::timing::Sustained;
+use nibble_cuda::{Buffer, Cuda};
+use nibble_formats::Rounding;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// The GPU's products beside its fastest dense ones: back to back until the chip is at its power limit, and single calls.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three\n\
+    minutes, --quick a third of one.\n\n\
+    Examples:\n  \
+    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
+)]
+pub struct Args {
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Bursts alone, on a chip that has not reached its power limit.
+    #[arg(long)]
+    quick: bool,
+    /// Also draws the roofline into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
+    /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
+    /// what is faster is put to use by letting `Config::choose` in crates/cuda/src/ops/products/grouped_config.rs choose it.
+    #[arg(long, value_name = "FILE", conflicts_with = "plot")]
+    tune: Option<PathBuf>,
+}
+
+/// One product's times.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    pub product: Product,
+    /// Or why there are none.
+    pub times: Result<Times, String>,
+}
+
+/// Milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Times {
+    pub burst_ms: f64,
+    /// None where bursts alone were asked for.
+    pub sustained: Option<Sustained>,
+}
+
+impl Times {
+    /// The time that counts: sustained, if there is one.
+    pub fn ms(&self) -> f64 {
+        self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
+    }
+}
+
+/// Operations a second of the fastest dense products.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ceilings {
+    pub fp8: f64,
+    pub bf16: f64,
+}
+
+impl Ceilings {
+    fn of(measured: &[Measured]) -> Self {
+        let best = |is_fp8| {
+            let rate = |m: &Measured| Some(Work::of(&m.product).flop / m.times.as_ref().ok()?.ms() * 1e3);
+            let of_kind = measured.iter().filter(|m| m.product.operands.is_fp8() == is_fp8);
+            of_kind.filter_map(rate).fold(f64::NAN, f64::max)
+        };
+        Self { fp8: best(true), bf16: best(false) }
+    }
+
+    /// For a product's type.
+    pub fn dense(&self, operands: Operands) -> f64 {
+        if operands.is_fp8() { self.fp8 } else { self.bf16 }
+    }
+}
+
+pub fn run(args: &Args) -> Result<Value> {
+    let &Args { quick, ref only, ref plot, ref tune } = args;
+    let chosen = chosen(only)?;
+    let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
+    let mut header = bench.header();
+    if let Some(path) = tune {
+        return tune::run(&bench, &chosen, quick, path);
+    }
+    let one = |&product: &Product| {
+        let times = timed(&bench, &product, quick).map_err(|error| error.to_string());
+        Measured { product, times }
+    };
+    let mut all: Vec<Measured> = ceilings().products.iter().map(one).collect();
+    let ceilings = Ceilings::of(&all);
+    header["fp8_flop_per_s"] = json!(ceilings.fp8);
+    header["bf16_flop_per_s"] = json!(ceilings.bf16);
+    report::begin(&ceilings_title(quick));
+    all.iter().for_each(|row| report::row(row, &all, ceilings, bench.rates));
+    for section in &chosen {
+        report::begin(section.title);
+        for product in &section.products {
+            let row = one(product);
+            all.push(row.clone());
+            report::row(&row, &all, ceilings, bench.rates);
+        }
+    }
+    report::legend();
+    if let Some(path) = plot {
+        plot::draw(&bench.cuda.device().info().name, &all, ceilings, bench.rates, path)?;
+        say!("drawn into {}", path.display());
+    }
+    Ok(json!({ "machine": header, "products": report::figures(&all, ceilings, bench.rates) }))
+}
+
+fn ceilings_title(quick: bool) -> String {
+    let how = if quick { "bursts" } else { "sustained" };
+    format!("{} ({how})", ceilings().title)
+}
+
+/// The products whose names contain one of `only`, or all, in their sections.
+fn chosen(only: &[String]) -> Result<Vec<Section>> {
+    let mut sections = sections();
+    // The dense ones are always measured: their names alone ask for nothing else.
+    let named = sections.iter().flat_map(|s| s.products.iter().copied());
+    let all: Vec<Product> = named.chain(ceilings().products).collect();
+    let kept = wanted(all, only, Product::name)?;
+    for section in &mut sections {
+        section.products.retain(|product| kept.contains(product));
+    }
+    sections.retain(|section| !section.products.is_empty());
+    Ok(sections)
+}
+
+fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {
+    let mut call: call::Call<Cuda> = match product.operands {
+        Operands::Library => library(&bench.cuda, product)?,
+        Operands::LibraryFp8 => library_fp8(&bench.cuda, product)?,
+        _ => prepare(&bench.cuda, product)?,
+    };
+    let mut call = || call(&bench.cuda);
+    if !quick {
+        std::thread::sleep(COOL_DOWN);
+    }
+    let burst_ms = f64::from(bench.stopwatch.burst_ms(&mut call)?);
+    let sustained = if quick { None } else { Some(bench.stopwatch.sustained(call)?) };
+    Ok(Times { burst_ms, sustained })
+}
+
+/// NVIDIA's dense product of as many operations; for a weight gradient one group's, again and again.
+fn library(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+    let [m, n, k] = product.dense_sizes();
+    let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
+    let (a, b) = (normal(cuda, m, k, 1)?, normal(cuda, n, k, 2)?);
+    let mut d = cuda.device().alloc(m * n)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
+    Ok(Box::new(move |_| (0..groups).try_for_each(|_| gemm.run(bf16_of(&a)?, bf16_of(&b)?, &mut d))))
+}
+
+/// The same of E4M3, forward: of the codes that our own products take, as what they hold decides how much power is drawn.
+fn library_fp8(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+    let [m, n, k] = product.dense_sizes();
+    let codes = |rows, seed| {
+        let x = normal(cuda, rows, k, seed)?;
+        let codec = codec(Block::E4M3, Rounding::NearestEven)?;
+        let rows = Quantize::new(&x, codec, Planes::Rows).run(cuda)?.take_rows("bench")?;
+        Ok::<_, nibble_core::Error>(rows.block("bench")?.codes.clone())
+    };
+    let (a, b) = (codes(m, 1)?, codes(n, 2)?);
+    let mut d = cuda.device().alloc(m * n)?;
+    let gemm = Gemm::new(cuda.device(), m, n, k)?;
+    Ok(Box::new(move |_| gemm.run(a.get(), b.get(), &mut d)))
+}
+
+fn bf16_of(x: &Tensor<Cuda>) -> CoreResult<&Buffer<half::bf16>> {
+    match &x.data {
+        Data::Bf16(values) => Ok(values.get()),
+        Data::F32(_) => Err(nibble_core::Error::shape("bench", "operand", DType::F32, DType::Bf16)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(only: &[&str]) -> Vec<String> {
+        let only: Vec<String> = only.iter().map(|s| (*s).to_owned()).collect();
+        chosen(&only).unwrap().iter().flat_map(|s| s.products.iter().map(Product::name)).collect()
+    }
+
+    #[test]
+    fn products_are_chosen_by_a_part_of_their_name() {
+        assert_eq!(names(&["fprop 4096x7168 32768 8 uneven BF16"]).len(), 1);
+        let gradients = names(&["WGRAD"]);
+        assert!(gradients.len() > 20 && gradients.iter().all(|name| name.starts_with("wgrad")));
+        assert_eq!(names(&["dense"]).len(), 0);
+        assert_eq!(names(&[]).len(), sections().iter().map(|s| s.products.len()).sum::<usize>());
+        let error = chosen(&["frobnicate".into()]).err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains("`frobnicate`") && error.contains("fprop 4096x7168"), "{error}");
+    }
+
+    #[test]
+    fn ceilings_are_the_fastest_of_each_type() {
+        let timed = |product, ms| Measured { product, times: Ok(Times { burst_ms: ms, sustained: None }) };
+        let dense = ceilings().products;
+        let mut all: Vec<Measured> = dense.iter().map(|&product| timed(product, 2.0)).collect();
+        all.push(Measured { product: dense[0], times: Err("no kernel".into()) });
+        let ceilings = Ceilings::of(&all);
+        let most = Work::of(&dense[4]).flop.max(Work::of(&dense[0]).flop) / 2e-3;
+        assert_eq!((ceilings.fp8, ceilings.bf16), (most, most));
+        assert_eq!(ceilings.dense(Operands::Library), ceilings.bf16);
+    }
+}

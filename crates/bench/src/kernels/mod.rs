@@ -1,0 +1,201 @@
+//! `nibble bench kernels`: how near the GPU's conversions come to the speed of its memory.
+//!
+//! By the project's rules of timing: single calls, the L2 flushed before each, medians; random data. A kernel's floor is
+//! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
+
+pub mod cases;
+mod conversion;
+pub mod operands;
+mod peers;
+pub mod plot;
+mod ragged;
+mod recipes;
+pub mod report;
+pub mod traffic;
+
+use super::gpu::{Bench, wanted};
+use cases::{Kernel, kernels};
+use nibble_command::error::Result;
+use nibble_command::say;
+use nibble_core::Backend;
+use nibble_cuda::Cuda;
+use operands::{Operands, Shape, uneven};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use traffic::Traffic;
+
+/// The GPU's conversions beside the speed of its memory: single calls with the L2 flushed before each.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The floor is the time in which this GPU's memory can move the bytes that must move, by its copy and fill rates\n\
+    measured in the same run.\n\n\
+    Example:\n  \
+    nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
+)]
+pub struct Args {
+    /// Rows × columns; the target's five where left out.
+    #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
+    shapes: Vec<Shape>,
+    /// Numbers of uneven groups the rows are in; 0 for dense rows.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
+    groups: Vec<usize>,
+    /// Only those whose name contains this, in either case.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Also draws the shares of the floor into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+/// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
+pub const SHAPES: [Shape; 5] = [
+    Shape { rows: 32768, cols: 7168 },
+    Shape { rows: 32768, cols: 2048 },
+    Shape { rows: 24576, cols: 5120 },
+    Shape { rows: 24576, cols: 2048 },
+    Shape { rows: 4096, cols: 7168 },
+];
+const GROUPS: [usize; 4] = [0, 8, 32, 256];
+
+fn parse_shape(text: &str) -> Result<Shape, String> {
+    let parsed = text.split_once(['x', '×']).and_then(|(rows, cols)| {
+        Some(Shape {
+            rows: rows.parse().ok().filter(|n| *n > 0)?,
+            cols: cols.parse().ok().filter(|n| *n > 0)?,
+        })
+    });
+    let shape = parsed.ok_or_else(|| format!("`{text}` is not ROWSxCOLS, 32768x7168 say"))?;
+    if !shape.cols.is_multiple_of(32) {
+        return Err(format!("{} columns are not a multiple of MXFP4's block of 32", shape.cols));
+    }
+    Ok(shape)
+}
+
+/// One kernel at one shape and number of groups.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    pub kernel: &'static str,
+    pub against: &'static str,
+    pub shape: Shape,
+    /// 0: dense rows.
+    pub groups: usize,
+    /// Or why there are none.
+    pub times: Result<Times, String>,
+}
+
+/// Microseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Times {
+    pub traffic: Traffic,
+    pub us: f64,
+    pub floor_us: f64,
+    /// Of the separate kernels.
+    pub separate_us: Option<f64>,
+}
+
+impl Times {
+    /// Of the floor, in per cent.
+    pub fn share(&self) -> f64 {
+        100.0 * self.floor_us / self.us
+    }
+}
+
+impl Bench {
+    fn times(&self, kernel: &Kernel<Cuda>, operands: &Operands<Cuda>) -> nibble_core::Result<Times> {
+        let case = kernel.case(operands)?;
+        let separate_us = case.separate.map(|work| self.us(work)).transpose()?;
+        let floor_us = self.rates.floor_us(case.traffic.read, case.traffic.written);
+        Ok(Times { traffic: case.traffic, us: self.us(case.run)?, floor_us, separate_us })
+    }
+}
+
+pub fn run(args: &Args) -> Result<Value> {
+    let Args { only, plot, .. } = args;
+    let chosen = chosen(only)?;
+    let shapes = if args.shapes.is_empty() { SHAPES.to_vec() } else { args.shapes.clone() };
+    let bench = Bench::open("`nibble bench ops` measures the CPU's conversions")?;
+    let header = header(&bench)?;
+    let names: Vec<_> = chosen.iter().map(|kernel| kernel.name).collect();
+    let mut measured = Vec::new();
+    for &shape in &shapes {
+        let rows = at_shape(&bench, &chosen, shape, &args.groups)?;
+        report::table(shape, &args.groups, &names, &rows);
+        measured.extend(rows);
+    }
+    let mut figures = json!({ "machine": header, "kernels": report::figures(&measured) });
+    if only.is_empty() {
+        figures["recipes"] = recipes::run(&bench)?;
+        figures["one_launch"] = ragged::run(&bench)?;
+    }
+    report::peers();
+    if let Some(path) = plot {
+        let gpu = &bench.cuda.device().info().name;
+        plot::draw(gpu, &measured, path)?;
+        say!("drawn into {}", path.display());
+    }
+    Ok(figures)
+}
+
+/// The kernels whose names contain one of `only`, or all.
+fn chosen(only: &[String]) -> Result<Vec<Kernel<Cuda>>> {
+    wanted(kernels(), only, |kernel| kernel.name.to_owned())
+}
+
+/// What it is measured on, and what a window of time holds besides a kernel.
+fn header(bench: &Bench) -> Result<Value> {
+    let mut header = bench.header();
+    let nothing = bench.us(|_| Ok(()))?;
+    let bytes = SHAPES[0].rows * SHAPES[0].cols * 2;
+    let allocation = bench.us(|b| b.device().alloc::<u8>(bytes).map(drop))?;
+    let counts = bench.us(|b| b.zeros::<u64>(3).map(drop))?;
+    say!(
+        "a window with nothing in it: {nothing:.1} us; with an allocation of {} MB: {allocation:.1} us; with three zeroed \
+         counts: {counts:.1} us",
+        bytes / 1_000_000
+    );
+    header["empty_window_us"] = json!(nothing);
+    header["allocation_us"] = json!(allocation);
+    header["zeroed_counts_us"] = json!(counts);
+    Ok(header)
+}
+
+/// Every kernel at one shape, dense and ragged.
+fn at_shape(bench: &Bench, chosen: &[Kernel<Cuda>], shape: Shape, groups: &[usize]) -> Result<Vec<Measured>> {
+    let mut measured = Vec::new();
+    for &groups in groups {
+        let lengths = (groups > 0).then(|| uneven(groups, shape.rows));
+        let operands = Operands::new(&bench.cuda, shape, lengths.as_deref())?;
+        for kernel in chosen.iter().filter(|k| k.takes(groups)) {
+            let times = bench.times(kernel, &operands).map_err(|error| error.to_string());
+            let Kernel { name, against, .. } = *kernel;
+            measured.push(Measured { kernel: name, against, shape, groups, times });
+        }
+    }
+    Ok(measured)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_read_and_refused_with_what_was_expected() {
+        assert_eq!(parse_shape("4096x7168"), Ok(SHAPES[4]));
+        assert_eq!(parse_shape("4096×7168"), Ok(SHAPES[4]));
+        for (text, why) in
+            [("4096", "ROWSxCOLS"), ("0x32", "ROWSxCOLS"), ("axb", "ROWSxCOLS"), ("64x100", "32")]
+        {
+            let error = parse_shape(text).unwrap_err();
+            assert!(error.contains(why) && error.contains(text.split('x').next_back().unwrap()), "{error}");
+        }
+    }
+
+    #[test]
+    fn kernels_are_chosen_by_a_part_of_their_name() {
+        let names =
+            |only: &str| chosen(&[only.to_owned()]).map(|c| c.iter().map(|k| k.name).collect::<Vec<_>>());
+        assert_eq!(names("LIFT").unwrap().len(), 3);
+        assert!(names("nothing").unwrap_err().to_string().contains("SwiGLU → BF16"));
+        assert_eq!(chosen(&[]).unwrap().len(), kernels::<Cuda>().len());
+    }
+}

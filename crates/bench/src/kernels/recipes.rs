@@ -1,0 +1,222 @@
+//! What quantization costs one linear layer, forward and backward, under each recipe: the sum of the conversion kernels that
+//! it runs. Which those are is read off a layer that runs, so that the table follows the code.
+//!
+//! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
+
+use super::super::gpu::Bench;
+use super::conversion::Conversion;
+use super::operands::{Operands, Shape, uneven};
+use super::report::shortened;
+use super::traffic::Block;
+use nibble_command::error::{Error, Result};
+use nibble_command::layers::{self, DENSE};
+use nibble_command::say;
+use nibble_core::ops::Planes;
+use nibble_core::recipe::{Change, Form, Kind, Layer, Section, Site};
+use nibble_core::{Recipe, Result as CoreResult};
+use nibble_formats::{BlockAxis, Format, ScaleRule};
+use serde_json::{Value, json};
+
+const ROWS: usize = 32768;
+const INPUTS: usize = 7168;
+const OUTPUTS: usize = 4096;
+/// Experts of the grouped layer.
+const EXPERTS: usize = 8;
+/// The recipe whose cost is 1.
+const BASELINE: &str = "fp8-block";
+
+/// One conversion of the input or of the output's gradient.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Step {
+    /// Whether of the gradient.
+    gradient: bool,
+    how: Conversion,
+    /// Of the tokens on their way to the experts, each once whatever the number of its experts.
+    before_dispatch: bool,
+}
+
+/// A layer's conversions under a recipe, in order.
+fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
+    let mut found = Vec::new();
+    for (i, change) in changes.iter().enumerate() {
+        let of_layer = matches!(change.tensor, "x" | "dy");
+        if !of_layer || !matches!(change.op, "quantize" | "transcode" | "dequantize") {
+            continue;
+        }
+        let gradient = change.tensor == "dy";
+        let site = section.at(if gradient { Site::DgradDy } else { Site::FpropX });
+        // MX scales are powers of two whatever the others are.
+        let block = |Form { format, .. }: Form| {
+            let rule = if format == Format::E4m3 { site.scale } else { ScaleRule::Rceil };
+            Block { format, rule }
+        };
+        let planes = match (change.to.rows, change.to.cols) {
+            (true, true) => Planes::Both,
+            (false, true) => Planes::Cols,
+            _ => Planes::Rows,
+        };
+        let how = match change.op {
+            "dequantize" => Conversion::Dequantize(block(change.from)),
+            "quantize" => Conversion::Quantize(block(change.to), planes, site.round),
+            _ => Conversion::Transcode(block(change.from), block(change.to), axis_of(planes)),
+        };
+        let is_dispatch =
+            |c: &&Change| c.tensor == change.tensor && c.op == "dispatch+permute" && c.pass == change.pass;
+        let before_dispatch = changes[i..].iter().any(|c| is_dispatch(&c));
+        found.push(Step { gradient, how, before_dispatch });
+    }
+    Ok(found)
+}
+
+/// Those of a built-in recipe, read off a layer that runs.
+fn steps_of(recipe: &str, kind: Kind, layer: &str) -> Result<Vec<Step>> {
+    let recipe = Recipe::builtin(recipe)?;
+    let layer = Layer { kind, name: layer.to_owned(), gated: false };
+    steps(&layers::changes(&recipe, &layer)?, &recipe.section(kind, &layer.name, 0.0))
+}
+
+fn axis_of(planes: Planes) -> BlockAxis {
+    if planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row }
+}
+
+/// Microseconds of a layer's conversions.
+#[derive(Debug, Clone, Copy)]
+struct Cost {
+    us: f64,
+    before_dispatch_us: f64,
+}
+
+/// A recipe's costs: of a dense layer, and of one of experts.
+struct Costs {
+    recipe: &'static str,
+    dense: Result<Cost>,
+    experts: Result<Cost>,
+}
+
+impl Costs {
+    fn of(bench: &Bench, name: &'static str) -> Result<Self> {
+        let cost = |kind, layer, groups| {
+            let steps = steps_of(name, kind, layer)?;
+            measure(bench, &steps, groups).map_err(Error::from)
+        };
+        let dense = cost(Kind::Linear, DENSE, None);
+        let experts = cost(Kind::Expert, layers::EXPERTS, Some(EXPERTS));
+        Ok(Self { recipe: name, dense, experts })
+    }
+
+    /// Of the dense layer; of the experts with what is done before the dispatch, and without.
+    fn us(&self) -> [Option<f64>; 3] {
+        let of = |cost: &Result<Cost>, us: fn(&Cost) -> f64| cost.as_ref().ok().map(us);
+        let local = of(&self.experts, |c| c.us - c.before_dispatch_us);
+        [of(&self.dense, |c| c.us), of(&self.experts, |c| c.us), local]
+    }
+}
+
+pub fn run(bench: &Bench) -> Result<Value> {
+    say!("");
+    say!(
+        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (weights' once a step aside);"
+    );
+    say!(
+        "speed: {BASELINE}'s time / the recipe's; experts: {EXPERTS}, with and without what is quantized before the dispatch"
+    );
+    let heads =
+        [("dense", 10), ("speed", 6), ("experts", 12), ("speed", 6), ("after dispatch", 18), ("speed", 6)];
+    let heads: String = heads.iter().map(|(head, width)| format!("{head:>width$}")).collect();
+    say!("{:<18}{heads}", "recipe");
+    let all = Recipe::names().map(|name| Costs::of(bench, name)).collect::<Result<Vec<_>>>()?;
+    let base = all.iter().find(|c| c.recipe == BASELINE).map_or([None; 3], Costs::us);
+    Ok(all.iter().map(|costs| report(costs, base)).collect())
+}
+
+/// Prints a recipe's line.
+fn report(costs: &Costs, base: [Option<f64>; 3]) -> Value {
+    let us = costs.us();
+    let speed = |i: usize| us[i].zip(base[i]).filter(|(us, _)| *us > 0.0).map(|(us, base)| base / us);
+    let shown = |x: Option<f64>, digits| x.map_or("-".to_owned(), |x| format!("{x:.digits$}"));
+    let cells = [10, 12, 18].iter().enumerate();
+    let cells: String =
+        cells.map(|(i, &width)| format!("{:>width$}{:>6}", shown(us[i], 1), shown(speed(i), 2))).collect();
+    say!("{:<18}{cells}", costs.recipe);
+    for why in [&costs.dense, &costs.experts].into_iter().filter_map(|cost| cost.as_ref().err()) {
+        say!("  not timed: {}", shortened(&why.to_string()));
+    }
+    json!({
+        "recipe": costs.recipe, "dense_us": us[0], "dense_speed": speed(0), "experts_us": us[1],
+        "experts_speed": speed(1), "after_dispatch_us": us[2], "after_dispatch_speed": speed(2),
+    })
+}
+
+fn measure(bench: &Bench, steps: &[Step], groups: Option<usize>) -> CoreResult<Cost> {
+    let lengths = groups.map(|groups| uneven(groups, ROWS));
+    let mut cost = Cost { us: 0.0, before_dispatch_us: 0.0 };
+    for step in steps {
+        let shape = Shape { rows: ROWS, cols: if step.gradient { OUTPUTS } else { INPUTS } };
+        let lengths = lengths.as_deref().filter(|_| !step.before_dispatch);
+        let operands = Operands::new(&bench.cuda, shape, lengths)?;
+        let us = bench.us(step.how.on(&operands)?)?;
+        cost.us += us;
+        if step.before_dispatch {
+            cost.before_dispatch_us += us;
+        }
+    }
+    Ok(cost)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_cpu::Cpu;
+    use nibble_formats::Rounding;
+
+    fn of(recipe: &str, kind: Kind, layer: &str) -> Vec<Step> {
+        steps_of(recipe, kind, layer).unwrap()
+    }
+
+    #[test]
+    fn each_recipe_runs_the_conversions_it_is_known_for() {
+        use BlockAxis::{Col, Row};
+        use Conversion::{Quantize, Transcode};
+        use Planes::{Both, Rows};
+        let near = Rounding::NearestEven;
+        let hows = |recipe, kind, layer| {
+            let all: Vec<_> = of(recipe, kind, layer).iter().map(|c| (c.gradient, c.how)).collect();
+            all
+        };
+        let both = Quantize(Block::E4M3_AMAX, Both, near);
+        assert_eq!(hows("fp8-block", Kind::Linear, DENSE), [(false, both), (true, both)]);
+        assert_eq!(hows("fp8-block", Kind::Expert, layers::EXPERTS), [(false, both), (true, both)]);
+        let (turn, rows) = (Transcode(Block::E4M3, Block::E4M3, Col), Quantize(Block::E4M3, Rows, near));
+        let flow = hows("fp8-flow", Kind::Expert, layers::EXPERTS);
+        assert_eq!(flow, [(false, rows), (true, rows), (true, turn), (false, turn)]);
+        let hopper = hows("mxfp4-hopper", Kind::Expert, layers::EXPERTS);
+        let lift = |axis| Transcode(Block::MXFP4, Block::E4M3, axis);
+        let fp4 = Quantize(Block::MXFP4, Rows, near);
+        assert_eq!(
+            hopper,
+            [(false, fp4), (false, lift(Row)), (true, rows), (true, turn), (false, lift(Col))]
+        );
+        assert!(hows("bf16", Kind::Linear, DENSE).is_empty());
+        let before = of("mxfp4-hopper", Kind::Expert, layers::EXPERTS);
+        assert_eq!(
+            before.iter().map(|c| c.before_dispatch).collect::<Vec<_>>(),
+            [true, false, true, false, false]
+        );
+    }
+
+    #[test]
+    fn conversions_of_every_recipe_run_on_the_cpu() {
+        let cpu = Cpu::new(1).unwrap();
+        for name in Recipe::names() {
+            for (kind, layer, groups) in
+                [(Kind::Linear, DENSE, None), (Kind::Expert, layers::EXPERTS, Some(4))]
+            {
+                for step in of(name, kind, layer) {
+                    let lengths = groups.map(|groups| uneven(groups, 256));
+                    let o = Operands::new(&cpu, Shape { rows: 256, cols: 256 }, lengths.as_deref()).unwrap();
+                    step.how.on(&o).unwrap()(&cpu).unwrap();
+                }
+            }
+        }
+    }
+}

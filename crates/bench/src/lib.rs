@@ -1,0 +1,96 @@
+//! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
+//! its scalar specification, and the GPU's conversions, products and expert layers beside the speed of its memory and tensor
+//! cores.
+
+mod experts;
+mod floors;
+mod gemm;
+mod gpu;
+mod kernels;
+mod ops;
+mod peers;
+mod recompute;
+mod step;
+mod timeline;
+
+use nibble_command::error::{Error, Result};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// Measures training steps and operations on this machine, or what the GPU does.
+#[derive(Debug, clap::Args)]
+#[command(
+    subcommand_value_name = "WHAT",
+    subcommand_help_heading = "What to measure",
+    after_help = "Each has options of its own: nibble bench gemm --help.\n\n\
+    Examples:\n  \
+    nibble bench\n  \
+    nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
+    nibble bench ops --json ops.json\n  \
+    nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
+    nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench experts --quick --only V3 --only Qwen3"
+)]
+pub struct Args {
+    #[command(subcommand)]
+    what: Option<What>,
+    /// Also writes the figures here.
+    #[arg(long, value_name = "FILE", global = true)]
+    json: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    Step(step::Args),
+    /// The CPU's operations, one thread: scalar and vectorised code in turns; bytes are those read and written.
+    Ops,
+    /// Both of these: what is measured where nothing is named, of `tiny` then.
+    All(step::Args),
+    Kernels(kernels::Args),
+    Gemm(gemm::Args),
+    Experts(experts::Args),
+}
+
+/// Columns that the GPU's tables fit.
+const WIDTH: usize = 140;
+
+/// Measures what the arguments name, prints it, and writes the figures where they say.
+///
+/// # Errors
+/// A usage error where a device or a configuration is not there; what the measured work returns.
+pub fn run(args: Args) -> Result<()> {
+    let what = args.what.unwrap_or_else(|| What::All(step::Args::default()));
+    let figures = match &what {
+        What::Step(args) => json!({ "step": step::run(args)? }),
+        What::Ops => json!({ "ops": ops::run()? }),
+        What::All(args) => json!({ "step": step::run(args)?, "ops": ops::run()? }),
+        What::Kernels(args) => json!({ "kernels": kernels::run(args)? }),
+        What::Gemm(args) => json!({ "gemm": gemm::run(args)? }),
+        What::Experts(args) => json!({ "experts": experts::run(args)? }),
+    };
+    if let Some(path) = &args.json {
+        std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;
+    }
+    Ok(())
+}
+
+/// What the scripts of `benchmarks/peers` printed into files of this name.
+#[cfg(test)]
+fn printed(name: &str) -> String {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benchmarks");
+    let folders = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let text: String = folders.filter_map(|at| std::fs::read_to_string(at.join(name)).ok()).collect();
+    assert!(!text.is_empty(), "no {name} in {folder}");
+    text
+}
+
+/// The middle value; the mean of the two middle ones of an even number, NaN of none.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => values[middle],
+        _ => (values[middle - 1] + values[middle]) / 2.0,
+    }
+}

@@ -1,0 +1,260 @@
+//! Training steps beside the floor, and where their time goes.
+
+use super::floors::Floors;
+use super::recompute;
+use super::timeline::Timeline;
+use nibble_command::console::{bytes, thousands};
+use nibble_command::device::{self, Device, DeviceArg, On, OpTime, Work};
+use nibble_command::error::Result;
+use nibble_command::say;
+use nibble_core::{DType, MemoryStats, Recipe, SoloComm};
+use nibble_train::config::Config;
+use nibble_train::plan;
+use nibble_train::trainer::{RunMemory, Trainer};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// Training steps: tokens a second under each recipe, and where the time goes.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds,\n\
+    measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
+    On a GPU, where CUPTI is found, one step is traced. Beside each operation's time stands its floor, summed over its calls:\n\
+    the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the\n\
+    memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the\n\
+    cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
+    Examples:\n  \
+    nibble bench step --recipe mxfp4-hopper --steps 20\n  \
+    nibble bench step --recipe bf16 --recompute\n  \
+    nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
+    nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
+)]
+pub struct Args {
+    /// Configuration of the step: a built-in one or the path of a TOML file.
+    #[arg(value_name = "CONFIG", default_value = CONFIG)]
+    config: String,
+    /// Changes a value of the configuration.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Recipes to measure; all built-in ones where left out.
+    #[arg(long = "recipe", value_name = "RECIPE")]
+    recipes: Vec<String>,
+    /// Steps measured under each recipe, after two that are not.
+    #[arg(long, value_name = "N", default_value_t = STEPS)]
+    steps: usize,
+    /// Seconds of steps before those that are measured: a GPU is clocked lower once it is warm.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    warm_up: f64,
+    /// What each scope of train.recompute saves and costs, instead of where the time goes.
+    #[arg(long)]
+    recompute: bool,
+    #[command(flatten)]
+    device: DeviceArg,
+}
+
+const CONFIG: &str = "tiny";
+const STEPS: usize = 8;
+
+impl Default for Args {
+    fn default() -> Self {
+        let (overrides, recipes) = (Vec::new(), Vec::new());
+        let device = DeviceArg::default();
+        let (steps, warm_up) = (STEPS, 0.0);
+        Self { config: CONFIG.into(), overrides, recipes, steps, warm_up, recompute: false, device }
+    }
+}
+
+pub fn run(args: &Args) -> Result<Value> {
+    let mut overrides = args.device.after(args.overrides.clone());
+    overrides.push("run.ranks=1".into());
+    let recipes = match args.recipes.as_slice() {
+        [] => Recipe::names().map(str::to_owned).collect(),
+        some => some.to_vec(),
+    };
+    let of_recipe =
+        |name: &String| Config::load(&args.config, &[&overrides[..], &[format!("recipe={name}")]].concat());
+    let config = Config::load(&args.config, &overrides)?;
+    let configs = recipes.iter().map(of_recipe).collect::<Result<_, _>>()?;
+    device::run(&config.run, &Steps { args, configs, flops: step_flops(&config) })
+}
+
+/// Steps of a configuration under some recipes.
+struct Steps<'a> {
+    args: &'a Args,
+    /// One a recipe.
+    configs: Vec<Config>,
+    /// Of a step.
+    flops: f64,
+}
+
+impl Work for Steps<'_> {
+    type Out = Value;
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
+        let Self { args, configs, flops } = self;
+        let rates = on.b.rates();
+        let tokens = configs.first().map_or(0, Config::tokens_per_step);
+        say!("step of {}: {tokens} tokens, {:.3} Gflop of products", args.config, flops / 1e9);
+        match rates {
+            Some([f32, bf16]) => {
+                say!("{}; peak F32 {:.0}, BF16 {:.0} Gflop/s", on.describe(), f32 / 1e9, bf16 / 1e9);
+            }
+            None => say!("{}; its peak is not known", on.describe()),
+        }
+        let measured = configs.iter().map(|config| match args.recompute {
+            true => recompute::run(on.b, config, args.steps.max(1)),
+            false => one(on.b, config, args, *flops, rates),
+        });
+        let measured: Vec<Value> = measured.collect::<Result<_>>()?;
+        Ok(json!({
+            "config": args.config, "backend": on.b.name(), "flops": flops,
+            "peak_flops": rates.map(|[f32, bf16]| json!({ "f32": f32, "bf16": bf16 })), "recipes": measured,
+        }))
+    }
+}
+
+/// One recipe: prints its line and its profile.
+fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option<[f64; 2]>) -> Result<Value> {
+    let mut trainer = Trainer::new(b, &SoloComm, config)?;
+    // The first step is recorded, where the backend can.
+    let (first, launched) = b.logged(|| Ok(trainer.train_step()))?;
+    first?;
+    trainer.train_step()?;
+    let warm = Instant::now();
+    while warm.elapsed().as_secs_f64() < args.warm_up {
+        pass(&mut trainer, 1)?;
+    }
+    let steps = args.steps.max(1);
+    let before = b.traffic();
+    let (seconds, draw) = match b.meter() {
+        Some(meter) => meter.during(|| pass(&mut trainer, steps)),
+        None => (pass(&mut trainer, steps), None),
+    };
+    let traffic = b.traffic() - before;
+    let step = seconds? / steps as f64;
+    let floor = rates.map(|[f32, bf16]| match trainer.recipe().activations {
+        DType::F32 => flops / f32,
+        DType::Bf16 => flops / bf16,
+    });
+    let tps = config.tokens_per_step() as f64 / step;
+    let name = trainer.recipe().name.clone();
+    let beside = floor.map_or(String::new(), |floor| {
+        format!("; floor {:.2} ms: {:.1} % of the peak", 1e3 * floor, 100.0 * floor / step)
+    });
+    let drawn = draw.map_or(String::new(), |draw| format!("; {:.0} W, {} MHz", draw.watts, draw.sm_mhz));
+    say!("{name:<18} {:>9} tokens/s  {:>8.2} ms a step{beside}{drawn}", thousands(tps as u64), 1e3 * step);
+    let each = |count: u64| count as f64 / steps as f64;
+    say!(
+        "    a step: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
+        each(traffic.uploads),
+        each(traffic.upload_bytes),
+        each(traffic.downloads),
+        each(traffic.download_bytes),
+        each(traffic.waits),
+        each(traffic.copies_on_write)
+    );
+    let memory = memory(&mut trainer)?;
+    let traced_at = trainer.step();
+    let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
+        Ok(Some((done, spans))) => done.map(|_| Some(Timeline::of(&spans)))?,
+        Ok(None) => None,
+        Err(why) => {
+            say!("    no timeline: {why}");
+            None
+        }
+    };
+    let (ops, profiled) = match timeline {
+        None => profile(b, &mut trainer)?,
+        Some(_) => (Vec::new(), 0.0),
+    };
+    let recipe = trainer.recipe().clone();
+    // The memory is measured in room that the run took.
+    drop(trainer);
+    let timeline = timeline.map(|timeline| timeline.tell(floors(b, config, &recipe, traced_at).as_ref()));
+    Ok(json!({
+        "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
+        "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
+        "waits": each(traffic.waits), "copies_on_write": each(traffic.copies_on_write), "memory": memory, "profile": ops,
+        "profiled_seconds": profiled, "timeline": timeline,
+        "watts": draw.map(|draw| draw.watts), "sm_mhz": draw.map(|draw| draw.sm_mhz),
+    }))
+}
+
+/// What each operation of this step takes at least; none where the device's peaks are not known.
+fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Option<Floors> {
+    let found = b.peaks().map_err(nibble_command::error::Error::from).and_then(|peaks| {
+        let Some(peaks) = peaks else { return Ok(None) };
+        Ok(Some(Floors::of(&plan::work_of_step(b.kind(), config, recipe, step)?, peaks)))
+    });
+    found.unwrap_or_else(|why| {
+        say!("    no floors: {why}");
+        None
+    })
+}
+
+/// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.
+fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
+    let start = Instant::now();
+    for _ in 0..steps {
+        trainer.issue_step()?;
+        if trainer.unread() > 1 {
+            trainer.settle()?;
+        }
+    }
+    while trainer.settle()?.is_some() {}
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Where the time of a step goes that is issued operation by operation, as a recording does not tell; and its seconds.
+fn profile<B: Device>(b: &B, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
+    let start = Instant::now();
+    let (done, profile) = b.profiled(|| Ok(trainer.eager_step()))?;
+    let total = start.elapsed().as_secs_f64();
+    done?;
+    let mut rest = total;
+    let mut ops = Vec::new();
+    for OpTime { op, calls, time } in profile {
+        let seconds = time.as_secs_f64();
+        rest -= seconds;
+        if seconds > 0.01 * total {
+            let share = 100.0 * seconds / total;
+            say!("    {op:<20} {share:>5.1} %  {:>8.3} ms in {calls} calls", 1e3 * seconds);
+        }
+        ops.push(json!({ "op": op, "calls": calls, "seconds": seconds }));
+    }
+    say!(
+        "    {:<20} {:>5.1} %  (data, host copies, bookkeeping; of a step issued one by one, {:.2} ms)",
+        "outside operations",
+        100.0 * rest.max(0.0) / total,
+        1e3 * total
+    );
+    Ok((ops, total))
+}
+
+/// Where the memory is: bytes a parameter, and what a step makes and drops, beside what a forward pass keeps by the ledger.
+fn memory<B: Device>(trainer: &mut Trainer<'_, B>) -> Result<Value> {
+    let RunMemory { weights, gradients, moments, activations } = trainer.memory();
+    let parameters = trainer.parameters() as f64;
+    let (ledger, _) = trainer.ledger()?;
+    let a_parameter = |memory: MemoryStats| memory.live_bytes as f64 / parameters;
+    say!(
+        "    bytes a parameter: {:.2} weights, {:.2} gradients, {:.2} moments; activations and copies: {} at most, {} taken; \
+         a forward pass keeps {}",
+        a_parameter(weights),
+        a_parameter(gradients),
+        a_parameter(moments),
+        bytes(activations.peak_bytes as u64),
+        bytes(activations.total_bytes.unwrap_or_default() as u64),
+        bytes(ledger.bytes() as u64)
+    );
+    Ok(json!({
+        "weight_bytes": weights.live_bytes, "gradient_bytes": gradients.live_bytes, "moment_bytes": moments.live_bytes,
+        "activation_peak_bytes": activations.peak_bytes, "activation_bytes_taken": activations.total_bytes,
+        "kept_bytes": ledger.bytes(),
+    }))
+}
+
+/// Flops of all products of a step.
+fn step_flops(config: &Config) -> f64 {
+    config.flops_per_token() * config.tokens_per_step() as f64
+}

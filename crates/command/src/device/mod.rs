@@ -1,0 +1,93 @@
+//! What a command computes on: the device that `run.device` names is chosen and opened here, and nowhere else.
+//!
+//! What is to be done there is a [`Work`], whose one method is generic over the backend.
+
+mod choice;
+mod kind;
+
+pub use kind::{Device, OpTime, Peaks};
+
+use crate::env::Env;
+use crate::error::Result;
+use crate::ranks;
+use crate::say;
+use choice::Choice;
+use nibble_core::{Comm, SoloComm};
+use nibble_train::config::{DeviceChoice, RunConfig};
+
+/// What is to be done on a device, by each rank.
+pub trait Work: Sync {
+    /// What the first rank's work gives.
+    type Out: Send;
+    /// One rank's part.
+    ///
+    /// # Errors
+    /// Whatever ends the command.
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
+}
+
+/// A rank's backend, its communicator, and why it is this backend.
+#[derive(Debug)]
+pub struct On<'a, B: Device> {
+    /// The rank's backend.
+    pub b: &'a B,
+    /// What joins it to the other ranks.
+    pub comm: &'a dyn Comm<B>,
+    why: &'a str,
+}
+
+impl<B: Device> On<'_, B> {
+    /// The device, and which configuration or finding led to it.
+    pub fn describe(&self) -> String {
+        let ranks = match self.comm.world() {
+            1 => String::new(),
+            n => format!(", {n} ranks of this kind"),
+        };
+        format!("{}{ranks} ({})", self.b.name(), self.why)
+    }
+
+    /// Says so, once for all ranks.
+    pub fn announce(&self) {
+        if self.comm.rank() == 0 {
+            say!("device: {}", self.describe());
+        }
+    }
+}
+
+/// Does the work on the device of this configuration, on all of its ranks, and returns what the first rank's gives.
+///
+/// # Errors
+/// A usage error that says what was found where the device is not there; what the work returns.
+pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
+    let env = Env::read()?;
+    let (choice, why) = choice::choose(run, nibble_cuda::probe(), nibble_cuda::Cuda::new)?;
+    match choice {
+        Choice::Cuda(cuda) => work.run(&On { b: &cuda, comm: &SoloComm, why: &why }),
+        Choice::Cpu => ranks::on_ranks(&env, run, |cpu, comm| work.run(&On { b: cpu, comm, why: &why })),
+    }
+}
+
+/// Where a run of one rank computes if its configuration leaves that open, for people. Opens nothing.
+pub fn preview() -> String {
+    match choice::choose(&RunConfig::default(), nibble_cuda::probe(), Ok) {
+        Ok((Choice::Cuda(ordinal), why)) => format!("on GPU {ordinal} ({why})"),
+        Ok((Choice::Cpu, why)) => format!("on the CPU ({why})"),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// `--device`, short for `--set run.device=...`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct DeviceArg {
+    /// Where to compute: auto (a Hopper GPU if there is one to use, else the CPU), cpu, or cuda:N.
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
+}
+
+impl DeviceArg {
+    /// The overrides, this one last.
+    pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
+        overrides.extend(self.device.map(|device| format!("run.device={device}")));
+        overrides
+    }
+}

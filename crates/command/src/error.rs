@@ -1,0 +1,101 @@
+//! What a command ends with when it does not succeed: a message, and whose fault it was.
+
+use std::fmt;
+use std::panic::{self, AssertUnwindSafe};
+use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
+
+/// Result of a command.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a command did not succeed.
+#[derive(Debug)]
+pub enum Error {
+    /// The request cannot be followed as it stands: exit code 2.
+    Usage(String),
+    /// The run failed: exit code 1.
+    Failed(String),
+    /// Another rank failed, and this is its echo: exit code 1, and never reported where the cause is known.
+    Echo(String),
+    /// A signal stopped the run, which has said so: exit code 128 and its number.
+    Stopped(usize),
+}
+
+impl Error {
+    /// The user's mistake.
+    pub fn usage(message: impl fmt::Display) -> Self {
+        Self::Usage(message.to_string())
+    }
+
+    /// A failure to read or write `path`.
+    pub fn io(path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
+        move |source| nibble_train::Error::Io { path: path.to_owned(), source }.into()
+    }
+
+    /// What the process ends with.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Self::Usage(_) => ExitCode::from(2),
+            Self::Failed(_) | Self::Echo(_) => ExitCode::FAILURE,
+            // Signals have numbers below 65.
+            Self::Stopped(signal) => ExitCode::from(128 + *signal as u8),
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Usage(message) | Self::Failed(message) | Self::Echo(message) => f.write_str(message),
+            Self::Stopped(signal) => write!(f, "stopped by {}", signal_name(*signal)),
+        }
+    }
+}
+
+/// The name of a signal that ends a run.
+pub fn signal_name(signal: usize) -> &'static str {
+    match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        _ => "SIGTERM",
+    }
+}
+
+impl From<nibble_train::Error> for Error {
+    fn from(error: nibble_train::Error) -> Self {
+        match &error {
+            e if e.is_user_error() => Self::Usage(error.to_string()),
+            nibble_train::Error::Core(nibble_core::Error::Comm { .. }) => Self::Echo(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<nibble_core::Error> for Error {
+    fn from(error: nibble_core::Error) -> Self {
+        nibble_train::Error::from(error).into()
+    }
+}
+
+/// The first panic of the process: message and place.
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error like any other.
+pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
+    panic::set_hook(Box::new(|info| {
+        let payload = info.payload();
+        let message = payload.downcast_ref::<&str>().map(ToString::to_string);
+        let message = message.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let place = info.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
+        let mut first = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
+        first.get_or_insert(format!("{message}{place}"));
+    }));
+    panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
+}
+
+/// The error of a thread that panicked.
+pub fn panicked() -> Error {
+    let first = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
+    let what = first.as_deref().unwrap_or("a thread ended without a word");
+    Error::Failed(format!("internal error, a defect of nibble: {what}"))
+}

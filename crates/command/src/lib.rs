@@ -1,0 +1,26 @@
+//! What the commands of `nibble` share.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`device`] | what a command computes on: chosen by the configuration and by what there is, opened here and nowhere else |
+//! | [`ranks`] | ranks as threads of a CPU |
+//! | [`gpu`] | the GPU of a command that needs one |
+//! | [`changes`] | options that change a configuration |
+//! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
+//! | [`env`](mod@env) | the environment variables of the command and of the CPU |
+//! | [`console`] | lines for people |
+//! | [`error`] | what a command ends with |
+
+pub mod changes;
+pub mod console;
+pub mod device;
+pub mod env;
+pub mod error;
+pub mod gpu;
+pub mod layers;
+pub mod ranks;
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

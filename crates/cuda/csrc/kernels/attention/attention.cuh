@@ -1,0 +1,97 @@
+// Causal attention with grouped query heads on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
+//
+// attention<T, kDim>: q [t, heads · head_dim], k and v [t, kv_heads · head_dim] of type T; out as q; lse [t, heads], natural logarithms.
+//   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
+//   (2 · kDim + 64) · 68 · 4 bytes. A cta has 64 queries of a head and goes over their keys 64 at a time, in order, with the softmax's
+//   sums so far (Milakov and Gimelshein). Everything is F32; P is not rounded.
+#pragma once
+#include "pieces/attention/attention_tile.cuh"
+#include "math/log.cuh"
+
+namespace nib {
+
+constexpr int kQueries = 64;  // of a cta, and keys of a tile
+
+template <int kDim>
+struct AttentionShared {
+    float q[kDim * stride_of<kQueries>()];
+    float kv[kDim * stride_of<kQueries>()];  // keys, then their values
+    float weights[kQueries * stride_of<kQueries>()];
+};
+
+/// Where the query sees the key.
+__device__ __forceinline__ bool sees(int query, int key) { return key <= query; }
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
+    attention(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out,
+              float* __restrict__ lse, AttentionSizes sizes) {
+    constexpr int kOwn = kQueries / 16;
+    extern __shared__ uint4 raw[];
+    auto& shared = *reinterpret_cast<AttentionShared<kDim>*>(raw);
+    const int units = sizes.heads * sizes.sequences;
+    const int tile = ceil_div(sizes.seq_len, kQueries) - 1 - int(blockIdx.x) / units;
+    const int unit = int(blockIdx.x) % units;
+    const int sequence = unit / sizes.heads, head = unit % sizes.heads;
+    const int kv_head = head / (sizes.heads / sizes.kv_heads);
+    const int first = tile * kQueries;
+    const int own = threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
+    load_rows<T, kDim, kQueries>(shared.q, q, sizes, sizes.heads, sequence, head, first, sizes.scale);
+
+    float sum[kOwn][kDim / 16];
+    float max[kOwn], total[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        max[i] = -infinity(), total[i] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < kDim / 16; ++c) sum[i][c] = 0.0f;
+    }
+    for (int key = 0; key <= first; key += kQueries) {
+        __syncthreads();
+        load_rows<T, kDim, kQueries>(shared.kv, k, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        __syncthreads();
+        float score[kOwn][kOwn];
+        multiply_rows<kDim, kQueries>(score, shared.q, shared.kv);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            float highest = max[i];
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                if (!sees(first + own + i, key + other + j)) score[i][j] = -infinity();
+                highest = ptx::max_or_nan(highest, score[i][j]);
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < 16; lanes *= 2)
+                highest = ptx::max_or_nan(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
+            float seen = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                score[i][j] = exp_or_nan(score[i][j] - highest);
+                seen += score[i][j];
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < 16; lanes *= 2) seen += __shfl_xor_sync(kAllLanes, seen, lanes);
+            const float less = exp_or_nan(max[i] - highest);
+            max[i] = highest;
+            total[i] = __fmaf_rn(total[i], less, seen);
+#pragma unroll
+            for (int c = 0; c < kDim / 16; ++c) sum[i][c] *= less;
+        }
+        write_weights<kQueries>(shared.weights, score);
+        __syncthreads();
+        load_rows<T, kDim, kQueries>(shared.kv, v, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        __syncthreads();
+        add_weighted<kDim, kQueries>(sum, shared.weights, shared.kv);
+    }
+    float inverse[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        inverse[i] = __frcp_rn(total[i]);
+        const int row = first + own + i;
+        if (other == 0 && row < sizes.seq_len)
+            lse[u64(u32(sequence * sizes.seq_len + row)) * sizes.heads + head] = max[i] + log_of_normal(total[i]);
+    }
+    store_rows<T, kDim, kQueries>(out, sum, inverse, sizes, sizes.heads, sequence, head, first);
+}
+
+}  // namespace nib

@@ -1,0 +1,132 @@
+// The backward pass of causal attention on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
+//
+// Both kernels: q, dout [t, heads · head_dim], k, v [t, kv_heads · head_dim] of type T; lse and delta as `attention_rows` writes them,
+//   with factor 1. P = exp(q·k - lse) and dS = P · (dout·v - delta) are made again in each, so that nobody adds to another's sums.
+//   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
+// attention_backward_q<T, kDim, kRows>: dq = dS · k / sqrt(head_dim). Grid ceil(seq_len / kRows) · heads · sequences, most keys first.
+// attention_backward_kv<T, kDim, kRows>: dv = Pᵀ · dout and dk = dSᵀ · q / sqrt(head_dim), summed over the group's query heads in order
+//   and each head's queries in order. Grid ceil(seq_len / kRows) · kv_heads · sequences, most queries first.
+#pragma once
+#include "pieces/attention/attention_tile.cuh"
+
+namespace nib {
+
+template <int kDim, int kRows>
+struct AttentionGradShared {
+    float q[kDim * stride_of<kRows>()];
+    float dout[kDim * stride_of<kRows>()];
+    float k[kDim * stride_of<kRows>()];
+    float v[kDim * stride_of<kRows>()];
+    float p[kRows * stride_of<kRows>()];
+    float ds[kRows * stride_of<kRows>()];
+};
+
+template <int kOwn, int kCols>
+__device__ __forceinline__ void clear(float (&sum)[kOwn][kCols]) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) sum[i][c] = 0.0f;
+}
+
+/// P and dS of a query that has this score with a key.
+__device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, float lse, float delta) {
+    score = seen ? exp_or_nan(score - lse) : 0.0f;
+    dp = seen ? score * (dp - delta) : 0.0f;
+}
+
+template <class T, int kDim, int kRows>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
+    attention_backward_q(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
+                         const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dq, AttentionSizes sizes) {
+    constexpr int kOwn = kRows / 16;
+    extern __shared__ uint4 raw[];
+    auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
+    const int units = sizes.heads * sizes.sequences;
+    const int first = (ceil_div(sizes.seq_len, kRows) - 1 - int(blockIdx.x) / units) * kRows;
+    const int unit = int(blockIdx.x) % units;
+    const int sequence = unit / sizes.heads, head = unit % sizes.heads;
+    const int kv_head = head / (sizes.heads / sizes.kv_heads);
+    const int own = first + threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
+    load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sequence, head, first, sizes.scale);
+    load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sequence, head, first, 1.0f);
+    float own_lse[kOwn], own_delta[kOwn], factor[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        own_lse[i] = lse[u64(u32(unit)) * sizes.padded + own + i];
+        own_delta[i] = delta[u64(u32(unit)) * sizes.padded + own + i];
+        factor[i] = sizes.scale;
+    }
+    float sum[kOwn][kDim / 16];
+    clear(sum);
+    for (int key = 0; key <= first; key += kRows) {
+        __syncthreads();
+        load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        __syncthreads();
+        float score[kOwn][kOwn], ds[kOwn][kOwn];
+        multiply_rows<kDim, kRows>(score, shared.q, shared.k);
+        multiply_rows<kDim, kRows>(ds, shared.dout, shared.v);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j)
+                score_grad(score[i][j], ds[i][j], key + other + j <= own + i, own_lse[i], own_delta[i]);
+        write_weights<kRows>(shared.ds, ds);
+        __syncthreads();
+        add_weighted<kDim, kRows>(sum, shared.ds, shared.k);
+    }
+    store_rows<T, kDim, kRows>(dq, sum, factor, sizes, sizes.heads, sequence, head, first);
+}
+
+template <class T, int kDim, int kRows>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
+    attention_backward_kv(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
+                          const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dk, u8* __restrict__ dv,
+                          AttentionSizes sizes) {
+    constexpr int kOwn = kRows / 16;
+    extern __shared__ uint4 raw[];
+    auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
+    const int units = sizes.kv_heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
+    const int first = int(blockIdx.x) / units * kRows;
+    const int unit = int(blockIdx.x) % units;
+    const int sequence = unit / sizes.kv_heads, kv_head = unit % sizes.kv_heads;
+    const int own = first + threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
+    load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sequence, kv_head, first, 1.0f);
+    load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sequence, kv_head, first, 1.0f);
+    float sum_k[kOwn][kDim / 16], sum_v[kOwn][kDim / 16];
+    clear(sum_k);
+    clear(sum_v);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        const u64 rows = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded;
+        for (int query = first; query < sizes.seq_len; query += kRows) {
+            __syncthreads();
+            load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sequence, head, query, sizes.scale);
+            load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sequence, head, query, 1.0f);
+            __syncthreads();
+            float score[kOwn][kOwn], ds[kOwn][kOwn];
+            multiply_rows<kDim, kRows>(score, shared.k, shared.q);
+            multiply_rows<kDim, kRows>(ds, shared.v, shared.dout);
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) {
+                const int row = query + other + j;
+                const float row_lse = lse[rows + row], row_delta = delta[rows + row];
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i)
+                    score_grad(score[i][j], ds[i][j], row < sizes.seq_len && own + i <= row, row_lse, row_delta);
+            }
+            write_weights<kRows>(shared.p, score);
+            write_weights<kRows>(shared.ds, ds);
+            __syncthreads();
+            add_weighted<kDim, kRows>(sum_v, shared.p, shared.dout);
+            add_weighted<kDim, kRows>(sum_k, shared.ds, shared.q);
+        }
+    }
+    float one[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) one[i] = 1.0f;
+    store_rows<T, kDim, kRows>(dv, sum_v, one, sizes, sizes.kv_heads, sequence, kv_head, first);
+    store_rows<T, kDim, kRows>(dk, sum_k, one, sizes, sizes.kv_heads, sequence, kv_head, first);
+}
+
+}  // namespace nib

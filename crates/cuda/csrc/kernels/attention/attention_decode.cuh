@@ -1,0 +1,89 @@
+// Attention of one query a head against keys and values in a cache, on the ordinary cores: heads of up to 256 elements, F32 or BF16.
+//
+// attention_decode<T>: q and out [kv_heads * group * head_dim], k and v [keys or more, kv_heads * head_dim], all of type T. Query head h
+//   attends with head h / group of k and v; scores are scaled by `scale`.
+//   256 threads; grid: a cta a query head; dynamic shared memory 4 * keys bytes: the weights. Everything is F32.
+//   A warp makes the score of a key, its lanes' parts added by a fixed tree; the weights' sum and the values' sums are of fixed parts,
+//   added in order. So the bits do not depend on the device.
+#pragma once
+#include "formats/plain.cuh"
+#include "pieces/attention/attention_sizes.cuh"
+#include "math/exp.cuh"
+#include "ptx/packed.cuh"
+
+namespace nib {
+
+constexpr int kDecodeThreads = 256;
+constexpr int kDecodeWarps = kDecodeThreads / 32;
+constexpr int kLargestHead = 256;
+
+/// Number i of a plane.
+template <class T>
+__device__ __forceinline__ float plain_at(const u8* from, u64 i) {
+    return Few<T, 1>::load(from + i * T::kBytes).value(0);
+}
+
+/// All threads' values made one, each warp's by the same tree, then the warps' in order. Every thread comes here and gets the result.
+template <class Combine>
+__device__ __forceinline__ float over_cta(float mine, float (&warps)[kDecodeWarps], Combine combine) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) mine = combine(mine, __shfl_xor_sync(0xFFFFFFFF, mine, lanes));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    __syncthreads();
+    float all = warps[0];
+#pragma unroll
+    for (int i = 1; i < kDecodeWarps; ++i) all = combine(all, warps[i]);
+    return all;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kDecodeThreads)
+    attention_decode(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out, u32 keys,
+                     u32 group, u32 kv_heads, u32 head_dim, float scale) {
+    extern __shared__ float weights[];
+    __shared__ float query[kLargestHead];
+    __shared__ float parts[kDecodeThreads];
+    __shared__ float warps[kDecodeWarps];
+    const u32 head = blockIdx.x, thread = threadIdx.x;
+    const u64 stride = u64(kv_heads) * head_dim, first = u64(head / group) * head_dim;
+    for (u32 c = thread; c < head_dim; c += kDecodeThreads) query[c] = plain_at<T>(q, u64(head) * head_dim + c) * scale;
+    __syncthreads();
+
+    float max = -infinity();
+    for (u32 key = thread / 32; key < keys; key += kDecodeWarps) {
+        float score = 0.0f;
+        for (u32 c = thread % 32; c < head_dim; c += 32) score = fmaf(query[c], plain_at<T>(k, key * stride + first + c), score);
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) score += __shfl_xor_sync(0xFFFFFFFF, score, lanes);
+        if (thread % 32 == 0) weights[key] = score;
+        max = ptx::max_or_nan(max, score);
+    }
+    max = over_cta(max, warps, [](float a, float b) { return ptx::max_or_nan(a, b); });
+
+    float sum = 0.0f;
+    for (u32 key = thread; key < keys; key += kDecodeThreads) {
+        const float less = weights[key] - max;
+        const float weight = less == less ? exp_of_negative(less) : less;
+        weights[key] = weight;
+        sum += weight;
+    }
+    sum = over_cta(sum, warps, [](float a, float b) { return a + b; });
+
+    // Each element has `runs` threads, each of which takes every `runs`-th key.
+    const u32 width = (head_dim + 31) / 32 * 32, runs = kDecodeThreads / width;
+    const u32 run = thread / width, c = thread % width;
+    float value = 0.0f;
+    if (run < runs && c < head_dim)
+        for (u32 key = run; key < keys; key += runs) value = fmaf(weights[key], plain_at<T>(v, key * stride + first + c), value);
+    parts[thread] = value;
+    __syncthreads();
+    if (thread < head_dim) {
+        float all = parts[thread];
+        for (u32 i = 1; i < runs; ++i) all += parts[i * width + thread];
+        const float mean[1] = {all * (1.0f / sum)};
+        Few<T, 1>::from_f32(mean).store(out + (u64(head) * head_dim + thread) * T::kBytes);
+    }
+}
+
+}  // namespace nib

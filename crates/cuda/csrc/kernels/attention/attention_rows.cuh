@@ -1,0 +1,40 @@
+// What the backward pass of attention wants of each query, beside q and dout.
+//
+// attention_rows<T, kLanes, kEach>: out and dout [t, heads · head_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
+//   of F32: lse · factor, +infinity past the sequence (so that P is 0 there), and delta = Σ out · dout, 0 past the sequence.
+//   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
+//   32 and 1 take any head_dim, others head_dim = kLanes · kEach on 16 bytes. A chain a lane, then a tree over the lanes.
+#pragma once
+#include "pieces/attention/attention_tile.cuh"
+
+namespace nib {
+
+template <class T, int kLanes, int kEach>
+__global__ void __launch_bounds__(kAttentionThreads)
+    attention_rows(const u8* __restrict__ out, const u8* __restrict__ dout, const float* __restrict__ lse,
+                   float* __restrict__ lse_rows, float* __restrict__ delta_rows, float factor, AttentionSizes sizes) {
+    const u64 at = u64(blockIdx.x) * (kAttentionThreads / kLanes) + threadIdx.x / kLanes;
+    const u32 line = u32(at / sizes.heads), head = u32(at % sizes.heads);
+    const int sequence = int(line / sizes.padded), row = int(line % sizes.padded);
+    const bool inside = sequence < sizes.sequences;
+    float delta = 0.0f, log_sum = infinity();
+    if (inside && row < sizes.seq_len) {
+        const u64 start = element_of(sizes, sizes.heads, sequence, row, head);
+        for (int d = threadIdx.x % kLanes * kEach; d < sizes.head_dim; d += kLanes * kEach) {
+            const auto x = Few<T, kEach>::load(out + (start + d) * T::kBytes);
+            const auto y = Few<T, kEach>::load(dout + (start + d) * T::kBytes);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) delta = __fmaf_rn(x.value(i), y.value(i), delta);
+        }
+        log_sum = lse[u64(u32(sequence * sizes.seq_len + row)) * sizes.heads + head] * factor;
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += __shfl_xor_sync(kAllLanes, delta, lanes);
+    if (inside && threadIdx.x % kLanes == 0) {
+        const u64 to = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded + row;
+        lse_rows[to] = log_sum;
+        delta_rows[to] = delta;
+    }
+}
+
+}  // namespace nib

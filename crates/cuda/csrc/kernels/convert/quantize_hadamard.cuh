@@ -1,0 +1,166 @@
+// BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
+//
+// quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
+//   quantize_cols.cuh, without its row planes; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The transform,
+//   of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen, and capacity is
+//   one. What is missing of a group's last transform block reads as +0, and becomes numbers like others. A cta takes a square of 128 x 128, or
+//   two, one below the other, where two codes share a byte, and then another; by_height divides by how many of these lie below each other.
+//   256 threads; any grid, best two ctas a multiprocessor; sizeof(HadamardShared<E, Round>) dynamic shared memory.
+//
+// A thread has half a column of a square, a unit, which `ldmatrix` brings there transposed. Random bits are drawn by eights of a row, and change
+// hands in the same way.
+//
+// Measured as quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
+#pragma once
+#include "pieces/convert/hadamard_unit.cuh"
+#include "kernels/convert/quantize_cols.cuh"
+#include "math/reduce.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+/// 128 rows of 256 bytes, in chunks of 16 whose order depends on the row: so that no two lines that a warp's lanes name for a matrix lie in the
+/// same banks.
+struct UnitsTile {
+    uint4 chunks[kTile][kTile / 8];
+
+    __device__ __forceinline__ uint4& at(int row, int chunk) { return chunks[row][chunk ^ (row % 2 * 2 + row / kUnit * 4)]; }
+
+    /// The unit of this lane, two rows a word: of the warp's 16 columns, column lane % 4 / 2 * 8 + lane / 4, and half lane % 2.
+    __device__ __forceinline__ void load(u32 (&pairs)[kUnit / 2]) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const u32 first = shared_address(&at(lane % 4 / 2 * kUnit + lane / 8 * 2 + lane % 2, warp * 2 + lane % 8 / 4));
+#pragma unroll
+        for (int i = 0; i < kUnit / 8; ++i) {
+            u32 four[4];
+            ptx::load_matrix_x4_transposed(four, first + i * 8 * sizeof(chunks[0]));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) pairs[4 * i + j] = four[j];
+        }
+    }
+};
+
+/// Lines of 128 bytes of codes, a column each, in chunks of 16: a column's own number decides about their order.
+struct LineTile {
+    u8 bytes[kTile * kTile];
+
+    __device__ __forceinline__ u8* place(int col, int i) { return bytes + col * kTile + (i ^ (col % 8)) * 16; }
+    __device__ __forceinline__ uint4 chunk(int col, int i) const {
+        return *reinterpret_cast<const uint4*>(bytes + col * kTile + (i ^ (col % 8)) * 16);
+    }
+};
+
+template <class E, class Round>
+struct alignas(16) HadamardShared {
+    UnitsTile input;
+    LineTile tile;
+    u32 signs[kTile / 2];  // of two rows each, as they lie in a word
+    u32 total[3];
+    alignas(16) u8 random[Round::kDraws ? sizeof(UnitsTile) : 16];
+};
+
+template <class E, int kLen, class Round>
+__global__ void __launch_bounds__(256, 2)
+    quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
+                           const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, Divider by_height, PowerRule rule,
+                           const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+    using Codes = UnitCodes<E, Round>;
+    constexpr int kPerByte = 8 / E::kCodeBits;
+    extern __shared__ uint4 raw[];
+    HadamardShared<E, Round>& shared = *reinterpret_cast<HadamardShared<E, Round>*>(raw);
+    UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
+    const Round round(rounding);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // As they fetch and draw, threads have eight rows of eight columns.
+    const int eight_rows = (warp * 2 + lane / 16) * 8, chunk = lane % 16;
+    const int half = lane % 2, column = warp * 16 + lane % 4 / 2 * 8 + lane / 4;
+    const int down = ceil_div(capacity, kTile), across = ceil_div(cols, kTile), height = ceil_div(down, kPerByte), tiles = height * across;
+    const u64 in_bytes = u64(cols) * Bf16::kBytes, col_bytes = u64(capacity) / kPerByte;
+    Tally tally;
+
+    const auto fetch = [&](int strip, int panel) {
+        const int first = strip * kTile, col = panel * kTile + chunk * 8;
+        const u32 counted = rows_of_lane<8>(row_id, first + warp * 16, rows);
+        const u8* from = x + (first + eight_rows) * in_bytes + col * Bf16::kBytes;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            ptx::copy_16_async(&shared.input.at(eight_rows + j, chunk), from, col < cols && (counted >> j & 1));
+            from += in_bytes;
+        }
+        if (threadIdx.x < kTile / 8) {
+            const int row = first + 8 * threadIdx.x;
+            const uint4 signs = hadamard.sign_bits_of_eight_rows<kLen>(row, rows, row_id, start, num_groups);
+            *reinterpret_cast<uint4*>(shared.signs + 4 * threadIdx.x) = signs;
+        }
+    };
+    int panel = by_height.divide(blockIdx.x), first_strip = (blockIdx.x - panel * height) * kPerByte;
+    fetch(first_strip, panel);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        // Two strips of half bytes, one below the other, fill the lines of a tile.
+        const int end_strip = min(first_strip + kPerByte, down), first_col = panel * kTile;
+        const int next = tile + gridDim.x, next_panel = by_height.divide(next), next_strip = (next - next_panel * height) * kPerByte;
+        for (int strip = first_strip; strip < end_strip; ++strip) {
+            ptx::copies_wait();
+            __syncthreads();
+            if constexpr (Round::kDraws) {
+                int id = strip * kTile + warp * 16 + lane % 16;
+                if (row_id != nullptr && id < rows) id = max(__ldg(row_id + id), 0);
+#pragma unroll 2
+                for (int j = 0; j < 8; ++j) {
+                    const u64 element = u64(__shfl_sync(kAllLanes, id, (lane & 16) / 2 + j)) * cols + first_col + chunk * 8;
+                    const auto bits = round.draws(element).bits(0);
+                    random.at(eight_rows + j, chunk) = {bits.word[0], bits.word[1], bits.word[2], bits.word[3]};
+                }
+            }
+            u32 pairs[kUnit / 2];
+            shared.input.load(pairs);
+            float v[kUnit];
+            const uint4* const signs = reinterpret_cast<const uint4*>(shared.signs + half * (kUnit / 2));
+#pragma unroll
+            for (int i = 0; i < kUnit / 8; ++i) {
+                Bf16::Eight plain = {{pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]}};
+                flip(plain, signs[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
+            }
+            __syncthreads();
+            // What was fetched has been read.
+            const bool more = strip + 1 < end_strip;
+            if (more || next < tiles) fetch(more ? strip + 1 : next_strip, more ? panel : next_panel);
+            u32 drawn[kUnit / 2];
+            if constexpr (Round::kDraws) random.load(drawn);
+            const auto bits_of = [&](int i) {
+                typename Round::Bits bits;
+                if constexpr (Round::kDraws) bits = {{drawn[4 * i], drawn[4 * i + 1], drawn[4 * i + 2], drawn[4 * i + 3]}};
+                return bits;
+            };
+            Codes out;
+            out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
+            if (Codes::kLanes == 1 || half == 0) {
+                const int block = strip * (kTile / E::kBlock) + half * Codes::kBlocks, col = first_col + column;
+#pragma unroll
+                for (int b = 0; b < Codes::kBlocks; ++b)
+                    if (col < scale_stride && (block + b) * E::kBlock < capacity) col_scales[u64(block + b) * scale_stride + col] = out.scales[b];
+                if (col < cols) {
+                    tally.non_finite += out.non_finite;
+                    if constexpr (!Round::kDraws) tally.non_zero += out.non_zero;
+                }
+            }
+            constexpr int kChunks = Codes::kWords / 4;
+            const int first_chunk = ((strip - first_strip) * 2 + half) * kChunks;
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) {
+                const u32* const four = out.words + 4 * i;
+                ptx::store_16(shared.tile.place(column, first_chunk + i), {four[0], four[1], four[2], four[3]});
+            }
+        }
+        __syncthreads();
+        const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
+        store_turned<E, Round::kDraws, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
+                                            cols - first_col, left, tally);
+        first_strip = next_strip, panel = next_panel;
+    }
+    tally.flush(counts, shared.total);
+}
+
+}  // namespace nib

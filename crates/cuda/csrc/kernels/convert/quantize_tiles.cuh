@@ -1,0 +1,93 @@
+// BF16 or F32 -> squares of 128 x 128 under one scale, as they stand and transposed: the two planes of a weight. FP8.
+//
+// quantize_tiles<In, E, kF32Scales, Round>: x, row_codes [stack][rows][cols], row_scales [stack][ceil(rows / 128)][ceil(cols / 128)];
+//   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
+//   counts as in quantize.cuh; e = row of the stack * cols + col for random bits. 256 threads; grid
+//   stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
+//
+// Measured as in quantize.cuh, 16384 x 7168: BF16 89 %, F32 95 %.
+#pragma once
+#include "formats/bf16.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "formats/rounding.cuh"
+#include "pieces/convert/column_tile.cuh"
+#include "kernels/convert/quantize_cols.cuh"
+#include "math/reduce.cuh"
+
+namespace nib {
+
+template <class In>
+struct alignas(16) SquareShared {
+    u8 input[kTile][kTile * In::kBytes];
+    ColumnTile tile;
+    u32 largest[8];  // of each warp's rows
+    u32 total[3];
+};
+
+template <class In, class E, bool kF32Scales, class Round>
+__global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
+    quantize_tiles(const u8* __restrict__ x, u8* __restrict__ row_codes, ScaleOf<kF32Scales>* __restrict__ row_scales,
+                   u8* __restrict__ col_codes, ScaleOf<kF32Scales>* __restrict__ col_scales, u64* counts, int rows, int cols,
+                   PowerRule rule, const RoundingArg rounding) {
+    static_assert(E::kBlock == kTile && E::kCodeBits == 8, "the block is the tile");
+    extern __shared__ uint4 raw[];
+    SquareShared<In>& shared = *reinterpret_cast<SquareShared<In>*>(raw);
+    const Round round(rounding);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int octet = warp * 2 + lane / 16, chunk = lane % 16;
+    const int across = ceil_div(cols, kTile), down = ceil_div(rows, kTile);
+    // Down the panel first: the transposed lines are the ones that are short.
+    const int strip = blockIdx.x % down, panel = blockIdx.x / down % across;
+    const u64 matrix = blockIdx.x / down / across;
+    const int first_row = strip * kTile, my_row = first_row + octet * 8, first_col = panel * kTile, my_col = first_col + chunk * 8;
+    const u64 first = matrix * rows * cols;  // element of the stack, in either plane
+    u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
+    Tally tally;
+
+    const u32 in_rows = rows_of_lane<8>(nullptr, first_row + warp * 16, rows), present = my_col < cols ? in_rows : 0;
+    fetch_rows<In, 8>(mine, x + (first + u64(my_row) * cols + my_col) * In::kBytes, u64(cols) * In::kBytes, present);
+    ptx::copies_wait();
+    typename In::Eight in[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) in[j] = In::load_shared(mine + j * kTile * In::kBytes);
+    const u32 of_warp = __reduce_max_sync(kAllLanes, In::largest_bits(in));
+    if (lane == 0) shared.largest[warp] = of_warp;
+    __syncthreads();
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = max(amax, shared.largest[i]);
+    const auto scale = scale_of<E, kF32Scales>(amax, rule);
+    if (threadIdx.x == 0) {
+        row_scales[(matrix * down + strip) * across + panel] = scale.stored;
+        col_scales[(matrix * across + panel) * down + strip] = scale.stored;
+        if constexpr (!Round::kDraws)
+            tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax), scale.inverse));
+        tally.non_finite += scale.is_nan();
+    }
+    u32 codes[2][8];
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const u64 row = first + u64(my_row + j) * cols;
+        const auto bits = round.template bits<true>(row + my_col);
+        auto out = round.template encode<E, kRuleFloor, In>(in[j], scale.inverse, bits);
+        if (scale.is_nan()) out = E::zeros();
+        if (present >> j & 1) store_codes<E, true>(row_codes + row + my_col, cols - my_col, out);
+        any |= E::any(out);
+        codes[0][j] = out.x;
+        codes[1][j] = out.y;
+    }
+    turn_8x8(codes, shared.tile.place(chunk * 8, octet));
+    if constexpr (Round::kDraws) {
+        any = __syncthreads_or(any);
+        tally.non_zero += threadIdx.x == 0 && any;
+    } else {
+        __syncthreads();
+    }
+    store_turned<E, false, 256>(shared.tile, col_codes + first + u64(first_col) * rows + first_row, rows, cols - first_col, rows - first_row,
+                                tally);
+    tally.flush(counts, shared.total);
+}
+
+}  // namespace nib

@@ -1,0 +1,186 @@
+// E4M3 rows -> E4M3 columns on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
+//
+// row_id[rows] (null: every row counts): negative marks padding, whose output is zero. counts[3] (null: not wanted) +=
+// blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
+//
+// shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
+//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0. 128 · kPanels threads; a cta for each kPanels · 128
+//   columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(ShiftShared<kPanels>) dynamic shared memory. Planes start
+//   on 16 bytes; scale_stride, at least cols, is a multiple of 2.
+//
+// A code times 2^-octaves is exact in F16 up to 15 octaves: E4M3's smallest step is 2^-9, F16's 2^-24. So it is rounded once, on its way
+// back, whatever becomes subnormal; rows that move further, and NaNs, which would lose their sign, are done again one by one.
+//
+// Measured on an H200 (share of (read + written) / 4249 GB/s), whatever becomes subnormal: 32768 x 7168 89 %; 24576 x 5120 86 %;
+//   32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
+//   A copy from and to the same places without scales: 95, 93, 91, 88 and 78 %.
+#pragma once
+#include "formats/e4m3.cuh"
+#include "pieces/convert/turn.cuh"
+
+namespace nib {
+
+constexpr u32 kShiftFarthest = 14;  // octaves that leave the largest magnitude normal
+constexpr u32 kShiftFar = 32;       // octaves that leave nothing
+constexpr u32 kF16Bias = 15;
+constexpr u32 kEachTop = 0x80808080;
+
+/// A bit for each of a thread's 16 rows, 4k + b in bit k of byte b; of `flags` from bit 4 of each byte on, whether a code changed.
+struct ShiftFlags {
+    u32 flags = 0;
+    u32 nan = 0;
+};
+
+template <int kPanels>
+struct ShiftShared {
+    TurnShared<kTile, 1, kPanels> turn;
+    ShiftFlags flags[kMostDepth * kGroups][kPanels][kTile / 32];
+};
+
+/// A code under a scale `octaves` larger (a NaN's: kScaleNan); what becomes of it shows in the flags of the row whose bit this is.
+__device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftFlags& flags) {
+    if (octaves == kScaleNan || (code & 0x7F) == 0x7F) {
+        flags.nan |= bit;
+        return octaves == kScaleNan ? 0x7F : code;
+    }
+    const float value = __fmul_rn(E4m3::decode(code), __uint_as_float((127 - min(octaves, kShiftFar)) << 23));
+    const u32 shifted = E4m3::pair(value, 0) & 0xFF;
+    if (E4m3::decode(shifted) != value) flags.flags |= bit << 4;
+    return shifted;
+}
+
+/// Codes of a column in four rows under their new scale, out of two pairs of rows, each a word of two columns: the first or (kHigh)
+/// the second. A code times its factor is exact in F16. To `moved` of each row comes by how much rounding then changes it.
+template <bool kHigh>
+__device__ __forceinline__ u32 shift_four(const u32* pair, const u32* factor, u32* moved) {
+    const u32 first = ptx::mul_f16x2(ptx::f16x2_from_e4m3x4<kHigh>(pair[0]), factor[0]);
+    const u32 second = ptx::mul_f16x2(ptx::f16x2_from_e4m3x4<kHigh>(pair[1]), factor[1]);
+    const u32 shifted = ptx::e4m3x4_from_f16x2(first, second);
+    moved[0] = ptx::add_distance_f16x2(moved[0], ptx::f16x2_from_e4m3x4<false>(shifted), first);
+    moved[1] = ptx::add_distance_f16x2(moved[1], ptx::f16x2_from_e4m3x4<true>(shifted), second);
+    return shifted;
+}
+
+template <bool kWhole, int kPanels>
+__global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
+    shift_cols(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out, u8* __restrict__ out_scales,
+               u64* counts, const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, int depth) {
+    using Fetch = Fetcher<kWhole, kTile, 1, kPanels>;
+    extern __shared__ uint4 raw[];
+    auto& whole = *reinterpret_cast<ShiftShared<kPanels>*>(raw);
+    auto& shared = whole.turn;
+    const int across = ceil_div(cols, kTile);
+    const Strips strips(capacity / kTile, depth);
+    const int first_col = strips.panel * (kPanels * kTile);
+    const int scale_row = threadIdx.x / kPanels, scale_panel = threadIdx.x % kPanels, source = strips.panel * kPanels + scale_panel;
+    const Fetch fetcher{shared, strips, codes, row_id, rows, cols, first_col};
+    fetcher.publish();
+    u32 byte[kMostDepth];
+#pragma unroll
+    for (int i = 0; i < kMostDepth; ++i) {
+        const int row = strips.at(i) * kTile + scale_row;
+        byte[i] = strips.has(i) && row < rows && source < across ? __ldg(scales + u64(row) * across + source) : 0;
+    }
+    __syncthreads();
+    fetcher.fetch();
+    // A scale of 0 is never the largest.
+#pragma unroll
+    for (int i = 0; i < kMostDepth; ++i) shared.scale[i][scale_panel][scale_row] = fetcher.is_valid(i, scale_row) ? u8(byte[i]) : 0;
+    fetcher.wait();
+
+    const TurnLane me;
+    const int warp = threadIdx.x / 32 % 4, panel = threadIdx.x / kTile, in_panel = threadIdx.x % kTile, col = first_col + me.col();
+    const bool is_there = strips.has(me.strip);
+    const u8* const scale = shared.scale[me.strip][panel];
+    const uint2 bytes = me.scales(scale);
+    const u32 above = me.largest_above_nan(bytes), target = above == 0 ? 0 : above - 1;
+    me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
+    u32 factors[4], factor[kGroupRows / 2];  // of pairs of rows, as F16
+    bool far = false;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        factors[k] = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const u32 octaves = target - ((k < 2 ? bytes.x : bytes.y) >> (k % 2 * 16 + r * 8) & 0xFF);  // of a NaN: far above
+            const bool is_far = octaves > kShiftFarthest;
+            far |= is_far;
+            factors[k] |= ((kF16Bias - (is_far ? 0 : octaves)) << 10) << (16 * r);
+        }
+    }
+    me.exchange(factors, factor);
+    const bool some_far = __any_sync(kAllLanes, far);
+
+    const u8* const in = shared.codes + me.group * Fetch::Shared::kGroupBytes + me.col();
+    u8* const to = out + u64(col) * capacity + strips.first * kTile + me.group * kGroupRows;
+    u32 seen[kGroupRows / 2] = {};
+    u32 moved[kGroupRows / 2] = {};  // by how much codes of these rows changed their values, F16 pairs; NaN if one is
+#pragma unroll 1
+    for (int four = 0; four < 4; ++four) {
+        const int at = four / 2 * TurnLane::kSecond + four % 2 * 4;
+        u32 pair[2][kGroupRows / 2];  // columns (0, 1) and (2, 3) of two rows
+#pragma unroll
+        for (int k = 0; k < kGroupRows / 2; ++k) {
+            const u32 a = *reinterpret_cast<const u32*>(in + 2 * k * Fetch::Shared::kRowBytes + at);
+            const u32 b = *reinterpret_cast<const u32*>(in + (2 * k + 1) * Fetch::Shared::kRowBytes + at);
+            pair[0][k] = __byte_perm(a, b, 0x5140);
+            pair[1][k] = __byte_perm(a, b, 0x7362);
+            seen[k] |= pair[0][k] | pair[1][k];
+        }
+        u8* line = to + u64(at) * capacity;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            u32 v[4];
+            const u32(&of)[kGroupRows / 2] = pair[c / 2];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                v[k] = c % 2 ? shift_four<true>(of + 2 * k, factor + 2 * k, moved + 2 * k)
+                             : shift_four<false>(of + 2 * k, factor + 2 * k, moved + 2 * k);
+            if (is_there && (kWhole ? col + at < cols : col + at + c < cols)) ptx::store_16(line, {v[0], v[1], v[2], v[3]});
+            line += capacity;
+        }
+    }
+    ShiftFlags mine;
+    u32 slow = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const u32 any = __byte_perm(seen[2 * k] | seen[2 * k] >> 16, seen[2 * k + 1] | seen[2 * k + 1] >> 16, 0x5410);
+        mine.flags |= (((any & ~kEachTop) + 0x7F7F7F7F) & kEachTop) >> (7 - k);
+        mine.flags |= (__byte_perm(moved[2 * k] + 0x7FFF7FFF, moved[2 * k + 1] + 0x7FFF7FFF, 0x7531) & kEachTop) >> (3 - k);
+        slow |= (__byte_perm(moved[2 * k] + 0x03FF03FF, moved[2 * k + 1] + 0x03FF03FF, 0x7531) & kEachTop) >> (7 - k);
+    }
+    if ((some_far || slow != 0) && is_there) {
+        for (int j = 0; j < kGroupRows; ++j) {
+            const u32 source = scale[me.row() + j], bit = 1u << (j % 4 * 8 + j / 4);
+            const bool is_far = target - source > kShiftFarthest && (source == kScaleNan || (mine.flags & bit) != 0);
+            if (!is_far && (slow & bit) == 0) continue;
+            mine.flags &= ~(bit << 4);
+            for (int c = 0; c < 16; ++c) {
+                const int at = c / 8 * TurnLane::kSecond + c % 8;
+                const u32 octaves = source == kScaleNan ? source : target - source;
+                const u32 code = shift_code(in[j * Fetch::Shared::kRowBytes + at], octaves, bit, mine);
+                if (col + at < cols) to[u64(at) * capacity + j] = u8(code);
+            }
+        }
+    }
+    mine.flags |= __shfl_xor_sync(kAllLanes, mine.flags, 1);
+    mine.nan |= __shfl_xor_sync(kAllLanes, mine.nan, 1);
+    if (!me.odd) whole.flags[me.group][panel][warp] = is_there ? mine : ShiftFlags();
+    __syncthreads();
+    // Four warps hold a block.
+    Tally tally;
+    if (in_panel < kMostDepth * kGroups) {
+        ShiftFlags any;
+#pragma unroll
+        for (int w = 0; w < kTile / 32; ++w) {
+            any.flags |= whole.flags[in_panel][panel][w].flags;
+            any.nan |= whole.flags[in_panel][panel][w].nan;
+        }
+        tally.non_zero = __popc(any.flags & 0x0F0F0F0F);
+        tally.inexact = __popc(any.flags & 0xF0F0F0F0);
+        tally.non_finite = __popc(any.nan);
+    }
+    tally.flush(counts, shared.total);
+}
+
+}  // namespace nib

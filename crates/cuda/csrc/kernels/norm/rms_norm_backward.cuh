@@ -1,0 +1,411 @@
+// dx of an RMS norm, and the sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) brings together.
+//
+// With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)); a chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
+// kPlus: dx, rounded, + plus, rounded again.
+// x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
+// chunks = ceil(rows / 64); plus null without kPlus.
+// rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
+//   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; a cta has a chunk, each thread two
+//   neighbours of every 256 columns. kRows rows at a time, and the next ones on their way in the background.
+//   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: longer rows, likewise, with as many threads as the mean's sums have lanes, for each of kRows rows;
+//   dx and dweight are shared out among them all.
+//   256 * kRows threads; grid and shared memory as before.
+// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
+//   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
+#pragma once
+#include "formats/plain.cuh"
+#include "math/lanes.cuh"
+#include "ptx/global.cuh"
+
+namespace nib {
+
+constexpr int kNormChunk = 64;
+constexpr int kShortThreads = 128;
+constexpr int kShortRows = 4;  // a thread's, in flight
+constexpr int kWideThreads = 128;
+constexpr int kWideStages = 3;
+
+/// dx from dy * w, x * inv and the mean.
+__device__ __forceinline__ float norm_gradient(float weighted, float normal, float inv, float mean) {
+    return __fmul_rn(inv, __fsub_rn(weighted, __fmul_rn(normal, mean)));
+}
+
+/// dx, rounded, + plus, yet to be rounded.
+template <typename T>
+__device__ __forceinline__ void add_plus(float (&dx)[8], const typename T::Eight& plus) {
+    add_eight<T>(dx, rounded_eight<T>(dx), plus);
+}
+
+/// A chunk of the rows of a shard.
+struct NormChunk {
+    u64 first;
+    u32 rows;
+
+    __device__ __forceinline__ NormChunk(u32 chunk, u32 chunks, u32 rows_per_shard) {
+        const u32 shard = chunk / chunks, within = (chunk - shard * chunks) * kNormChunk;
+        const u32 left = rows_per_shard - within;
+        first = u64(shard) * rows_per_shard + within;
+        rows = left < kNormChunk ? left : kNormChunk;
+    }
+};
+
+/// Gradients that are read as they are.
+template <typename T>
+struct ReadGradient {
+    __device__ __forceinline__ void begin(u32, bool) {}
+    __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
+};
+
+/// The body of `rms_backward_short`. `gradient.begin(row, present)` comes before `gradient.of(what was read of that row)`, to which the whole
+/// warp comes, whether or not its rows are present.
+template <typename T, int kThreads, bool kPlus, typename Gradient>
+__device__ __forceinline__ void backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms,
+                                               const u8* __restrict__ dy, const u8* __restrict__ plus, u8* __restrict__ dx,
+                                               float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 all_chunks, u32 d,
+                                               Gradient gradient) {
+    const u32 index = threadIdx.x % kThreads, column = 8 * index;
+    const u32 number = blockIdx.x * (kShortThreads / kThreads) + threadIdx.x / kThreads;
+    const NormChunk chunk(number, chunks, rows_per_shard);
+    // Threads without a chunk stay for the exchanges of their warp.
+    const u32 rows = number < all_chunks ? chunk.rows : 0;
+    const bool here = column < d;
+    const F32::Eight w = F32::load<true>(weight + column, here ? 8 : 0);
+    float sum[8] = {};
+#pragma unroll 1
+    for (u32 base = 0; base < kNormChunk; base += kShortRows) {
+        if (__all_sync(0xFFFFFFFF, base >= rows)) break;
+        typename T::Eight x_of[kShortRows], dy_of[kShortRows], plus_of[kShortRows];
+        float inv_of[kShortRows];
+#pragma unroll
+        for (int r = 0; r < kShortRows; ++r) {
+            const bool present = base + r < rows;
+            const u64 row = chunk.first + base + r, at = (row * d + column) * T::kBytes;
+            x_of[r] = T::template load<true>(x + at, present && here ? 8 : 0);
+            dy_of[r] = T::template load<true>(dy + at, present && here ? 8 : 0);
+            if constexpr (kPlus) plus_of[r] = T::template load<true>(plus + at, present && here ? 8 : 0);
+            inv_of[r] = present ? __ldg(inv_rms + row) : 0.0f;
+        }
+        gradient.begin(u32(chunk.first) + base, base < rows);
+#pragma unroll
+        for (int r = 0; r < kShortRows; ++r) {
+            const float inv = inv_of[r];
+            gradient.begin(u32(chunk.first) + base + r, base + r < rows);
+            const typename T::Eight g = gradient.of(dy_of[r]);
+            float lane[8], weighted[8], normal[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                weighted[i] = __fmul_rn(T::value(g, i), w.number[i]);
+                normal[i] = __fmul_rn(T::value(x_of[r], i), inv);
+                lane[i] = here ? __fmaf_rn(weighted[i], normal[i], 0.0f) : 0.0f;
+            }
+            const float mean = __fdiv_rn(close_lanes<kThreads>(lane, index), float(d));
+            if (base + r >= rows || !here) continue;
+            float out[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                out[i] = norm_gradient(weighted[i], normal[i], inv, mean);
+                sum[i] = __fmaf_rn(T::value(g, i), normal[i], sum[i]);
+            }
+            if constexpr (kPlus) add_plus<T>(out, plus_of[r]);
+            store_eight<T, true>(dx + ((chunk.first + base + r) * d + column) * T::kBytes, out, 8);
+        }
+    }
+    if (rows > 0 && here) store_eight<F32, true>(reinterpret_cast<u8*>(partial + u64(number) * d + column), sum, 8);
+}
+
+template <typename T, int kThreads, bool kPlus>
+__global__ void __launch_bounds__(kShortThreads)
+    rms_backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                       const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks,
+                       u32 all_chunks, u32 d) {
+    backward_short<T, kThreads, kPlus>(x, weight, inv_rms, dy, plus, dx, partial, rows_per_shard, chunks, all_chunks, d, ReadGradient<T>{});
+}
+
+/// The tree over 256 lanes, of which thread t of a cta of 128 has 2t and 2t + 1; by one warp.
+__device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads], u32 lane) {
+    const float2 a = part[lane], b = part[lane + 32], c = part[lane + 64], d = part[lane + 96];
+    const float low = (a.x + c.x) + (b.x + d.x), high = (a.y + c.y) + (b.y + d.y);
+    const bool upper = lane & 16;
+    float sum = (upper ? high : low) + __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, 16);
+#pragma unroll
+    for (int distance = 8; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
+}
+
+/// Batches of kRows rows of x and dy in shared memory, which kThreads threads bring there in the background.
+template <typename T, int kRows, int kThreads>
+struct NormRing {
+    u8* stages;
+    const u8 *x, *dy;
+    NormChunk chunk;
+    u32 row_bytes;
+
+    __device__ __forceinline__ u8* x_of(u32 batch) const { return stages + batch % kWideStages * 2 * kRows * row_bytes; }
+    __device__ __forceinline__ u8* dy_of(u32 batch) const { return x_of(batch) + kRows * row_bytes; }
+
+    __device__ __forceinline__ void bring(u32 batch) const {
+        const u32 base = batch * kRows;
+        if (base < chunk.rows) {
+            const u32 rows = chunk.rows - base < kRows ? chunk.rows - base : kRows;
+            u8 *const x_to = x_of(batch), *const dy_to = dy_of(batch);
+            const u64 from = (chunk.first + base) * row_bytes;
+#pragma unroll 4
+            for (u32 at = 16 * threadIdx.x; at < rows * row_bytes; at += 16 * kThreads) {
+                ptx::copy_16_async(x_to + at, x + from + at, true);
+                ptx::copy_16_async(dy_to + at, dy + from + at, true);
+            }
+        }
+        ptx::copies_commit();
+    }
+};
+
+/// Two neighbours in shared memory, as F32.
+template <typename T>
+__device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
+    if constexpr (T::kBytes == 4) return *reinterpret_cast<const float2*>(row + 4 * column);
+    const u32 word = *reinterpret_cast<const u32*>(row + 2 * column);
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
+}
+
+template <typename T, int kBlocks, int kRows, bool kPlus>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                      const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
+    static_assert(kNormChunk % kRows == 0);
+    extern __shared__ uint4 ring[];  // [kWideStages][x, dy][kRows][d]
+    __shared__ float2 part[kRows][kWideThreads];
+    __shared__ float means[kRows];
+    const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
+    const u32 row_bytes = d * T::kBytes, warp = threadIdx.x / 32;
+    const NormRing<T, kRows, kWideThreads> rows_ring = {reinterpret_cast<u8*>(ring), x, dy, chunk, row_bytes};
+    rows_ring.bring(0);
+    rows_ring.bring(1);
+    float2 weight_of[kBlocks];
+    const auto column_of = [&](int b) { return 2 * threadIdx.x + 256 * b; };
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+        if (column_of(b) < d) weight_of[b] = __ldg(reinterpret_cast<const float2*>(weight + column_of(b)));
+    float2 sum[kBlocks] = {};
+#pragma unroll 1
+    for (u32 base = 0; base < chunk.rows; base += kRows) {
+        const u32 batch = base / kRows;
+        // On their way while the means are made.
+        Few<T, 2> more[kRows][kPlus ? kBlocks : 1];
+        if constexpr (kPlus)
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+                    for (int w = 0; w < T::kBytes / 2; ++w) {
+                        const u64 at = (chunk.first + base + r) * row_bytes + column_of(b) * T::kBytes + 4 * w;
+                        more[r][b].word[w] = ptx::load_4_if(base + r < chunk.rows && column_of(b) < d, plus + at);
+                    }
+        float inv[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
+        ptx::copies_wait_but<1>();
+        __syncthreads();
+        rows_ring.bring(batch + 2);  // over what all threads are done with
+        const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            float2 lane = {0.0f, 0.0f};
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = column_of(b);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of[b];
+                const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
+                lane.x = __fmaf_rn(__fmul_rn(g.x, w.x), normal.x, lane.x);
+                lane.y = __fmaf_rn(__fmul_rn(g.y, w.y), normal.y, lane.y);
+                sum[b].x = __fmaf_rn(g.x, normal.x, sum[b].x);
+                sum[b].y = __fmaf_rn(g.y, normal.y, sum[b].y);
+            }
+            part[r][threadIdx.x] = lane;
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (u32 r = warp; r < kRows; r += kWideThreads / 32) {
+            if (base + r >= chunk.rows) break;
+            const float total = close_pairs(part[r], threadIdx.x % 32);
+            if (threadIdx.x % 32 == 0) means[r] = __fdiv_rn(total, float(d));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            const float mean = means[r];
+            u8* const to = dx + (chunk.first + base + r) * row_bytes;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = column_of(b);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of[b];
+                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), __fmul_rn(v.x, inv[r]), inv[r], mean),
+                                      norm_gradient(__fmul_rn(g.y, w.y), __fmul_rn(v.y, inv[r]), inv[r], mean)};
+                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                if constexpr (kPlus) made = add_few(made, more[r][b]);
+                made.store(to + column * T::kBytes);
+            }
+        }
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+        if (column_of(b) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + column_of(b)) = sum[b];
+}
+
+constexpr int kLanes = 256;  // of a row's sum
+
+/// The tree over a row's lanes; every thread of a warp gets the sum.
+__device__ __forceinline__ float close_row(const float (&part)[kLanes], u32 lane) {
+    float x[kLanes / 32];
+#pragma unroll
+    for (int i = 0; i < kLanes / 32; ++i) x[i] = part[lane + 32 * i];
+    float sum = ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);
+    return sum;
+}
+
+template <typename T, int kBlocks, int kRows, bool kPlus>
+__global__ void __launch_bounds__(kLanes* kRows)
+    rms_backward_long(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+                      const u8* __restrict__ plus, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 d) {
+    static_assert(kNormChunk % kRows == 0 && kBlocks % (2 * kRows) == 0);
+    constexpr int kThreads = kLanes * kRows;
+    constexpr int kPairs = kBlocks / (2 * kRows);  // two neighbours of every 2 * kThreads columns
+    extern __shared__ uint4 ring[];                // [kWideStages][x, dy][kRows][d]
+    __shared__ float part[2][kRows][kLanes];       // of this batch; the last one's may still be read
+    const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
+    const u32 row_bytes = d * T::kBytes, lane = threadIdx.x % kLanes, own = threadIdx.x / kLanes;
+    const NormRing<T, kRows, kThreads> rows_ring = {reinterpret_cast<u8*>(ring), x, dy, chunk, row_bytes};
+    rows_ring.bring(0);
+    rows_ring.bring(1);
+    const auto pair_of = [&](int p) { return 2 * threadIdx.x + 2 * kThreads * p; };
+    float of_lane[kBlocks];
+    float2 of_pair[kPairs], sum[kPairs] = {};
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) of_lane[b] = lane + kLanes * b < d ? __ldg(weight + lane + kLanes * b) : 0.0f;
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p)
+        if (pair_of(p) < d) of_pair[p] = __ldg(reinterpret_cast<const float2*>(weight + pair_of(p)));
+#pragma unroll 1
+    for (u32 base = 0; base < chunk.rows; base += kRows) {
+        const u32 batch = base / kRows;
+        // On their way while the means are made.
+        Few<T, 2> more[kRows][kPlus ? kPairs : 1];
+        if constexpr (kPlus)
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+                    for (int w = 0; w < T::kBytes / 2; ++w) {
+                        const u64 at = (chunk.first + base + r) * row_bytes + pair_of(p) * T::kBytes + 4 * w;
+                        more[r][p].word[w] = ptx::load_4_if(base + r < chunk.rows && pair_of(p) < d, plus + at);
+                    }
+        float inv[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
+        ptx::copies_wait_but<1>();
+        __syncthreads();
+        rows_ring.bring(batch + 2);  // over what all threads are done with
+        const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
+        float(&parts)[kRows][kLanes] = part[batch % 2];
+        if (base + own < chunk.rows) {
+            float mine = inv[0], total = 0.0f;
+#pragma unroll
+            for (int r = 1; r < kRows; ++r) mine = own == r ? inv[r] : mine;
+            const u8 *const x_row = xs + own * row_bytes, *const dy_row = dys + own * row_bytes;
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const u32 column = lane + kLanes * b;
+                if (column >= d) break;
+                const float v = T::number(x_row + column * T::kBytes), g = T::number(dy_row + column * T::kBytes);
+                total = __fmaf_rn(__fmul_rn(g, of_lane[b]), __fmul_rn(v, mine), total);
+            }
+            parts[own][lane] = total;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (base + r >= chunk.rows) break;
+            const float mean = __fdiv_rn(close_row(parts[r], threadIdx.x % 32), float(d));
+            u8* const to = dx + (chunk.first + base + r) * row_bytes;
+#pragma unroll
+            for (int p = 0; p < kPairs; ++p) {
+                const u32 column = pair_of(p);
+                if (column >= d) break;
+                const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = of_pair[p];
+                const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
+                sum[p].x = __fmaf_rn(g.x, normal.x, sum[p].x);
+                sum[p].y = __fmaf_rn(g.y, normal.y, sum[p].y);
+                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv[r], mean),
+                                      norm_gradient(__fmul_rn(g.y, w.y), normal.y, inv[r], mean)};
+                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                if constexpr (kPlus) made = add_few(made, more[r][p]);
+                made.store(to + column * T::kBytes);
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p)
+        if (pair_of(p) < d) *reinterpret_cast<float2*>(partial + u64(blockIdx.x) * d + pair_of(p)) = sum[p];
+}
+
+template <typename T, bool kAligned, bool kPlus>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_dx(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
+           const u8* __restrict__ plus, u8* __restrict__ dx, u32 rows, u32 d) {
+    const u32 index = threadIdx.x % 32, row = blockIdx.x * (kWideThreads / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    const u64 begin = u64(row) * d * T::kBytes;
+    const float inv = __ldg(inv_rms + row);
+    float lane[8] = {};
+#pragma unroll 2
+    for (u32 at = 8 * index; at < d; at += 256) {
+        const int left = int(d - at);
+        const u64 from = begin + u64(at) * T::kBytes;
+        const typename T::Eight v = T::template load<kAligned>(x + from, left), g = T::template load<kAligned>(dy + from, left);
+        const F32::Eight w = F32::load<kAligned>(weight + at, left);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < left) lane[i] = __fmaf_rn(__fmul_rn(T::value(g, i), w.number[i]), __fmul_rn(T::value(v, i), inv), lane[i]);
+    }
+    const float mean = __fdiv_rn(close_lanes<32>(lane, index), float(d));
+#pragma unroll 2
+    for (u32 at = 8 * index; at < d; at += 256) {
+        const int left = int(d - at);
+        const u64 from = begin + u64(at) * T::kBytes;
+        const typename T::Eight v = T::template load<kAligned>(x + from, left), g = T::template load<kAligned>(dy + from, left);
+        const F32::Eight w = F32::load<kAligned>(weight + at, left);
+        float out[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            out[i] = norm_gradient(__fmul_rn(T::value(g, i), w.number[i]), __fmul_rn(T::value(v, i), inv), inv, mean);
+        if constexpr (kPlus) add_plus<T>(out, T::template load<kAligned>(plus + from, left));
+        store_eight<T, kAligned>(dx + from, out, left);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kWideThreads)
+    rms_dweight(const u8* __restrict__ x, const float* __restrict__ inv_rms, const u8* __restrict__ dy, float* __restrict__ partial,
+                u32 rows_per_shard, u32 chunks, u32 d, u32 blocks) {
+    const u32 number = blockIdx.x / blocks, column = (blockIdx.x - number * blocks) * kWideThreads + threadIdx.x;
+    if (column >= d) return;
+    const NormChunk chunk(number, chunks, rows_per_shard);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (u32 r = 0; r < chunk.rows; ++r) {
+        const u64 row = chunk.first + r, at = (row * d + column) * T::kBytes;
+        sum = __fmaf_rn(T::number(dy + at), __fmul_rn(T::number(x + at), __ldg(inv_rms + row)), sum);
+    }
+    partial[u64(number) * d + column] = sum;
+}
+
+}  // namespace nib

@@ -1,0 +1,58 @@
+// Shards summed by the tree ((0+1)+(2+3))... in F32, rounded once.
+//
+// sum_shards<From, To, kShards>: out[i] = tree of x[s * len + i]. Types are Bf16 or F32; buffers on 16 bytes.
+//   256 threads; grid ceil(len / (1024 * kShardGroups<kShards>)); any len.
+#pragma once
+#include "formats/plain.cuh"
+
+namespace nib {
+
+constexpr int kShardThreads = 256;
+constexpr int kShardCount = 4;  // neighbours that a thread reads at once
+
+/// Groups of neighbours a thread has, so that four loads or more are in flight.
+template <int kShards>
+constexpr int kShardGroups = kShards < 4 ? 4 / kShards : 1;
+
+/// The tree over kShards matrices that lie `stride` bytes apart.
+template <typename From, int kCount, int kShards>
+__device__ __forceinline__ void shard_tree(const u8* x, u64 stride, float (&sum)[kCount]) {
+    if constexpr (kShards == 1) {
+        const Few<From, kCount> few = Few<From, kCount>::load(x);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] = few.value(i);
+    } else {
+        float right[kCount];
+        shard_tree<From, kCount, kShards / 2>(x, stride, sum);
+        shard_tree<From, kCount, kShards / 2>(x + kShards / 2 * stride, stride, right);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] += right[i];
+    }
+}
+
+template <typename From, typename To, int kShards>
+__global__ void __launch_bounds__(kShardThreads) sum_shards(const u8* __restrict__ x, u8* __restrict__ out, u64 len) {
+    constexpr int kGroups = kShardGroups<kShards>;
+    const u64 first = (u64(blockIdx.x) * (kShardThreads * kGroups) + threadIdx.x) * kShardCount, stride = len * From::kBytes;
+    const auto begin = [&](int group) { return first + group * (kShardThreads * kShardCount); };
+    if (len % kShardCount == 0) {
+        float sum[kGroups][kShardCount];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+            if (begin(g) < len) shard_tree<From, kShardCount, kShards>(x + begin(g) * From::kBytes, stride, sum[g]);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+            if (begin(g) < len) Few<To, kShardCount>::from_f32(sum[g]).store(out + begin(g) * To::kBytes);
+        return;
+    }
+    // Shards begin off the boundaries that longer loads want.
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g)
+        for (u64 i = begin(g); i < begin(g) + kShardCount && i < len; ++i) {
+            float sum[1];
+            shard_tree<From, 1, kShards>(x + i * From::kBytes, stride, sum);
+            Few<To, 1>::from_f32(sum).store(out + i * To::kBytes);
+        }
+}
+
+}  // namespace nib

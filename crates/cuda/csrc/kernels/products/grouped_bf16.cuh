@@ -1,0 +1,216 @@
+// D = A·Bᵀ over groups, BF16 operands: the grouped products of the BF16 recipe, and of formats whose values are BF16 numbers.
+//
+// kRagged::kRows (forward, data gradient): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may
+//   start anywhere.
+// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
+//   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
+// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to what is there.
+// Arithmetic: the tensor cores' F32 accumulators, in order of k.
+//
+// Grid, cta, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
+#pragma once
+#include "pieces/products/grouped_store.cuh"
+
+namespace nib {
+
+constexpr int kDepth = 64;                        // of k in a stage: 128 bytes of a row, or 64 rows
+constexpr int kBoxBytes = kDepth * kStageBytes;   // 64 rows of 128 bytes
+
+template <int kStages, int kOutBuffers, int kBoxes, class Out>
+struct SharedLayout {
+    u8 a[kStages][kBlockM * kStageBytes];
+    u8 b[kStages][kBlockN * kStageBytes];
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
+    Tile tile[kStages];           // valid in the first stage of a tile
+    ptx::Barrier full[kStages];   // the copy engine delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+};
+
+/// Fills the ring. One warp.
+template <Ragged kRagged, int kStages, int kCluster, class Shared>
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
+    constexpr int kSlice = kBlockM / kCluster;
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
+    produce<kRagged, kStages, kCluster, kDepth>(
+        shared, groups, [&](u32 stage, ptx::Barrier& full, const Tile& tile, int k, int slices) {
+            u8* const slice = shared.a[stage] + rank * kSlice * kStageBytes;
+            const int row_a = tile.row_a + rank * kSlice;
+            if constexpr (kRagged == Ragged::kRows) {
+                if (rank < slices) load_shared_by_cluster<kCluster>(slice, map_a, full, k, row_a);
+                ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+            } else {
+                if (rank < slices)
+                    for (int box = 0; box < kSlice / 64; ++box)
+                        load_shared_by_cluster<kCluster>(slice + box * kBoxBytes, map_a, full, row_a + box * 64, k);
+                for (int box = 0; box < kBlockN / 64; ++box)
+                    ptx::tma_load(shared.b[stage] + box * kBoxBytes, map_b, full, tile.row_b + box * 64, k);
+            }
+        });
+}
+
+/// Adds one 64-row wave's product of a stage to its totals, in the background.
+template <bool kTransposed>
+__device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
+    // 16 of k: 32 bytes of a row, or 16 rows.
+    constexpr u32 kStep = (kTransposed ? 16 * kStageBytes : 32) / 16;
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step)
+        ptx::wgmma_m64n128k16_bf16<kTransposed>(total, ptx::wgmma_descriptor(a + kStep * step),
+                                                ptx::wgmma_descriptor(b + kStep * step), true);
+}
+
+/// Zeros the rows of a stage from `rows` on: they belong to another group, or hold nothing. All math threads.
+template <class Shared>
+__device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, int thread) {
+    constexpr int kChunks = kStageBytes / 16, kBoxes = (kBlockM + kBlockN) / 64;
+    const int count = (kDepth - rows) * kChunks;
+    for (int at = thread; at < count * kBoxes; at += kMathWarps * 32) {
+        const int box = at / count, chunk = at % count;
+        u8* const tile = box < kBlockM / 64 ? shared.a[stage] + box * kBoxBytes : shared.b[stage] + (box - kBlockM / 64) * kBoxBytes;
+        reinterpret_cast<uint4*>(tile + rows * kStageBytes)[chunk] = uint4{0, 0, 0, 0};
+    }
+    ptx::fence_shared_to_async();
+    ptx::named_barrier<1, kMathWarps * 32>();
+}
+
+/// Empties the ring: products, and the stores of finished tiles. `warp` counts within the math warps.
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
+    constexpr bool kTransposed = kRagged == Ragged::kContraction;
+    constexpr int kNextWave = 2 * kWaveRows;
+    constexpr u32 kStageA = kBlockM * kStageBytes / 16, kStageB = kBlockN * kStageBytes / 16;
+    const u32 lane = ptx::lane_idx();
+    const int first_row = warp / 4 * kWaveRows;            // of this warpgroup's first wave, in the tile
+    const int warp_row = first_row + warp % 4 * kOutRows;  // of this warp
+    const auto low = [](const void* tile) {
+        return kTransposed ? ptx::wgmma_descriptor_low_transposed(shared_address(tile), kBoxBytes)
+                           : ptx::wgmma_descriptor_low(shared_address(tile));
+    };
+    // 64 rows of 128 bytes, or 64 columns: a wave's part of A is a box either way.
+    const u32 first_a = low(shared.a[0]) + warp / 4 * (kBoxBytes / 16);
+    const u32 first_b = low(shared.b[0]);
+    Ring<kStages> ring;
+    using Stored = Stores<kAdds, false, Out, kOutBuffers, kBoxes>;
+    constexpr int kParts = Stored::kParts;
+    Stored stores(shared.out[warp], shared.loaded[warp], map_d);
+    const auto release = [&](u32 stage) {
+        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
+        // orders; where every thread arrives it reports nothing.
+        __syncwarp();
+        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+            if constexpr (kCluster == 1)
+                ptx::barrier_arrive(shared.empty[stage]);
+            else
+                ptx::barrier_arrive_at(shared.empty[stage], lane);
+        }
+    };
+    for (;;) {
+        ptx::barrier_wait(shared.full[ring.stage], ring.parity);
+        const Tile tile = uniform(shared.tile[ring.stage]);
+        if (tile.len_k < 0) break;
+        const int blocks = ceil_div(tile.len_k, kDepth);
+        const auto rows_of = [&](int part) -> Rows {
+            const int row = warp_row + part / kParts * kNextWave;
+            // Nothing to add: nowhere.
+            const int from = kAdds != Adds::kNone && blocks == 0 ? Stored::kNowhere : tile.row_a;
+            return {from + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
+        };
+        const bool both = tile.kept > first_row + kNextWave;
+        float total[2][64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
+        const auto load = [&] {
+#pragma unroll
+            for (int part = 0; part < kOutBuffers; ++part) stores.template load<0>(rows_of(part), part);
+        };
+        if (blocks == 0) {
+            load();
+            release(ring.stage);
+            ring.advance();
+        }
+        // Each branch closes its own batch: one closed for both would wait for the products it holds.
+        u32 done = 0;
+        const auto take = [&](int block, bool second_wave) {
+            const u32 stage = ring.stage;
+            if (block != 0) ptx::barrier_wait(shared.full[stage], ring.parity);
+            if constexpr (kTransposed) {
+                const int rows = tile.len_k - block * kDepth;
+                if (rows < kDepth) clear_rows(shared, stage, rows, warp * 32 + lane);
+            }
+            const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+            ptx::wgmma_fence();
+            multiply<kTransposed>(total[0], a, b);
+            if (second_wave) multiply<kTransposed>(total[1], a + 2 * (kBoxBytes / 16), b);
+            ptx::wgmma_commit();
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+            if (block == 0) load();
+            ptx::wgmma_wait_until<1>();
+            if (block != 0) release(done);
+            done = stage;
+            ring.advance();
+        };
+        const auto finish = [&] {
+            ptx::wgmma_wait();
+            ptx::wgmma_pin(total[0]);
+            ptx::wgmma_pin(total[1]);
+        };
+        if (both) {
+            for (int block = 0; block < blocks; ++block) take(block, true);
+            finish();
+        } else {
+            for (int block = 0; block < blocks; ++block) take(block, false);
+            finish();
+        }
+        if (blocks != 0) release(done);
+        const auto store = [&](float(&sums)[64], int from) {
+            const Rows rows = rows_of(from);
+            // Groups of rows may end anywhere.
+            if (kTransposed || rows.stored >= kOutRows || rows.stored <= 0) {
+#pragma unroll
+                for (int part = from; part < from + kParts; ++part) {
+                    stores.store(sums, rows, part);
+                    const int later = part + Stored::kAhead;
+                    if (later >= kOutBuffers && later < Stored::kAll) stores.template load<Stored::kLeaving>(rows_of(later), later);
+                }
+            } else {
+#pragma unroll
+                for (int box = 0; box < kParts * kBoxes; ++box) store_few(d, n, sums, rows, box);
+            }
+        };
+        store(total[0], 0);
+        store(total[1], kParts);
+    }
+    ptx::tma_store_wait_all();
+}
+
+template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes>
+__global__ void __launch_bounds__(384, 1)
+    grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                 const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
+    using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, Out>;
+    extern __shared__ u8 raw[];
+    // Dynamic shared memory starts 16-byte aligned only.
+    Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+    const int warp = same_in_all(threadIdx.x / 32);
+    begin<kStages, kCluster, 1>(shared, map_a, map_b, map_d, [&] {
+        for (int i = 0; kAdds == Adds::kInWarp && i < kMathWarps * kOutBuffers; ++i)
+            ptx::barrier_init(shared.loaded[i / kOutBuffers][i % kOutBuffers], 1);
+    });
+
+    if (warp < 4) {
+        ptx::registers_shrink_to<40>();
+        if (warp == 0) produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
+    } else {
+        ptx::registers_grow_to<232>();
+        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, warp - 4);
+        if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
+    }
+    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    if constexpr (kCluster != 1) ptx::cluster_sync();
+}
+
+}  // namespace nib

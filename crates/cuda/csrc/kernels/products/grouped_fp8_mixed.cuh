@@ -1,0 +1,181 @@
+// The forward product of grouped_fp8_block.cuh where many groups are short: the same operands, arithmetic and results (kRagged::kRows,
+// 128x128 scales of B), with another way through the tiles and the ring.
+//
+// A short group's tiles are a stream of B that the memory delivers, a long one's keep the tensor cores busy: they come mixed
+// (grouped_mixed_schedule.cuh), so that both work all the time. Where one wave of rows counts, a stage holds two blocks of the
+// contraction: twice the bytes under way. B of a short group, read once, leaves the L2 first.
+//
+// Grid, cta and shared memory: as there, but that one warp finds the tiles for the others, and A comes by waves of 64 rows.
+#pragma once
+#include "kernels/products/grouped_fp8_block.cuh"
+#include "pieces/products/grouped_mixed_schedule.cuh"
+
+namespace nib {
+
+/// Readers of the queue: the warp that fills the ring with codes, and two with scales.
+constexpr int kMixedReaders = 1 + scale_warps(ScalesOfB::kTile);
+
+template <int kStages, int kOutBuffers, int kBoxes, class Out>
+struct MixedLayout : SharedLayout<kStages, kOutBuffers, kBoxes, ScalesOfB::kTile, Out> {
+    static constexpr bool kPairs = true;
+    static __device__ __forceinline__ bool is_paired(const Tile& tile) { return tile.kept <= kWaveRows; }
+    TileQueue<kMixedReaders> queue;
+};
+
+/// Fills the ring with codes. The waves of A's rows, or the blocks of a pair, are loaded by the ctas of the cluster in turn. One warp.
+template <int kStages, int kCluster, class Shared>
+__device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& map_a, const TensorMap& map_b) {
+    constexpr u32 kWaveBytes = kWaveRows * kBlockK, kBytesB = kBlockN * kBlockK;
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
+    const bool leader = ptx::lane_idx() == 0;
+    typename decltype(shared.queue)::Reader tiles(shared.queue);
+    Ring<kStages> ring;
+    MixedTile tile;
+    do {
+        tile = tiles.next();
+        const int blocks = ceil_div(tile.len_k, kBlockK), waves = ceil_div(tile.kept, kWaveRows);
+        const int a_stage = Shared::is_paired(tile) ? 2 : 1;
+        int block = 0;
+        do {
+            const u32 stage = ring.stage;
+            ptx::Barrier& full = shared.full[stage];
+            ptx::barrier_wait(shared.empty[stage], ring.parity ^ 1);
+            if (leader) {
+                if (block == 0) shared.tile[stage] = tile;
+                if (tile.len_k <= 0) {
+                    ptx::barrier_arrive(full);
+                } else {
+                    const int here = min(a_stage, blocks - block);
+                    ptx::barrier_arrive_expect(full, here * (waves * kWaveBytes + kBytesB));
+                    u8* const a = shared.a[stage];
+                    for (int part = rank; part < here * waves; part += kCluster) {
+                        const int second = Shared::is_paired(tile) ? part : 0, wave = part - second;
+                        load_shared_by_cluster<kCluster>(a + part * kWaveBytes, map_a, full, (block + second) * kBlockK,
+                                                         tile.row_a + wave * kWaveRows);
+                    }
+                    for (int i = 0; i < here; ++i) {
+                        u8* const b = i == 0 ? shared.b[stage] : a + Shared::kSecondB;
+                        const int k = (block + i) * kBlockK;
+                        if (tile.alone)
+                            ptx::tma_load_once(b, map_b, full, k, tile.row_b);
+                        else
+                            ptx::tma_load(b, map_b, full, k, tile.row_b);
+                    }
+                }
+            }
+            ring.advance();
+            block += a_stage;
+        } while (block < blocks);
+    } while (tile.len_k >= 0);
+}
+
+/// Fetches the scales, four stages at a time; `thread` counts within the scale warps. Of a tile, each has four rows and four blocks: of
+/// a pair's eight, the first 16 threads have the first four, and the next 16 the others.
+template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
+__device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
+                                            int thread) {
+    constexpr int kAhead = FourRows<4>::kAhead;
+    const int lane = int(ptx::lane_idx());
+    const int rows_b = ceil_div(groups.n, kBlockN);
+    typename decltype(shared.queue)::Reader tiles(shared.queue);
+    FourRows<4> mine(scales_a, groups.m, kLayout);
+    Ring<kStages> ring;
+    const auto await = [&] { ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1); };
+    const auto deliver = [&] {
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shared.full[ring.stage]);
+        ring.advance();
+    };
+    for (;;) {
+        const MixedTile tile = tiles.next();
+        const int blocks = ceil_div(tile.len_k, kBlockK), last = blocks - 1;
+        if (blocks <= 0) {
+            await();
+            deliver();
+            if (tile.len_k < 0) break;
+            continue;
+        }
+        const int row_b = (tile.row_b - tile.col_d) / groups.n * rows_b + min(tile.col_d / kBlockN, rows_b - 1);
+        const bool paired = Shared::is_paired(tile);
+        const int row = paired ? thread * 4 % kWaveRows : thread * 4;
+        // A thread's four blocks come so much later than the first of eight.
+        const int later = paired ? thread / 16 % 2 * kAhead : 0;
+        const bool busy = !paired || thread < 32;
+        u32 of_b = 0;  // a lane's block of 32
+        for (int from = 0; from < blocks; from += paired ? 2 * kAhead : kAhead) {
+            if (from % 32 == 0) of_b = scales_b.load(row_b, min(from + lane, last));
+            if (busy) mine.load(tile.row_a + row, min(from + later, last / kAhead * kAhead), from, last);
+            const auto scaled = [&](int ahead, int block) {
+                const float4 four = mine.scales(ahead);
+                const float b = scales_b.decode(__shfl_sync(0xFFFFFFFF, of_b, block % 32));
+                return float4{four.x * b, four.y * b, four.z * b, four.w * b};
+            };
+#pragma unroll
+            for (int ahead = 0; ahead < kAhead; ++ahead) {
+                if (paired) {
+                    // The stage's blocks are two of the lane's four, or two of another's.
+                    if (from + 2 * ahead >= blocks) break;
+                    const int first = ahead % 2 * 2;
+                    const float4 one = scaled(first, from + later + first), two = scaled(first + 1, from + later + first + 1);
+                    await();
+                    if (busy && later / kAhead == ahead / 2) {
+                        *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + row) = one;
+                        *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + kWaveRows + row) = two;
+                    }
+                } else {
+                    if (from + ahead >= blocks) break;
+                    const float4 four = scaled(ahead, from + ahead);
+                    await();
+                    *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + row) = four;
+                }
+                deliver();
+            }
+        }
+    }
+}
+
+/// The same, of whatever layout.
+template <int kStages, class Shared>
+__device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
+                                            int thread) {
+    using Rows = FourRows<4>;
+    switch (Rows(scales_a, groups.m, 0).layout()) {
+        case Rows::kBytesByRow: return fetch_mixed<Rows::kBytesByRow, kStages>(shared, scales_a, scales_b, groups, thread);
+        case Rows::kBytesByOddRow: return fetch_mixed<Rows::kBytesByOddRow, kStages>(shared, scales_a, scales_b, groups, thread);
+        case Rows::kBytesByBlock: return fetch_mixed<Rows::kBytesByBlock, kStages>(shared, scales_a, scales_b, groups, thread);
+        case Rows::kF32ByRow: return fetch_mixed<Rows::kF32ByRow, kStages>(shared, scales_a, scales_b, groups, thread);
+        case Rows::kF32ByBlock: return fetch_mixed<Rows::kF32ByBlock, kStages>(shared, scales_a, scales_b, groups, thread);
+        case Rows::kScattered: return fetch_mixed<Rows::kScattered, kStages>(shared, scales_a, scales_b, groups, thread);
+    }
+}
+
+template <class Out, int kStages, int kCluster, int kOutBuffers, int kBoxes>
+__global__ void __launch_bounds__(384, 1)
+    grouped_fp8_mixed(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                      const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
+                      const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
+    using Shared = MixedLayout<kStages, kOutBuffers, kBoxes, Out>;
+    extern __shared__ u8 raw[];
+    // Dynamic shared memory starts 16-byte aligned only.
+    Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+    const int warp = same_in_all(threadIdx.x / 32);
+    begin<kStages, kCluster, kMixedReaders>(shared, map_a, map_b, map_d, [&] { shared.queue.begin(); });
+
+    if (warp < 4) {
+        ptx::registers_shrink_to<56>();
+        if (warp == 0)
+            produce_mixed<kStages, kCluster>(shared, map_a, map_b);
+        else if (warp < kMixedReaders)
+            fetch_mixed<kStages>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
+        else
+            shared.queue.tell(MixedSchedule<kCluster>(groups));
+    } else {
+        ptx::registers_grow_to<224>();
+        consume<Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
+        clear_tail(d, groups);
+    }
+    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    if constexpr (kCluster != 1) ptx::cluster_sync();
+}
+
+}  // namespace nib

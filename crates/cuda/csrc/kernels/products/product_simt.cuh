@@ -1,0 +1,170 @@
+// D = A·Bᵀ, dense or over groups, of any two operands, on the ordinary cores: F32 products, and what the tensor-core kernels do
+// not take (odd sizes, rare pairs of formats).
+//
+// An operand is F32, BF16 or codes (E4M3, E5M2, two E2M1 a byte) with a scale for each block along the contraction. Element
+// (row, k) lies at row * row_stride + k * k_stride elements; one of the strides is 1.
+// kRagged as in grouped_fp8_block.cuh; groups of plain operands may start anywhere. Rows of D of no group are left alone.
+// Arithmetic: F32, in order of k. Each block's dot product, then total = fma(scale_a * scale_b, dot, total); plain operands
+// likewise every 128, with scales of 1.
+//
+// Grid: tiles of columns, then tiles of rows (kRows: as many as rows / 64 + groups, some idle), then groups (kContraction).
+// Cta: 256 threads, 64 x 64 outputs, 4 x 4 a thread.
+#pragma once
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "pieces/products/grouped_schedule.cuh"
+
+namespace nib {
+
+constexpr int kSimtTile = 64;
+constexpr int kSimtStep = 32;  // of k; divides every block
+constexpr int kSimtThreads = 256;
+
+enum Stored { kStoredF32, kStoredBf16, kStoredE4m3, kStoredE5m2, kStoredE2m1 };
+
+/// One operand.
+struct Side {
+    const void* values;
+    long long row_stride, k_stride;
+    Scales scales;  // null where plain
+    int stored;     // a Stored
+    int tile_rows;  // rows a scale is for: 1, or the block's
+};
+
+__device__ __forceinline__ float decode_e5m2(u32 code) {
+    // The exponent's bias differs by 112; infinities and NaN have the largest exponent in both.
+    const float finite = __fmul_rn(__uint_as_float((code & 0x7F) << 21), 5.192296858534828e33f);
+    const u32 magnitude = (code & 0x7C) == 0x7C ? kInfinityBits | (code & 3) << 21 : __float_as_uint(finite);
+    return __uint_as_float(magnitude | (code & 0x80) << 24);
+}
+
+template <class Element>
+__device__ __forceinline__ float element(const Side& side, long long at);
+struct StoredF32 {};
+struct StoredBf16 {};
+struct StoredCodes {};
+template <>
+__device__ __forceinline__ float element<StoredF32>(const Side& side, long long at) {
+    return __ldg(static_cast<const float*>(side.values) + at);
+}
+template <>
+__device__ __forceinline__ float element<StoredBf16>(const Side& side, long long at) {
+    return __uint_as_float(u32(__ldg(static_cast<const u16*>(side.values) + at)) << 16);
+}
+template <>
+__device__ __forceinline__ float element<StoredCodes>(const Side& side, long long at) {
+    const u8* const codes = static_cast<const u8*>(side.values);
+    if (side.stored == kStoredE2m1) return E2m1::decode(__ldg(codes + at / 2) >> (at % 2 * 4) & 15);
+    const u32 code = __ldg(codes + at);
+    if (side.stored == kStoredE5m2) return decode_e5m2(code);
+    return (code & 0x7F) == 0x7F ? __uint_as_float(kNanBits) : E4m3::decode(code);
+}
+
+/// A 64 x 32 piece of an operand in shared memory, k outermost; zeros outside.
+template <class Element>
+__device__ __forceinline__ void load_piece(float (&piece)[kSimtStep][kSimtTile + 1], const Side& side, int row, int rows, int k,
+                                           int end) {
+    const bool k_inner = side.k_stride == 1;
+#pragma unroll
+    for (int i = 0; i < kSimtTile * kSimtStep / kSimtThreads; ++i) {
+        const int at = int(threadIdx.x) + i * kSimtThreads;
+        const int r = k_inner ? at / kSimtStep : at % kSimtTile;
+        const int c = k_inner ? at % kSimtStep : at / kSimtTile;
+        const bool inside = r < rows && k + c < end;
+        piece[c][r] = inside ? element<Element>(side, (row + r) * side.row_stride + (k + c) * side.k_stride) : 0.0f;
+    }
+}
+
+/// The scale of a row's block; 1 where plain or outside.
+__device__ __forceinline__ float scale_of(const Side& side, int scale_row, bool inside, int block) {
+    return side.scales.values == nullptr || !inside ? 1.0f : side.scales.decode(side.scales.load(scale_row, block));
+}
+
+template <class Element, Ragged kRagged>
+__global__ void __launch_bounds__(kSimtThreads)
+    product_simt(const __grid_constant__ Side a, const __grid_constant__ Side b, const __grid_constant__ Groups groups,
+                 void* d, int block, int out_is_f32, int accumulate, int tiles_n, int tiles_m) {
+    __shared__ float piece_a[kSimtStep][kSimtTile + 1];
+    __shared__ float piece_b[kSimtStep][kSimtTile + 1];
+    int tile = int(blockIdx.x) / tiles_n % tiles_m, group = int(blockIdx.x) / tiles_n / tiles_m;
+    int start = 0, len = groups.m;
+    if (kRagged == Ragged::kContraction) {
+        const auto rows = groups.span(group, groups.k);
+        start = rows.first;
+        len = rows.len;
+    } else if (groups.start != nullptr) {
+        for (group = 0;; ++group) {
+            if (group == groups.count) return;
+            const auto rows = groups.span(group, groups.m);
+            start = rows.first;
+            len = rows.len;
+            if (tile < ceil_div(len, kSimtTile)) break;
+            tile -= ceil_div(len, kSimtTile);
+        }
+    }
+    const bool by_rows = kRagged == Ragged::kRows;
+    const int row = tile * kSimtTile, col = int(blockIdx.x) % tiles_n * kSimtTile;  // in the group's D
+    const int rows = min((by_rows ? len : groups.m) - row, kSimtTile), cols = min(groups.n - col, kSimtTile);
+    const int row_a = by_rows ? start + row : row, row_b = by_rows ? group * groups.n + col : col;
+    const int from = by_rows ? 0 : start, end = by_rows ? groups.k : start + len;
+    // Blocks of rows and columns never cross from one matrix of a stack to the next.
+    const int first_b = by_rows ? group * ceil_div(groups.n, b.tile_rows) : 0;
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+
+    float total[4][4] = {}, dot[4][4] = {};
+    for (int k = from; k < end; k += kSimtStep) {
+        load_piece<Element>(piece_a, a, row_a, rows, k, end);
+        load_piece<Element>(piece_b, b, row_b, cols, k, end);
+        __syncthreads();
+#pragma unroll 8
+        for (int c = 0; c < kSimtStep; ++c) {
+            float left[4], right[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                left[i] = piece_a[c][y + 16 * i];
+                right[i] = piece_b[c][x + 16 * i];
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) dot[i][j] = __fmaf_rn(left[i], right[j], dot[i][j]);
+        }
+        __syncthreads();
+        if ((k + kSimtStep - from) % block != 0 && k + kSimtStep < end) continue;
+        float scale_a[4], scale_b[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = y + 16 * i, c = x + 16 * i;
+            scale_a[i] = scale_of(a, (row_a + r) / a.tile_rows, r < rows, k / block);
+            scale_b[i] = scale_of(b, b.tile_rows == 1 ? row_b + c : first_b + (col + c) / b.tile_rows, c < cols, k / block);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                total[i][j] = __fmaf_rn(scale_a[i] * scale_b[j], dot[i][j], total[i][j]);
+                dot[i][j] = 0.0f;
+            }
+    }
+
+    const long long row_d = by_rows ? start + row : (long long)group * groups.m + row;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int r = y + 16 * i, c = x + 16 * j;
+            if (r >= rows || c >= cols) continue;
+            const long long at = (row_d + r) * groups.n + col + c;
+            if (out_is_f32) {
+                float* const to = static_cast<float*>(d) + at;
+                *to = accumulate ? *to + total[i][j] : total[i][j];
+            } else {
+                u16* const to = static_cast<u16*>(d) + at;
+                const float sum = accumulate ? __uint_as_float(u32(*to) << 16) + total[i][j] : total[i][j];
+                *to = static_cast<u16>(ptx::pack_bf16(sum, 0.0f));
+            }
+        }
+}
+
+}  // namespace nib

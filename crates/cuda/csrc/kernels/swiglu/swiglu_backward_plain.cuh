@@ -1,0 +1,137 @@
+// The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
+//
+// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as the forward pass made it,
+// dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16 bytes. kBf16: all are BF16 and f % 8 == 0;
+// else the flags say which.
+// 256 threads, a warp a row; any grid, best, if kBf16, four ctas a multiprocessor; sizeof(SigmoidTable) dynamic shared memory if kBf16.
+#pragma once
+#include "formats/either.cuh"
+#include "pieces/swiglu/swiglu_grad.cuh"
+#include "math/reduce.cuh"
+#include "math/sigmoid_table.cuh"
+
+namespace nib {
+
+constexpr int kPlainRowThreads = 256;
+
+/// What is read, and whether it is BF16.
+struct PlainSource {
+    const u8 *h, *da;
+    int h_bf16, da_bf16;
+    int f;
+};
+
+/// A warp's next 256 columns.
+template <bool kBf16>
+struct PlainChunk {
+    using Eight = F32::Eight;
+    Eight gate, up, da;
+
+    __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
+        const int left = counted ? of.f - col : 0;
+        gate = load_either(of.h, of.h_bf16, u64(row) * 2 * of.f + col, left);
+        up = load_either(of.h, of.h_bf16, u64(row) * 2 * of.f + of.f + col, left);
+        da = load_either(of.da, of.da_bf16, u64(row) * of.f + col, left);
+    }
+    __device__ __forceinline__ static float value(const Eight& x, int i) { return x.number[i]; }
+    __device__ __forceinline__ void sigmoids(u32, float (&s)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[i] = sigmoid(gate.number[i]);
+    }
+    __device__ __forceinline__ static void store(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
+        store_either(to, is_bf16, at, left, x);
+    }
+};
+
+template <>
+struct PlainChunk<true> {
+    using Eight = Bf16::Eight;
+    Eight gate, up, da;
+
+    __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
+        const int left = counted ? of.f - col : 0;
+        const u8* const from = of.h + (u64(row) * u32(2 * of.f) + u32(col)) * Bf16::kBytes;
+        gate = Bf16::load<true>(from, left);
+        up = Bf16::load<true>(from + u32(of.f) * Bf16::kBytes, left);
+        da = Bf16::load<true>(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, left);
+    }
+    __device__ __forceinline__ static float value(const Eight& x, int i) { return Bf16::value(x, i); }
+    __device__ __forceinline__ void sigmoids(u32 table, float (&s)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float two[2];
+            SigmoidTable::two(table, gate.word[i], two);
+            s[2 * i] = two[0];
+            s[2 * i + 1] = two[1];
+        }
+    }
+    __device__ __forceinline__ static void store(u8* to, bool, u64 at, int left, const F32::Eight& x) {
+        if (left > 0) ptx::store_16(to + at * Bf16::kBytes, to_bf16(x));
+    }
+};
+
+template <bool kBf16>
+__global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
+    swiglu_backward_plain(const u8* __restrict__ h, int h_bf16, const u8* __restrict__ da, int da_bf16,
+                          const float* __restrict__ weight, u8* __restrict__ dh, int dh_bf16, u8* __restrict__ a, int a_bf16,
+                          float* __restrict__ dweight, const int* __restrict__ row_id, int rows, int f) {
+    using Chunk = PlainChunk<kBf16>;
+    constexpr int kCols = 2 * kPart;
+    extern __shared__ __align__(128) u8 raw[];
+    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // none without kBf16
+    u32 table = 0;
+    if constexpr (kBf16) {
+        sigmoids.fill();
+        __syncthreads();
+        table = sigmoids.base();
+    }
+    const PlainSource source = {h, da, h_bf16, da_bf16, f};
+    const int lane = threadIdx.x % 32;
+    constexpr int kWarps = kPlainRowThreads / 32;
+    const u32 stride = gridDim.x * kWarps;
+    const auto counts = [&](u32 row) { return row < u32(rows) && (row_id == nullptr || __ldg(row_id + row) >= 0); };
+    u32 row = blockIdx.x * kWarps + threadIdx.x / 32;
+    bool counted = counts(row), next_counted = counts(row + stride);
+    // A chunk is on its way while the one before is worked on.
+    Chunk now;
+    if (row < u32(rows)) now.load(source, row, lane * 8, counted);
+    for (; row < u32(rows); row += stride) {
+        const float w = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
+        const bool after_next = counts(row + 2 * stride);
+        float sum = 0.0f;
+        for (int first = 0; first < f; first += kCols) {
+            const int col = first + lane * 8, left = f - col;
+            Chunk next;
+            if (first + kCols < f) next.load(source, row, col + kCols, counted);
+            else next.load(source, row + stride, lane * 8, next_counted);
+            F32::Eight dg, du, again;
+            float s[8], terms[8], das[8];
+            now.sigmoids(table, s);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                das[i] = Chunk::value(now.da, i);
+                const SwigluGrad grad = swiglu_grad(gate_terms(Chunk::value(now.gate, i), s[i]), Chunk::value(now.up, i), das[i], w);
+                dg.number[i] = grad.gate;
+                du.number[i] = grad.up;
+                again.number[i] = grad.a;
+                terms[i] = grad.silu_up;
+            }
+            Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(col), left, dg);
+            Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(f + col), left, du);
+            Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
+            // Lanes 0 to 15 hold one part, the others the next.
+            float part = dot_of_neighbours(terms, das);
+#pragma unroll
+            for (int far = 1; far < 16; far *= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, far));
+            sum = __fadd_rn(sum, part);
+            const float second = __shfl_down_sync(kAllLanes, part, 16);
+            if (first + kPart < f) sum = __fadd_rn(sum, second);
+            now = next;
+        }
+        if (lane == 0) dweight[row] = sum;
+        counted = next_counted;
+        next_counted = after_next;
+    }
+}
+
+}  // namespace nib

@@ -1,0 +1,161 @@
+// Parts of the attention kernels on the tensor cores: rings of tiles, the order of work, products of a warpgroup.
+//
+// A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows, one after the other,
+// with the swizzle of 128 bytes. It serves as an operand both ways: rows along the contraction, or down it.
+#pragma once
+#include "pieces/attention/attention_sizes.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+
+namespace nib {
+
+constexpr int kBoxCols = 64;       // elements: 128 bytes
+constexpr int kBoxRowBytes = 128;
+constexpr int kGroupRows = 64;     // of a warpgroup's product
+
+/// A place in a ring of tiles: where the next one is, and which phase of its barrier.
+template <int kStages>
+struct Place {
+    u32 stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
+
+/// Barriers of a ring.
+template <int kStages>
+struct RingBarriers {
+    ptx::Barrier full[kStages];
+    ptx::Barrier empty[kStages];
+
+    /// `readers` warps tell that they are done with a stage. One thread.
+    __device__ __forceinline__ void init(u32 readers) {
+        for (int i = 0; i < kStages; ++i) {
+            ptx::barrier_init(full[i], 1);
+            ptx::barrier_init(empty[i], readers);
+        }
+    }
+};
+
+/// What a cta does next.
+struct AttentionWork {
+    int sequence;
+    int head;
+    int tile;
+};
+
+/// Number `at` of all work, `tiles` of each head: heads in sections of so many (whose keys and values the L2 holds), within a section
+/// the last tiles of all heads first.
+template <bool kLastFirst>
+__device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
+    const int of_section = section * tiles;
+    const int number = at / of_section, rest = at - number * of_section;
+    const int width = min(section, heads * sequences - number * section);
+    const int unit = number * section + rest % width, tile = rest / width;
+    return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
+}
+
+/// The work of a cta in its round `round`: every other round backwards, so that nobody always has the longest of a round.
+__device__ __forceinline__ int work_number(int round) {
+    const int cta = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * int(gridDim.x) + cta;
+}
+
+/// Loads a tile of `kRows` rows of a head, in boxes; one thread.
+template <int kDim, int kRows>
+__device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::Barrier& barrier, int head, int row, int sequence) {
+#pragma unroll
+    for (int box = 0; box < kDim / kBoxCols; ++box)
+        ptx::tma_load(tile + box * kRows * kBoxRowBytes, map, barrier, head * kDim + box * kBoxCols, row, sequence);
+}
+
+/// d = A·Bᵀ: 64 rows of a tile of kRowsA by a tile of kRowsB, both along the head. Addresses are descriptors' low halves.
+template <int kDim, int kRowsA, int kRowsB, int kCount>
+__device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b) {
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+        const u32 box = step / 4, within = step % 4 * 2;
+        const u64 of_a = ptx::wgmma_descriptor(a + box * (kRowsA * kBoxRowBytes / 16) + within);
+        const u64 of_b = ptx::wgmma_descriptor(b + box * (kRowsB * kBoxRowBytes / 16) + within);
+        if (step == 0)
+            ptx::wgmma_bf16<false, true>(d, of_a, of_b);
+        else
+            ptx::wgmma_bf16<false, false>(d, of_a, of_b);
+    }
+}
+
+/// d += W·B: weights in registers by a tile of kRowsB, down its rows.
+template <int kRowsB, int kCount>
+__device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)[kRowsB / 4], u32 b) {
+#pragma unroll
+    for (int step = 0; step < kRowsB / 16; ++step)
+        ptx::wgmma_bf16<true, false>(d, w[4 * step], w[4 * step + 1], w[4 * step + 2], w[4 * step + 3],
+                                    ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
+}
+
+/// The low half of a tile's descriptor for `multiply_down`.
+template <int kRows>
+__device__ __forceinline__ u32 descriptor_down(const void* tile) {
+    return ptx::wgmma_descriptor_low_transposed(shared_address(tile), kRows * kBoxRowBytes);
+}
+
+/// Accumulators to BF16, as the A operand of the next product.
+template <int kCount>
+__device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
+}
+
+/// Scores of later keys become -infinity. `ahead`: this thread's first row less its first column.
+template <int kCount>
+__device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col > ahead) s[i] = -infinity();
+        if (col + 1 > ahead) s[i + 1] = -infinity();
+        if (col > ahead + 8) s[i + 2] = -infinity();
+        if (col + 1 > ahead + 8) s[i + 3] = -infinity();
+    }
+}
+
+/// Stages a warp's 16 rows of sums, row l/4 times `low` and row l/4 + 8 times `high`, as boxes of 16 rows, and sends them to `row` on. The
+/// engine may still read the boxes afterwards.
+template <int kDim>
+__device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
+                                                int head, int row, int sequence) {
+    constexpr int kBoxBytes = 16 * kBoxRowBytes;
+    const u32 lane = ptx::lane_idx();
+    const u32 tile = lane / 8, in_box = lane % 8 + 8 * (tile & 1);
+    const u32 to = shared_address(staged) + in_box * kBoxRowBytes;
+#pragma unroll
+    for (int j = 0; j < kDim / 8; j += 2) {
+        const u32 chunk = (j % 8 + (tile >> 1)) ^ (lane % 8);
+        const float* const x = sum + 4 * j;
+        ptx::store_matrix_x4(to + j / 8 * kBoxBytes + chunk * 16, ptx::pack_bf16(x[0] * low, x[1] * low),
+                             ptx::pack_bf16(x[2] * high, x[3] * high), ptx::pack_bf16(x[4] * low, x[5] * low),
+                             ptx::pack_bf16(x[6] * high, x[7] * high));
+    }
+    ptx::fence_shared_to_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (int box = 0; box < kDim / kBoxCols; ++box)
+            ptx::tma_store(map, staged + box * kBoxBytes, head * kDim + box * kBoxCols, row, sequence);
+        ptx::tma_store_commit();
+    }
+}
+
+/// Waits until the engine has read what this warp staged.
+__device__ __forceinline__ void staged_rows_read() {
+    if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();
+    __syncwarp();
+}
+
+}  // namespace nib

@@ -1,0 +1,187 @@
+// A tile of 128 x 128 numbers in the registers of 512 threads, from its values to its E4M3 codes along the rows and down the columns.
+// A thread holds four rows of eight columns, a warp 16 rows of 64 columns, so two warps a row: what one has found out about its
+// half of a row reaches the other through shared memory.
+#pragma once
+#include "formats/bf16.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "pieces/convert/column_tile.cuh"
+#include "math/reduce.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+constexpr int kThreadRows = 4, kThreadCols = 8;
+constexpr int kStripThreads = kTile * kTile / (kThreadRows * kThreadCols);
+constexpr int kWarpRows = 16, kWarpCols = kTile / 2;
+using StripValues = float[kThreadRows][kThreadCols];
+
+/// Where a tile lies: strips of 128 rows one after the other, so that the scales of a row are written at one time.
+struct StripTile {
+    u32 strip, panel;
+
+    __device__ __forceinline__ StripTile(u32 index, Divider by_across, u32 across)
+        : strip(by_across.divide(index)), panel(index - strip * across) {}
+
+    __device__ __forceinline__ u64 row() const { return u64(strip) * kTile; }
+    __device__ __forceinline__ int col() const { return int(panel) * kTile; }
+};
+
+/// Rows that the copy engine brings at a time, unless they are padding alone.
+constexpr int kBoxRows = 32;
+
+/// Asked by a warp: a bit for each box of a tile in which a row counts.
+__device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
+    const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // a lane looks at four rows
+    const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
+    const u32 counted = __ballot_sync(kAllLanes, (id.x & id.y & id.z & id.w) >= 0);
+    const u32 some = counted | counted >> 1, more = some | some >> 2, any = more | more >> 4;
+    return (any & 1) | (any >> 7 & 2) | (any >> 14 & 4) | (any >> 21 & 8);
+}
+
+/// Where a thread is within a tile.
+struct StripThread {
+    int lane, half;  // in the warp; of the tile's columns
+    int row, col;    // its first ones
+
+    __device__ __forceinline__ StripThread()
+        : lane(threadIdx.x % 32),
+          half(threadIdx.x / 32 % 2),
+          row(threadIdx.x / 64 * kWarpRows + lane / 8 * kThreadRows),
+          col(half * kWarpCols + lane % 8 * kThreadCols) {}
+
+    /// Of what the eight lanes of a row have one each, the place among that of 16 rows.
+    __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
+};
+
+/// The largest |x|; NaN if one is.
+template <int kCount>
+__device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
+    float largest = fabsf(x[0]);
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude(largest, x[i]);
+    return largest;
+}
+
+/// Joins kCount values a lane over the lanes that are kFirst, 2 · kFirst, ... apart, until kLeft are left; each exchange halves the
+/// values a lane still looks after. Of n = kCount / kLeft such lanes, the j-th gets the values j, j + n, ...
+template <int kFirst, int kLeft, int kCount, int kNow = kCount, class Join>
+__device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join join) {
+    if constexpr (kNow > kLeft) {
+        const bool upper = lane & kFirst;
+#pragma unroll
+        for (int i = 0; i < kNow / 2; ++i) {
+            const float sent = upper ? v[2 * i] : v[2 * i + 1];
+            v[i] = join(upper ? v[2 * i + 1] : v[2 * i], __shfl_xor_sync(kAllLanes, sent, kFirst));
+        }
+        join_lanes<2 * kFirst, kLeft, kCount, kNow / 2>(v, lane, join);
+    }
+}
+
+/// Of the columns of kMatrices tiles, the largest magnitudes; by the 16 rows of a warp.
+template <int kMatrices>
+struct ColumnMaxima {
+    static constexpr int kCount = kMatrices * kThreadCols;
+    float line[kTile / kWarpRows][2][kCount][8];
+
+    /// Those of a thread's four rows: of each matrix's columns.
+    __device__ __forceinline__ void write(const StripThread& me, float (&largest)[kCount]) {
+        join_lanes<8, kCount / 4>(largest, ptx::lane_idx_anew(), [](float a, float b) { return ptx::max_magnitude(a, b); });
+        float* const to = &line[me.row / kWarpRows][me.half][me.lane / 8][me.lane % 8];
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i) to[i * 32] = largest[i];
+    }
+
+    /// Of a column: `place` counts the eighth columns of a half from the first on, then those from the second on.
+    __device__ __forceinline__ float at(int matrix, int place) const {
+        const float* const from = &line[0][place / kWarpCols][matrix * kThreadCols][0] + place % kWarpCols;
+        float largest[kTile / kWarpRows];
+#pragma unroll
+        for (int i = 0; i < kTile / kWarpRows; ++i) largest[i] = from[i * (2 * kCount * 8)];
+        return largest_magnitude(largest);
+    }
+
+    /// Which column that is.
+    __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
+};
+
+/// What the values of each column are multiplied by. A thread reads those of its first four columns and of the others.
+struct ColumnInverses {
+    float4 four[2][2][8];  // by half of the tile, half of a thread's columns, and thread
+
+    __device__ __forceinline__ float& at(int col) {
+        return reinterpret_cast<float*>(&four[col / kWarpCols][col / 4 % 2][col / 8 % 8])[col % 4];
+    }
+};
+
+/// Codes of four neighbours in a row; those of a block that has become NaN are not zero yet.
+__device__ __forceinline__ u32 codes_of_four(const float* v, float inverse) {
+    return ptx::pack_u16(E4m3::pair(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)),
+                         E4m3::pair(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)));
+}
+
+/// Codes of kLines lines of eight columns, a line of zeros for a NaN factor; `inverse_of(i)` is asked by whole warps. All are made
+/// before any is stored: a store holds its registers for long.
+template <int kLines, class LineOf, class InverseOf>
+__device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool some_nan, LineOf line_of, InverseOf inverse_of) {
+    uint2 codes[kLines];
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+        const float* const v = line_of(i);
+        const float inverse = inverse_of(i);
+        codes[i] = {codes_of_four(v, inverse), codes_of_four(v + 4, inverse)};
+    }
+    if (some_nan) {  // rare
+#pragma unroll
+        for (int i = 0; i < kLines; ++i)
+            if (__float_as_uint(inverse_of(i)) == kNanBits) codes[i] = {0, 0};
+    }
+    if (lines >= kLines) {
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) ptx::store_8(to + u64(u32(i)) * stride, codes[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kLines; ++i)
+            if (i < lines) ptx::store_8(to + u64(u32(i)) * stride, codes[i]);
+    }
+}
+
+/// A tile of codes turned, as the copy engine takes it with its swizzle of 128 bytes: a line of 128 rows for each column, every eighth
+/// column's line after the other. So the eight lanes of a row differ in the chunk, the four rows of a warp's in the word of a chunk.
+struct alignas(1024) TurnedTile {
+    static constexpr int kNext = kTile / 8 * kTile;  // bytes from a column's line to the next one's
+    u8 bytes[kTile * kTile];
+
+    /// Where four rows of eight columns go, kNext bytes from one column to the next.
+    __device__ __forceinline__ u8* place(int col, int row) {
+        return bytes + col / 8 * kTile + (row / 16 ^ col / 8 % 8) * 16 + row % 16;
+    }
+
+    __device__ __forceinline__ void write(const StripThread& me, const StripValues& value, const ColumnInverses& inverses) {
+        u8* const to = place(me.col, me.row);
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const float4 of = inverses.four[me.half][part][me.lane % 8];
+            const float inverse[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int c = part * 4 + i;
+                const auto scaled = [&](int r) { return __fmul_rn(value[r][c], inverse[i]); };
+                const u32 codes = ptx::pack_u16(E4m3::pair(scaled(0), scaled(1)), E4m3::pair(scaled(2), scaled(3)));
+                ptx::store_4(to + c * kNext, codes);
+            }
+        }
+    }
+
+    /// Makes zeros of the columns of blocks that have become NaN: rare. A barrier before.
+    __device__ __forceinline__ void clear_nan(ColumnInverses& inverses) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < kTile * (kTile / 4); i += kStripThreads) {
+            const int col = i / (kTile / 4);
+            if (__float_as_uint(inverses.at(col)) == kNanBits) ptx::store_4(place(col / 8 * 8, i % (kTile / 4) * 4) + col % 8 * kNext, 0);
+        }
+    }
+};
+
+}  // namespace nib

@@ -1,0 +1,190 @@
+// The order of tiles where many groups are short: a short group's matrix of B is read for at most 128 rows, so that its tiles wait for
+// the memory, and a long group's for the tensor cores. A cluster takes every n-th tile of either kind, and mixes them evenly,
+// each cluster out of step with the others, so that both are busy all the time.
+//
+// One warp finds the tiles and tells the others through a small ring: it runs ahead, and waits for the lists in their stead.
+#pragma once
+#include "pieces/products/grouped_store.cuh"
+
+namespace nib {
+
+/// A tile, and whether it is its group's only row of tiles: nobody else reads its rows of B.
+struct MixedTile : Tile {
+    int alone;
+};
+
+/// Tiles on their way to the warps that fill the ring.
+template <int kReaders>
+struct TileQueue {
+    static constexpr int kAhead = 4;
+    MixedTile tile[kAhead];
+    ptx::Barrier told[kAhead], read[kAhead];
+
+    /// One thread, before all.
+    __device__ __forceinline__ void begin() {
+        for (int i = 0; i < kAhead; ++i) {
+            ptx::barrier_init(told[i], 1);
+            ptx::barrier_init(read[i], kReaders);
+        }
+    }
+
+    /// What a warp has read of it.
+    class Reader {
+      public:
+        __device__ __forceinline__ explicit Reader(TileQueue& queue) : queue_(queue) {}
+
+        __device__ __forceinline__ MixedTile next() {
+            ptx::barrier_wait(queue_.told[ring_.stage], ring_.parity);
+            const MixedTile& from = queue_.tile[ring_.stage];
+            const MixedTile tile = {uniform(from), same_in_all(from.alone)};
+            __syncwarp();
+            if (ptx::lane_idx() == 0) ptx::barrier_arrive(queue_.read[ring_.stage]);
+            ring_.advance();
+            return tile;
+        }
+
+      private:
+        TileQueue& queue_;
+        Ring<kAhead> ring_;
+    };
+
+    /// Tells every tile of a schedule, and that there are no more. One warp.
+    template <class Schedule>
+    __device__ __forceinline__ void tell(Schedule&& schedule) {
+        Ring<kAhead> ring;
+        bool more;
+        do {
+            MixedTile next = {};
+            more = schedule.take(next);
+            if (!more) next.len_k = -1;
+            ptx::barrier_wait(read[ring.stage], ring.parity ^ 1);
+            if (ptx::lane_idx() == 0) {
+                tile[ring.stage] = next;
+                ptx::barrier_arrive(told[ring.stage]);
+            }
+            ring.advance();
+        } while (more);
+    }
+};
+
+/// A walk over the tiles of all groups of a kind, 32 groups at a time.
+template <bool kLong>
+class Walk {
+  public:
+    struct Place {
+        int group, within, tiles_m;  // the tile's group, its place among the group's, and the group's rows of tiles
+        Groups::Span rows;
+    };
+
+    /// Rows of tiles that a group of this kind has.
+    static __device__ __forceinline__ int tiles_m(int padded) {
+        const bool is_long = padded > kBlockM / 2;
+        return is_long != kLong ? 0 : kLong ? ceil_div(padded, kBlockM) : int(padded > 0);
+    }
+
+    /// Where a tile is, which comes after those asked for before.
+    __device__ __forceinline__ Place find(const Groups& groups, int columns, int tile) {
+        for (int end = __shfl_sync(kAll, end_, 31); tile >= end && base_ < groups.count; end = __shfl_sync(kAll, end_, 31))
+            load(groups, columns, base_ + 32, end);
+        const u32 lane = __ffs(__ballot_sync(kAll, end_ > tile)) - 1;
+        Place place;
+        place.group = base_ + lane;
+        place.rows = {__shfl_sync(kAll, rows_.first, lane), __shfl_sync(kAll, rows_.padded, lane), __shfl_sync(kAll, rows_.len, lane)};
+        place.tiles_m = tiles_m(place.rows.padded);
+        place.within = tile - (__shfl_sync(kAll, end_, lane) - place.tiles_m * columns);
+        return place;
+    }
+
+  private:
+    static constexpr u32 kAll = 0xFFFFFFFF;
+
+    __device__ __forceinline__ void load(const Groups& groups, int columns, int base, int before) {
+        base_ = base;
+        rows_ = groups.span_or_none(base + int(ptx::lane_idx()));
+        end_ = sum_up_to_lane(tiles_m(rows_.padded) * columns) + before;
+    }
+
+    int base_ = -32;  // group of lane 0
+    int end_ = 0;     // tiles up to and with this lane's group
+    Groups::Span rows_ = {};
+};
+
+template <int kCluster>
+class MixedSchedule {
+  public:
+    __device__ __forceinline__ explicit MixedSchedule(const Groups& groups)
+        : groups_(groups),
+          columns_(ceil_div(ceil_div(groups.n, kBlockN), kCluster)),
+          clusters_(gridDim.x / kCluster),
+          rank_(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())) {
+        int tiles_long = 0, tiles_short = 0;
+        for (int base = 0; base < groups.count; base += 32 * kAtOnce) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int padded = groups.span_or_none(base + 32 * i + int(ptx::lane_idx())).padded;
+                tiles_long += Walk<true>::tiles_m(padded);
+                tiles_short += Walk<false>::tiles_m(padded);
+            }
+        }
+        const int cluster = blockIdx.x / kCluster;
+        next_long_ = cluster;
+        // Who takes one more of the long takes one less of the short.
+        next_short_ = clusters_ - 1 - cluster;
+        longs_ = share(tiles_long, next_long_);
+        left_ = tiles_ = longs_ + share(tiles_short, next_short_);
+        phase_ = int((long long)tiles_ * cluster / clusters_);
+    }
+
+    /// The next tile of this cta; false when there are no more. All lanes of the warp call it together.
+    __device__ __forceinline__ bool take(MixedTile& tile) {
+        if (left_ == 0) return false;
+        --left_;
+        phase_ += longs_;
+        const bool is_long = phase_ >= tiles_;
+        if (is_long) {
+            phase_ -= tiles_;
+            place(tile, long_.find(groups_, columns_, next_long_));
+            next_long_ += clusters_;
+        } else {
+            place(tile, short_.find(groups_, columns_, next_short_));
+            next_short_ += clusters_;
+        }
+        return true;
+    }
+
+  private:
+    static constexpr int kAtOnce = 4;
+
+    /// Tiles of a kind that are this cluster's, of which the first is `first`.
+    __device__ __forceinline__ int share(int tiles_m_of_lane, int first) const {
+        const int tiles = int(__reduce_add_sync(0xFFFFFFFF, u32(tiles_m_of_lane))) * columns_;
+        return ceil_div(max(tiles - first, 0), clusters_);
+    }
+
+    template <class Place>
+    __device__ __forceinline__ void place(MixedTile& tile, const Place& at) const {
+        // The same bands as those of the other schedule.
+        const int band = at.within / (groups_.band * columns_), within = at.within - band * groups_.band * columns_;
+        const int band_rows = min(groups_.band, at.tiles_m - band * groups_.band);
+        const int row = (band * groups_.band + within % band_rows) * kBlockM;
+        tile.col_d = (within / band_rows * kCluster + rank_) * kBlockN;
+        tile.row_a = at.rows.first + row;
+        tile.row_b = at.group * groups_.n + tile.col_d;
+        tile.k = tile.matrix = 0;
+        tile.kept = min(max(at.rows.len - row, 0), kBlockM);
+        tile.stored = min(at.rows.padded - row, kBlockM);
+        tile.len_k = tile.kept > 0 ? groups_.k : 0;
+        tile.alone = at.tiles_m == 1;
+    }
+
+    const Groups& groups_;
+    int columns_;  // of clusters, in one group's D
+    int clusters_, rank_;
+    int next_long_, next_short_;  // this cluster's next tile of either kind
+    int tiles_, longs_, left_;    // of this cluster: all, the long ones, those to come
+    int phase_;                   // of the mix: a long tile comes when it has gone round
+    Walk<true> long_;
+    Walk<false> short_;
+};
+
+}  // namespace nib

@@ -1,0 +1,64 @@
+//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): a cta a query head, on the ordinary cores.
+
+use crate::Cuda;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::Launch;
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{plain_arg, unwritten_plain};
+use crate::ops::routing::permute::type_name;
+use nibble_core::ops::AttentionDecode;
+use nibble_core::{DType, Error, Result, Tensor};
+
+const OP: &str = "attention_decode";
+const THREADS: u32 = 256;
+/// Elements of a head at most: a thread each.
+const LARGEST_HEAD: usize = THREADS as usize;
+/// Weights of as many keys fit in shared memory, beside the kernel's own 4 KiB.
+const MOST_KEYS: usize = 48 << 10;
+
+/// See [`AttentionDecode`].
+pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
+        held.tensor(argument, x)?;
+    }
+    let AttentionDecode { q, k, v, head_dim, len } = op;
+    if head_dim > LARGEST_HEAD {
+        return Err(Error::shape(OP, "head_dim", head_dim, format!("at most {LARGEST_HEAD} on a GPU")));
+    }
+    if len > MOST_KEYS {
+        return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
+    }
+    let device = cuda.device();
+    let out = unwritten_plain(device, q.dtype(), 1, q.cols)?;
+    let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
+    if heads == 0 {
+        return Ok(out);
+    }
+    let launch =
+        Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: len * size_of::<f32>() };
+    let [group, kv_heads, head_dim_arg, keys] = [heads / kv_heads, kv_heads, head_dim, len].map(|n| n as u32);
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let kernel = device.kernel(&spec(q.dtype()))?;
+    let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
+    // SAFETY: `check` and `Held` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out
+    // was made like q and is not yet shared.
+    unsafe { kernel.launch(launch, &[q, k, v, to, &keys, &group, &kv_heads, &head_dim_arg, &scale]) }?;
+    Ok(out)
+}
+
+fn spec(dtype: DType) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/attention/attention_decode.cuh",
+        name: "nib::attention_decode",
+        args: vec![("T", TemplateArg::Type(type_name(dtype)))],
+    }
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let of = |dtype| Instance { spec: spec(dtype), shared_bytes: MOST_KEYS * size_of::<f32>() };
+    [DType::F32, DType::Bf16].into_iter().map(of).collect()
+}

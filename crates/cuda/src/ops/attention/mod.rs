@@ -1,0 +1,345 @@
+//! `attention` and `attention_backward` on a GPU: BF16 heads of 64 and 128 on the tensor cores (`attention_wgmma.rs`), all others here, on
+//! the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
+//!
+//! Nobody adds to another cta's sums: the backward pass makes P and dS twice, once for dq and once for dk and dv.
+
+pub(crate) mod attention_decode;
+pub(crate) mod attention_wgmma;
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch, plain_args};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{plain_arg, unwritten_plain};
+use crate::ops::routing::permute::type_name;
+use crate::{Buffer, Cuda, Device};
+use attention_wgmma::Wgmma;
+use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+use nibble_core::{DType, Error, Result, Tensor};
+
+const FORWARD: &str = "attention";
+const BACKWARD: &str = "attention_backward";
+const THREADS: u32 = 256;
+/// Queries of a forward cta.
+const QUERIES: usize = 64;
+/// Whole tiles of every kernel: what the rows of a head are padded to in the backward pass.
+const PADDED: usize = 128;
+/// Elements of a head that there are instances for.
+const DIMS: [usize; 4] = [32, 64, 128, 256];
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// The device's `AttentionSizes` (csrc/pieces/attention/attention_sizes.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Sizes {
+    sequences: i32,
+    seq_len: i32,
+    heads: i32,
+    kv_heads: i32,
+    head_dim: i32,
+    padded: i32,
+    scale: f32,
+}
+
+plain_args!(Sizes);
+
+impl Sizes {
+    /// Of checked operands. None if there is nothing to do.
+    fn new(
+        op: &'static str,
+        q: &Tensor<Cuda>,
+        k: &Tensor<Cuda>,
+        head_dim: usize,
+        seq_len: usize,
+    ) -> Result<Option<Self>> {
+        if q.rows == 0 {
+            return Ok(None);
+        }
+        let most = DIMS[DIMS.len() - 1];
+        if head_dim > most {
+            return Err(Error::shape(op, "head_dim", head_dim, format!("at most {most} on a GPU")));
+        }
+        let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED));
+        let heads = (q.cols / head_dim).max(k.cols / head_dim);
+        // Counts of ctas and of rows are 32 bits in the kernels; a cta has 8 lanes' rows or more.
+        if sequences.saturating_mul(padded).saturating_mul(heads) > i32::MAX as usize / 4 {
+            let got = format!("{} rows of {heads} heads", q.rows);
+            return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
+        }
+        Ok(Some(Self::of(sequences, seq_len, [q.cols / head_dim, k.cols / head_dim], head_dim)))
+    }
+
+    /// Of query heads and of heads of keys and values.
+    pub fn of(sequences: usize, seq_len: usize, [heads, kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            sequences: sequences as i32,
+            seq_len: seq_len as i32,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            head_dim: head_dim as i32,
+            padded: seq_len.next_multiple_of(PADDED) as i32,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+        }
+    }
+
+    /// Tiles of `rows` queries or keys of one of `heads` each.
+    pub fn tiles(&self, rows: usize, heads: usize) -> usize {
+        self.seq_len().div_ceil(rows) * heads * self.sequences()
+    }
+
+    /// Sequences.
+    pub fn sequences(&self) -> usize {
+        self.sequences as usize
+    }
+
+    /// Tokens of each.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len as usize
+    }
+
+    /// Query heads.
+    pub fn heads(&self) -> usize {
+        self.heads as usize
+    }
+
+    /// Heads of keys and values.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads as usize
+    }
+
+    /// Query heads of each of them.
+    pub fn group(&self) -> usize {
+        self.heads() / self.kv_heads()
+    }
+
+    /// Elements of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim as usize
+    }
+
+    /// The least instance that takes the heads.
+    fn dim(&self) -> usize {
+        DIMS.into_iter().find(|&dim| dim >= self.head_dim()).unwrap_or(DIMS[DIMS.len() - 1])
+    }
+}
+
+/// See [`Attention`].
+pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<AttentionOut<Cuda>> {
+    op.check()?;
+    let held = Held::by(FORWARD, cuda);
+    for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
+        held.tensor(argument, x)?;
+    }
+    let device = cuda.device();
+    let out = unwritten_plain(device, op.q.dtype(), op.q.rows, op.q.cols)?;
+    let lse = device.alloc::<f32>(op.q.rows * (op.q.cols / op.head_dim))?;
+    let sizes = Sizes::new(FORWARD, op.q, op.k, op.head_dim, op.seq_len)?;
+    if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
+        if let Some(wgmma) = Wgmma::choose(&sizes, &[op.q, op.k, op.v], device.info().num_sms) {
+            wgmma.forward(device, [op.q, op.k, op.v, &out], &lse)?;
+            return Ok(AttentionOut { out, lse: Buf::new(lse) });
+        }
+        let dim = sizes.dim();
+        let launch = Launch {
+            ctas: sizes.tiles(QUERIES, sizes.heads()) as u32,
+            threads: THREADS,
+            cluster: 1,
+            shared_bytes: forward_shared(dim),
+        };
+        let [q, k, v, to] = [op.q, op.k, op.v, &out].map(|x| plain_arg(x).0);
+        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim))?;
+        // SAFETY: `check` and `Held` held q, k and v to the sizes and to the instance's type, out and lse were made so and are not yet
+        // shared.
+        unsafe { kernel.launch(launch, &[q, k, v, to, &lse, &sizes]) }?;
+    }
+    Ok(AttentionOut { out, lse: Buf::new(lse) })
+}
+
+fn forward_spec(dtype: DType, dim: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/attention/attention.cuh",
+        name: "nib::attention",
+        args: vec![("T", TemplateArg::Type(type_name(dtype))), ("kDim", TemplateArg::Int(dim as i64))],
+    }
+}
+
+fn forward_shared(dim: usize) -> usize {
+    (2 * dim + QUERIES) * (QUERIES + 4) * size_of::<f32>()
+}
+
+/// See [`AttentionBackward`].
+pub(crate) fn attention_backward(
+    cuda: &Cuda,
+    op: AttentionBackward<'_, Cuda>,
+) -> Result<AttentionGrads<Cuda>> {
+    op.check()?;
+    let held = Held::by(BACKWARD, cuda);
+    for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v), ("out", op.out), ("dout", op.dout)] {
+        held.tensor(argument, x)?;
+    }
+    held.buffer("lse", op.lse)?;
+    let device = cuda.device();
+    let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
+    let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
+    if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, op.head_dim, op.seq_len)? {
+        let inputs = [op.q, op.k, op.v, op.out, op.dout];
+        match Wgmma::choose(&sizes, &inputs, device.info().num_sms) {
+            Some(wgmma) => {
+                let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;
+                wgmma.backward(device, &op, &rows, &grads)?;
+            }
+            None => {
+                let rows = QueryRows::of(device, &op, &sizes, Cores::Ordinary)?;
+                backward_on_ordinary_cores(device, &op, &sizes, &rows, &grads)?;
+            }
+        }
+    }
+    Ok(grads)
+}
+
+/// Which kernels make the gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cores {
+    Ordinary,
+    Tensor,
+}
+
+impl Cores {
+    /// The unit of their exponentials: e or 2.
+    fn lse_factor(self) -> f32 {
+        match self {
+            Self::Ordinary => 1.0,
+            Self::Tensor => LOG2_E,
+        }
+    }
+
+    /// Lanes and elements of `attention_rows`: the tensor cores' tensors lie on 16 bytes.
+    fn lanes(self, dtype: DType, head_dim: usize) -> (usize, usize) {
+        let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
+            of == dtype && lanes * each == head_dim && each > 1
+        };
+        let fitting = ROW_LANES.iter().find(fits).filter(|_| self == Self::Tensor);
+        fitting.map_or((ROW_LANES[0].1, ROW_LANES[0].2), |&(_, lanes, each)| (lanes, each))
+    }
+}
+
+/// Two numbers for each query of each head, `[sequences][heads][padded]`.
+pub(super) struct QueryRows {
+    /// The log-sum-exp in some unit; +infinity past the sequence.
+    pub lse: Buffer<f32>,
+    /// out · dout.
+    pub delta: Buffer<f32>,
+}
+
+impl QueryRows {
+    /// For the kernels of the ordinary or of the tensor cores.
+    fn of(device: &Device, op: &AttentionBackward<'_, Cuda>, sizes: &Sizes, cores: Cores) -> Result<Self> {
+        let len = sizes.sequences() * sizes.padded as usize * sizes.heads();
+        let rows = Self { lse: device.alloc(len)?, delta: device.alloc(len)? };
+        if len == 0 {
+            return Ok(rows);
+        }
+        let (lanes, each) = cores.lanes(op.q.dtype(), sizes.head_dim());
+        let ctas = len.div_ceil(THREADS as usize / lanes) as u32;
+        let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let [out, dout] = [op.out, op.dout].map(|x| plain_arg(x).0);
+        let factor = cores.lse_factor();
+        let kernel = device.kernel(&rows_spec(op.q.dtype(), lanes, each))?;
+        // SAFETY: `check` and `Held` held out, dout and lse to the sizes and to the instance's type; the planes were made of `len`.
+        unsafe { kernel.launch(launch, &[out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes]) }?;
+        Ok(rows)
+    }
+}
+
+/// Type, lanes that read a head's row, and elements each reads at once: the first of a type takes any head, the others those that fit.
+const ROW_LANES: [(DType, usize, usize); 4] =
+    [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
+
+fn rows_spec(dtype: DType, lanes: usize, each: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/attention/attention_rows.cuh",
+        name: "nib::attention_rows",
+        args: vec![
+            ("T", TemplateArg::Type(type_name(dtype))),
+            ("kLanes", TemplateArg::Int(lanes as i64)),
+            ("kEach", TemplateArg::Int(each as i64)),
+        ],
+    }
+}
+
+/// Rows of the backward kernels' tiles: four tiles of heads of 256 elements must fit.
+const fn tile_rows(dim: usize) -> usize {
+    if dim > 128 { 32 } else { 64 }
+}
+
+fn backward_on_ordinary_cores(
+    device: &Device,
+    op: &AttentionBackward<'_, Cuda>,
+    sizes: &Sizes,
+    rows: &QueryRows,
+    grads: &AttentionGrads<Cuda>,
+) -> Result<()> {
+    let dim = sizes.dim();
+    let launch = |heads| Launch {
+        ctas: sizes.tiles(tile_rows(dim), heads) as u32,
+        threads: THREADS,
+        cluster: 1,
+        shared_bytes: backward_shared(dim),
+    };
+    let [q, k, v, dout] = [op.q, op.k, op.v, op.dout].map(|x| plain_arg(x).0);
+    let [dq, dk, dv] = [&grads.dq, &grads.dk, &grads.dv].map(|x| plain_arg(x).0);
+    let (lse, delta): (&dyn KernelArg, &dyn KernelArg) = (&rows.lse, &rows.delta);
+    let dtype = op.q.dtype();
+    if sizes.heads > 0 {
+        let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim))?;
+        // SAFETY: `check` and `Held` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
+        unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes]) }?;
+    }
+    let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim))?;
+    // SAFETY: likewise; dk and dv were made like k and v.
+    unsafe { kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes]) }
+}
+
+/// A kernel of the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum BackwardPart {
+    Q,
+    Kv,
+}
+
+fn backward_spec(part: BackwardPart, dtype: DType, dim: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/attention/attention_backward.cuh",
+        name: match part {
+            BackwardPart::Q => "nib::attention_backward_q",
+            BackwardPart::Kv => "nib::attention_backward_kv",
+        },
+        args: vec![
+            ("T", TemplateArg::Type(type_name(dtype))),
+            ("kDim", TemplateArg::Int(dim as i64)),
+            ("kRows", TemplateArg::Int(tile_rows(dim) as i64)),
+        ],
+    }
+}
+
+fn backward_shared(dim: usize) -> usize {
+    let rows = tile_rows(dim);
+    (4 * dim + 2 * rows) * (rows + 4) * size_of::<f32>()
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let of_dim = |dtype, dim| {
+        let backward = [BackwardPart::Q, BackwardPart::Kv]
+            .map(|part| (backward_spec(part, dtype, dim), backward_shared(dim)));
+        std::iter::once((forward_spec(dtype, dim), forward_shared(dim))).chain(backward)
+    };
+    let general = [DType::F32, DType::Bf16]
+        .into_iter()
+        .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| of_dim(dtype, dim)));
+    let rows = ROW_LANES.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
+    let all = general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
+    all.chain(attention_wgmma::instances()).collect()
+}

@@ -1,0 +1,255 @@
+//! `dequantize` on a GPU (`csrc/kernels/convert/dequantize.cuh`).
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{DecodeArg, Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::column_stride;
+use crate::ops::routing::permute::type_name;
+use crate::{Buffer, Device};
+use half::bf16;
+use nibble_core::ops::Dequantize;
+use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Tensor};
+use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
+
+const OP: &str = "dequantize";
+const THREADS: u32 = 256;
+/// Columns a warp takes at a time where blocks do not run down them.
+const SEGMENT: usize = 1024;
+/// Rows and columns of a tile where they do.
+const TILE: usize = 128;
+/// Tiles that follow each other down the rows before the next column of tiles.
+const BAND: i32 = 4;
+/// Numbers that may be passed as one row.
+const ONE_ROW: usize = 1 << 30;
+
+/// See [`Dequantize`].
+pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    Held::by(OP, cuda).blocks("x", op.x)?;
+    let desc = Desc::of(op.x, op.dtype)?;
+    let data = match op.dtype {
+        DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
+        DType::Bf16 => Data::Bf16(decode::<bf16>(cuda.device(), &desc, op.x)?),
+    };
+    Tensor::new(data, op.x.rows, op.x.cols)
+}
+
+/// What is decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Desc {
+    format: Format,
+    axis: BlockAxis,
+    rows: usize,
+    cols: usize,
+    stack: usize,
+    dtype: DType,
+}
+
+impl Desc {
+    fn of(x: &BlockScaled<Cuda>, dtype: DType) -> Result<Self> {
+        let desc = Self { format: x.format, axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, dtype };
+        if !x.format.is_block() {
+            return Err(Error::unsupported(OP, x.format, "it has no block scales to decode by"));
+        }
+        let read = x.scale_layout == ScaleLayout::RowMajor
+            || (x.axis == BlockAxis::Col && x.scale_layout == ScaleLayout::MnMajor);
+        if !read {
+            let why = format!("its scales are {}; row-major here, or of columns mn-major", x.scale_layout);
+            return Err(Error::unsupported(OP, x.format, why));
+        }
+        if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
+            return Err(Error::shape(OP, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
+        }
+        let (argument, contraction) =
+            if x.axis == BlockAxis::Col { ("rows", x.rows) } else { ("cols", x.cols) };
+        x.format.check_contraction(argument, contraction)?;
+        for (argument, len) in [("rows", x.rows), ("cols", x.cols)] {
+            if len > ONE_ROW {
+                return Err(Error::shape(OP, argument, len, "at most 2^30"));
+            }
+        }
+        Ok(desc)
+    }
+
+    /// How it is decoded; none where there is nothing to do.
+    fn config(&self, num_sms: u32) -> Result<Option<Config>> {
+        let Self { format, axis, rows, cols, dtype, .. } = *self;
+        let (bits, block) = (format.spec().code_bits as usize, format.spec().block);
+        if rows == 0 || cols == 0 {
+            return Ok(None);
+        }
+        let instance = |aligned| Kind { down: axis == BlockAxis::Col, bits, dtype, aligned };
+        // What one load and one store of a thread take.
+        let whole = cols.is_multiple_of(16 / dtype.size_bytes());
+        let most = |tasks: usize| {
+            let tasks = u32::try_from(tasks).ok().filter(|&tasks| tasks < 1 << 31);
+            tasks.ok_or_else(|| {
+                Error::shape(OP, "x", format!("{rows} × {cols}"), "fewer than 2^31 pieces of 1024")
+            })
+        };
+        if axis == BlockAxis::Col {
+            let kind = instance(whole && (bits == 4 || rows.is_multiple_of(16)));
+            let ctas = most(cols.div_ceil(TILE).saturating_mul(rows.div_ceil(TILE)))?;
+            return Ok(Some(Config { kind, rows, cols, segments: 0, ctas }));
+        }
+        let flat = axis == BlockAxis::Row
+            && cols.is_multiple_of(block)
+            && rows.checked_mul(cols).is_some_and(|n| n <= ONE_ROW);
+        let (rows, cols) = if flat { (1, rows * cols) } else { (rows, cols) };
+        let segments = cols.div_ceil(SEGMENT);
+        let tasks = most(rows.saturating_mul(segments))?;
+        let ctas = tasks.div_ceil(THREADS / 32).min(128 * num_sms);
+        Ok(Some(Config { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
+    }
+
+    /// The scales' order, for the kernel.
+    fn decode_arg(&self, x: &BlockScaled<Cuda>) -> DecodeArg {
+        let (block, matrix_lines) = (self.format.spec().block, self.rows / self.stack);
+        let (line_stride, block_stride) = match x.scale_layout {
+            ScaleLayout::MnMajor => (1, column_stride(x.scale_kind(), x.cols)),
+            _ => (x.shape_of_scales().1, 1),
+        };
+        DecodeArg {
+            is_f32: (x.scale_kind() == ScaleKind::F32).into(),
+            line_stride: line_stride as u32,
+            block_stride: block_stride as u32,
+            is_e5m2: (self.format == Format::E5m2).into(),
+            tile_lines: if self.axis == BlockAxis::Tile { block as u32 } else { 1 },
+            matrix_lines: matrix_lines as u32,
+            matrix_tiles: matrix_lines.div_ceil(block) as u32,
+        }
+    }
+}
+
+/// What is compiled for a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    /// Blocks run down the columns.
+    down: bool,
+    bits: usize,
+    dtype: DType,
+    aligned: bool,
+}
+
+impl Kind {
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/convert/dequantize.cuh",
+            name: if self.down { "nib::dequantize_cols" } else { "nib::dequantize_rows" },
+            args: vec![
+                ("kBits", TemplateArg::Int(self.bits as i64)),
+                ("Out", TemplateArg::Type(type_name(self.dtype))),
+                ("kAligned", TemplateArg::Bool(self.aligned)),
+            ],
+        }
+    }
+}
+
+/// How it is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    kind: Kind,
+    /// As the kernel sees them: blocks along rows without a short one are one long row.
+    rows: usize,
+    cols: usize,
+    /// Of a row; 0 where blocks run down the columns.
+    segments: u32,
+    ctas: u32,
+}
+
+/// Runs the kernel that the description asks for.
+fn decode<T: Plain>(device: &Device, desc: &Desc, x: &BlockScaled<Cuda>) -> Result<Buf<T>> {
+    let out = device.alloc::<T>(desc.rows * desc.cols)?;
+    let Some(config) = desc.config(device.info().num_sms)? else {
+        return Ok(Buf::new(out));
+    };
+    launch(device, desc, &config, x, &out)?;
+    Ok(Buf::new(out))
+}
+
+fn launch<T: Plain>(
+    device: &Device,
+    desc: &Desc,
+    config: &Config,
+    x: &BlockScaled<Cuda>,
+    out: &Buffer<T>,
+) -> Result<()> {
+    let kernel = device.kernel(&config.kind.spec())?;
+    let launch = Launch { ctas: config.ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let (arg, codes, scales) = (desc.decode_arg(x), x.codes.get(), x.scales.get());
+    let [rows, cols] = [config.rows as i32, config.cols as i32];
+    let by_segments = Divider::by(config.segments.max(1));
+    let shape: &[&dyn KernelArg] = if config.kind.down {
+        &[&rows, &cols, &BAND]
+    } else {
+        &[&rows, &cols, &by_segments, &config.segments]
+    };
+    let args = [&[codes as &dyn KernelArg, scales, out, &arg], shape].concat();
+    // SAFETY: `Held` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
+    // within the shape. Pieces of 16 bytes are taken only where every row and line consists of them.
+    unsafe { kernel.launch(launch, &args) }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let mut all = Vec::new();
+    for (down, bits) in [(false, 4), (false, 8), (true, 4), (true, 8)] {
+        for dtype in [DType::Bf16, DType::F32] {
+            // Rows of four-bit codes are whole blocks, which are aligned.
+            let alignments: &[bool] = if !down && bits == 4 { &[true] } else { &[true, false] };
+            for &aligned in alignments {
+                let kind = Kind { down, bits, dtype, aligned };
+                all.push(Instance { spec: kind.spec(), shared_bytes: 0 });
+            }
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DESC: Desc = Desc {
+        format: Format::E4m3,
+        axis: BlockAxis::Row,
+        rows: 3,
+        cols: 2048,
+        stack: 1,
+        dtype: DType::Bf16,
+    };
+
+    #[test]
+    fn whole_blocks_are_one_row_and_short_ones_are_not() {
+        let whole = DESC.config(132).unwrap().unwrap();
+        assert_eq!((whole.rows, whole.cols, whole.segments, whole.ctas), (1, 6144, 6, 1));
+        let short = Desc { cols: 2040, ..DESC }.config(132).unwrap().unwrap();
+        assert_eq!((short.rows, short.cols, short.segments), (3, 2040, 2));
+        let tiles = Desc { axis: BlockAxis::Tile, ..DESC }.config(132).unwrap().unwrap();
+        assert_eq!((tiles.rows, tiles.cols, tiles.segments), (3, 2048, 2));
+        assert_eq!(Desc { rows: 0, ..DESC }.config(132).unwrap(), None);
+    }
+
+    #[test]
+    fn every_description_has_an_instance() {
+        let specs: Vec<_> = instances().into_iter().map(|i| i.spec).collect();
+        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
+            for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
+                for (rows, cols) in [(96, 32), (32, 96), (35, 37), (64, 36), (36, 64)] {
+                    for dtype in [DType::F32, DType::Bf16] {
+                        let contraction = if axis == BlockAxis::Col { rows } else { cols };
+                        if format.check_contraction("contraction", contraction).is_err() {
+                            continue;
+                        }
+                        let desc = Desc { format, axis, rows, cols, stack: 1, dtype };
+                        let kind = desc.config(132).unwrap().unwrap().kind;
+                        assert!(specs.contains(&kind.spec()), "{desc:?}: {}", kind.spec());
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Conversions of number formats: plain to blocks, blocks to plain, blocks to blocks.
+
+pub(crate) mod dequantize;
+pub(crate) mod quantize;
+pub(crate) mod transcode;

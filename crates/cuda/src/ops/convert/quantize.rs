@@ -1,0 +1,300 @@
+//! `quantize` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
+
+mod config;
+
+pub(crate) use config::instances;
+
+use crate::Buffer;
+use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::ops::held::Held;
+use crate::ops::planes::{
+    check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
+};
+use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
+use crate::{Cuda, Device};
+use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
+use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
+use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
+use std::ffi::c_void;
+
+const OP: &str = "quantize";
+
+/// The device's `PowerRule` (csrc/formats/e8m0.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PowerRule {
+    up: u32,
+    nan_from: u32,
+}
+
+// SAFETY: the value itself.
+unsafe impl KernelArg for PowerRule {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+impl PowerRule {
+    /// For a rule that makes E8M0 scales; what the others get does not matter.
+    fn of(rule: ScaleRule, element: Element) -> Self {
+        const INFINITY: u32 = 0x7F80_0000;
+        const MANTISSA: u32 = 0x7F_FFFF;
+        let up = match rule {
+            ScaleRule::Floor => 0,
+            ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => {
+                MANTISSA - (element.max().to_bits() & MANTISSA)
+            }
+            ScaleRule::Ceil => MANTISSA,
+            ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
+        };
+        Self { up, nan_from: if rule == ScaleRule::Even { INFINITY - up } else { INFINITY } }
+    }
+}
+
+/// See [`Quantize`].
+pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
+    let counts = crate::ops::counts(cuda)?;
+    quantize_counting(cuda, op, counts)
+}
+
+/// The same, with what it counts added to `counts`, which are this device's.
+pub(crate) fn quantize_counting(
+    cuda: &Cuda,
+    op: Quantize<'_, Cuda>,
+    counts: Counts<Cuda>,
+) -> Result<Emitted<Cuda>> {
+    op.check()?;
+    check_format(OP, op.codec.format())?;
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return Err(Error::unsupported(
+            OP,
+            op.codec.format(),
+            "it has no square tiles, and weights here have",
+        ));
+    }
+    let (device, held) = (cuda.device(), Held::by(OP, cuda));
+    held.tensor("x", op.x)?;
+    held.groups(op.groups)?;
+    if let Some(step) = op.random.and_then(|random| random.step) {
+        held.buffer("random.step", step)?;
+    }
+    let desc = Desc::of(&op);
+    desc.check()?;
+    let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
+    let stored = (codec.format(), codec.rule());
+    let row_axis = if op.planes == Planes::Tiles { BlockAxis::Tile } else { BlockAxis::Row };
+    let rows = match op.planes {
+        Planes::Cols => None,
+        _ => Some(unwritten(device, stored, row_axis, (stack * desc.rows, cols, stack))?),
+    };
+    let cols = match op.planes {
+        Planes::Rows => None,
+        Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
+        _ if desc.lays_strips_together() => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
+        _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
+    };
+    if op.x.rows != 0 && op.x.cols != 0 {
+        let source = Source::of(&op);
+        let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
+        match op.hadamard.filter(|_| !desc.is_fused()) {
+            Some(transform) => {
+                let transformed = transform_first(device, &source, &desc, &transform)?;
+                // Padding has become numbers like others; its ids matter to random bits only.
+                let row_id = source.row_id.filter(|_| codec.rounding().is_random());
+                let source = Source { x: &transformed, row_id, every_row: true, ..source };
+                launch(device, &op, &desc.transformed(), &source, &out)?;
+            }
+            None => launch(device, &op, &desc, &source, &out)?,
+        }
+    }
+    let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
+    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts) })
+}
+
+/// The matrix and its groups, as arguments.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    x: &'a dyn KernelArg,
+    row_id: Option<&'a Buffer<i32>>,
+    start: Option<&'a Buffer<i32>>,
+    num_groups: i32,
+    /// Whether rows count whatever their id.
+    every_row: bool,
+}
+
+impl<'a> Source<'a> {
+    fn of(op: &Quantize<'a, Cuda>) -> Self {
+        Self {
+            x: plain_arg(op.x).0,
+            row_id: op.groups.map(|groups| groups.row_id.get()),
+            start: op.groups.map(|groups| groups.start.get()),
+            num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
+            every_row: false,
+        }
+    }
+}
+
+/// What is to be written.
+struct Planned<'a> {
+    rows: Option<&'a BlockScaled<Cuda>>,
+    cols: Option<&'a BlockScaled<Cuda>>,
+    counts: &'a Buffer<u64>,
+}
+
+/// The transform of a matrix as F32, for kernels that do not make it as they read.
+fn transform_first(
+    device: &Device,
+    source: &Source<'_>,
+    desc: &Desc,
+    transform: &Hadamard,
+) -> Result<Buffer<f32>> {
+    let out = device.alloc::<f32>(desc.transformed().rows * desc.cols)?;
+    let (instance, ctas) = desc.transform();
+    let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: instance.shared_bytes };
+    let kernel = device.kernel(&instance.spec)?;
+    let Source { x, row_id, start, num_groups, .. } = *source;
+    let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
+    let hadamard = HadamardArg::new(transform)?;
+    // SAFETY: `Held` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    unsafe {
+        if desc.planes == Planes::Rows {
+            let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
+            let by_segments = Divider::by(segments);
+            kernel.launch(launch, &[x, &out, &row_id, &rows, &cols, &by_segments, &segments, &hadamard])?;
+        } else {
+            let args: [&dyn KernelArg; 9] =
+                [x, &out, &row_id, &start, &num_groups, &rows, &cols, &out_rows, &hadamard];
+            kernel.launch(launch, &args)?;
+        }
+    }
+    Ok(out)
+}
+
+/// x as `quantize_hadamard_rows` reads it: units of columns one below the other, a warp's at a time.
+fn unit_map(x: &Tensor<Cuda>, desc: &Desc) -> Result<TensorMap> {
+    let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
+    Tiles {
+        element: tensor_map::Element::Bf16,
+        address: x.get().address(),
+        rows: desc.units(),
+        cols: UNIT_COLS,
+        row_stride_bytes: UNIT_COLS * size_of::<u16>(),
+        tile_rows: 32,
+        tile_cols: UNIT_COLS,
+        swizzle: Swizzle::Bytes128,
+    }
+    .encode()
+}
+
+/// The scales of rows as `quantize_cols` leaves them.
+struct ByBlock {
+    plane: RowScales,
+    scales: Buffer<u8>,
+}
+
+impl ByBlock {
+    /// Where rows are written as well.
+    fn new(device: &Device, desc: &Desc) -> Result<Option<Self>> {
+        let plane = desc.row_scales();
+        let new = |bytes| Ok(Self { plane, scales: device.alloc(bytes)? });
+        let both = desc.planes == Planes::Both;
+        both.then(|| new(plane.written * plane.stride * desc.kind().bytes())).transpose()
+    }
+
+    /// Brings them to their places.
+    fn transpose(&self, device: &Device, kind: ScaleKind, row_scales: &dyn KernelArg) -> Result<()> {
+        let RowScales { lines, blocks, stride, .. } = self.plane;
+        let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
+        let launch = Launch { ctas: self.plane.ctas() as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+        // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
+        // kernel waits before its first load.
+        unsafe {
+            device
+                .kernel(&transpose_spec(kind))?
+                .launch_early(launch, &[&self.scales, row_scales, &lines, &blocks, &stride])
+        }
+    }
+}
+
+fn launch(
+    device: &Device,
+    op: &Quantize<'_, Cuda>,
+    desc: &Desc,
+    source: &Source<'_>,
+    out: &Planned<'_>,
+) -> Result<()> {
+    let config = desc.config(device.info().num_sms as usize);
+    let kernel = device.kernel(&config.spec)?;
+    let Source { x, row_id, start, num_groups, .. } = *source;
+    let (every_row, counts) = (i32::from(source.every_row), out.counts);
+    let rule = PowerRule::of(op.codec.rule(), op.codec.element());
+    let rounding = RoundingArg::new(op.codec.rounding(), op.random);
+    let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
+    let ([row_codes, row_scales], [col_codes, col_scales]) =
+        (planes_or_nulls(out.rows), planes_or_nulls(out.cols));
+    let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];
+    let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
+    let launch = |args: &[&[&dyn KernelArg]]| {
+        // SAFETY: planes have the lengths that follow from the sizes passed, `Held` held x and the groups to them, and the
+        // planes and counts are new, so that nobody else writes or reads them.
+        unsafe { kernel.launch(config.launch, &args.concat()) }
+    };
+    let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
+    let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
+    match config.path {
+        Path::Rows { segments, rounds } => {
+            let (rows, cols) = desc.row_shape();
+            let (segments, rounds) = (segments as u32, rounds as u32);
+            let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
+            let sizes: [&dyn KernelArg; 7] =
+                [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
+            launch(&[&planes[..3], &sizes, &[&rule, &rounding]])
+        }
+        Path::HadamardRows => {
+            let map = unit_map(op.x, desc)?;
+            let units = (desc.cols / UNIT_COLS) as u32;
+            let by_units = Divider::by(units);
+            let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_units, &units];
+            launch(&[&[&map, row_codes, row_scales], &sizes, &[&rule, &rounding, &hadamard]])
+        }
+        Path::Cols { band } => {
+            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+            let row_scales_by_block = by_block.as_ref().map(|by_block| &by_block.scales);
+            launch(&[
+                &[x, row_codes, &row_scales_by_block, col_codes, col_scales],
+                &sizes,
+                &[&scale_stride, &band, &rule, &rounding],
+            ])?;
+            by_block.map_or(Ok(()), |by_block| by_block.transpose(device, desc.kind(), row_scales))
+        }
+        Path::HadamardCols => {
+            let by_height = Divider::by(desc.lines_height() as u32);
+            launch(&[
+                &[x, col_codes, col_scales],
+                &sizes,
+                &[&scale_stride, &by_height, &rule, &rounding, &hadamard, &start, &num_groups],
+            ])
+        }
+        Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
+        Path::Any => {
+            let form = match desc.planes {
+                Planes::Rows => 1,
+                Planes::Cols => 2,
+                Planes::Both => 3,
+                Planes::Tiles => 4,
+            };
+            let policy = match op.codec.rounding() {
+                Rounding::NearestEven => 0,
+                Rounding::NearestAway => 1,
+                Rounding::Stochastic => 2,
+                Rounding::Dither { .. } => 3,
+            };
+            let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
+            launch(&[&planes, &sizes, &[&form, &is_f32, &policy, &every_row], &[&rule, &rounding]])
+        }
+    }
+}

@@ -1,0 +1,585 @@
+//! Which kernel a quantization takes and how it is launched, decided from its description alone.
+
+use super::OP;
+use crate::Cuda;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Launch, RoundingArg};
+use crate::ops::Instance;
+use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, hadamard};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{DType, Error, Result};
+
+/// Rows and columns of a cta's square; the block of FP8.
+const TILE: usize = 128;
+/// Strips of 128 rows done side by side where both planes are written.
+const BAND_STRIPS: usize = 4;
+/// Blocks and lines that a cta of `transpose_scales` takes.
+const TRANSPOSED: (usize, usize) = (32, 128);
+const ROW_THREADS: u32 = 128;
+/// Columns of a chunk of `quantize_rows`, and the chunks a warp takes in all.
+const CHUNK_COLS: usize = 256;
+const WARP_CHUNKS: usize = 16;
+/// Columns a warp of `hadamard_rows` takes.
+pub(super) const TRANSFORM_COLS: usize = 256;
+/// Columns a lane of `quantize_hadamard_rows` takes at a time, and how many of those a row may have.
+pub(super) const UNIT_COLS: usize = 64;
+const MOST_UNITS: usize = 768;
+const UNIT_THREADS: u32 = 512;
+/// Ctas of `quantize_hadamard_cols` that a multiprocessor holds.
+const HADAMARD_CTAS_PER_SM: usize = 2;
+/// A matrix of less than this many numbers may be taken as one row.
+const ONE_ROW_BELOW: usize = 1 << 30;
+
+/// What decides about the kernel and its launch.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Desc {
+    pub input: DType,
+    pub codec: Codec,
+    pub planes: Planes,
+    /// Rows of one matrix.
+    pub rows: usize,
+    pub cols: usize,
+    pub stack: usize,
+    /// Rows of a column plane.
+    pub capacity: usize,
+    /// Whether some rows may be padding.
+    pub ragged: bool,
+    /// The length of a transform that comes first.
+    pub hadamard: Option<usize>,
+}
+
+/// Which kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Path {
+    /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
+    Rows { segments: usize, rounds: usize },
+    /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
+    Cols { band: usize },
+    /// Blocks along the rows after a transform.
+    HadamardRows,
+    /// Blocks down the columns after a transform.
+    HadamardCols,
+    /// Square tiles.
+    Tiles,
+    /// Whatever the others do not take.
+    Any,
+}
+
+/// A configuration: the instance and the shape of its launch.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Config {
+    pub path: Path,
+    pub spec: KernelSpec,
+    pub launch: Launch,
+}
+
+/// What an instance of one of the fast kernels is made for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Variant {
+    input: DType,
+    format: Format,
+    element: Element,
+    kind: ScaleKind,
+    rounding: Rounding,
+    /// With a transform of this length, which is for one plane at a time.
+    hadamard: Option<usize>,
+}
+
+impl Variant {
+    /// Those that recipes ask for: activations and gradients are BF16, and where their scales are powers of two they may be
+    /// rounded stochastically and transformed; weights are F32.
+    fn all() -> impl Iterator<Item = Self> {
+        let formats = [
+            (Format::Mxfp4, Element::E2m1, ScaleKind::E8M0),
+            (Format::E4m3, Element::E4m3, ScaleKind::E8M0),
+            (Format::E4m3, Element::E4m3, ScaleKind::F32),
+        ];
+        let inputs = [
+            (DType::F32, Rounding::NearestEven),
+            (DType::Bf16, Rounding::NearestEven),
+            (DType::Bf16, Rounding::Stochastic),
+        ];
+        let of = move |(format, element, kind)| {
+            let plain = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { 3 });
+            let transformed = inputs.into_iter().skip(if kind == ScaleKind::F32 { 3 } else { 1 });
+            let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
+            plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
+                input,
+                format,
+                element,
+                kind,
+                rounding,
+                hadamard,
+            })
+        };
+        formats.into_iter().flat_map(of)
+    }
+
+    fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
+        KernelSpec {
+            source,
+            name,
+            args: vec![
+                ("In", input_type(self.input)),
+                ("E", element_type(self.element)),
+                ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
+                ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+            ],
+        }
+    }
+
+    fn rows_spec(&self) -> KernelSpec {
+        match self.hadamard {
+            Some(len) => self.hadamard_spec(
+                "kernels/convert/quantize_hadamard_rows.cuh",
+                "nib::quantize_hadamard_rows",
+                len,
+            ),
+            None => self.spec("kernels/convert/quantize.cuh", "nib::quantize_rows"),
+        }
+    }
+
+    /// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
+    fn hadamard_spec(&self, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
+        let args = vec![
+            ("E", element_type(self.element)),
+            ("kLen", TemplateArg::Int(len as i64)),
+            ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+        ];
+        KernelSpec { source, name, args }
+    }
+
+    /// `row_chunks` of the kernel: the chunks a warp takes at a time.
+    fn row_chunks(&self) -> usize {
+        let is_light = self.input == DType::Bf16 && !self.rounding.is_random();
+        if is_light { 8 } else { 4 }
+    }
+
+    fn cols_spec(&self, rows: bool) -> KernelSpec {
+        if let Some(len) = self.hadamard {
+            return self.hadamard_spec(
+                "kernels/convert/quantize_hadamard.cuh",
+                "nib::quantize_hadamard_cols",
+                len,
+            );
+        }
+        let mut spec = self.spec("kernels/convert/quantize_cols.cuh", "nib::quantize_cols");
+        spec.args.push(("kRows", TemplateArg::Bool(rows)));
+        spec
+    }
+
+    fn tiles_spec(&self) -> KernelSpec {
+        self.spec("kernels/convert/quantize_tiles.cuh", "nib::quantize_tiles")
+    }
+
+    /// Weights are not rounded randomly, and have no tiles of MXFP4.
+    fn has_tiles(&self) -> bool {
+        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
+    }
+
+    /// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
+    fn row_shared_bytes(&self) -> usize {
+        if self.hadamard.is_none() {
+            return 0;
+        }
+        let warps = UNIT_THREADS as usize / 32;
+        let lines = (32 * warps + MOST_UNITS) * UNIT_COLS * size_of::<u16>();
+        let codes = 32 * warps * UNIT_COLS * self.format.spec().code_bits as usize / 8;
+        let rest = warps * size_of::<u64>() + 4 * size_of::<u32>();
+        (lines + codes + rest).next_multiple_of(1024)
+    }
+
+    /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
+    fn column_shared_bytes(&self) -> usize {
+        let blocks = TILE / self.format.spec().block;
+        let input = TILE * TILE * self.input.size_bytes();
+        let turned = TILE * TILE;
+        let total = 3 * size_of::<u32>();
+        let bytes = if self.hadamard.is_some() {
+            // Once more for random bits.
+            let random = if self.rounding.is_random() { input } else { 16 };
+            let signs = TILE / 2 * size_of::<u32>();
+            (input + turned + signs + total).next_multiple_of(16) + random
+        } else {
+            let inverse = blocks * TILE * size_of::<f32>();
+            let maxima = 8 * TILE * self.input.size_bytes();
+            let row_scales = TILE * blocks * self.kind.bytes();
+            input + turned + row_scales + inverse + maxima + total
+        };
+        bytes.next_multiple_of(16)
+    }
+
+    /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
+    fn square_shared_bytes(&self) -> usize {
+        (TILE * TILE * (self.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
+    }
+}
+
+fn input_type(input: DType) -> TemplateArg {
+    TemplateArg::Type(match input {
+        DType::Bf16 => "nib::Bf16",
+        DType::F32 => "nib::F32",
+    })
+}
+
+fn element_type(element: Element) -> TemplateArg {
+    TemplateArg::Type(match element {
+        Element::E2m1 => "nib::E2m1",
+        Element::E4m3 => "nib::E4m3",
+        Element::E5m2 => "nib::E5m2",
+        // `check_format` lets none of the formats in that have these.
+        Element::E2m3 | Element::E3m2 | Element::Int8 | Element::S1p2 => "nib::Unknown",
+    })
+}
+
+fn any_spec(input: DType, element: Element) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/convert/quantize_any.cuh",
+        name: "nib::quantize_any",
+        args: vec![("In", input_type(input)), ("E", element_type(element))],
+    }
+}
+
+/// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowScales {
+    pub lines: usize,
+    /// Of a line.
+    pub blocks: usize,
+    /// From one block to the next, a multiple of 128 lines.
+    pub stride: usize,
+    /// Blocks that the kernel writes: those of whole squares.
+    pub written: usize,
+}
+
+impl RowScales {
+    /// Ctas of `transpose_scales`.
+    pub fn ctas(&self) -> usize {
+        self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
+    }
+}
+
+/// The kernel that brings scales to their places.
+pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
+    let stored = if kind == ScaleKind::F32 { "float" } else { "nib::u8" };
+    let args = vec![("Stored", TemplateArg::Type(stored))];
+    KernelSpec { source: "kernels/convert/quantize_cols.cuh", name: "nib::transpose_scales", args }
+}
+
+/// The transform of a matrix to F32.
+fn transform_instance(input: DType, down: bool) -> Instance {
+    let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
+    let spec =
+        KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] };
+    let tile = TILE * TILE * size_of::<f32>() + TILE / 8;
+    Instance { spec, shared_bytes: if down { tile } else { 0 } }
+}
+
+impl Desc {
+    pub fn of(op: &Quantize<'_, Cuda>) -> Self {
+        let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
+        let rows = op.x.rows / op.stack.max(1);
+        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
+        let dense_capacity = rows.next_multiple_of(op.codec.format().spec().block);
+        let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
+        Self {
+            input: op.x.dtype(),
+            codec: op.codec,
+            planes: op.planes,
+            rows,
+            cols: op.x.cols,
+            stack: op.stack,
+            capacity,
+            ragged: op.groups.is_some(),
+            hadamard: op.hadamard.map(|hadamard| hadamard.len),
+        }
+    }
+
+    pub fn kind(&self) -> ScaleKind {
+        self.codec.scale_kind()
+    }
+
+    /// What the kernels can take beyond what the operation's own check lets in.
+    pub fn check(&self) -> Result<()> {
+        if self.planes == Planes::Tiles && self.ragged {
+            return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
+        }
+        const MOST: usize = i32::MAX as usize - 512;
+        let tasks = self.rows.saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
+        let sizes = [
+            ("rows of x", self.rows.max(self.capacity), MOST),
+            ("columns of x", self.cols, MOST),
+            ("squares of 128 x 128", self.squares(), MOST),
+            ("rows of x, each in segments of 256 columns", tasks, MOST),
+        ];
+        for (argument, value, most) in sizes {
+            if value > most {
+                return Err(Error::shape(OP, argument, value, format!("at most {most}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
+    pub fn row_shape(&self) -> (usize, usize) {
+        let len = self.rows * self.cols;
+        let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
+        if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
+    }
+
+    /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
+    fn line_rows(&self) -> usize {
+        TILE * 8 / self.codec.format().spec().code_bits as usize
+    }
+
+    /// How many of those a column has.
+    pub fn lines_height(&self) -> usize {
+        self.capacity.div_ceil(self.line_rows())
+    }
+
+    /// Units of columns, of all rows.
+    pub fn units(&self) -> usize {
+        self.rows * (self.cols / UNIT_COLS)
+    }
+
+    /// Squares of 128 x 128, of all matrices.
+    fn squares(&self) -> usize {
+        self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
+    }
+
+    /// The variant of the fast kernels that does it, if one is built and takes the shape.
+    fn variant(&self) -> Option<Variant> {
+        let (format, element) = (self.codec.format(), self.codec.element());
+        let (input, kind, rounding) = (self.input, self.kind(), self.codec.rounding());
+        let wanted = Variant { input, format, element, kind, rounding, hadamard: self.hadamard };
+        let whole_lines = match self.planes {
+            Planes::Rows if self.hadamard.is_some() => {
+                let units = self.cols / UNIT_COLS;
+                self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
+            }
+            Planes::Rows => true,
+            Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
+            Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
+        };
+        let takes_shape = self.cols.is_multiple_of(8) && whole_lines;
+        Variant::all().find(|variant| takes_shape && *variant == wanted)
+    }
+
+    /// The scales of the rows, whose padding to whole squares is written as well.
+    pub fn row_scales(&self) -> RowScales {
+        let block = self.codec.format().spec().block;
+        RowScales {
+            lines: self.rows,
+            blocks: self.cols.div_ceil(block),
+            stride: self.capacity.next_multiple_of(TILE),
+            written: self.cols.next_multiple_of(TILE) / block,
+        }
+    }
+
+    /// Whether one kernel does all of it, the transform included.
+    pub fn is_fused(&self) -> bool {
+        self.hadamard.is_none() || self.variant().is_some()
+    }
+
+    /// Whether the scales of columns come to lie a strip together.
+    pub fn lays_strips_together(&self) -> bool {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        matches!(last.planes, Planes::Cols | Planes::Both) && last.variant().is_some()
+    }
+
+    /// What is left to do once the transform has been made.
+    pub fn transformed(&self) -> Self {
+        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
+        let ragged = self.ragged && self.codec.rounding().is_random();
+        Self { input: DType::F32, rows, ragged, hadamard: None, ..*self }
+    }
+
+    /// The kernel that makes it, and its ctas.
+    pub fn transform(&self) -> (Instance, usize) {
+        let instance = transform_instance(self.input, self.planes == Planes::Cols);
+        if self.planes == Planes::Rows {
+            (instance, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
+        } else {
+            (instance, self.squares())
+        }
+    }
+
+    pub fn config(&self, num_sms: usize) -> Config {
+        let config = |path, spec, ctas: usize, threads, shared_bytes| {
+            let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
+            Config { path, spec, launch }
+        };
+        match (self.variant(), self.planes) {
+            (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
+                let ctas = self.units().div_ceil(32).min(num_sms);
+                config(
+                    Path::HadamardRows,
+                    variant.rows_spec(),
+                    ctas,
+                    UNIT_THREADS,
+                    variant.row_shared_bytes(),
+                )
+            }
+            (Some(variant), Planes::Rows) => {
+                let (rows, cols) = self.row_shape();
+                let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
+                let rounds = WARP_CHUNKS / variant.row_chunks();
+                let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
+                config(Path::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
+            }
+            (Some(variant), Planes::Cols | Planes::Both) => {
+                let rows = self.planes == Planes::Both;
+                let down = self.lines_height();
+                let band = if rows { BAND_STRIPS * TILE / self.line_rows() } else { down };
+                let ctas = down * self.cols.div_ceil(TILE);
+                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
+                match self.hadamard {
+                    Some(_) => {
+                        let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
+                        config(Path::HadamardCols, spec, ctas, 256, shared_bytes)
+                    }
+                    None => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
+                }
+            }
+            (Some(variant), Planes::Tiles) => {
+                config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
+            }
+            (None, _) => {
+                config(Path::Any, any_spec(self.input, self.codec.element()), self.squares(), 128, 0)
+            }
+        }
+    }
+}
+
+/// The instances built for it.
+pub fn instances() -> Vec<Instance> {
+    let mut all = Vec::new();
+    for variant in Variant::all() {
+        all.push(Instance { spec: variant.rows_spec(), shared_bytes: variant.row_shared_bytes() });
+        // A transform is for one plane.
+        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard.is_some()));
+        all.extend(forms.map(|rows| Instance {
+            spec: variant.cols_spec(rows),
+            shared_bytes: variant.column_shared_bytes(),
+        }));
+        if variant.has_tiles() {
+            all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
+        }
+    }
+    all.extend(
+        [ScaleKind::E8M0, ScaleKind::F32]
+            .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
+    );
+    for input in [DType::Bf16, DType::F32] {
+        let elements = [Element::E2m1, Element::E4m3, Element::E5m2];
+        all.extend(elements.map(|element| Instance { spec: any_spec(input, element), shared_bytes: 0 }));
+        all.extend([false, true].map(|down| transform_instance(input, down)));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_core::formats::ScaleRule;
+
+    fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> Desc {
+        let rule = if format == Format::Mxfp4 { ScaleRule::Rceil } else { ScaleRule::Amax };
+        let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
+        let capacity = match planes {
+            Planes::Cols | Planes::Both => rows.next_multiple_of(format.spec().block),
+            Planes::Rows | Planes::Tiles => rows,
+        };
+        Desc {
+            input: DType::Bf16,
+            codec,
+            planes,
+            rows,
+            cols,
+            stack: 1,
+            capacity,
+            ragged: false,
+            hadamard: None,
+        }
+    }
+
+    fn path(desc: Desc) -> Path {
+        desc.config(132).path
+    }
+
+    #[test]
+    fn every_launch_is_of_an_instance_that_is_built() {
+        let built = instances();
+        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
+            for &rule in format.spec().rules {
+                for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 9 }]) {
+                    for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
+                        for (input, hadamard) in
+                            [(DType::Bf16, None), (DType::F32, None), (DType::Bf16, Some(64))]
+                        {
+                            let codec = Codec::new(format, rule, rounding).unwrap();
+                            let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
+                            let config =
+                                if asked.is_fused() { asked } else { asked.transformed() }.config(132);
+                            let instance =
+                                Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
+                            let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
+                            assert!(
+                                !one_plane && hadamard.is_some() || built.contains(&instance),
+                                "{instance:?}"
+                            );
+                            assert!(instance.shared_bytes <= 232_448, "{instance:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
+        for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
+            assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), Path::Any);
+            assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), Path::Any);
+            assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), Path::Any);
+        }
+        assert_ne!(
+            path(desc(Format::E4m3, Planes::Cols, 37, 264)),
+            Path::Any,
+            "a dense plane has whole blocks"
+        );
+        assert_eq!(path(Desc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }), Path::Any);
+        assert_eq!(path(desc(Format::E4m3, Planes::Tiles, 250, 264)), Path::Any, "lines of 250 bytes");
+    }
+
+    #[test]
+    fn rows_are_one_where_that_saves_tails() {
+        let of = |desc: Desc| desc.row_shape();
+        assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
+        assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
+        assert_eq!(of(Desc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+    }
+
+    #[test]
+    fn warps_take_as_many_columns_whatever_their_registers_hold() {
+        let of = |rounding, input| {
+            let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+            let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
+            let config = Desc { codec, input, ragged: true, ..asked }.config(132);
+            (config.path, config.launch.ctas)
+        };
+        let rows = |segments, rounds, ctas| (Path::Rows { segments, rounds }, ctas);
+        assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
+        assert_eq!(of(Rounding::NearestEven, DType::F32), rows(7, 4, 32768 * 7 / 16));
+        assert_eq!(of(Rounding::Stochastic, DType::Bf16), rows(7, 4, 32768 * 7 / 16));
+    }
+
+    #[test]
+    fn sizes_beyond_32_bits_are_named() {
+        let wide = desc(Format::E4m3, Planes::Rows, 1, 1 << 31);
+        assert!(wide.check().unwrap_err().to_string().contains("`columns of x`"));
+        let many = Desc { rows: 1 << 30, ..desc(Format::E4m3, Planes::Rows, 1, 1024) };
+        assert!(many.check().unwrap_err().to_string().contains("segments"));
+        desc(Format::E4m3, Planes::Both, 32768, 7168).check().unwrap();
+    }
+}

@@ -1,0 +1,397 @@
+//! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows}.cuh`.
+
+mod lift_tiles;
+
+use crate::Buffer;
+use crate::Cuda;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
+use nibble_core::ops::{Transcode, Transcoded};
+use nibble_core::{BlockScaled, Error, Result};
+use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
+
+const OP: &str = "transcode";
+const THREADS: u32 = 256;
+/// Rows of a strip, columns of a panel, and the FP8 block.
+const TILE: usize = 128;
+/// Columns of a chunk of `lift_rows`, and how many of them a warp takes at a time: the more the better for long rows.
+const LIFT_CHUNK_COLS: usize = 512;
+const LIFT_CHUNKS: [usize; 2] = [4, 8];
+/// Threads of `lift_rows`, and the segments a warp takes where there may be padding, which is passed over, and where there is none.
+const LIFT_THREADS: u32 = 128;
+const LIFT_ROUNDS: [u32; 2] = [2, 1];
+/// Columns that a warp of `requantize_rows` takes at a time.
+const REQUANTIZE_COLS: usize = 2048;
+/// Most ctas of it a multiprocessor: more rows a warp cost less than more warps.
+const REQUANTIZE_CTAS_PER_SM: u32 = 16;
+/// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
+const LIFT_PANELS: usize = 2;
+const SHIFT_PANELS: usize = 1;
+/// Most strips of 128 rows that a cta of a column kernel takes.
+const MOST_DEPTH: usize = 2;
+
+/// The kernel of a conversion, with its template arguments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Conversion {
+    /// MXFP4 rows to E4M3 rows; `whole`: no block of 128 columns ends short.
+    LiftRows { whole: bool, chunks: usize },
+    /// MXFP4 rows to E4M3 columns; likewise.
+    LiftCols { whole: bool },
+    /// E4M3 rows to E4M3 columns; `whole`: rows start on 16 bytes.
+    ShiftCols { whole: bool },
+    /// E4M3 rows to MXFP4 rows.
+    RequantizeRows { source: ScaleKind, rule: ScaleRule },
+}
+
+impl Conversion {
+    /// The rules of MXFP4's scales.
+    const RULES: [ScaleRule; 4] = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
+
+    /// The kernel for this operation, but to tiles, on a tensor of `cols` columns.
+    fn choose(
+        from: Format,
+        to: Format,
+        axis: BlockAxis,
+        (source, rule): (ScaleKind, ScaleRule),
+        cols: usize,
+    ) -> Self {
+        match (from, to, axis) {
+            (_, Format::Mxfp4, _) => Self::RequantizeRows { source, rule },
+            (Format::Mxfp4, _, BlockAxis::Col) => Self::LiftCols { whole: cols.is_multiple_of(TILE) },
+            (Format::Mxfp4, _, _) => {
+                let chunks = LIFT_CHUNKS[usize::from(cols > LIFT_CHUNKS[0] * LIFT_CHUNK_COLS)];
+                Self::LiftRows { whole: cols.is_multiple_of(TILE), chunks }
+            }
+            _ => Self::ShiftCols { whole: cols.is_multiple_of(16) },
+        }
+    }
+
+    fn all() -> Vec<Self> {
+        let lifts = [true, false].into_iter().flat_map(|whole| {
+            let [few, many] = LIFT_CHUNKS.map(|chunks| Self::LiftRows { whole, chunks });
+            [few, many, Self::LiftCols { whole }, Self::ShiftCols { whole }]
+        });
+        let requantize = [ScaleKind::E8M0, ScaleKind::F32]
+            .into_iter()
+            .flat_map(|source| Self::RULES.map(|rule| Self::RequantizeRows { source, rule }));
+        lifts.chain(requantize).collect()
+    }
+
+    fn spec(self) -> KernelSpec {
+        let int = |value: usize| TemplateArg::Int(value as i64);
+        let turn = |whole, panels| vec![("kWhole", TemplateArg::Bool(whole)), ("kPanels", int(panels))];
+        let (source, name, args) = match self {
+            Self::LiftRows { whole, chunks } => {
+                let args = vec![("kWhole", TemplateArg::Bool(whole)), ("kChunks", int(chunks))];
+                ("kernels/convert/lift_rows.cuh", "nib::lift_rows", args)
+            }
+            Self::LiftCols { whole } => {
+                ("kernels/convert/lift_cols.cuh", "nib::lift_cols", turn(whole, LIFT_PANELS))
+            }
+            Self::ShiftCols { whole } => {
+                ("kernels/convert/shift_cols.cuh", "nib::shift_cols", turn(whole, SHIFT_PANELS))
+            }
+            Self::RequantizeRows { source, rule } => {
+                let scale = if source == ScaleKind::F32 { "float" } else { "nib::u8" };
+                let args = vec![("Scale", TemplateArg::Type(scale)), ("kRule", rule_arg(rule))];
+                ("kernels/convert/requantize_rows.cuh", "nib::requantize_rows", args)
+            }
+        };
+        KernelSpec { source, name, args }
+    }
+
+    /// Dynamic shared memory in bytes: `TurnShared` and `ShiftShared` of the kernels.
+    const fn shared_bytes(self) -> usize {
+        match self {
+            Self::LiftRows { .. } | Self::RequantizeRows { .. } => 0,
+            Self::LiftCols { .. } => turn_shared_bytes(TILE / 2, 4, LIFT_PANELS),
+            Self::ShiftCols { .. } => {
+                turn_shared_bytes(TILE, 1, SHIFT_PANELS) + MOST_DEPTH * 8 * SHIFT_PANELS * 4 * 8
+            }
+        }
+    }
+}
+
+/// `TurnShared`, for codes of `row_bytes` and `blocks` scales of 128 columns of a row.
+const fn turn_shared_bytes(row_bytes: usize, blocks: usize, panels: usize) -> usize {
+    let codes = MOST_DEPTH * 8 * (16 * row_bytes * panels + 16);
+    let scales = MOST_DEPTH * blocks * panels * (TILE + 8);
+    (codes + scales + MOST_DEPTH * 16 + 3 * 4).next_multiple_of(16)
+}
+
+/// How a column kernel divides its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ColPlan {
+    rows: i32,
+    cols: i32,
+    capacity: i32,
+    depth: i32,
+    ctas: u32,
+    threads: u32,
+}
+
+impl ColPlan {
+    /// For ctas of `panels`.
+    fn new(rows: usize, cols: usize, panels: usize) -> Result<Self> {
+        let strips = rows.div_ceil(TILE);
+        let depth = strips.min(MOST_DEPTH);
+        let ctas = strips.div_ceil(depth) * cols.div_ceil(panels * TILE);
+        Ok(Self {
+            rows: below_2_31("x.rows", rows)?,
+            cols: below_2_31("x.cols", cols)?,
+            capacity: below_2_31("x.rows", strips * TILE)?,
+            depth: depth as i32,
+            ctas: below_2_31("strips · panels", ctas)? as u32,
+            threads: (panels * TILE) as u32,
+        })
+    }
+}
+
+/// How a row kernel goes over its rows: each in segments, one a warp.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowPlan {
+    rows: i32,
+    cols: i32,
+    segments: u32,
+    /// Segments of a warp of `lift_rows`.
+    rounds: u32,
+    threads: u32,
+    ctas: u32,
+}
+
+impl RowPlan {
+    /// Of rows that may pass as one long row, for nothing distinguishes one from the next, (1, all columns), if that fits.
+    fn joined(rows: usize, cols: usize) -> (usize, usize) {
+        if rows * cols < 1 << 30 { (1, rows * cols) } else { (rows, cols) }
+    }
+
+    fn new(rows: usize, cols: usize, segment_cols: usize) -> Result<Self> {
+        let segments = cols.div_ceil(segment_cols);
+        let tasks = below_2_31("rows · segments", rows * segments)?;
+        Ok(Self {
+            rows: below_2_31("x.rows", rows)?,
+            cols: below_2_31("x.cols", cols)?,
+            segments: segments as u32,
+            rounds: 1,
+            threads: THREADS,
+            ctas: (tasks as u32).div_ceil(THREADS / 32),
+        })
+    }
+
+    /// Of `lift_rows`.
+    fn of_lift(self, is_ragged: bool) -> Self {
+        let rounds = LIFT_ROUNDS[usize::from(!is_ragged)];
+        let tasks = self.rows as u32 * self.segments;
+        Self { rounds, threads: LIFT_THREADS, ctas: tasks.div_ceil(LIFT_THREADS / 32 * rounds), ..self }
+    }
+
+    /// In fewer ctas, whose warps go on to further segments.
+    fn at_most(self, ctas: u32) -> Self {
+        Self { ctas: self.ctas.min(ctas), ..self }
+    }
+}
+
+/// Kernels count in 32-bit signed numbers.
+fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
+    // What a kernel adds to it stays below 2^31 too.
+    i32::try_from(n)
+        .ok()
+        .filter(|&n| n < i32::MAX - 4096)
+        .ok_or_else(|| Error::shape(OP, argument, n, "below 2^31 - 4096"))
+}
+
+/// See [`Transcode`].
+pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
+    op.check()?;
+    let (x, held) = (op.x, Held::by(OP, cuda));
+    held.blocks("x", x)?;
+    held.groups(op.groups)?;
+    if op.to == Format::Mxfp4 && op.to.scale_kind(op.rule) != ScaleKind::E8M0 {
+        return Err(Error::unsupported(
+            OP,
+            op.to,
+            format!("its scales are powers of two, which {} has not", op.rule.name()),
+        ));
+    }
+    if op.to != Format::Mxfp4 {
+        x.e8m0_scales(OP)?;
+    }
+    if op.axis == BlockAxis::Tile {
+        return lift_tiles::run(cuda, x);
+    }
+    let row_id = op.groups.map(|groups| groups.row_id.get());
+    let capacity = match op.axis {
+        BlockAxis::Col => x.rows.next_multiple_of(TILE),
+        BlockAxis::Row | BlockAxis::Tile => x.rows,
+    };
+    if op.axis == BlockAxis::Col && row_id.is_some() && capacity != x.rows {
+        return Err(Error::shape(OP, "groups.capacity", x.rows, "a multiple of e4m3's block of 128"));
+    }
+    let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
+    let out = match op.axis {
+        BlockAxis::Col => {
+            let out = unwritten_columns(cuda.device(), (op.to, rule), (capacity, x.cols))?;
+            BlockScaled { shared_cols: x.format.spec().block, ..out }
+        }
+        BlockAxis::Row | BlockAxis::Tile => {
+            unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?
+        }
+    };
+    let counts = crate::ops::counts(cuda)?;
+    if x.rows != 0 && x.cols != 0 {
+        launch(cuda, &op, row_id, &out, counts.0.get())?;
+    }
+    Ok(Transcoded { out, transposed: None, counts })
+}
+
+fn launch(
+    cuda: &Cuda,
+    op: &Transcode<'_, Cuda>,
+    row_id: Option<&Buffer<i32>>,
+    out: &BlockScaled<Cuda>,
+    counts: &Buffer<u64>,
+) -> Result<()> {
+    let x = op.x;
+    let source = x.scale_kind();
+    let (rows, cols) = if op.axis == BlockAxis::Row && row_id.is_none() && x.cols.is_multiple_of(TILE) {
+        RowPlan::joined(x.rows, x.cols)
+    } else {
+        (x.rows, x.cols)
+    };
+    let conversion = Conversion::choose(x.format, op.to, op.axis, (source, op.rule), cols);
+    let segment_cols = match conversion {
+        Conversion::LiftRows { chunks, .. } => chunks * LIFT_CHUNK_COLS,
+        Conversion::RequantizeRows { .. } => REQUANTIZE_COLS,
+        Conversion::LiftCols { .. } => {
+            let plan = ColPlan::new(rows, cols, LIFT_PANELS)?;
+            return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
+        }
+        Conversion::ShiftCols { .. } => {
+            let plan = ColPlan::new(rows, cols, SHIFT_PANELS)?;
+            return launch_cols(cuda, op, (conversion, plan), row_id, out, counts);
+        }
+    };
+    let plan = RowPlan::new(rows, cols, segment_cols)?;
+    let is_lift = matches!(conversion, Conversion::LiftRows { .. });
+    let plan = if is_lift {
+        plan.of_lift(row_id.is_some())
+    } else {
+        plan.at_most(REQUANTIZE_CTAS_PER_SM * cuda.device().info().num_sms)
+    };
+    let RowPlan { rows, cols, segments, rounds, threads, ctas } = plan;
+    let by_segments = Divider::by(segments);
+    let ([codes, scales], out_codes, out_scales) =
+        (plane_args(x), out.codes.get(), out.e8m0_scales(OP)?.get());
+    let kernel = cuda.device().kernel(&conversion.spec())?;
+    let shape = Launch { ctas, threads, cluster: 1, shared_bytes: 0 };
+    let mut args: Vec<&dyn KernelArg> =
+        vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
+    args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
+    // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
+    // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
+    // row_id has a number for each row.
+    unsafe { kernel.launch(shape, &args) }
+}
+
+fn launch_cols(
+    cuda: &Cuda,
+    op: &Transcode<'_, Cuda>,
+    (conversion, plan): (Conversion, ColPlan),
+    row_id: Option<&Buffer<i32>>,
+    out: &BlockScaled<Cuda>,
+    counts: &Buffer<u64>,
+) -> Result<()> {
+    let x = op.x;
+    let kernel = cuda.device().kernel(&conversion.spec())?;
+    let scales = x.e8m0_scales(OP)?.get();
+    let (out_codes, out_scales) = (out.codes.get(), out.e8m0_scales(OP)?.get());
+    let ColPlan { rows, cols, capacity, depth, ctas, threads } = plan;
+    let scale_stride = column_stride(out.scale_kind(), x.cols) as i32;
+    let shape = Launch { ctas, threads, cluster: 1, shared_bytes: conversion.shared_bytes() };
+    // SAFETY: as in `launch`; the output's scales lie a strip together, `scale_stride` apart.
+    unsafe {
+        kernel.launch(
+            shape,
+            &[
+                x.codes.get(),
+                scales,
+                out_codes,
+                out_scales,
+                counts,
+                &row_id,
+                &rows,
+                &cols,
+                &capacity,
+                &scale_stride,
+                &depth,
+            ],
+        )
+    }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
+    let others = conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
+    others.chain(lift_tiles::instances()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_choice_is_built() {
+        let built = Conversion::all();
+        for cols in [32, 40, 96, 128, 7168] {
+            for source in [ScaleKind::E8M0, ScaleKind::F32] {
+                for rule in Conversion::RULES {
+                    for (from, to, axis) in [
+                        (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
+                        (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
+                        (Format::E4m3, Format::E4m3, BlockAxis::Col),
+                        (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
+                    ] {
+                        let choice = Conversion::choose(from, to, axis, (source, rule), cols);
+                        assert!(built.contains(&choice), "{choice:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ctas_cover_all_strips_and_columns() {
+        let plan = ColPlan::new(32768, 7168, 2).unwrap();
+        assert_eq!((plan.depth, plan.ctas), (2, 128 * 28));
+        let plan = ColPlan::new(4096, 7168, 1).unwrap();
+        assert_eq!((plan.depth, plan.ctas), (2, 16 * 56));
+        let plan = ColPlan::new(130, 96, 2).unwrap();
+        assert_eq!((plan.capacity, plan.depth, plan.ctas), (256, 2, 1));
+        let plan = ColPlan::new(128, 96, 2).unwrap();
+        assert_eq!((plan.capacity, plan.depth, plan.ctas), (128, 1, 1));
+        for conversion in Conversion::all() {
+            assert!(conversion.shared_bytes() <= 232_448, "{conversion:?}");
+        }
+    }
+
+    #[test]
+    fn rows_pass_as_one_as_long_as_that_fits() {
+        assert_eq!(RowPlan::joined(32768, 7168), (1, 32768 * 7168));
+        assert_eq!(RowPlan::joined(1 << 18, 7168), (1 << 18, 7168));
+        let plan = RowPlan::new(1, 32768 * 7168, 2048).unwrap();
+        assert_eq!(plan.ctas, 32768 * 7168 / 2048 / 8);
+        let plan = RowPlan::new(3, 160, 2048).unwrap();
+        assert_eq!((plan.segments, plan.ctas), (1, 1));
+        let plan = RowPlan::new(1000, 7168, 4096).unwrap();
+        assert_eq!(
+            [plan.of_lift(false), plan.of_lift(true)].map(|p| (p.rounds, p.ctas)),
+            [(1, 500), (2, 250)]
+        );
+        let error = RowPlan::new(1 << 30, 7168, 2048).expect_err("too many").to_string();
+        assert!(error.contains("segments"), "{error}");
+    }
+}

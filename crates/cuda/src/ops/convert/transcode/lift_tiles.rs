@@ -1,0 +1,59 @@
+//! MXFP4 weights to E4M3 tiles, both ways (`csrc/kernels/convert/lift_tiles.cuh`).
+
+use super::below_2_31;
+use crate::Cuda;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::planes::{plane_args, unwritten};
+use nibble_core::ops::Transcoded;
+use nibble_core::{BlockScaled, Result};
+use nibble_formats::{BlockAxis, Format};
+
+const TILE: usize = 128;
+const THREADS: u32 = 512;
+/// Tiles that a cta takes along either side.
+const SIDE: usize = 2;
+/// Lines of the transposed matrices are stored so many bytes at a time where they are multiples of it.
+const STORE: usize = 16;
+
+/// `whole`: no tile ends short across, and lines of the transposed matrices start on 16 bytes.
+fn instance(whole: bool) -> Instance {
+    let spec = KernelSpec {
+        source: "kernels/convert/lift_tiles.cuh",
+        name: "nib::lift_tiles",
+        args: vec![("kWhole", TemplateArg::Bool(whole))],
+    };
+    // `LiftTilesShared`.
+    let words = 2 * SIDE * THREADS as usize / 32 + 3;
+    Instance {
+        spec,
+        shared_bytes: SIDE * SIDE * TILE * TILE + (words * size_of::<u32>()).next_multiple_of(16),
+    }
+}
+
+/// The instances built for it.
+pub(super) fn instances() -> Vec<Instance> {
+    [true, false].map(instance).to_vec()
+}
+
+/// Both planes of stacked weights, checked and held.
+pub(super) fn run(cuda: &Cuda, x: &BlockScaled<Cuda>) -> Result<Transcoded<Cuda>> {
+    let (n, k, stack, device) = (x.rows / x.stack, x.cols, x.stack, cuda.device());
+    let plane =
+        |rows, cols| unwritten(device, (Format::E4m3, x.rule), BlockAxis::Tile, (stack * rows, cols, stack));
+    let (out, transposed, counts) = (plane(n, k)?, plane(k, n)?, crate::ops::counts(cuda)?);
+    if n != 0 && k != 0 {
+        let Instance { spec, shared_bytes } = instance(k.is_multiple_of(TILE) && n.is_multiple_of(STORE));
+        let ctas = stack * k.div_ceil(SIDE * TILE) * n.div_ceil(SIDE * TILE);
+        let ctas = below_2_31("squares of x", ctas)? as u32;
+        let (rows, cols) = (below_2_31("rows of a matrix of x", n)?, below_2_31("x.cols", k)?);
+        let planes = [x, &out, &transposed].map(plane_args).concat();
+        let args: [&[&dyn KernelArg]; 2] = [&planes, &[counts.0.get(), &rows, &cols]];
+        let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes };
+        // SAFETY: the planes of x, whose scales are E8M0, were held to its sizes, `unwritten` made the others, and the kernel does not
+        // go past the sizes passed; the ctas are those of `stack` matrices.
+        unsafe { device.kernel(&spec)?.launch(launch, &args.concat()) }?;
+    }
+    Ok(Transcoded { out, transposed: Some(transposed), counts })
+}

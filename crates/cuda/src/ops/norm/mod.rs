@@ -1,0 +1,5 @@
+//! RMS norm, rotary positions, and both in one pass.
+
+pub(crate) mod norm_rope;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;

@@ -1,0 +1,210 @@
+//! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; others by the
+//! two operations, one after the other.
+
+use super::rms_norm::{self, Chunks, THREADS, TYPES, add_chunks, check_size, int, plain_launch};
+use super::rope::rope;
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{plain_arg, unwritten_plain};
+use crate::ops::routing::permute::type_name;
+use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
+use nibble_core::{DType, Result, Tensor};
+
+/// Threads of a head, eight columns each.
+const HEAD_THREADS: [usize; 3] = [8, 16, 32];
+/// Heads a thread has a part of.
+const ROWS: usize = 4;
+
+/// The instance for heads of so many columns, if there is one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    dtype: DType,
+    /// Of a head.
+    threads: usize,
+}
+
+impl Config {
+    fn choose(dtype: DType, head_dim: usize) -> Option<Self> {
+        let threads = HEAD_THREADS.into_iter().find(|threads| 8 * threads == head_dim)?;
+        Some(Self { dtype, threads })
+    }
+
+    fn spec(&self, name: &'static str) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/norm/norm_rope.cuh",
+            name,
+            args: vec![("T", TemplateArg::Type(type_name(self.dtype))), ("kThreads", int(self.threads))],
+        }
+    }
+
+    fn forward(&self) -> KernelSpec {
+        self.spec("nib::norm_rope")
+    }
+
+    fn backward(&self) -> KernelSpec {
+        self.spec("nib::norm_rope_backward")
+    }
+
+    fn forward_launch(&self, rows: usize) -> Launch {
+        plain_launch(rows.div_ceil(ROWS * THREADS / self.threads), THREADS)
+    }
+
+    /// A thread has a chunk of rows.
+    fn backward_launch(&self, chunks: usize) -> Launch {
+        plain_launch(chunks.div_ceil(THREADS / self.threads), THREADS)
+    }
+}
+
+/// Which head of which token a row is.
+struct Places {
+    heads: u32,
+    seq_len: u32,
+    by_heads: Divider,
+    by_seq_len: Divider,
+}
+
+impl Places {
+    fn new(heads: usize, seq_len: usize) -> Self {
+        let [heads, seq_len] = [heads, seq_len].map(|n| n as u32);
+        Self { heads, seq_len, by_heads: Divider::by(heads), by_seq_len: Divider::by(seq_len) }
+    }
+}
+
+/// A head a row.
+fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
+    x.reshape(x.rows * (x.cols / head_dim), head_dim)
+}
+
+/// See [`NormRope`].
+pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
+    const OP: &str = "norm_rope";
+    op.check()?;
+    let NormRope { x, weight, eps, table, seq_len, first_position } = op;
+    let (dtype, head_dim) = (x.dtype(), table.cols);
+    let Some(config) = Config::choose(dtype, head_dim) else {
+        let normed = rms_norm::rms_norm(cuda, RmsNorm::new(&head_rows(x, head_dim)?, weight, eps))?;
+        let y = normed.y.reshape(x.rows, x.cols)?;
+        let y = rope(cuda, Rope { x: &y, table, seq_len, first_position, inverse: false })?;
+        return Ok(RmsNormOut { y, ..normed });
+    };
+    let held = Held::by(OP, cuda);
+    held.tensor("x", x)?;
+    held.tensor("weight", weight)?;
+    held.tensor("table", table)?;
+    let heads = x.cols / head_dim;
+    let rows = x.rows.saturating_mul(heads);
+    check_size(OP, rows, head_dim)?;
+    let inv_rms = cuda.device().alloc::<f32>(rows)?;
+    let y = unwritten_plain(cuda.device(), dtype, x.rows, x.cols)?;
+    if rows > 0 {
+        let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(heads, seq_len);
+        let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
+        let [x, to] = [x, &y].map(|x| plain_arg(x).0);
+        let weight = weight.f32(OP, "weight")?.get();
+        let args: [&dyn KernelArg; 11] = [
+            x,
+            weight,
+            &angles,
+            to,
+            &inv_rms,
+            &(rows as u32),
+            &eps,
+            &heads,
+            &seq_len,
+            &by_heads,
+            &by_seq_len,
+        ];
+        let kernel = cuda.device().kernel(&config.forward())?;
+        // SAFETY: `Held` held x, which y is as large as, to `rows` heads, and weight to one; inv_rms has a value a head; `check` held
+        // `seq_len` positions from the first one on to the table.
+        unsafe { kernel.launch(config.forward_launch(rows), &args) }?;
+    }
+    Ok(RmsNormOut { y, inv_rms: Buf::new(inv_rms), sum: None })
+}
+
+/// Bytes of the table before a position.
+fn angles_before(position: usize, head_dim: usize) -> u64 {
+    (position * head_dim * size_of::<f32>()) as u64
+}
+
+/// See [`NormRopeBackward`].
+pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    const OP: &str = "norm_rope_backward";
+    op.check()?;
+    let rows = op.heads();
+    let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
+    let (dtype, head_dim) = (x.dtype(), table.cols);
+    let Some(config) = Config::choose(dtype, head_dim) else {
+        let dy = rope(cuda, Rope { x: dy, table, seq_len, first_position, inverse: true })?;
+        let (heads, dy) = (head_rows(x, head_dim)?, head_rows(&dy, head_dim)?);
+        let op = RmsNormBackward { x: &heads, weight, inv_rms, dy: &dy, plus: None, dweight };
+        return rms_norm::rms_norm_backward(cuda, op)?.reshape(x.rows, x.cols);
+    };
+    check_size(OP, rows, head_dim)?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", x)?;
+    held.tensor("weight", weight)?;
+    held.tensor("dy", dy)?;
+    held.tensor("table", table)?;
+    held.tensor("dweight", dweight)?;
+    held.values("inv_rms", inv_rms, rows)?;
+    let dx = unwritten_plain(cuda.device(), dtype, x.rows, x.cols)?;
+    let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(x.cols / head_dim, seq_len);
+    let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
+    let weight = weight.f32(OP, "weight")?.get();
+    add_chunks(cuda.device(), OP, (rows, head_dim), dweight, |chunks| {
+        let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
+        let [x, dy, to] = [x, dy, &dx].map(|x| plain_arg(x).0);
+        let args: [&dyn KernelArg; 14] = [
+            x,
+            weight,
+            inv_rms.get(),
+            dy,
+            &angles,
+            to,
+            sums,
+            rows_per_shard,
+            per_shard,
+            all,
+            &heads,
+            &seq_len,
+            &by_heads,
+            &by_seq_len,
+        ];
+        let kernel = cuda.device().kernel(&config.backward())?;
+        // SAFETY: `Held` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one and inv_rms to a value a
+        // head, and `seq_len` positions from the first one on to the table; `sums` has a row for each chunk.
+        unsafe { kernel.launch(config.backward_launch(*all as usize), &args) }
+    })?;
+    Ok(dx)
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let configs = TYPES.into_iter().flat_map(|dtype| HEAD_THREADS.map(|threads| Config { dtype, threads }));
+    let specs = configs.flat_map(|config| [config.forward(), config.backward()]);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn usual_heads_have_an_instance_and_ctas_cover_them() {
+        for (head_dim, forward, backward) in [(64, 2, 1), (128, 3, 1), (256, 6, 2)] {
+            let config = Config::choose(DType::Bf16, head_dim).unwrap();
+            assert_eq!(config.forward_launch(96).ctas, forward, "{config:?}");
+            assert_eq!(config.backward_launch(96_usize.div_ceil(rms_norm::CHUNK) + 3).ctas, backward);
+            for spec in [config.forward(), config.backward()] {
+                assert!(instances().iter().any(|instance| instance.spec == spec), "{spec}");
+            }
+        }
+        assert_eq!(Config::choose(DType::F32, 96), None);
+        assert_eq!(Config::choose(DType::F32, 32), None);
+    }
+}

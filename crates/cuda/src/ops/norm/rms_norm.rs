@@ -1,0 +1,407 @@
+//! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`): rows in registers or, backward, chunks of
+//! rows in shared memory, read once; rows of any other width are read twice.
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::plain::row_tree::Stack;
+use crate::ops::planes::{plain_arg, plain_or_null, unwritten_plain};
+use crate::ops::routing::permute::type_name;
+use crate::{Buffer, Cuda, Device};
+use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
+use nibble_core::{DType, Data, Error, Result, Tensor};
+
+pub(crate) const THREADS: usize = 128;
+/// Batches of rows in shared memory.
+const WIDE_STAGES: usize = 3;
+/// Columns of a block: eight of each thread of a warp.
+const BLOCK: usize = 256;
+pub(crate) const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
+pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
+
+/// Widths are compared with these, in blocks.
+const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
+/// The most blocks of which a thread holds two columns each.
+const MOST_WIDE_BLOCKS: usize = 8;
+/// Threads that share a row of up to eight columns each.
+const SHORT: [usize; 3] = [8, 16, 32];
+
+pub(crate) fn int(value: usize) -> TemplateArg {
+    TemplateArg::Int(value as i64)
+}
+
+pub(crate) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> {
+    if d == 0 {
+        return Err(Error::shape(op, "columns of x", 0, "at least one"));
+    }
+    if rows.max(d) >= 1 << 30 {
+        return Err(Error::shape(op, "shape of x", format!("{rows} x {d}"), "sides below 2^30"));
+    }
+    Ok(())
+}
+
+/// How [`RmsNorm`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Forward {
+    /// A row in the registers of so many threads, in so many blocks; a thread has several rows.
+    Held { threads: usize, blocks: usize, rows: usize },
+    /// Any width.
+    Long { aligned: bool },
+}
+
+impl Forward {
+    fn choose(dtype: DType, d: usize) -> Self {
+        Self::held(dtype)
+            .find(|config| config.holds(d))
+            .unwrap_or(Self::Long { aligned: d.is_multiple_of(8) })
+    }
+
+    /// From the smallest to the largest. Short rows come several a thread, so that loads enough are in flight.
+    fn held(dtype: DType) -> impl Iterator<Item = Self> {
+        let most = 32 * DType::Bf16.size_bytes() / dtype.size_bytes();
+        let wide = BLOCKS.into_iter().filter(move |&blocks| blocks <= most);
+        let short = SHORT.into_iter().map(|threads| Self::Held { threads, blocks: 1, rows: 4 });
+        short.chain(wide.map(|blocks| Self::Held {
+            threads: 32,
+            blocks,
+            rows: if blocks <= 4 { 2 } else { 1 },
+        }))
+    }
+
+    fn holds(&self, d: usize) -> bool {
+        match *self {
+            Self::Held { threads, blocks, .. } => d.is_multiple_of(8) && d <= 8 * threads * blocks,
+            Self::Long { .. } => true,
+        }
+    }
+
+    /// plus: x is a sum, which is written.
+    fn spec(&self, dtype: DType, plus: bool) -> KernelSpec {
+        let source = "kernels/norm/rms_norm.cuh";
+        let t = ("T", TemplateArg::Type(type_name(dtype)));
+        let plus = ("kPlus", TemplateArg::Bool(plus));
+        match *self {
+            Self::Held { threads, blocks, rows } => KernelSpec {
+                source,
+                name: "nib::rms_norm",
+                args: vec![
+                    t,
+                    ("kThreads", int(threads)),
+                    ("kBlocks", int(blocks)),
+                    ("kRows", int(rows)),
+                    plus,
+                ],
+            },
+            Self::Long { aligned } => KernelSpec {
+                source,
+                name: "nib::rms_norm_long",
+                args: vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus],
+            },
+        }
+    }
+
+    fn launch(&self, rows: usize) -> Launch {
+        let rows_per_cta = match *self {
+            Self::Held { threads, rows, .. } => THREADS / threads * rows,
+            Self::Long { .. } => THREADS / 32,
+        };
+        plain_launch(rows.div_ceil(rows_per_cta), THREADS)
+    }
+}
+
+pub(crate) fn plain_launch(ctas: usize, threads: usize) -> Launch {
+    Launch { ctas: ctas as u32, threads: threads as u32, cluster: 1, shared_bytes: 0 }
+}
+
+/// See [`RmsNorm`].
+pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
+    const OP: &str = "rms_norm";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("weight", op.weight)?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (rows, d) = op.x.shape();
+    check_size(OP, rows, d)?;
+    let (device, dtype) = (cuda.device(), op.x.dtype());
+    let inv_rms = device.alloc::<f32>(rows)?;
+    let y = unwritten_plain(device, dtype, rows, d)?;
+    let sum = op.plus.map(|_| unwritten_plain(device, dtype, rows, d)).transpose()?;
+    if rows > 0 {
+        let config = Forward::choose(dtype, d);
+        let kernel = device.kernel(&config.spec(dtype, op.plus.is_some()))?;
+        let [x, y] = [op.x, &y].map(|x| plain_arg(x).0);
+        let (plus, sum) = (plain_or_null(op.plus), plain_or_null(sum.as_ref()));
+        let weight = op.weight.f32(OP, "weight")?.get();
+        let args: [&dyn KernelArg; 9] =
+            [x, plus, weight, y, sum, &inv_rms, &(rows as u32), &(d as u32), &op.eps];
+        // SAFETY: `Held` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
+        // a value a row; the instance is one that holds d, and that adds if there is something to add.
+        unsafe { kernel.launch(config.launch(rows), &args) }?;
+    }
+    Ok(RmsNormOut { y, inv_rms: Buf::new(inv_rms), sum })
+}
+
+/// How [`RmsNormBackward`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Backward {
+    /// So many threads have a chunk of rows.
+    Short { threads: usize },
+    /// A cta has a chunk, of rows of up to so many blocks, and reads so many rows at a time.
+    Wide { blocks: usize, rows: usize },
+    /// The same, with a block's threads for each of the rows.
+    Long { blocks: usize, rows: usize },
+    /// dx and dweight each by itself.
+    Apart { aligned: bool },
+}
+
+impl Backward {
+    fn choose(dtype: DType, d: usize) -> Self {
+        let apart = Self::Apart { aligned: d.is_multiple_of(8) };
+        Self::fused(dtype).find(|config| config.holds(d)).unwrap_or(apart)
+    }
+
+    fn fused(dtype: DType) -> impl Iterator<Item = Self> {
+        let of_blocks = move |blocks| match blocks {
+            // A batch has about 16 KiB of BF16, so that four ctas find room.
+            0..=MOST_WIDE_BLOCKS => Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) },
+            // One cta finds room with three batches of the longest rows.
+            _ => Self::Long { blocks, rows: size_of::<f32>() / dtype.size_bytes() },
+        };
+        SHORT.into_iter().map(|threads| Self::Short { threads }).chain(BLOCKS.map(of_blocks))
+    }
+
+    fn holds(&self, d: usize) -> bool {
+        let most = match *self {
+            Self::Short { threads } => 8 * threads,
+            Self::Wide { blocks, .. } | Self::Long { blocks, .. } => BLOCK * blocks,
+            Self::Apart { .. } => return true,
+        };
+        d.is_multiple_of(8) && d <= most
+    }
+
+    /// One kernel, or two. plus: dx and something else are added.
+    fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
+        let t = ("T", TemplateArg::Type(type_name(dtype)));
+        let plus = ("kPlus", TemplateArg::Bool(plus));
+        let spec = |name, args| KernelSpec { source: "kernels/norm/rms_norm_backward.cuh", name, args };
+        match *self {
+            Self::Short { threads } => {
+                vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads)), plus])]
+            }
+            Self::Wide { blocks, rows } | Self::Long { blocks, rows } => {
+                let args = vec![t, ("kBlocks", int(blocks)), ("kRows", int(rows)), plus];
+                let name = match self {
+                    Self::Long { .. } => "nib::rms_backward_long",
+                    _ => "nib::rms_backward_wide",
+                };
+                vec![spec(name, args)]
+            }
+            Self::Apart { aligned } => vec![
+                spec("nib::rms_dx", vec![t, ("kAligned", TemplateArg::Bool(aligned)), plus]),
+                spec("nib::rms_dweight", vec![t]),
+            ],
+        }
+    }
+
+    /// Threads that have a chunk.
+    fn chunk_threads(&self) -> usize {
+        match *self {
+            Self::Short { threads } => threads,
+            Self::Long { rows, .. } => BLOCK * rows,
+            Self::Wide { .. } | Self::Apart { .. } => THREADS,
+        }
+    }
+
+    /// Of rows of x and dy.
+    fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
+        match *self {
+            Self::Wide { rows, .. } | Self::Long { rows, .. } => {
+                WIDE_STAGES * 2 * rows * d * dtype.size_bytes()
+            }
+            Self::Short { .. } | Self::Apart { .. } => 0,
+        }
+    }
+}
+
+/// See [`RmsNormBackward`].
+pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    const OP: &str = "rms_norm_backward";
+    op.check()?;
+    let (rows, d) = op.x.shape();
+    check_size(OP, rows, d)?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("weight", op.weight)?;
+    held.tensor("dy", op.dy)?;
+    held.tensor("dweight", op.dweight)?;
+    held.values("inv_rms", op.inv_rms, rows)?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (dtype, weight) = (op.x.dtype(), op.weight.f32(OP, "weight")?.get());
+    let inv_rms = op.inv_rms.get();
+    let dx = unwritten_plain(cuda.device(), dtype, rows, d)?;
+    let [x, dy, to] = [op.x, op.dy, &dx].map(|x| plain_arg(x).0);
+    let plus = plain_or_null(op.plus);
+    let config = Backward::choose(dtype, d);
+    let blocks = d.div_ceil(THREADS);
+    let [rows_arg, d_arg, blocks_arg] = [rows, d, blocks].map(|n| n as u32);
+    add_chunks(cuda.device(), OP, (rows, d), op.dweight, |chunks| {
+        let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
+        let launches: Vec<(Launch, Vec<&dyn KernelArg>)> = match config {
+            Backward::Short { threads } => {
+                let launch = plain_launch((*all as usize).div_ceil(THREADS / threads), THREADS);
+                let args: [&dyn KernelArg; 11] =
+                    [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, all, &d_arg];
+                vec![(launch, args.to_vec())]
+            }
+            Backward::Wide { .. } | Backward::Long { .. } => {
+                let shared_bytes = config.shared_bytes(dtype, d);
+                let launch = Launch { shared_bytes, ..plain_launch(*all as usize, config.chunk_threads()) };
+                let args: [&dyn KernelArg; 10] =
+                    [x, weight, inv_rms, dy, plus, to, sums, rows_per_shard, per_shard, &d_arg];
+                vec![(launch, args.to_vec())]
+            }
+            Backward::Apart { .. } => {
+                let ctas = (*all as usize).saturating_mul(blocks);
+                if ctas >= 1 << 31 {
+                    let got = format!("{rows} x {d}");
+                    return Err(Error::shape(OP, "shape of x", got, "below 2^44 numbers"));
+                }
+                let dx_args: [&dyn KernelArg; 8] = [x, weight, inv_rms, dy, plus, to, &rows_arg, &d_arg];
+                let dweight_args: [&dyn KernelArg; 8] =
+                    [x, inv_rms, dy, sums, rows_per_shard, per_shard, &d_arg, &blocks_arg];
+                vec![
+                    (plain_launch(rows.div_ceil(THREADS / 32), THREADS), dx_args.to_vec()),
+                    (plain_launch(ctas, THREADS), dweight_args.to_vec()),
+                ]
+            }
+        };
+        for (spec, (launch, args)) in config.specs(dtype, op.plus.is_some()).iter().zip(launches) {
+            // SAFETY: `Held` and `check` held x, dy and plus to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as
+            // large as x, `sums` has a row of d for each chunk; the instance is one that holds d, and that adds if there is
+            // something to add.
+            unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
+        }
+        Ok(())
+    })?;
+    Ok(dx)
+}
+
+/// What kernels write of dweight: sums over chunks of rows.
+pub(crate) struct Chunks {
+    /// `[all, d]`, a row a chunk.
+    pub sums: Buffer<f32>,
+    /// Chunks of all shards.
+    pub all: u32,
+    pub rows_per_shard: u32,
+    /// Chunks of a shard.
+    pub per_shard: u32,
+}
+
+/// Adds what `write` makes of every chunk of rows, shard by shard, to dweight. Rows and columns are below 2^30; there are no rows, or
+/// `write` is called once.
+pub(crate) fn add_chunks(
+    device: &Device,
+    op: &'static str,
+    (rows, d): (usize, usize),
+    dweight: &mut Tensor<Cuda>,
+    write: impl FnOnce(&Chunks) -> Result<()>,
+) -> Result<()> {
+    let shards = dweight.rows;
+    if shards == 0 {
+        return Err(Error::shape(op, "rows of dweight", 0, "at least one shard"));
+    }
+    let Data::F32(dweight) = &mut dweight.data else {
+        return Err(Error::shape(op, "type of dweight", DType::Bf16, DType::F32));
+    };
+    if rows == 0 {
+        return Ok(());
+    }
+    let rows_per_shard = rows / shards;
+    let per_shard = rows_per_shard.div_ceil(CHUNK);
+    let all = shards * per_shard; // no more than rows
+    let sums = device.alloc::<f32>(all * d)?;
+    let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);
+    let chunks = Chunks { sums, all, rows_per_shard, per_shard: chunks };
+    write(&chunks)?;
+    let stack = Stack { sums: chunks.sums, shards, rows: per_shard, cols: d };
+    stack.add_to(device, op, dweight.make_mut()?)
+}
+
+/// The instances, with the most shared memory any launch asks for.
+pub(crate) fn instances() -> Vec<Instance> {
+    let of = |(dtype, plus)| {
+        let long = [true, false].map(|aligned| Forward::Long { aligned });
+        let forward = Forward::held(dtype).chain(long);
+        let forward = forward.map(move |config| Instance { spec: config.spec(dtype, plus), shared_bytes: 0 });
+        let backward = Backward::fused(dtype).chain([true, false].map(|aligned| Backward::Apart { aligned }));
+        let backward = backward.flat_map(move |config| {
+            let shared_bytes = match config {
+                Backward::Wide { blocks, .. } | Backward::Long { blocks, .. } => {
+                    config.shared_bytes(dtype, BLOCK * blocks)
+                }
+                Backward::Short { .. } | Backward::Apart { .. } => 0,
+            };
+            config.specs(dtype, plus).into_iter().map(move |spec| Instance { spec, shared_bytes })
+        });
+        forward.chain(backward)
+    };
+    // dweight is summed by one instance whatever the alignment, and whatever is added to dx.
+    let mut all: Vec<Instance> = Vec::new();
+    for instance in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))).flat_map(of) {
+        if !all.contains(&instance) {
+            all.push(instance);
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_width_gets_the_smallest_instance_that_holds_it() {
+        let forward = |dtype, d| Forward::choose(dtype, d);
+        let bf16 = |d| forward(DType::Bf16, d);
+        assert_eq!(bf16(64), Forward::Held { threads: 8, blocks: 1, rows: 4 });
+        assert_eq!(bf16(128), Forward::Held { threads: 16, blocks: 1, rows: 4 });
+        assert_eq!(bf16(2048), Forward::Held { threads: 32, blocks: 8, rows: 1 });
+        assert_eq!(bf16(7168), Forward::Held { threads: 32, blocks: 28, rows: 1 });
+        assert_eq!(bf16(8200), Forward::Long { aligned: true });
+        assert_eq!(bf16(33), Forward::Long { aligned: false });
+        assert_eq!(forward(DType::F32, 4096), Forward::Held { threads: 32, blocks: 16, rows: 1 });
+        assert_eq!(forward(DType::F32, 5120), Forward::Long { aligned: true });
+        let backward = |d| Backward::choose(DType::Bf16, d);
+        assert_eq!(backward(128), Backward::Short { threads: 16 });
+        assert_eq!(backward(264), Backward::Wide { blocks: 2, rows: 4 });
+        assert_eq!(backward(2048), Backward::Wide { blocks: 8, rows: 2 });
+        assert_eq!(backward(7168), Backward::Long { blocks: 28, rows: 2 });
+        assert_eq!(Backward::choose(DType::F32, 7168), Backward::Long { blocks: 28, rows: 1 });
+        assert_eq!(backward(33), Backward::Apart { aligned: false });
+    }
+
+    #[test]
+    fn every_instance_is_built_and_fits_shared_memory() {
+        let all = instances();
+        assert!(all.iter().all(|instance| instance.shared_bytes <= 232_448 - 8192));
+        for d in 1..10_000 {
+            for (dtype, plus) in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))) {
+                let found = |spec| all.iter().any(|instance| instance.spec == spec);
+                let forward = Forward::choose(dtype, d);
+                assert!(found(forward.spec(dtype, plus)), "{forward:?}");
+                let backward = Backward::choose(dtype, d);
+                assert!(backward.specs(dtype, plus).into_iter().all(found), "{backward:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn ctas_cover_the_rows() {
+        assert_eq!(Forward::choose(DType::Bf16, 128).launch(33).ctas, 2);
+        assert_eq!(Forward::choose(DType::Bf16, 2048).launch(5).ctas, 2);
+        assert_eq!(Forward::Long { aligned: false }.launch(5).ctas, 2);
+    }
+}

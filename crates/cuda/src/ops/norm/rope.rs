@@ -1,0 +1,143 @@
+//! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::routing::permute::type_name;
+use crate::{Buffer, Cuda, Device};
+use nibble_core::ops::Rope;
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+
+const OP: &str = "rope";
+const THREADS: u32 = 256;
+/// Heads a thread turns at most.
+const HEADS: usize = 4;
+
+/// How [`Rope`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    dtype: DType,
+    /// Pairs a thread turns in a head.
+    count: usize,
+    /// Threads a head.
+    units: usize,
+    /// Threads a row and unit.
+    head_groups: usize,
+    tasks: u32,
+}
+
+impl Config {
+    /// 16 bytes a load, where both halves of a head are whole numbers of those.
+    fn choose(dtype: DType, rows: usize, heads: usize, half: usize) -> Result<Self> {
+        let whole = widest(dtype);
+        let count = if half.is_multiple_of(whole) { whole } else { 1 };
+        let (units, head_groups) = (half / count, heads.div_ceil(HEADS));
+        let tasks = rows.saturating_mul(head_groups).saturating_mul(units);
+        if tasks.max(heads.saturating_mul(2 * half)) >= (1 << 31) - THREADS as usize {
+            let got = format!("{rows} rows of {heads} heads of {}", 2 * half);
+            return Err(Error::shape(OP, "x", got, "fewer than 2^31 columns, and tasks of threads"));
+        }
+        Ok(Self { dtype, count, units, head_groups, tasks: tasks as u32 })
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/norm/rope.cuh",
+            name: "nib::rope",
+            args: vec![
+                ("T", TemplateArg::Type(type_name(self.dtype))),
+                ("kCount", TemplateArg::Int(self.count as i64)),
+            ],
+        }
+    }
+}
+
+/// Numbers in 16 bytes.
+fn widest(dtype: DType) -> usize {
+    16 / dtype.size_bytes()
+}
+
+/// See [`Rope`].
+pub(crate) fn rope(cuda: &Cuda, op: Rope<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("table", op.table)?;
+    let data = match &op.x.data {
+        Data::F32(x) => Data::F32(turn(cuda.device(), &op, x.get())?),
+        Data::Bf16(x) => Data::Bf16(turn(cuda.device(), &op, x.get())?),
+    };
+    Tensor::new(data, op.x.rows, op.x.cols)
+}
+
+fn turn<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result<Buf<T>> {
+    let y = device.alloc::<T>(x.len())?;
+    if x.is_empty() {
+        return Ok(Buf::new(y));
+    }
+    let head_dim = op.table.cols;
+    let heads = op.x.cols / head_dim;
+    let config = Config::choose(op.x.dtype(), op.x.rows, heads, head_dim / 2)?;
+    let launch =
+        Launch { ctas: config.tasks.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let [units, groups, heads, seq_len] =
+        [config.units, config.head_groups, heads, op.seq_len].map(|n| n as u32);
+    let [by_units, by_groups, by_seq_len] = [units, groups, seq_len].map(Divider::by);
+    let first = (op.first_position * head_dim) as u64;
+    let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
+    let (table, kernel) = (op.table.f32(OP, "table")?.get(), device.kernel(&config.spec())?);
+    // SAFETY: `Held` held x to rows · heads · head_dim values, as many as y has; `check` held `seq_len` positions from the first one
+    // on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
+    unsafe {
+        kernel.launch(
+            launch,
+            &[
+                x,
+                table,
+                &y,
+                &config.tasks,
+                &units,
+                &groups,
+                &heads,
+                &seq_len,
+                &first,
+                &by_units,
+                &by_groups,
+                &by_seq_len,
+                &sign,
+            ],
+        )?;
+    }
+    Ok(Buf::new(y))
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let of = |dtype| {
+        let config = |count| Config { dtype, count, units: 1, head_groups: 1, tasks: 1 };
+        [widest(dtype), 1].map(|count| Instance { spec: config(count).spec(), shared_bytes: 0 })
+    };
+    [DType::F32, DType::Bf16].into_iter().flat_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_cover_the_pairs_and_their_instance_is_built() {
+        for (dtype, rows, heads, half, count, tasks) in [
+            (DType::Bf16, 10, 16, 64, 8, 10 * 4 * 8),
+            (DType::Bf16, 3, 5, 3, 1, 3 * 2 * 3),
+            (DType::F32, 7, 1, 32, 4, 7 * 8),
+            (DType::F32, 1, 1, 1, 1, 1),
+        ] {
+            let config = Config::choose(dtype, rows, heads, half).unwrap();
+            assert_eq!((config.count, config.tasks), (count, tasks), "{config:?}");
+            assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+        }
+        assert!(Config::choose(DType::Bf16, 1 << 28, 32, 64).is_err());
+    }
+}

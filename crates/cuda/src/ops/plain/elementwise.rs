@@ -1,0 +1,257 @@
+//! `cast`, `add`, `sum_shards`, `transpose` on a GPU (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{plain_arg, plain_or_null, unwritten_plain};
+use crate::ops::routing::permute::type_name;
+use crate::{Buffer, Device};
+use half::bf16;
+use nibble_core::ops::{Add, Cast, SumShards, Transpose};
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+
+const THREADS: u32 = 256;
+/// Numbers a cta casts.
+const CAST_PER_CTA: usize = 4096;
+/// Units of 16 bytes a cta adds.
+const ADD_UNITS_PER_CTA: usize = 1024;
+/// Units of 16 bytes along a side of a transposed tile.
+const TILE_UNITS: usize = 16;
+/// Their size.
+const UNIT: usize = 16;
+
+/// See [`Cast`]. A cast to the type it has shares the buffer.
+pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    Held::by("cast", cuda).tensor("x", op.x)?;
+    let device = cuda.device();
+    let data = match (&op.x.data, op.dtype) {
+        (Data::F32(x), DType::Bf16) => Data::Bf16(cast_values::<f32, bf16>(device, x.get(), DType::Bf16)?),
+        (Data::Bf16(x), DType::F32) => Data::F32(cast_values::<bf16, f32>(device, x.get(), DType::F32)?),
+        (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
+    };
+    Tensor::new(data, op.x.rows, op.x.cols)
+}
+
+pub(crate) fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
+    let out = device.alloc::<U>(x.len())?;
+    if x.is_empty() {
+        return Ok(Buf::new(out));
+    }
+    let ctas = u32::try_from(x.len().div_ceil(CAST_PER_CTA))
+        .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&cast_spec(to))?;
+    // SAFETY: both buffers have `x.len()` values of the types of the instance; `Held` held x to this device.
+    unsafe { kernel.launch(launch, &[x, &out, &(x.len() as u64)]) }?;
+    Ok(Buf::new(out))
+}
+
+fn cast_spec(to: DType) -> KernelSpec {
+    let from = match to {
+        DType::F32 => DType::Bf16,
+        DType::Bf16 => DType::F32,
+    };
+    KernelSpec {
+        source: "kernels/plain/cast.cuh",
+        name: "nib::cast",
+        args: vec![("From", TemplateArg::Type(type_name(from))), ("To", TemplateArg::Type(type_name(to)))],
+    }
+}
+
+/// See [`Add`].
+pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let held = Held::by("add", cuda);
+    held.tensor("a", op.a)?;
+    held.tensor("b", op.b)?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (dtype, len) = (op.a.dtype(), op.a.rows * op.a.cols);
+    let out = unwritten_plain(cuda.device(), dtype, op.a.rows, op.a.cols)?;
+    if len == 0 {
+        return Ok(out);
+    }
+    let ctas = u32::try_from(len.div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
+        .map_err(|_| Error::shape("add", "a.len()", len, "below 2^44"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = cuda.device().kernel(&add_spec(dtype, op.plus.is_some()))?;
+    let [a, b, sum] = [op.a, op.b, &out].map(|x| plain_arg(x).0);
+    // SAFETY: all buffers have `len` values of the instance's type (`check`, `Held`), on this device; the instance reads a third
+    // term if there is one.
+    unsafe { kernel.launch(launch, &[a, b, plain_or_null(op.plus), sum, &(len as u64)]) }?;
+    Ok(out)
+}
+
+fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/plain/add.cuh",
+        name: "nib::add",
+        args: vec![("T", TemplateArg::Type(type_name(dtype))), ("kPlus", TemplateArg::Bool(plus))],
+    }
+}
+
+/// Numbers of shards there are instances for: all of a thread's loads are in flight at once.
+const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
+/// Numbers a cta sums, of so many shards: of few it has more, so that loads enough are in flight.
+fn sums_per_cta(shards: usize) -> usize {
+    1024 * (4 / shards).max(1)
+}
+
+/// See [`SumShards`].
+pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
+    const OP: &str = "sum_shards";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("x", op.x)?;
+    held.tensor("into", op.into)?;
+    if !SHARDS.contains(&op.shards) {
+        return Err(Error::shape(OP, "shards", op.shards, format!("one of {SHARDS:?} a rank on a GPU")));
+    }
+    let spec = sum_spec(op.x.dtype(), op.into.dtype(), op.shards);
+    let device = cuda.device();
+    match (&op.x.data, &mut op.into.data) {
+        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+    }
+}
+
+fn sum_values<T: Plain, U: Plain>(
+    device: &Device,
+    spec: &KernelSpec,
+    shards: usize,
+    x: &Buffer<T>,
+    into: &mut Buffer<U>,
+) -> Result<()> {
+    if into.is_empty() {
+        return Ok(());
+    }
+    let ctas = u32::try_from(into.len().div_ceil(sums_per_cta(shards)))
+        .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
+    let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(spec)?;
+    // SAFETY: x has the instance's number of shards of `into.len()` values each (`check`, `Held`), both of its types, on this device.
+    unsafe { kernel.launch(launch, &[x, &*into, &(into.len() as u64)]) }
+}
+
+fn sum_spec(from: DType, to: DType, shards: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/plain/sum_shards.cuh",
+        name: "nib::sum_shards",
+        args: vec![
+            ("From", TemplateArg::Type(type_name(from))),
+            ("To", TemplateArg::Type(type_name(to))),
+            ("kShards", TemplateArg::Int(shards as i64)),
+        ],
+    }
+}
+
+/// How [`Transpose`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Turn {
+    dtype: DType,
+    /// Rows and columns of each matrix.
+    n: usize,
+    k: usize,
+    stack: usize,
+    /// Whether rows of both sides are multiples of 16 bytes.
+    aligned: bool,
+}
+
+impl Turn {
+    fn choose(dtype: DType, stack: usize, n: usize, k: usize) -> Self {
+        let unit = UNIT / dtype.size_bytes();
+        Self { dtype, n, k, stack, aligned: n.is_multiple_of(unit) && k.is_multiple_of(unit) }
+    }
+
+    /// Tiles down and along.
+    fn tiles(&self) -> (usize, usize) {
+        let tile = TILE_UNITS * UNIT / self.dtype.size_bytes();
+        (self.n.div_ceil(tile), self.k.div_ceil(tile))
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/plain/transpose.cuh",
+            name: "nib::transpose",
+            args: vec![
+                ("T", TemplateArg::Type(type_name(self.dtype))),
+                ("kAligned", TemplateArg::Bool(self.aligned)),
+            ],
+        }
+    }
+
+    fn run<T: Plain>(&self, device: &Device, x: &Buffer<T>) -> Result<Buf<T>> {
+        let out = device.alloc::<T>(x.len())?;
+        if x.is_empty() {
+            return Ok(Buf::new(out));
+        }
+        let (tiles_n, tiles_k) = self.tiles();
+        let too_many = || {
+            let got = format!("{} matrices of {} x {}", self.stack, self.n, self.k);
+            Error::shape("transpose", "x", got, "sides and tiles below 2^31")
+        };
+        let ctas = self.stack.checked_mul(tiles_n).and_then(|rows| rows.checked_mul(tiles_k));
+        let limit = i32::MAX as usize;
+        let ctas = ctas.filter(|&ctas| ctas.max(self.n).max(self.k) <= limit - 128).ok_or_else(too_many)?;
+        let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
+        let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
+        let kernel = device.kernel(&self.spec())?;
+        // SAFETY: `Held` held x to stack · n · k values of the instance's type, `out` is as long, and no cta leaves its tile of one
+        // matrix.
+        unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
+        Ok(Buf::new(out))
+    }
+}
+
+/// See [`Transpose`].
+pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    const OP: &str = "transpose";
+    if op.stack == 0 || !op.x.rows.is_multiple_of(op.stack) {
+        return Err(Error::shape(OP, "stack", op.stack, format!("a divisor of the {} rows", op.x.rows)));
+    }
+    Held::by(OP, cuda).tensor("x", op.x)?;
+    let (n, k) = (op.x.rows / op.stack, op.x.cols);
+    let turn = Turn::choose(op.x.dtype(), op.stack, n, k);
+    let data = match &op.x.data {
+        Data::F32(x) => Data::F32(turn.run(cuda.device(), x.get())?),
+        Data::Bf16(x) => Data::Bf16(turn.run(cuda.device(), x.get())?),
+    };
+    Tensor::new(data, op.stack * k, n)
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let types = [DType::F32, DType::Bf16];
+    let turns = types
+        .into_iter()
+        .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
+    let pairs = types.into_iter().flat_map(|from| types.map(|to| (from, to)));
+    let sums = pairs.flat_map(|(from, to)| SHARDS.map(|shards| sum_spec(from, to, shards)));
+    let adds = types.into_iter().flat_map(|dtype| [false, true].map(|plus| add_spec(dtype, plus)));
+    let specs = types.into_iter().map(cast_spec).chain(adds).chain(turns).chain(sums);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_a_matrix_and_their_instance_is_built() {
+        for (dtype, n, k, tiles, aligned) in [
+            (DType::Bf16, 128, 96, (1, 1), true),
+            (DType::Bf16, 129, 100, (2, 1), false),
+            (DType::F32, 65, 64, (2, 1), false),
+            (DType::F32, 64, 68, (1, 2), true),
+        ] {
+            let turn = Turn::choose(dtype, 3, n, k);
+            assert_eq!((turn.tiles(), turn.aligned), (tiles, aligned), "{turn:?}");
+            assert!(instances().iter().any(|instance| instance.spec == turn.spec()));
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! Plain matrices: cast, add, transpose, sums of shards and of rows.
+
+pub(crate) mod elementwise;
+pub(crate) mod row_tree;

@@ -1,0 +1,81 @@
+//! Rows summed by the tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): how sums of chunks of rows are closed.
+
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+use crate::{Buffer, Device};
+use nibble_core::{Error, Result};
+
+/// Threads of a cta, and those of them that are side by side.
+pub(crate) const THREADS: u32 = 256;
+const QUADS: usize = 32;
+/// Rows that a launch makes one of.
+const GROUP: usize = 256;
+/// Widths a thread sums at once.
+pub(crate) const COUNTS: [usize; 2] = [4, 1];
+
+/// Columns a thread has: what a load of 16 bytes holds, where rows are whole numbers of those.
+pub(crate) fn count_of(cols: usize) -> usize {
+    if cols.is_multiple_of(4) { 4 } else { 1 }
+}
+
+/// Ctas side by side.
+pub(crate) fn blocks_of(cols: usize) -> usize {
+    cols.div_ceil(QUADS * count_of(cols))
+}
+
+fn spec(count: usize) -> KernelSpec {
+    KernelSpec {
+        source: "kernels/plain/row_tree.cuh",
+        name: "nib::close_level",
+        args: vec![("kCount", TemplateArg::Int(count as i64))],
+    }
+}
+
+/// A stack of matrices of F32, of which each becomes one row.
+pub(crate) struct Stack {
+    /// `[shards · rows, cols]`.
+    pub sums: Buffer<f32>,
+    pub shards: usize,
+    /// One at least.
+    pub rows: usize,
+    /// One at least.
+    pub cols: usize,
+}
+
+impl Stack {
+    /// Adds the tree over each shard's rows to its row of `into` `[shards, cols]`.
+    pub fn add_to(self, device: &Device, op: &'static str, into: &mut Buffer<f32>) -> Result<()> {
+        let Self { mut sums, shards, mut rows, cols } = self;
+        let (kernel, blocks) = (device.kernel(&spec(count_of(cols)))?, blocks_of(cols));
+        loop {
+            let groups = rows.div_ceil(GROUP);
+            let ctas = shards.saturating_mul(groups).saturating_mul(blocks);
+            if ctas.max(rows).max(cols) >= 1 << 31 {
+                let got = format!("{shards} shards of {rows} sums of {cols} columns");
+                return Err(Error::shape(op, "rows", got, "fewer than 2^31 sums"));
+            }
+            let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+            let last = groups == 1;
+            let next = if last { None } else { Some(device.alloc::<f32>(shards * groups * cols)?) };
+            let out = next.as_ref().unwrap_or(into);
+            let [rows_arg, cols_arg, groups_arg, blocks] = [rows, cols, groups, blocks].map(|n| n as u32);
+            // SAFETY: `sums` has shards · rows rows, `out` shards · groups, of `cols` values each; groups is 1 for `into`, which
+            // has a row a shard. The kernel waits for those before it.
+            unsafe {
+                let args: [&dyn KernelArg; 7] =
+                    [&sums, out, &rows_arg, &cols_arg, &groups_arg, &blocks, &i32::from(last)];
+                kernel.launch_early(launch, &args)?;
+            }
+            match next {
+                Some(next) => (sums, rows) = (next, groups),
+                None => return Ok(()),
+            }
+        }
+    }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    COUNTS.map(|count| Instance { spec: spec(count), shared_bytes: 0 }).to_vec()
+}

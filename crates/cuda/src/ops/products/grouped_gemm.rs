@@ -1,0 +1,27 @@
+//! See [`nibble_core::ops::GroupedGemm`]: ragged rows times a stack of matrices.
+
+use super::gemm::Output;
+use super::product::{Product, Ragged};
+use crate::Cuda;
+use nibble_core::ops::GroupedGemm;
+use nibble_core::{Result, Tensor};
+
+pub(crate) fn grouped_gemm(cuda: &Cuda, op: GroupedGemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    let dims = op.check()?;
+    let product = Product {
+        op: "grouped_gemm",
+        ragged: Ragged::Rows,
+        groups: Some(op.groups),
+        m: dims.m,
+        n: dims.n,
+        k: dims.k,
+    };
+    let empty = dims.m * dims.n * dims.k * op.groups.num_groups == 0;
+    // Rows of no group are zeros, which the tensor cores' kernel writes itself.
+    let zeroed = empty || product.on_tensor_cores(op.x, op.w, op.out, false).is_none();
+    let mut d = Output::new(cuda, op.out, dims.m * dims.n, zeroed)?;
+    if !empty {
+        product.run(op.x, op.w, d.target())?;
+    }
+    d.into_tensor(dims.m, dims.n)
+}

@@ -1,0 +1,249 @@
+//! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
+//! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/products/grouped_bf16.cuh`). One group is the dense product.
+
+pub use super::grouped_config::{Adds, Config, Order};
+use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
+use super::grouped_desc::OP;
+pub use super::grouped_desc::{Desc, Kind, Out, ScalesB, row_unit};
+pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+use super::product::{GroupsArg, same_device};
+use crate::launch::KernelArg;
+use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
+use crate::{Buffer, Device};
+use half::bf16;
+use nibble_core::{Error, Result};
+
+/// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
+const BOX: usize = 64;
+
+/// One operand.
+#[derive(Debug, Clone, Copy)]
+pub enum Operand<'a> {
+    /// E4M3 codes `[rows][k]` and their scales.
+    Fp8(&'a Buffer<u8>, Scales<'a>),
+    /// `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
+    Bf16(&'a Buffer<bf16>),
+}
+
+impl Operand<'_> {
+    fn device(&self) -> &Device {
+        match self {
+            Self::Fp8(codes, _) => codes.device(),
+            Self::Bf16(values) => values.device(),
+        }
+    }
+
+    fn check(
+        &self,
+        argument: &'static str,
+        desc: &Desc,
+        len: usize,
+        scale_rows: usize,
+        on: &Device,
+    ) -> Result<()> {
+        let (got, kind) = match self {
+            Self::Fp8(codes, scales) => {
+                scales.check(OP, argument, scale_rows, desc.blocks_k())?;
+                same_device(OP, argument, scales.device(), on)?;
+                (codes.len(), "FP8")
+            }
+            Self::Bf16(values) => (values.len(), "BF16"),
+        };
+        let expected = if desc.kind == Kind::Bf16 { "BF16" } else { "FP8" };
+        if (got, kind) != (len, expected) {
+            let (got, expected) = (format!("{got} values of {kind}"), format!("{len} values of {expected}"));
+            return Err(Error::shape(OP, argument, got, expected));
+        }
+        same_device(OP, argument, self.device(), on)
+    }
+
+    /// Tiles of `tile_rows` rows, as a stage has them.
+    fn map(&self, desc: &Desc, rows: usize, tile_rows: usize, fetch: Fetch) -> Result<TensorMap> {
+        let (element, address, bytes) = match self {
+            Self::Fp8(codes, _) => (Element::U8, codes.address(), size_of::<u8>()),
+            Self::Bf16(values) => (Element::Bf16, values.address(), size_of::<bf16>()),
+        };
+        // Where the contraction runs down the rows, a stage is made of boxes.
+        let (rows, cols, tile_rows) = match (self, desc.ragged) {
+            (Self::Bf16(_), Ragged::Contraction) => (desc.k, rows, BOX),
+            _ => (rows, desc.k, tile_rows),
+        };
+        Tiles {
+            element,
+            address,
+            rows,
+            cols,
+            row_stride_bytes: cols * bytes,
+            tile_rows,
+            tile_cols: ROW_BYTES / bytes,
+            swizzle: Swizzle::Bytes128,
+        }
+        .encode_fetching(fetch)
+    }
+}
+
+/// The operands, all on one device.
+#[derive(Debug)]
+pub struct GroupedProduct<'a> {
+    /// The sizes.
+    pub desc: Desc,
+    /// The groups; none where there is one group of all rows.
+    pub groups: Option<GroupBuffers<'a>>,
+    /// `[m][k]`.
+    pub a: Operand<'a>,
+    /// `[groups · n][k]`, or `[n][k]` with [`Ragged::Contraction`].
+    pub b: Operand<'a>,
+    /// `[m][n]`, or `[groups · m][n]` with [`Ragged::Contraction`].
+    pub d: Target<'a>,
+}
+
+impl GroupedProduct<'_> {
+    /// Checks sizes, and that one device holds all.
+    pub fn check(&self) -> Result<&Device> {
+        let desc = &self.desc;
+        desc.check()?;
+        let (out, accumulate) = match &self.d {
+            Target::Bf16 { accumulate, .. } => (Out::Bf16, *accumulate),
+            Target::F32 { accumulate, .. } => (Out::F32, *accumulate),
+        };
+        if (out, accumulate) != (desc.out, desc.accumulate) {
+            let got = format!("{out:?}, {accumulate}");
+            let expected = format!("{:?}, {}", desc.out, desc.accumulate);
+            return Err(Error::shape(OP, "type of d, accumulate", got, expected));
+        }
+        let device = self.a.device();
+        let (rows_a, rows_b) = desc.scale_rows();
+        self.a.check("a", desc, desc.a(), rows_a, device)?;
+        self.b.check("b", desc, desc.b(), rows_b, device)?;
+        if let (Kind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values, .. })) = (desc.kind, &self.b)
+            && values.is_f32()
+        {
+            return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
+        }
+        let mut lengths = vec![("d", self.d.len(), desc.d(), self.d.device())];
+        match self.groups {
+            Some(GroupBuffers { start, len }) => {
+                lengths.push(("start", start.len(), desc.groups + 1, start.device()));
+                lengths.push(("len", len.len(), desc.groups, len.device()));
+            }
+            None if desc.groups == 1 && desc.ragged == Ragged::Rows => {}
+            None => return Err(Error::shape(OP, "groups", "none", format!("{} groups", desc.groups))),
+        }
+        for (argument, got, expected, on) in lengths {
+            if got != expected {
+                let (got, expected) = (format!("{got} values"), format!("{expected} values"));
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+            same_device(OP, argument, on, device)?;
+        }
+        Ok(device)
+    }
+
+    /// Runs with the instance that [`Config::choose`] picks.
+    pub fn run(self) -> Result<()> {
+        let config = super::trial::config(&self.desc, self.a.device().info());
+        self.run_with(config)
+    }
+
+    /// Runs with this instance.
+    pub fn run_with(self, config: Config) -> Result<()> {
+        let device = self.check()?;
+        config.check()?;
+        let desc = &self.desc;
+        config.check_for(desc)?;
+        let map_a = self.a.map(desc, desc.m, config.rows_a(), config.fetch())?;
+        let map_b = self.b.map(desc, desc.rows_b(), BLOCK_N, config.fetch())?;
+        let (element, address, d): (_, _, &dyn KernelArg) = match &self.d {
+            Target::Bf16 { values, .. } => (Element::Bf16, values.address(), *values),
+            Target::F32 { values, .. } => (Element::F32, values.address(), *values),
+        };
+        let map_d = store_map(desc, element, address)?;
+        let kernel = device.kernel(&config.spec(desc))?;
+        let whole_chip = config.launch(desc, device.info().num_sms as usize / config.cluster);
+        let launch = config.launch(desc, kernel.max_clusters(whole_chip)? as usize);
+        let groups = GroupsArg::new(self.groups, desc.groups, [desc.m, desc.n, desc.k], config.band);
+        let mut args: Vec<&dyn KernelArg> = vec![&map_a, &map_b, &map_d];
+        let scales = match (&self.a, &self.b) {
+            (Operand::Fp8(_, a), Operand::Fp8(_, b)) => vec![a.arg(), b.arg()],
+            _ => Vec::new(),
+        };
+        args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
+        args.extend([&groups as &dyn KernelArg, d]);
+        // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
+        // past them. Scales are read at rows and blocks that `Scales::check` covered. The kernel keeps the groups' rows
+        // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
+        unsafe { kernel.launch(launch, &args) }
+    }
+}
+
+/// Pieces of D as a warp stores them.
+fn store_map(desc: &Desc, element: Element, address: u64) -> Result<TensorMap> {
+    let [matrices, rows, cols] = desc.shape_d();
+    // Of a transposed product, 64 bytes of a row are 16 rows of the product, and there are as many columns of it.
+    Tiles {
+        element,
+        address,
+        rows,
+        cols,
+        row_stride_bytes: cols * element.bytes(),
+        tile_rows: OUT_ROWS,
+        tile_cols: OUT_ROW_BYTES / element.bytes(),
+        swizzle: Swizzle::Bytes64,
+    }
+    .encode_stack(matrices)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: Desc = Desc {
+        ragged: Ragged::Rows,
+        kind: Kind::Fp8(ScalesB::Tile),
+        out: Out::Bf16,
+        accumulate: false,
+        transposed: false,
+        groups: 3,
+        m: 384,
+        n: 264,
+        k: 400,
+    };
+
+    #[test]
+    fn sizes_are_checked_and_named() {
+        GOOD.check().unwrap();
+        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Bf16, out: Out::F32, ..GOOD };
+        Desc { accumulate: true, k: 401, ..wgrad }.check().unwrap();
+        Desc { accumulate: true, out: Out::Bf16, ..wgrad }.check().unwrap();
+        for (desc, argument) in [
+            (Desc { m: 0, ..GOOD }, "m"),
+            (Desc { groups: 0, ..GOOD }, "groups"),
+            (Desc { n: 12, ..GOOD }, "n"),
+            (Desc { k: 24, ..GOOD }, "k"),
+            (Desc { k: 12, kind: Kind::Bf16, ..GOOD }, "k"),
+            (Desc { m: 1 << 31, ..GOOD }, "m"),
+            (Desc { groups: 1 << 24, ..GOOD }, "rows of b"),
+            (Desc { m: 1 << 30, ..GOOD }, "scales"),
+            (Desc { accumulate: true, ..GOOD }, "accumulate"),
+            (Desc { transposed: true, ..GOOD }, "transposed"),
+            (Desc { kind: Kind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
+            (Desc { transposed: true, ..wgrad }, "transposed"),
+            (Desc { m: 12, ..wgrad }, "m"),
+        ] {
+            let error = desc.check().expect_err(argument).to_string();
+            assert!(error.contains(&format!("`{argument}`")), "{error}");
+        }
+    }
+
+    #[test]
+    fn lengths_follow_the_layout() {
+        assert_eq!((GOOD.blocks_k(), GOOD.scale_rows()), (4, (384, 3 * 3)));
+        assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
+        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Floats), ..GOOD };
+        assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
+        let strips = Desc { kind: Kind::Fp8(ScalesB::Strips), transposed: true, ..wgrad };
+        assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
+        let of_bytes = [ScalesB::Tile, ScalesB::Strips, ScalesB::Powers];
+        assert!(of_bytes.iter().all(|&b| ScalesB::repeating(b.rows()) == b));
+    }
+}

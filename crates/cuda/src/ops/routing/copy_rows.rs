@@ -1,0 +1,399 @@
+//! Rows of bytes to other places, with their scales (`csrc/kernels/routing/copy_rows.cuh`): what permuting, packing and unpacking
+//! share.
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+use crate::{Buffer, Device};
+use bytemuck::Pod;
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
+use std::ffi::c_void;
+
+const THREADS: usize = 128;
+/// Rows of fewer units than these are short: more of them must be under way at once.
+const SHORT_ROW_UNITS: usize = 200;
+/// Slots that the same lanes take where those of one source are as many.
+const SLOTS_EACH: usize = 4;
+
+/// Where the rows of a plane lie in a buffer, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    address: u64,
+    len: usize,
+    stride: usize,
+}
+
+impl Span {
+    /// Rows of `stride` bytes, back to back.
+    pub(crate) fn of<T: Pod>(buffer: &Buffer<T>, stride: usize) -> Self {
+        Self { address: buffer.address(), len: buffer.bytes(), stride }
+    }
+
+    /// The part of each row from `offset` on.
+    pub(crate) fn skipping(self, offset: usize) -> Self {
+        Self { address: self.address + offset as u64, len: self.len.saturating_sub(offset), ..self }
+    }
+
+    /// Whether `rows` rows of `bytes` lie within the buffer.
+    fn holds(&self, rows: usize, bytes: usize) -> bool {
+        let last = rows.checked_sub(1).map(|last| last.checked_mul(self.stride));
+        match last {
+            None => true,
+            Some(start) => {
+                start.and_then(|start| start.checked_add(bytes)).is_some_and(|end| end <= self.len)
+            }
+        }
+    }
+}
+
+/// One plane to copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Plane {
+    /// Where rows come from.
+    pub from: Span,
+    /// Where they go.
+    pub to: Span,
+    /// Bytes of a row.
+    pub bytes: usize,
+    /// The word of which rows that come from nowhere consist.
+    pub pad: u32,
+}
+
+impl Plane {
+    /// The largest word that every row of it is made of.
+    fn unit(&self) -> u32 {
+        let bits = self.from.address
+            | self.to.address
+            | [self.from.stride, self.to.stride, self.bytes]
+                .map(|n| n as u64)
+                .into_iter()
+                .fold(0, |a, b| a | b);
+        match bits % 16 {
+            0 => 16,
+            4 | 8 | 12 => 4,
+            _ => 1,
+        }
+    }
+
+    fn as_arg(&self) -> RowPlane {
+        RowPlane {
+            from: self.from.address,
+            to: self.to.address,
+            from_stride: self.from.stride as u64,
+            to_stride: self.to.stride as u64,
+            bytes: self.bytes as u32,
+            pad: self.pad,
+            unit: self.unit(),
+            unused: 0,
+        }
+    }
+}
+
+/// The device's `RowPlane`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowPlane {
+    from: u64,
+    to: u64,
+    from_stride: u64,
+    to_stride: u64,
+    bytes: u32,
+    pad: u32,
+    unit: u32,
+    unused: u32,
+}
+
+// SAFETY: the value itself; `unused` fills it up to its alignment, so that every byte is initialised.
+unsafe impl KernelArg for RowPlane {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+/// Which row of where it comes from a row becomes; one that is not there gives pad.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Order<'a> {
+    /// Row i is row i.
+    Same,
+    /// Row i is row `index[i]`.
+    Gather(&'a Buffer<i32>),
+    /// Row i is row `source_row[i]`; `slot_row` names the rows that have one, those of one source next to each other. A
+    /// source is read once for several rows, where gathering them would find it gone from the cache.
+    Spread { source_row: &'a Buffer<i32>, slot_row: &'a Buffer<i32> },
+}
+
+/// Rows to copy: see [`Order`].
+#[derive(Debug)]
+pub(crate) struct CopyRows<'a> {
+    /// For errors.
+    pub op: &'static str,
+    /// What lies first in a row.
+    pub codes: Plane,
+    /// The scales, if rows have any.
+    pub scales: Option<Plane>,
+    /// Which rows.
+    pub order: Order<'a>,
+    /// Rows to write.
+    pub rows: usize,
+    /// Rows there are.
+    pub rows_in: usize,
+}
+
+impl CopyRows<'_> {
+    fn check(&self) -> Result<()> {
+        let op = self.op;
+        for (argument, got) in [("rows", self.rows), ("rows_in", self.rows_in)] {
+            if got > i32::MAX as usize {
+                return Err(Error::shape(op, argument, got, "below 2^31"));
+            }
+        }
+        match self.order {
+            Order::Gather(index) | Order::Spread { source_row: index, .. } if index.len() != self.rows => {
+                return Err(Error::shape(op, "index.len()", index.len(), self.rows));
+            }
+            Order::Spread { slot_row, .. } if slot_row.len() > self.rows => {
+                let most = format!("at most {}, the rows", self.rows);
+                return Err(Error::shape(op, "slot_row.len()", slot_row.len(), most));
+            }
+            _ => {}
+        }
+        for plane in [Some(&self.codes), self.scales.as_ref()].into_iter().flatten() {
+            let fits = u32::try_from(plane.bytes).is_ok_and(|bytes| bytes <= u32::MAX - 8192);
+            if !fits
+                || !plane.from.holds(self.rows_in, plane.bytes)
+                || !plane.to.holds(self.rows, plane.bytes)
+            {
+                let expected = format!("{} rows from {} of {} bytes", self.rows, self.rows_in, plane.bytes);
+                return Err(Error::shape(op, "rows", format!("{plane:?}"), expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// Units of a row, codes and scales together.
+    fn units(&self) -> usize {
+        let units = |plane: &Plane| plane.bytes / plane.unit() as usize;
+        units(&self.codes) + self.scales.as_ref().map_or(0, units)
+    }
+
+    /// Checks and launches.
+    ///
+    /// # Safety
+    /// The spans that are written belong to buffers that nobody else uses now; all spans to live buffers of this device.
+    pub(crate) unsafe fn run(self, device: &Device) -> Result<()> {
+        self.check()?;
+        if self.rows == 0 {
+            return Ok(());
+        }
+        let none = Plane { bytes: 0, ..self.codes };
+        let (codes, scales) = (self.codes.as_arg(), self.scales.unwrap_or(none).as_arg());
+        let each = match self.order {
+            Order::Spread { slot_row, .. } => slots_each(slot_row.len(), self.rows_in),
+            Order::Same | Order::Gather(_) => 1,
+        };
+        let config = Config::choose(self.rows, self.units(), each);
+        let launch =
+            Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+        let (source, row) = match self.order {
+            Order::Same => (None, None),
+            Order::Gather(index) => (Some(index), None),
+            Order::Spread { source_row, slot_row } => (Some(source_row), Some(slot_row)),
+        };
+        let [rows, rows_in, num_slots] =
+            [self.rows, self.rows_in, row.map_or(0, Buffer::len)].map(|n| n as u32);
+        let kernel = device.kernel(&config.spec())?;
+        // SAFETY: `check` held the planes to the rows and the lists to their lengths; the kernel reads rows below `rows_in` and
+        // writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
+        unsafe {
+            kernel.launch(
+                launch,
+                &[&codes, &scales, &source, &row, &rows, &rows_in, &num_slots, &config.lanes_log2],
+            )
+        }
+    }
+}
+
+/// How a copy is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    /// Units that a lane loads at once.
+    units: usize,
+    /// Lanes that take a row: 2 to this power.
+    lanes_log2: u32,
+    /// Slots, one after the other, that the same lanes take.
+    each: usize,
+    ctas: usize,
+}
+
+/// Slots of one source follow each other: where there are many, lanes that take several read it once.
+fn slots_each(slots: usize, sources: usize) -> usize {
+    if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
+}
+
+impl Config {
+    /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
+    fn choose(rows: usize, row_units: usize, each: usize) -> Self {
+        let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
+        let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(3, 6);
+        Self { units, lanes_log2, each, ctas: rows.div_ceil(each * (THREADS >> lanes_log2)) }
+    }
+
+    fn spec(&self) -> KernelSpec {
+        let [units, each] = [self.units, self.each].map(|n| TemplateArg::Int(n as i64));
+        let args = vec![("kUnits", units), ("kEach", each)];
+        KernelSpec { source: "kernels/routing/copy_rows.cuh", name: "nib::copy_rows", args }
+    }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let each = [1, SLOTS_EACH];
+    let specs = each
+        .into_iter()
+        .flat_map(|each| [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units, each).spec()));
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+/// Rows of a tensor in another order.
+pub(crate) struct Reorder<'a> {
+    pub op: &'static str,
+    pub device: &'a Device,
+    pub order: Order<'a>,
+    /// Rows of the result.
+    pub rows: usize,
+}
+
+impl Reorder<'_> {
+    /// A new buffer of rows of `width` values, and the plane that fills it.
+    fn plane<T: Plain>(&self, from: &Buf<T>, width: usize, pad: u32) -> Result<(Buffer<T>, Plane)> {
+        let len = self.rows.checked_mul(width);
+        let len =
+            len.ok_or_else(|| Error::shape(self.op, "width", width, "a buffer that fits the memory"))?;
+        let to = self.device.alloc::<T>(len)?;
+        let bytes = width * size_of::<T>();
+        let plane = Plane { from: Span::of(from.get(), bytes), to: Span::of(&to, bytes), bytes, pad };
+        Ok((to, plane))
+    }
+
+    fn copy(&self, rows_in: usize, codes: Plane, scales: Option<Plane>) -> Result<()> {
+        let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows: self.rows, rows_in };
+        // SAFETY: the planes were made by `plane`: they write new buffers, which their owner keeps, and read borrowed ones, which
+        // the operation has held to this device (`Held`).
+        unsafe { copy.run(self.device) }
+    }
+
+    /// Rows of either kind.
+    pub(crate) fn run(&self, rows: &Operand<Cuda>) -> Result<Operand<Cuda>> {
+        match rows {
+            Operand::Plain(x) => self.plain(x).map(Operand::Plain),
+            Operand::Block(x) => self.blocks(x).map(Operand::Block),
+        }
+    }
+
+    /// Plain rows; zeros where there is none.
+    fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+        let data = match &x.data {
+            Data::F32(rows) => {
+                let (to, plane) = self.plane(rows, x.cols, 0)?;
+                self.copy(x.rows, plane, None)?;
+                Data::F32(Buf::new(to))
+            }
+            Data::Bf16(rows) => {
+                let (to, plane) = self.plane(rows, x.cols, 0)?;
+                self.copy(x.rows, plane, None)?;
+                Data::Bf16(Buf::new(to))
+            }
+        };
+        Tensor::new(data, self.rows, x.cols)
+    }
+
+    /// Blocks along the row, codes and scales in one launch. Where there is no row codes and scale bytes are 0, F32 scales the
+    /// smallest normal number.
+    fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
+        x.check_rows_travel(self.op, "rows")?;
+        let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
+        let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
+        let (to, scales) = self.plane(&x.scales, blocks * kind.bytes(), kind.least().0)?;
+        self.copy(x.rows, plane, Some(scales))?;
+        let scales = Buf::new(to);
+        Ok(BlockScaled { rows: self.rows, stack: 1, codes: Buf::new(codes), scales, ..x.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(address: u64, len: usize, stride: usize) -> Span {
+        Span { address, len, stride }
+    }
+
+    fn copy(codes: Plane, rows: usize, rows_in: usize) -> CopyRows<'static> {
+        CopyRows { op: "permute", codes, scales: None, order: Order::Same, rows, rows_in }
+    }
+
+    #[test]
+    fn the_unit_divides_addresses_strides_and_bytes() {
+        let plane = |address, stride, bytes| Plane {
+            from: span(address, 4096, stride),
+            to: span(512, 4096, bytes),
+            bytes,
+            pad: 0,
+        };
+        assert_eq!(plane(256, 224, 224).unit(), 16);
+        assert_eq!(plane(256, 240, 224).unit(), 16);
+        assert_eq!(plane(256, 232, 224).unit(), 4);
+        assert_eq!(plane(256, 20, 20).unit(), 4);
+        assert_eq!(plane(256, 3, 3).unit(), 1);
+        assert_eq!(plane(258, 32, 16).unit(), 1);
+    }
+
+    #[test]
+    fn spans_hold_their_last_row_and_no_more() {
+        let record = span(256, 96, 32);
+        assert!(record.holds(3, 32) && !record.holds(3, 33) && !record.holds(4, 1));
+        let scales = record.skipping(28);
+        assert_eq!((scales.address, scales.len), (284, 68));
+        assert!(scales.holds(3, 4) && !scales.holds(3, 5));
+        assert!(span(256, 0, 32).holds(0, 32) && !span(256, usize::MAX, usize::MAX).holds(3, 1));
+    }
+
+    #[test]
+    fn lanes_follow_the_length_of_a_row() {
+        // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
+        let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
+            let config = Config::choose(32768, row_units, 1);
+            assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);
+            let spread = Config::choose(32768, row_units, SLOTS_EACH);
+            assert_eq!(spread.ctas * SLOTS_EACH, config.ctas);
+            for config in [config, spread] {
+                assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+            }
+            (config.units, 1 << config.lanes_log2)
+        });
+        let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
+        assert_eq!(chosen, expected);
+        assert_eq!(Config::choose(1, 0, 4), Config { units: 6, lanes_log2: 3, each: 4, ctas: 1 });
+        assert_eq!(
+            [(8, 1), (7, 2), (64, 16), (0, 5)].map(|(slots, from)| slots_each(slots, from)),
+            [4, 1, 4, 1]
+        );
+    }
+
+    #[test]
+    fn planes_that_do_not_hold_their_rows_are_refused() {
+        let codes = Plane { from: span(256, 64, 16), to: span(512, 32, 16), bytes: 16, pad: 0 };
+        copy(codes, 2, 4).check().unwrap();
+        copy(codes, 0, 0).check().unwrap();
+        for (rows, rows_in) in [(3, 4), (2, 5), (1 << 31, 1), (1, 1 << 31)] {
+            assert!(copy(codes, rows, rows_in).check().is_err(), "{rows} rows of {rows_in}");
+        }
+        let scales = Some(Plane { bytes: 17, ..codes });
+        assert!(CopyRows { scales, ..copy(codes, 2, 4) }.check().is_err());
+    }
+}

@@ -1,0 +1,244 @@
+//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
+//!
+//! Indices are the backend's own, from a plan on the device: nobody waits to look at them. Whatever they hold, kernels read
+//! rows that exist, and write pads for those that do not.
+
+use super::copy_rows::{Order, Reorder};
+use crate::Buffer;
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
+use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
+
+/// Threads of a cta that gathers scalars or combines.
+const THREADS: u32 = 256;
+/// What a thread loads at once, in bytes.
+const UNIT: usize = 16;
+/// Units of a thread that combines fewer than 4 slots.
+const FEW_SLOTS_UNITS: usize = 4;
+
+/// See [`Permute`].
+pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
+    const OP: &str = "permute";
+    op.check()?;
+    let (held, map, capacity) = (Held::by(OP, cuda), op.map, op.map.groups.capacity);
+    held.operand("rows", op.rows)?;
+    let source_row = held.values("map.source_row", &map.source_row, capacity)?;
+    let slot_row = held.values("map.slot_row", &map.slot_row, map.num_slots)?;
+    let order = match slot_row.len() > op.rows.rows() {
+        true => Order::Spread { source_row, slot_row },
+        false => Order::Gather(source_row),
+    };
+    Reorder { op: OP, device: cuda.device(), order, rows: capacity }.run(op.rows)
+}
+
+/// See [`Unpermute`].
+pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<Cuda>> {
+    const OP: &str = "unpermute";
+    op.check()?;
+    let (held, map) = (Held::by(OP, cuda), op.map);
+    held.operand("rows", op.rows)?;
+    let order = Order::Gather(held.values("map.slot_row", &map.slot_row, map.num_slots)?);
+    Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.run(op.rows)
+}
+
+/// Ctas for as many threads.
+fn ctas(op: &'static str, threads: usize) -> Result<u32> {
+    if threads > i32::MAX as usize {
+        return Err(Error::shape(op, "units of work", threads, "below 2^31"));
+    }
+    Ok((threads as u32).div_ceil(THREADS))
+}
+
+/// See [`GatherScalars`].
+pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
+    const OP: &str = "gather_scalars";
+    let held = Held::by(OP, cuda);
+    let (values, index) = (held.buffer("values", op.values)?, held.buffer("index", op.index)?);
+    let out = cuda.device().alloc::<f32>(index.len())?;
+    if index.is_empty() {
+        return Ok(Buf::new(out));
+    }
+    let launch = Launch { ctas: ctas(OP, index.len())?, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    // No index reaches past 2^31, so a longer buffer is as good as one of that length.
+    let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
+    let kernel = cuda.device().kernel(&gather_spec())?;
+    // SAFETY: `index` and `out` have `len` values, all on this device (`Held`); the kernel reads `values` below `num_values` only.
+    unsafe { kernel.launch(launch, &[values, index, &out, &len, &num_values]) }?;
+    Ok(Buf::new(out))
+}
+
+fn gather_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/routing/gather_scalars.cuh", name: "nib::gather_scalars", args: Vec::new() }
+}
+
+/// How [`CombineSlots`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Combine {
+    dtype: DType,
+    /// Columns a unit.
+    count: usize,
+    /// Units a thread.
+    units_a_thread: usize,
+    /// Units a row.
+    units_per_row: usize,
+    /// Units in all.
+    units: usize,
+}
+
+impl Combine {
+    /// 16 bytes a unit where rows are multiples of that, else one column.
+    fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
+        const OP: &str = "combine_slots";
+        let wide = UNIT / dtype.size_bytes();
+        let count = if cols.is_multiple_of(wide) { wide } else { 1 };
+        let units_per_row = cols / count;
+        let units = tokens.checked_mul(units_per_row).filter(|&units| units <= i32::MAX as usize);
+        let units = units.ok_or_else(|| {
+            Error::shape(
+                OP,
+                "rows",
+                format!("{tokens} tokens of {cols}"),
+                format!("below 2^31 · {count} results"),
+            )
+        })?;
+        Ok(Self {
+            dtype,
+            count,
+            units_a_thread: if top_k < 4 { FEW_SLOTS_UNITS } else { 1 },
+            units_per_row,
+            units,
+        })
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/routing/combine.cuh",
+            name: "nib::combine_slots",
+            args: vec![
+                ("T", TemplateArg::Type(type_name(self.dtype))),
+                ("kCount", TemplateArg::Int(self.count as i64)),
+                ("kUnits", TemplateArg::Int(self.units_a_thread as i64)),
+            ],
+        }
+    }
+
+    fn run<T: Plain>(
+        &self,
+        op: &CombineSlots<'_, Cuda>,
+        rows: &Buffer<T>,
+        plus: Option<&Buffer<T>>,
+    ) -> Result<Buf<T>> {
+        let device = rows.device();
+        let out = device.alloc::<T>(self.units * self.count)?;
+        if self.units == 0 {
+            return Ok(Buf::new(out));
+        }
+        // The kernel reads row 0 for a slot that has none.
+        let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
+        let rows = nothing.as_ref().unwrap_or(rows);
+        let launch = Launch {
+            ctas: ctas("combine_slots", self.units.div_ceil(self.units_a_thread))?,
+            threads: THREADS,
+            cluster: 1,
+            shared_bytes: 0,
+        };
+        let (units, units_per_row) = (self.units as u32, self.units_per_row as u32);
+        let small = |argument, value: usize| {
+            i32::try_from(value).map_err(|_| Error::shape("combine_slots", argument, value, "below 2^31"))
+        };
+        let (top_k, num_rows) = (small("top_k", op.top_k)?, small("rows", op.rows.rows)? as u32);
+        let kernel = device.kernel(&self.spec())?;
+        let by_units_per_row = Divider::by(units_per_row);
+        let index = op.index.map(Buf::get);
+        // SAFETY: `Held` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
+        // kernel reads no other row and writes `units` times `count`.
+        unsafe {
+            let args: [&dyn KernelArg; 9] =
+                [rows, &index, &num_rows, &plus, &out, &units, &units_per_row, &by_units_per_row, &top_k];
+            kernel.launch(launch, &args)
+        }?;
+        Ok(Buf::new(out))
+    }
+}
+
+/// The device's name of a plain type.
+pub(crate) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "nib::F32",
+        DType::Bf16 => "nib::Bf16",
+    }
+}
+
+/// See [`CombineSlots`].
+pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let held = Held::by("combine_slots", cuda);
+    held.tensor("rows", op.rows)?;
+    op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
+    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let (tokens, cols) = (op.tokens(), op.rows.cols);
+    let combine = Combine::choose(op.rows.dtype(), tokens, cols, op.top_k)?;
+    let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {
+        (Data::F32(rows), None) => Data::F32(combine.run(&op, rows.get(), None)?),
+        (Data::F32(rows), Some(Data::F32(plus))) => {
+            Data::F32(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        (Data::Bf16(rows), None) => Data::Bf16(combine.run(&op, rows.get(), None)?),
+        (Data::Bf16(rows), Some(Data::Bf16(plus))) => {
+            Data::Bf16(combine.run(&op, rows.get(), Some(plus.get()))?)
+        }
+        // `check` held them to one type.
+        (_, Some(_)) => {
+            return Err(Error::shape("combine_slots", "type of plus", "another", op.rows.dtype()));
+        }
+    };
+    Tensor::new(data, tokens, cols)
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
+        [
+            (UNIT / dtype.size_bytes(), 1),
+            (UNIT / dtype.size_bytes(), FEW_SLOTS_UNITS),
+            (1, 1),
+            (1, FEW_SLOTS_UNITS),
+        ]
+        .map(|(count, units_a_thread)| {
+            Combine { dtype, count, units_a_thread, units_per_row: 1, units: 1 }.spec()
+        })
+    });
+    let specs = std::iter::once(gather_spec()).chain(combine);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).chain(super::copy_rows::instances()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_combines_16_bytes_where_rows_allow_it() {
+        for (dtype, cols, top_k, count, units_a_thread) in [
+            (DType::Bf16, 7168, 8, 8, 1),
+            (DType::Bf16, 300, 3, 1, 4),
+            (DType::F32, 300, 1, 4, 4),
+            (DType::F32, 33, 4, 1, 1),
+        ] {
+            let combine = Combine::choose(dtype, 5, cols, top_k).unwrap();
+            assert_eq!(
+                (combine.count, combine.units_a_thread),
+                (count, units_a_thread),
+                "{dtype} {cols} {top_k}"
+            );
+            assert_eq!(combine.units * combine.count, 5 * cols, "{dtype} {cols}");
+            assert!(instances().iter().any(|instance| instance.spec == combine.spec()));
+        }
+        assert_eq!(Combine::choose(DType::F32, 0, 16, 1).unwrap().units, 0);
+        assert!(Combine::choose(DType::F32, 1 << 31, 4, 1).is_err());
+    }
+}

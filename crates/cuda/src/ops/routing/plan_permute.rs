@@ -1,0 +1,236 @@
+//! `plan_permute` on a GPU: a counting sort in two launches, counts by chunk of slots, then places.
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use nibble_core::ops::PlanPermute;
+use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result, round_up};
+use std::ffi::c_void;
+
+const OP: &str = "plan_permute";
+const THREADS: usize = 512;
+/// Slots a cta sorts at once.
+const PASS: usize = 2048;
+/// A chunk's counts are 16 bits.
+const MOST_PASSES: usize = 16;
+/// Each cta reads the counts of all chunks, so there should not be many more than multiprocessors.
+const CHUNKS: usize = 256;
+const MOST_GROUPS: usize = 4096;
+/// Ctas of `plan_place` at least, that padding does not wait for a few.
+const PLACE_CTAS: i32 = 64;
+
+/// `PlanSizes` of the kernel.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Sizes {
+    slots: i32,
+    groups: i32,
+    /// Counts a chunk: groups, rounded up for loads of 16 bytes.
+    columns: i32,
+    /// Times [`PASS`] slots in a chunk.
+    passes: i32,
+    chunks: i32,
+    align: i32,
+    capacity: i32,
+    num_slots: i32,
+    /// Chunks whose counts a cta reads at once.
+    count_rows: i32,
+}
+
+// SAFETY: the value itself, plain integers in C's layout.
+unsafe impl KernelArg for Sizes {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+/// What there is to sort.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Desc {
+    slots: usize,
+    top_k: usize,
+    num_slots: usize,
+    groups: usize,
+    align: usize,
+    capacity: usize,
+}
+
+impl Sizes {
+    fn new(desc: &Desc) -> Result<Self> {
+        let Desc { slots, top_k, num_slots, groups, align, capacity } = *desc;
+        if groups > MOST_GROUPS {
+            return Err(Error::Unsupported {
+                op: OP,
+                format: format!("{groups} experts of a rank"),
+                why: format!("the kernel counts up to {MOST_GROUPS}"),
+            });
+        }
+        if slots >= (1 << 31) - (1 << 16) {
+            return Err(Error::shape(OP, "expert.len()", slots, "below 2^31 − 2^16"));
+        }
+        if top_k >= 1 << 31 {
+            return Err(Error::shape(OP, "top_k", top_k, "below 2^31"));
+        }
+        let columns = round_up(groups, 8);
+        let passes = slots.div_ceil(PASS * CHUNKS).clamp(1, MOST_PASSES);
+        let chunks = slots.div_ceil(passes * PASS);
+        let count_rows = (THREADS / (columns / 8)).clamp(1, 32);
+        // What `PlanPermute::check` and the conditions above leave fits an i32.
+        Ok(Self {
+            slots: slots as i32,
+            groups: groups as i32,
+            columns: columns as i32,
+            passes: passes as i32,
+            chunks: chunks as i32,
+            align: align as i32,
+            capacity: capacity as i32,
+            num_slots: num_slots as i32,
+            count_rows: count_rows as i32,
+        })
+    }
+
+    /// A count a column.
+    fn count(&self) -> Launch {
+        self.launch(self.chunks, 4 * self.columns as usize)
+    }
+
+    /// Four numbers a column, a number a token; and, one after the other, the counts of several chunks, and the sorted slots of a pass with
+    /// each warp's counts.
+    fn place(&self) -> Launch {
+        let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
+        let sorted = 4 * PASS + THREADS / 32 * 2 * columns;
+        let ids = 4 * (PASS + 4);
+        self.launch(self.chunks.max(PLACE_CTAS), 16 * columns + ids + sorted.max(8 * count_rows * columns))
+    }
+
+    fn launch(&self, ctas: i32, shared_bytes: usize) -> Launch {
+        Launch { ctas: ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes }
+    }
+}
+
+fn spec(name: &'static str) -> KernelSpec {
+    let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
+    KernelSpec { source: "kernels/routing/plan_permute.cuh", name, args }
+}
+
+/// See [`PlanPermute`]. An expert out of range counts as a slot that is not occupied; the order of tokens is the caller's.
+pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    let (expert, token_id) = (held.buffer("expert", op.expert)?, held.buffer("token_id", op.token_id)?);
+    let sizes = Sizes::new(&Desc {
+        slots: expert.len(),
+        top_k: op.top_k,
+        num_slots: op.num_slots,
+        groups: op.num_groups,
+        align: op.align,
+        capacity: op.capacity,
+    })?;
+    let device = cuda.device();
+    let counts = device.alloc::<u16>((sizes.chunks * sizes.columns) as usize)?;
+    let (start, len) = (device.alloc::<i32>(op.num_groups + 1)?, device.alloc::<i32>(op.num_groups)?);
+    let [row_id, source_row, row_slot] = [(); 3].map(|()| device.alloc::<i32>(op.capacity));
+    let (row_id, source_row, row_slot) = (row_id?, source_row?, row_slot?);
+    let (slot_row, found) = (device.alloc::<i32>(op.num_slots)?, device.alloc::<i32>(2)?);
+    if sizes.chunks > 0 {
+        // SAFETY: `expert`, on this device (`Held`), has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
+        unsafe {
+            device.kernel(&spec("nib::plan_count"))?.launch(sizes.count(), &[expert, &counts, &sizes])?
+        };
+    }
+    let (top_k, by_top_k) = (op.top_k as i32, Divider::by(op.top_k as u32));
+    // SAFETY: as above; token_id has a value every top_k slots (`PlanPermute::check`). Rows are written only where all fit the
+    // capacity, for which row_id, source_row and row_slot are made, and all occupied slots num_slots, for which slot_row is. Before
+    // the kernel waits it reads only `expert` and `token_id`, which plan_count came after; without slots it reads neither.
+    unsafe {
+        device.kernel(&spec("nib::plan_place"))?.launch_early(
+            sizes.place(),
+            &[
+                expert,
+                token_id,
+                &counts,
+                &start,
+                &len,
+                &row_id,
+                &source_row,
+                &row_slot,
+                &slot_row,
+                &found,
+                &sizes,
+                &top_k,
+                &by_top_k,
+            ],
+        )?;
+    }
+    let (num_slots, capacity) = (op.num_slots, op.capacity);
+    Ok(PermuteMap {
+        groups: Groups {
+            start: Buf::new(start),
+            len: Buf::new(len),
+            row_id: Buf::new(row_id),
+            num_groups: op.num_groups,
+            align: op.align,
+            capacity,
+            rows_each: None,
+        },
+        source_row: Buf::new(source_row),
+        row_slot: Buf::new(row_slot),
+        slot_row: Buf::new(slot_row),
+        num_slots,
+        occupancy: Occupancy { found: Buf::new(found), num_slots, capacity },
+    })
+}
+
+/// The instances built for it, with the most shared memory any launch asks for.
+pub(crate) fn instances() -> Vec<Instance> {
+    let columns = MOST_GROUPS as i32;
+    let most = Sizes { columns, count_rows: 1, ..Sizes::default() };
+    let instance = |name, launch: Launch| Instance { spec: spec(name), shared_bytes: launch.shared_bytes };
+    vec![instance("nib::plan_count", most.count()), instance("nib::plan_place", most.place())]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(slots: usize, groups: usize) -> Result<Sizes> {
+        Sizes::new(&Desc {
+            slots,
+            top_k: 8,
+            num_slots: slots,
+            groups,
+            align: 128,
+            capacity: slots + 128 * groups,
+        })
+    }
+
+    #[test]
+    fn chunks_are_few_and_their_counts_fit_sixteen_bits() {
+        let of = |slots| sizes(slots, 128).map(|s| (s.passes, s.chunks)).unwrap();
+        assert_eq!([of(0), of(1), of(2048), of(2049)], [(1, 0), (1, 1), (1, 1), (1, 2)]);
+        assert_eq!([of(262_144), of(4 << 20), of(1 << 30)], [(1, 128), (8, 256), (16, 32_768)]);
+    }
+
+    #[test]
+    fn shared_memory_suffices_for_every_number_of_groups() {
+        for groups in 1..=MOST_GROUPS {
+            let sizes = sizes(1 << 20, groups).unwrap();
+            assert!(sizes.columns as usize >= groups && sizes.columns % 8 == 0);
+            assert!(sizes.place().shared_bytes <= 232_448 - 1024, "{groups}: {:?}", sizes.place());
+        }
+        assert!(sizes(1, MOST_GROUPS + 1).unwrap_err().to_string().contains("4097 experts"));
+        assert!(sizes(1 << 31, 8).is_err());
+    }
+
+    #[test]
+    fn more_slots_a_token_than_the_device_can_count_are_an_error() {
+        let desc = Desc { slots: 0, top_k: 1 << 31, num_slots: 0, groups: 8, align: 1, capacity: 0 };
+        assert!(Sizes::new(&desc).unwrap_err().to_string().contains("`top_k`"));
+    }
+}

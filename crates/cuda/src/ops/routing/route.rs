@@ -1,0 +1,323 @@
+//! `route`, `route_backward` on a GPU: a few lanes a token; then a cluster a shard for its losses.
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::Launch;
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::{Buffer, Cuda};
+use nibble_core::ops::{Route, RouteBackward, Routing};
+use nibble_core::{Data, Error, Result, Tensor};
+
+const SOURCE: &str = "kernels/routing/route.cuh";
+/// Threads of the losses' ctas, and the experts one of them sums.
+const LOSS_THREADS: usize = 1024;
+const LOSS_EXPERTS: usize = 64;
+
+/// The sizes of a routing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Desc {
+    tokens_per_shard: usize,
+    shards: usize,
+    experts: usize,
+    top_k: usize,
+}
+
+impl Desc {
+    /// Indices of tokens and slots are `i32` on the device; and what is routed can be brought back: both passes' chunks fit
+    /// the shared memory.
+    fn check(self, op: &'static str, config: &Config, shared_bytes: usize) -> Result<Self> {
+        let Self { tokens_per_shard, shards, experts, top_k } = self;
+        let tokens = tokens_per_shard * shards;
+        if tokens.max(shards).saturating_mul(top_k.max(experts)) >= 1 << 31 {
+            let got = format!("{tokens} tokens in {shards} shards");
+            let expected = format!("fewer than 2^31 logits (of {experts} experts) and slots ({top_k})");
+            return Err(Error::shape(op, "logits", got, expected));
+        }
+        let needed = config.tokens(&self).shared_bytes.max(config.backward(&self).shared_bytes);
+        if needed > shared_bytes {
+            let got = format!("{top_k} of {experts} experts, for which a chunk takes {needed} bytes");
+            return Err(Error::shape(op, "top_k", got, format!("at most {shared_bytes} bytes")));
+        }
+        Ok(self)
+    }
+
+    fn chunks(&self) -> usize {
+        self.tokens_per_shard.div_ceil(Route::<Cuda>::CHUNK)
+    }
+}
+
+/// Lanes that share a token, and the most experts one lane has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    lanes: usize,
+    per_lane: usize,
+}
+
+impl Config {
+    /// Fewer lanes a token take fewer instructions a token; sixteen probabilities a lane still fit its registers well.
+    const ALL: [Config; 5] = [
+        Config { lanes: 2, per_lane: 8 },
+        Config { lanes: 4, per_lane: 16 },
+        Config { lanes: 8, per_lane: 16 },
+        Config { lanes: 16, per_lane: 16 },
+        Config { lanes: 16, per_lane: 32 },
+    ];
+
+    fn choose(op: &'static str, experts: usize) -> Result<Self> {
+        let fits = |config: &Config| experts <= config.lanes * config.per_lane;
+        Self::ALL.into_iter().find(fits).ok_or_else(|| Error::Unsupported {
+            op,
+            format: format!("a router of {experts} experts"),
+            why: "the largest kernel has 512".to_owned(),
+        })
+    }
+
+    fn spec(&self, name: &'static str) -> KernelSpec {
+        let int = |value: usize| TemplateArg::Int(value as i64);
+        let args = vec![("kLanes", int(self.lanes)), ("kPerLane", int(self.per_lane))];
+        KernelSpec { source: SOURCE, name, args }
+    }
+
+    fn threads(&self) -> usize {
+        256.min(Route::<Cuda>::CHUNK * self.lanes)
+    }
+
+    /// A cta a chunk.
+    fn launch(&self, desc: &Desc, words: usize) -> Launch {
+        let (ctas, threads) = (desc.shards * desc.chunks(), self.threads() as u32);
+        Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
+    }
+
+    /// The chunk's probabilities, in rows half the banks apart; a count an expert; the slots of the tokens at work.
+    fn tokens(&self, desc: &Desc) -> Launch {
+        let row = self.lanes * self.per_lane + 16 + 1;
+        let slots = self.threads() / self.lanes * desc.top_k;
+        self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
+    }
+
+    /// The chunk's probabilities, a row that they share, three numbers a slot.
+    fn backward(&self, desc: &Desc) -> Launch {
+        let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
+        self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
+    }
+}
+
+/// A cluster a shard.
+fn losses_launch(desc: &Desc) -> Launch {
+    let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
+    Launch { ctas: desc.shards as u32 * cluster, threads: LOSS_THREADS as u32, cluster, shared_bytes: 0 }
+}
+
+fn losses_spec() -> KernelSpec {
+    let args = vec![("kThreads", TemplateArg::Int(LOSS_THREADS as i64))];
+    KernelSpec { source: SOURCE, name: "nib::route_losses", args }
+}
+
+/// Sums over each chunk of tokens.
+struct Chunks {
+    probs: Buffer<f32>,
+    squares: Buffer<f32>,
+    counts: Buffer<i32>,
+}
+
+/// See [`Route`].
+pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
+    const OP: &str = "route";
+    op.check()?;
+    Held::by(OP, cuda).tensor("logits", op.logits)?;
+    let (tokens, experts) = op.logits.shape();
+    let (top_k, shards) = (op.top_k, op.shards);
+    let config = Config::choose(OP, experts)?;
+    let shared_bytes = cuda.device().info().shared_bytes_per_cta;
+    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = desc.check(OP, &config, shared_bytes)?;
+    let logits = op.logits.f32(OP, "logits")?.get();
+    let device = cuda.device();
+    let (probs, log_sum_exp) = (device.alloc::<f32>(tokens * experts)?, device.alloc::<f32>(tokens)?);
+    let (expert, weight) = (device.alloc::<i32>(tokens * top_k)?, device.alloc::<f32>(tokens * top_k)?);
+    let (load, losses) = (device.alloc::<i32>(shards * experts)?, device.alloc::<f32>(shards * 2)?);
+    let chunks = shards * desc.chunks();
+    let sums = Chunks {
+        probs: device.alloc(chunks * experts)?,
+        squares: device.alloc(chunks)?,
+        counts: device.alloc(chunks * experts)?,
+    };
+    let products = device.alloc::<f64>(shards * experts)?;
+    let [experts_arg, top_k_arg, tokens_arg, chunks_arg] =
+        [experts, top_k, desc.tokens_per_shard, desc.chunks()].map(|n| n as i32);
+    if tokens > 0 {
+        let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
+        let normalize = i32::from(op.normalize);
+        // SAFETY: `Held` held logits to tokens · experts values, as many as probs has; expert and weight were made for
+        // tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each cta takes a chunk.
+        unsafe {
+            kernel.launch(
+                config.tokens(&desc),
+                &[
+                    logits,
+                    &probs,
+                    &expert,
+                    &weight,
+                    &log_sum_exp,
+                    &sums.probs,
+                    &sums.squares,
+                    &sums.counts,
+                    &experts_arg,
+                    &top_k_arg,
+                    &normalize,
+                    &tokens_arg,
+                    &chunks_arg,
+                ],
+            )?;
+        }
+    }
+    // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
+    // clusters are those of the shards. The kernel waits before it reads or writes.
+    unsafe {
+        device.kernel(&losses_spec())?.launch_early(
+            losses_launch(&desc),
+            &[
+                &sums.probs,
+                &sums.squares,
+                &sums.counts,
+                &products,
+                &load,
+                &losses,
+                &experts_arg,
+                &top_k_arg,
+                &tokens_arg,
+                &chunks_arg,
+            ],
+        )?;
+    }
+    Ok(Routing {
+        expert: Buf::new(expert),
+        weight: Buf::new(weight),
+        probs: Tensor::new(Data::F32(Buf::new(probs)), tokens, experts)?,
+        log_sum_exp: Buf::new(log_sum_exp),
+        load: Buf::new(load),
+        losses: Buf::new(losses),
+    })
+}
+
+/// What [`RouteBackward`] borrows.
+fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
+    let (held, routing) = (Held::by("route_backward", cuda), op.routing);
+    let (tokens, experts) = routing.probs.shape();
+    let slots = tokens * op.top_k;
+    held.tensor("routing.probs", &routing.probs)?;
+    held.values("routing.expert", &routing.expert, slots)?;
+    held.values("routing.weight", &routing.weight, slots)?;
+    held.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
+    held.values("routing.load", &routing.load, op.shards * experts)?;
+    held.values("dweight", op.dweight, slots).map(drop)
+}
+
+/// See [`RouteBackward`]. An expert past the last one is passed over: its index never came from [`Route`].
+pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    const OP: &str = "route_backward";
+    op.check()?;
+    let (tokens, experts) = op.routing.probs.shape();
+    let (top_k, shards) = (op.top_k, op.shards);
+    hold(cuda, &op)?;
+    let config = Config::choose(OP, experts)?;
+    let shared_bytes = cuda.device().info().shared_bytes_per_cta;
+    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = desc.check(OP, &config, shared_bytes)?;
+    let probs = op.routing.probs.f32(OP, "routing.probs")?.get();
+    let device = cuda.device();
+    let dlogits = device.alloc::<f32>(tokens * experts)?;
+    if tokens > 0 {
+        let per_shard = desc.tokens_per_shard;
+        let (balance, z) = op.loss_factors();
+        let [experts, top_k, normalize, per_shard, chunks] =
+            [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
+        let routing = op.routing;
+        let kernel = device.kernel(&config.spec("nib::route_backward"))?;
+        // SAFETY: `hold` held probs to tokens · experts values, as many as dlogits has; expert, weight and dweight to
+        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts; experts are compared with their number.
+        unsafe {
+            kernel.launch(
+                config.backward(&desc),
+                &[
+                    probs,
+                    routing.expert.get(),
+                    routing.weight.get(),
+                    routing.log_sum_exp.get(),
+                    routing.load.get(),
+                    op.dweight.get(),
+                    &dlogits,
+                    &experts,
+                    &top_k,
+                    &normalize,
+                    &per_shard,
+                    &chunks,
+                    &balance,
+                    &z,
+                ],
+            )?;
+        }
+    }
+    Tensor::new(Data::F32(Buf::new(dlogits)), tokens, experts)
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let sizes = |config: &Config| {
+        let experts = config.lanes * config.per_lane;
+        Desc { tokens_per_shard: 1, shards: 1, experts, top_k: experts.min(8) }
+    };
+    let of = |config: &Config| {
+        let desc = sizes(config);
+        let instance =
+            |name, launch: Launch| Instance { spec: config.spec(name), shared_bytes: launch.shared_bytes };
+        [
+            instance("nib::route_tokens", config.tokens(&desc)),
+            instance("nib::route_backward", config.backward(&desc)),
+        ]
+    };
+    let largest = sizes(&Config::ALL[Config::ALL.len() - 1]);
+    let losses = Instance { spec: losses_spec(), shared_bytes: losses_launch(&largest).shared_bytes };
+    Config::ALL.iter().flat_map(of).chain([losses]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_experts_gets_the_smallest_instance_that_holds_it() {
+        let of = |experts| Config::choose("route", experts).map(|c| (c.lanes, c.per_lane));
+        let expected = [(1, 2, 8), (17, 4, 16), (64, 4, 16), (128, 8, 16), (256, 16, 16), (512, 16, 32)];
+        for (experts, lanes, per_lane) in expected {
+            assert_eq!(of(experts).unwrap(), (lanes, per_lane), "{experts}");
+        }
+        assert!(of(513).unwrap_err().to_string().contains("513 experts"));
+    }
+
+    #[test]
+    fn a_choice_that_overflows_shared_memory_is_an_error_that_names_it() {
+        let check = |experts, top_k| {
+            let desc = Desc { tokens_per_shard: 64, shards: 1, experts, top_k };
+            desc.check("route", &Config::choose("route", experts).unwrap(), 232_448)
+        };
+        for (experts, top_k) in [(1, 1), (16, 16), (128, 128), (256, 216), (512, 129)] {
+            check(experts, top_k).unwrap();
+        }
+        for (experts, top_k) in [(256, 217), (512, 130), (512, 512)] {
+            let error = check(experts, top_k).unwrap_err().to_string();
+            assert!(error.contains("`top_k`"), "{experts} {top_k}: {error}");
+        }
+        assert!(check(512, usize::MAX).is_err());
+    }
+
+    #[test]
+    fn the_largest_instance_fits_shared_memory() {
+        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
+        let config = Config::choose("route", 512).unwrap();
+        assert_eq!(config.tokens(&desc).ctas, 512);
+        let all = [config.tokens(&desc), config.backward(&desc), losses_launch(&desc)];
+        assert!(all.iter().all(|launch| launch.shared_bytes <= 232_448), "{all:?}");
+    }
+}

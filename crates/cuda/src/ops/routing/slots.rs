@@ -1,0 +1,144 @@
+//! `assign_ranks`, `pack_slots`, `unpack_slots` on a GPU (`csrc/kernels/routing/slots.cuh`).
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::KernelSpec;
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
+use nibble_core::{Error, Result};
+
+const THREADS: u32 = 256;
+/// Ctas a multiprocessor that assign ranks: each adds its sums to the same few counts.
+const ASSIGN_CTAS: u32 = 4;
+/// Two counts a rank lie in a cta's shared memory.
+const MOST_RANKS: usize = 4096;
+
+fn spec(name: &'static str) -> KernelSpec {
+    KernelSpec { source: "kernels/routing/slots.cuh", name, args: Vec::new() }
+}
+
+/// A thread for each of so many, at least one, below 2^31; of so many ctas at most.
+fn launch(threads: u32, most_ctas: u32, shared_bytes: usize) -> Launch {
+    Launch { ctas: threads.div_ceil(THREADS).min(most_ctas), threads: THREADS, cluster: 1, shared_bytes }
+}
+
+/// Bytes of a cta's counts.
+fn count_bytes(world: usize) -> usize {
+    8 * world
+}
+
+/// See [`AssignRanks`].
+pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<SlotRanks<Cuda>> {
+    const OP: &str = "assign_ranks";
+    op.check()?;
+    if op.world > MOST_RANKS {
+        return Err(Error::Unsupported {
+            op: OP,
+            format: format!("{} ranks", op.world),
+            why: format!("the kernel counts up to {MOST_RANKS}"),
+        });
+    }
+    let expert = Held::by(OP, cuda).buffer("expert", op.expert)?;
+    let (device, len) = (cuda.device(), expert.len());
+    let (rank, first) = (device.alloc::<i32>(len)?, device.alloc::<i32>(len)?);
+    let counts = device.filled::<i32>(2 * op.world, 0)?;
+    if len > 0 {
+        // `check` held them below 2^31.
+        let [slots, top_k, experts_each, world] =
+            [len, op.top_k, op.experts_each, op.world].map(|n| n as u32);
+        let launch = launch(slots, ASSIGN_CTAS * device.info().num_sms, count_bytes(op.world));
+        let (by_top_k, by_experts_each) = (Divider::by(top_k), Divider::by(experts_each));
+        let experts = experts_each * world;
+        let args: [&dyn KernelArg; 10] =
+            [expert, &rank, &first, &counts, &slots, &top_k, &by_top_k, &experts, &by_experts_each, &world];
+        // SAFETY: `expert` is on this device (`Held`); `rank` and `first` have as many values, `slots`, and `counts` two a rank, of
+        // which there are `experts / experts_each` at most. A slot's earlier ones are of its token.
+        unsafe { device.kernel(&spec("nib::assign_ranks"))?.launch(launch, &args) }?;
+    }
+    Ok(SlotRanks { rank: Buf::new(rank), first: Buf::new(first), counts: Buf::new(counts) })
+}
+
+/// See [`PackSlots`].
+pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32>> {
+    op.check()?;
+    let held = Held::by("pack_slots", cuda);
+    let (slot, expert) = (held.buffer("slot", op.slot)?, held.buffer("expert", op.expert)?);
+    let weight = held.values("weight", op.weight, expert.len())?;
+    let token_id = held.values("token_id", op.token_id, expert.len() / op.top_k)?;
+    let (device, per_record) = (cuda.device(), record_words(op.top_k));
+    let records = device.alloc::<i32>(slot.len() * per_record)?;
+    if !records.is_empty() {
+        // `check` held them below 2^31.
+        let [words, slots, top_k, per_record, experts_each] =
+            [records.len(), expert.len(), op.top_k, per_record, op.experts_each].map(|n| n as u32);
+        let [by_words, by_top_k, by_experts_each] = [per_record, top_k, experts_each].map(Divider::by);
+        let args: [&dyn KernelArg; 12] = [
+            slot,
+            expert,
+            weight,
+            token_id,
+            &records,
+            &words,
+            &slots,
+            &top_k,
+            &by_words,
+            &by_top_k,
+            &experts_each,
+            &by_experts_each,
+        ];
+        // SAFETY: all on this device (`Held`); `records` has `words` values, as many records as `slot` has slots. Whatever those are,
+        // the kernel reads `expert`, `weight` and `token_id` within the token of one below `slots`, a multiple of `top_k` by `check`.
+        unsafe {
+            device.kernel(&spec("nib::pack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
+        }
+    }
+    Ok(Buf::new(records))
+}
+
+/// See [`UnpackSlots`].
+pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<ReceivedSlots<Cuda>> {
+    op.check()?;
+    let records = Held::by("unpack_slots", cuda).buffer("records", op.records)?;
+    let (device, tokens) = (cuda.device(), op.records());
+    let slots = tokens * op.top_k;
+    let (token_id, expert) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(slots)?);
+    let weight = device.alloc::<f32>(slots)?;
+    if tokens > 0 {
+        // `check` held them below 2^31.
+        let [words, top_k, per_record] = [records.len(), op.top_k, record_words(op.top_k)].map(|n| n as u32);
+        let by_words = Divider::by(per_record);
+        let args: [&dyn KernelArg; 7] = [records, &token_id, &expert, &weight, &words, &top_k, &by_words];
+        // SAFETY: `records`, on this device (`Held`), has `words` values, a whole number of records by `check`; `token_id` has a value a
+        // record, `expert` and `weight` `top_k`.
+        unsafe {
+            device.kernel(&spec("nib::unpack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
+        }
+    }
+    Ok(ReceivedSlots { token_id: Buf::new(token_id), expert: Buf::new(expert), weight: Buf::new(weight) })
+}
+
+/// The instances built for it, with the most shared memory any launch asks for.
+pub(crate) fn instances() -> Vec<Instance> {
+    let instance = |name, shared_bytes| Instance { spec: spec(name), shared_bytes };
+    vec![
+        instance("nib::assign_ranks", count_bytes(MOST_RANKS)),
+        instance("nib::pack_slots", 0),
+        instance("nib::unpack_slots", 0),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_has_a_thread_and_ranks_are_assigned_by_few_ctas() {
+        assert_eq!([1, 256, 257].map(|words| launch(words, u32::MAX, 0).ctas), [1, 1, 2]);
+        assert_eq!(launch((1 << 31) - 1, u32::MAX, 0).ctas, 1 << 23);
+        assert_eq!([1, 300_000].map(|slots| launch(slots, ASSIGN_CTAS * 132, 64).ctas), [1, 528]);
+        // What a cta may have without asking for more.
+        assert!(count_bytes(MOST_RANKS) <= 48 << 10);
+    }
+}

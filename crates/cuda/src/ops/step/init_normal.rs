@@ -1,0 +1,59 @@
+//! `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::KernelSpec;
+use crate::launch::{Launch, StreamArg};
+use crate::ops::Instance;
+use nibble_core::ops::InitNormal;
+use nibble_core::{Data, Error, Result, Tensor};
+
+const THREADS: u32 = 256;
+
+/// See [`InitNormal`].
+pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
+    let len = op.rows.checked_mul(op.cols).filter(|&len| op.first.checked_add(len as u64).is_some());
+    let Some(len) = len else {
+        let got = format!("{} + {} · {}", op.first, op.rows, op.cols);
+        return Err(Error::shape("init_normal", "first + rows · cols", got, "an index below 2^64"));
+    };
+    let device = cuda.device();
+    let out = device.alloc::<f32>(len)?;
+    if len > 0 {
+        let launch = launch(op.first, len as u64, device.info().num_sms);
+        let kernel = device.kernel(&spec())?;
+        let (stream, len) = (StreamArg::new(&op.stream), len as u64);
+        // SAFETY: the kernel writes the `len` values of `out`.
+        unsafe { kernel.launch(launch, &[&out, &stream, &op.first, &len, &op.std]) }?;
+    }
+    Tensor::new(Data::F32(Buf::new(out)), op.rows, op.cols)
+}
+
+/// A thread for every four elements that share a block of random bits, but no more ctas than are at work together.
+fn launch(first: u64, len: u64, num_sms: u32) -> Launch {
+    let quads = (first % 4 + len).div_ceil(4);
+    let ctas = quads.div_ceil(u64::from(THREADS)).min(u64::from(32 * num_sms));
+    Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 }
+}
+
+fn spec() -> KernelSpec {
+    KernelSpec { source: "kernels/step/init_normal.cuh", name: "nib::init_normal", args: Vec::new() }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    vec![Instance { spec: spec(), shared_bytes: 0 }]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_before_the_first_share_its_block() {
+        assert_eq!(launch(3, 1, 132).ctas, 1);
+        assert_eq!(launch(0, 1024, 132).ctas, 1);
+        assert_eq!(launch(3, 1022, 132).ctas, 2);
+        assert_eq!(launch(0, 1 << 40, 132).ctas, 32 * 132);
+    }
+}

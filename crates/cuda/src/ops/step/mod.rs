@@ -1,0 +1,272 @@
+//! `begin_step`, `begin_micro_batch`, `collect`, `end_step` on a GPU (`csrc/kernels/step/step.cuh`).
+
+pub(crate) mod adamw;
+pub(crate) mod init_normal;
+pub(crate) mod sum_squares;
+
+use crate::jit::KernelSpec;
+use crate::launch::{Launch, plain_args};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::{Buffer, Cuda};
+use nibble_core::ops::{
+    BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, InputLayout, Source,
+};
+use nibble_core::{Error, Plain, Result};
+
+const BEGIN_THREADS: u32 = 256;
+const MICRO_THREADS: u32 = 1024;
+/// Ctas of a micro-batch's cluster.
+const MICRO_CTAS: u32 = 8;
+const COLLECT_THREADS: u32 = 128;
+/// Entries of a launch: what parameters have room for.
+const COLLECT_ENTRIES: usize = 100;
+const END_THREADS: u32 = 1024;
+
+fn spec(name: &'static str) -> KernelSpec {
+    KernelSpec { source: "kernels/step/step.cuh", name, args: Vec::new() }
+}
+
+/// See [`BeginStep`].
+pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
+    const OP: &str = "begin_step";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    let inputs = held.buffer("inputs", op.inputs)?;
+    held.buffer("clock", op.clock)?;
+    held.buffer("control", op.control)?;
+    held.buffer("table", op.table)?;
+    let (clock, control, table) = (op.clock.make_mut()?, op.control.make_mut()?, op.table.make_mut()?);
+    let ctas = u32::try_from(table.len().div_ceil(BEGIN_THREADS as usize).max(1))
+        .map_err(|_| Error::shape(OP, "table.len()", table.len(), "below 2^40"))?;
+    let launch = Launch { ctas, threads: BEGIN_THREADS, cluster: 1, shared_bytes: 0 };
+    let (slot, cells) = (op.layout.slot_len() as u64, table.len() as u64);
+    let kernel = cuda.device().kernel(&spec("nib::begin_step"))?;
+    // SAFETY: `check` held the inputs to two slots, clock and control to their lengths; the table has `cells` values.
+    unsafe { kernel.launch(launch, &[inputs, &*clock, &*control, &*table, &slot, &cells]) }
+}
+
+/// The device's `MicroBatch`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct MicroBatchArg {
+    slot: u64,
+    scalars: u64,
+    tokens: u32,
+    micro_batches: u32,
+    rank: u32,
+    ranks: u32,
+}
+
+/// See [`BeginMicroBatch`].
+pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> Result<()> {
+    const OP: &str = "begin_micro_batch";
+    op.check()?;
+    let InputLayout { tokens, micro_batches } = op.layout;
+    if micro_batches == 0 {
+        return Err(Error::shape(OP, "micro-batch", 0, "below the step's 0"));
+    }
+    let small = |argument, value: usize| {
+        let fits = u32::try_from(value).ok().filter(|value| *value <= i32::MAX as u32);
+        fits.ok_or_else(|| Error::shape(OP, argument, value, "below 2^31"))
+    };
+    let batch = MicroBatchArg {
+        slot: op.layout.slot_len() as u64,
+        scalars: InputLayout::SCALARS as u64,
+        tokens: small("tokens", tokens)?,
+        micro_batches: small("micro_batches", micro_batches)?,
+        rank: small("rank", op.rank)?,
+        ranks: small("ranks", op.ranks)?,
+    };
+    let held = Held::by(OP, cuda);
+    let inputs = held.buffer("inputs", op.inputs)?;
+    held.buffer("clock", op.clock)?;
+    for (argument, buf) in [("ids", &*op.ids), ("targets", &*op.targets), ("row_id", &*op.row_id)] {
+        held.values(argument, buf, tokens)?;
+    }
+    let clock = op.clock.make_mut()?;
+    let (ids, targets, row_id) = (op.ids.make_mut()?, op.targets.make_mut()?, op.row_id.make_mut()?);
+    let launch = Launch { ctas: MICRO_CTAS, threads: MICRO_THREADS, cluster: MICRO_CTAS, shared_bytes: 0 };
+    let kernel = cuda.device().kernel(&spec("nib::begin_micro_batch"))?;
+    // SAFETY: `check` held the inputs to two slots, the clock to its length and the others to `tokens` values; the kernel reads no
+    // micro-batch past the layout's.
+    unsafe { kernel.launch(launch, &[inputs, &*clock, &*ids, &*targets, &*row_id, &batch]) }
+}
+
+/// The device's `CollectEntry`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct EntryArg {
+    source: u64,
+    kind: i32,
+    values: u32,
+    at: u32,
+    cells: u32,
+    stride: u32,
+    capacity: u32,
+    slots: u32,
+    found: u32,
+}
+
+impl EntryArg {
+    const NONE: Self =
+        Self { source: 0, kind: 0, values: 0, at: 0, cells: 0, stride: 0, capacity: 0, slots: 0, found: 0 };
+
+    /// `entry` lies within its table.
+    fn new(held: &Held<'_>, entry: &Entry<'_, Cuda>) -> Result<Self> {
+        fn plane<T: Plain>(held: &Held<'_>, kind: i32, x: &crate::backend::Buf<T>) -> Result<(i32, u64)> {
+            Ok((kind, held.buffer("entry.source", x)?.address()))
+        }
+        let ((kind, source), occupancy) = match &entry.source {
+            Source::U64(x) => (plane(held, 0, x)?, None),
+            Source::I32(x) => (plane(held, 1, x)?, None),
+            Source::F32(x) => (plane(held, 2, x)?, None),
+            Source::F64(x) => (plane(held, 3, x)?, None),
+            Source::Occupancy(x) => (plane(held, 4, &x.found)?, Some(x)),
+        };
+        let [capacity, slots, found] =
+            occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);
+        // Where there is one cell, it gets the values in their order.
+        let cells = if entry.stride == 0 { entry.cells.min(1) } else { entry.cells };
+        let words = [entry.source.len(), entry.at, cells, entry.stride, capacity, slots, found];
+        let mut small = [0u32; 7];
+        for (small, word) in small.iter_mut().zip(words) {
+            // Sums of two of them are taken.
+            let fits = u32::try_from(word).ok().filter(|word| *word <= i32::MAX as u32);
+            *small = fits.ok_or_else(|| Error::shape("collect", "entry", word, "sizes below 2^31"))?;
+        }
+        let [values, at, cells, stride, capacity, slots, found] = small;
+        Ok(Self { source, kind, values, at, cells, stride, capacity, slots, found })
+    }
+
+    fn places(&self) -> impl Iterator<Item = usize> + use<> {
+        let Self { at, stride, .. } = *self;
+        (0..self.cells as usize).map(move |cell| at as usize + cell * stride as usize)
+    }
+}
+
+/// The device's `CollectEntries`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct EntriesArg {
+    entry: [EntryArg; COLLECT_ENTRIES],
+}
+plain_args!(MicroBatchArg, EntriesArg, StepEndArg);
+
+/// Entries of one launch have no cell in common, and an entry comes behind those before it that have one of its cells: in which launch,
+/// of launches of any length, each of them is.
+fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
+    let mut next = vec![0usize; cells];
+    let turn_of = |entry: &EntryArg| {
+        let turn = entry.places().map(|cell| next[cell]).max().unwrap_or(0);
+        entry.places().for_each(|cell| next[cell] = turn + 1);
+        turn
+    };
+    entries.iter().map(turn_of).collect()
+}
+
+/// See [`Collect`]. A launch for every [`COLLECT_ENTRIES`] entries, and one for each time that a cell comes again.
+pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
+    const OP: &str = "collect";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.buffer("table", op.table)?;
+    let entries = op.entries.iter().filter(|entry| !entry.source.is_empty() && entry.cells > 0);
+    let entries: Vec<EntryArg> = entries.map(|entry| EntryArg::new(&held, entry)).collect::<Result<_>>()?;
+    if entries.is_empty() {
+        return Ok(());
+    }
+    let table = op.table.make_mut()?;
+    let turns = turns(&entries, table.len());
+    let kernel = cuda.device().kernel(&spec("nib::collect"))?;
+    for turn in 0..=turns.iter().copied().max().unwrap_or(0) {
+        let of_turn = entries.iter().zip(&turns).filter(|(_, of)| **of == turn).map(|(entry, _)| *entry);
+        let of_turn: Vec<EntryArg> = of_turn.collect();
+        for some in of_turn.chunks(COLLECT_ENTRIES) {
+            let mut arg = EntriesArg { entry: [EntryArg::NONE; COLLECT_ENTRIES] };
+            arg.entry[..some.len()].copy_from_slice(some);
+            let launch =
+                Launch { ctas: some.len() as u32, threads: COLLECT_THREADS, cluster: 1, shared_bytes: 0 };
+            // SAFETY: every source has as many values as its entry says, on this device; `check` held the cells to the table, and
+            // no two entries of a launch have one in common.
+            unsafe { kernel.launch(launch, &[&*table, &arg]) }?;
+        }
+    }
+    Ok(())
+}
+
+/// The device's `StepEnd`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct StepEndArg {
+    squares: u64,
+    ordered: u64,
+    cells: u64,
+    ranks: u64,
+    alarms: [u64; 2],
+    finite: [u64; 2],
+    clip_norm: f64,
+}
+
+/// See [`EndStep`]. A place of `order` outside `squares` is a norm that is not finite.
+pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
+    const OP: &str = "end_step";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    let squares = held.buffer("squares", op.squares)?;
+    let order = held.buffer("order", op.order)?;
+    let tables = held.buffer("tables", op.tables)?;
+    held.buffer("clock", op.clock)?;
+    held.buffer("control", op.control)?;
+    held.buffer("reports", op.reports)?;
+    let range = |range: &std::ops::Range<usize>| [range.start as u64, range.end as u64];
+    let end = StepEndArg {
+        squares: squares.len() as u64,
+        ordered: order.len() as u64,
+        cells: (tables.len() / op.ranks) as u64,
+        ranks: op.ranks as u64,
+        alarms: range(&op.alarms),
+        finite: range(&op.finite),
+        clip_norm: op.clip_norm,
+    };
+    let sums: Buffer<f64> = cuda.device().alloc(order.len().div_ceil(CrossEntropy::<Cuda>::CHUNK))?;
+    let (clock, control, reports) = (op.clock.make_mut()?, op.control.make_mut()?, op.reports.make_mut()?);
+    let launch = Launch { ctas: 1, threads: END_THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = cuda.device().kernel(&spec("nib::end_step"))?;
+    // SAFETY: the lengths are those of the buffers; `check` held the ranges to a table, the reports to two of all tables, clock and
+    // control to theirs. Places of the order are compared with the number of squares.
+    unsafe { kernel.launch(launch, &[squares, order, tables, &sums, &*clock, &*control, &*reports, &end]) }
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    ["nib::begin_step", "nib::begin_micro_batch", "nib::collect", "nib::end_step"]
+        .map(|name| Instance { spec: spec(name), shared_bytes: 0 })
+        .to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(at: u32, cells: u32, stride: u32) -> EntryArg {
+        EntryArg { at, cells, stride, values: cells, ..EntryArg::NONE }
+    }
+
+    #[test]
+    fn entries_with_a_common_cell_come_one_after_the_other() {
+        let entries =
+            [entry(0, 3, 2), entry(1, 3, 2), entry(0, 3, 2), entry(4, 1, 1), entry(7, 1, 1), entry(5, 3, 1)];
+        assert_eq!(turns(&entries, 8), [0, 0, 1, 2, 0, 1]);
+        assert!(turns(&[], 0).is_empty());
+    }
+
+    #[test]
+    fn entries_fit_the_parameters_of_a_kernel() {
+        assert_eq!(
+            (size_of::<EntryArg>(), size_of::<MicroBatchArg>(), size_of::<StepEndArg>()),
+            (40, 32, 72)
+        );
+        assert!(size_of::<u64>() + size_of::<EntriesArg>() <= 4096);
+    }
+}

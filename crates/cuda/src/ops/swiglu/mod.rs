@@ -1,0 +1,394 @@
+//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one to rows and columns
+//! (`csrc/kernels/swiglu/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
+//! [`Quantize`] takes.
+
+pub(crate) mod swiglu_backward;
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{
+    column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_columns,
+    unwritten_plain,
+};
+use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
+use crate::{Buffer, Device};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
+
+const OP: &str = "swiglu";
+
+/// See [`Swiglu`].
+pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("h", op.h)?;
+    held.weight(op.weight, op.h.rows)?;
+    held.groups(op.groups)?;
+    let num_sms = cuda.device().info().num_sms;
+    if let Some(rows) = Rows::choose(&op, num_sms) {
+        return rows.run(cuda, &op);
+    }
+    match RowsCols::choose(&op, num_sms) {
+        Some(both) => both.run(cuda, &op),
+        None => by_way_of_plain(cuda, &op),
+    }
+}
+
+/// The instances built for it.
+pub(super) fn instances() -> Vec<Instance> {
+    let of_rule = |rule| {
+        let rows = [false, true].map(|save_h| (rows_spec(Some(rule), save_h), 0));
+        rows.into_iter().chain([(rows_cols_spec(rule), ROWS_COLS_SHARED)])
+    };
+    let plain = [(rows_spec(None, false), 0), (plain_spec(), 0)];
+    let all = FUSED_RULES.into_iter().flat_map(of_rule).chain(plain);
+    all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+}
+
+/// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
+pub(super) const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
+
+/// Whether a codec is E4M3 as such kernels write it.
+pub(super) fn is_fused_e4m3(codec: Codec) -> bool {
+    codec.format() == Format::E4m3
+        && codec.rounding() == Rounding::NearestEven
+        && FUSED_RULES.contains(&codec.rule())
+}
+
+/// The rows' numbers, null where all rows count.
+pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
+    groups.map(|groups| groups.row_id.get())
+}
+
+/// Sizes that the kernels' arithmetic in 32 bits can take, of h `[rows, 2f]`.
+pub(super) fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
+    // A row of h in BF16 has 4f bytes.
+    if f >= 1 << 29 {
+        return Err(Error::shape(op, "columns of h", f.saturating_mul(2), "below 2^30"));
+    }
+    // Tasks are counted below 2^31, of eight columns or more.
+    if rows.saturating_mul(f.div_ceil(8)) >= 1 << 31 {
+        let got = format!("{rows} · {}", 2 * f);
+        return Err(Error::shape(op, "rows · columns of h", got, "below 2^35"));
+    }
+    Ok(())
+}
+
+/// In the form asked for, from the plain matrix of [`plain_form`].
+pub(super) fn emit(
+    cuda: &Cuda,
+    x: Tensor<Cuda>,
+    emit: Emit,
+    groups: Option<&Groups<Cuda>>,
+) -> Result<Emitted<Cuda>> {
+    match emit {
+        Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+        Emit::Block { codec, planes } => Quantize { groups, ..Quantize::new(&x, codec, planes) }.run(cuda),
+    }
+}
+
+/// The plain matrix that a form is made from. Quantization sees F32, not what BF16 would leave of it.
+pub(super) fn plain_form(emit: Emit) -> DType {
+    match emit {
+        Emit::Plain(dtype) => dtype,
+        Emit::Block { .. } => DType::F32,
+    }
+}
+
+/// Any form: plain `a`, then what is to be quantized.
+fn by_way_of_plain(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+    let a = emit(cuda, plain(cuda.device(), op, plain_form(op.a))?, op.a, op.groups)?;
+    Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+}
+
+/// h as the backward pass will want it.
+fn saved_h(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<Option<BlockScaled<Cuda>>> {
+    let save = |codec| {
+        let saved = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) }.run(cuda)?;
+        Ok(saved.take_rows(OP)?.block(OP)?.clone())
+    };
+    op.save_h.map(save).transpose()
+}
+
+const PLAIN_THREADS: usize = 256;
+
+fn plain_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/swiglu/swiglu_plain.cuh", name: "nib::swiglu_plain", args: vec![] }
+}
+
+/// `a` as a plain matrix.
+fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<Cuda>> {
+    let (rows, f) = (op.h.rows, op.h.cols / 2);
+    let a = unwritten_plain(device, dtype, rows, f)?;
+    if rows == 0 || f == 0 {
+        return Ok(a);
+    }
+    check_size(OP, rows, f)?;
+    let chunks = f.div_ceil(8);
+    let ctas = (rows * chunks).div_ceil(PLAIN_THREADS) as u32;
+    let launch = Launch { ctas, threads: PLAIN_THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let ((h, h_bf16), (out, out_bf16)) = (plain_arg(op.h), plain_arg(&a));
+    let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+    let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
+    let kernel = device.kernel(&plain_spec())?;
+    // SAFETY: `Held` held h to `[rows, 2f]` and weights and groups to `rows`, and `a` was made `[rows, f]` and is not yet shared;
+    // the flags say the types.
+    unsafe {
+        kernel.launch(
+            launch,
+            &[h, &h_bf16, &weight, out, &out_bf16, &row_id, &(rows as i32), &(f as i32), &by_chunks, &chunks],
+        )
+    }?;
+    Ok(a)
+}
+
+/// Threads of a cta of `swiglu_rows`, one a multiprocessor.
+const ROWS_THREADS: u32 = 640;
+/// Columns that a warp of it takes at a time.
+const ROWS_COLS: usize = 512;
+
+/// Without a rule: a in BF16.
+fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
+    let rule = rule.map_or(TemplateArg::Int(-1), rule_arg);
+    KernelSpec {
+        source: "kernels/swiglu/swiglu.cuh",
+        name: "nib::swiglu_rows",
+        args: vec![("kRule", rule), ("kSaveH", TemplateArg::Bool(save_h))],
+    }
+}
+
+/// A launch of `swiglu_rows`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Rows {
+    /// BF16 where there is none.
+    codec: Option<Codec>,
+    save_h: Option<Codec>,
+    ctas: u32,
+    /// Of a row.
+    segments: u32,
+}
+
+impl Rows {
+    /// Where the kernel takes all of the operation.
+    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let codec = match op.a {
+            Emit::Block { codec, planes: Planes::Rows } if is_fused_e4m3(codec) => Some(codec),
+            Emit::Plain(DType::Bf16) if op.save_h.is_none() => None,
+            _ => return None,
+        };
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let saves = op.save_h.is_none_or(|saved| {
+            saved.format() == Format::Mxfp4
+                && saved.rule() == ScaleRule::Rceil
+                && saved.rounding() == Rounding::NearestEven
+        });
+        let fits = f.is_multiple_of(32) && rows > 0 && f > 0 && check_size(OP, rows, f).is_ok();
+        if !(fits && saves && op.h.dtype() == DType::Bf16) {
+            return None;
+        }
+        let segments = f.div_ceil(ROWS_COLS);
+        // No more ctas than give every warp as many segments as any has.
+        let (tasks, warps) = (rows * segments, ROWS_THREADS as usize / 32);
+        let rounds = tasks.div_ceil(warps * num_sms.max(1) as usize);
+        let ctas = tasks.div_ceil(warps * rounds) as u32;
+        Some(Self { codec, save_h: op.save_h, ctas, segments: segments as u32 })
+    }
+
+    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
+        let new_rows = |codec: Codec, cols| {
+            unwritten(device, (codec.format(), codec.rule()), BlockAxis::Row, (rows, cols, 1))
+        };
+        let saved = self.save_h.map(|codec| new_rows(codec, 2 * f)).transpose()?;
+        let Some(codec) = self.codec else {
+            let a = unwritten_plain(device, DType::Bf16, rows, f)?;
+            let no_scales = None::<&Buffer<u8>>;
+            self.launch(device, op, [plain_arg(&a).0, &no_scales], saved.as_ref(), None)?;
+            return Ok(SwigluOut {
+                a: Emitted { rows: Some(Operand::Plain(a)), cols: None, counts: None },
+                h: saved,
+            });
+        };
+        let (a, counts) = (new_rows(codec, f)?, crate::ops::counts(cuda)?);
+        self.launch(device, op, plane_args(&a), saved.as_ref(), Some(counts.0.get()))?;
+        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts) };
+        Ok(SwigluOut { a, h: saved })
+    }
+
+    fn launch(
+        self,
+        device: &Device,
+        op: &Swiglu<'_, Cuda>,
+        [a, a_scales]: [&dyn KernelArg; 2],
+        saved: Option<&BlockScaled<Cuda>>,
+        counts: Option<&Buffer<u64>>,
+    ) -> Result<()> {
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (h, _) = plain_arg(op.h);
+        let [h_codes, h_scales] = planes_or_nulls(saved);
+        let (rows, f) = (op.h.rows as i32, (op.h.cols / 2) as i32);
+        let by_segments = Divider::by(self.segments);
+        let launch = Launch { ctas: self.ctas, threads: ROWS_THREADS, cluster: 1, shared_bytes: 0 };
+        let kernel =
+            device.kernel(&rows_spec(self.codec.map(|codec| codec.rule()), self.save_h.is_some()))?;
+        let args: [&dyn KernelArg; 12] = [
+            h,
+            &weight,
+            a,
+            a_scales,
+            h_codes,
+            h_scales,
+            &counts,
+            &row_id,
+            &rows,
+            &f,
+            &by_segments,
+            &self.segments,
+        ];
+        // SAFETY: `Held` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the caller made what is
+        // written for these sizes and rules, and has not yet shared it.
+        unsafe { kernel.launch(launch, &args) }
+    }
+}
+
+const ROWS_COLS_THREADS: u32 = 512;
+/// Ctas that a multiprocessor holds.
+const ROWS_COLS_PER_SM: usize = 2;
+/// Rows and columns of a tile, E4M3's block.
+const TILE: usize = 128;
+/// Rows that the copy engine brings at a time; a box of padding alone it leaves.
+pub(super) const BOX_ROWS: usize = 32;
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, the numbers of
+/// 128 rows, barriers, a flag and counts.
+const ROWS_COLS_SHARED: usize =
+    (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + 2 * TILE * 4 + 2 * 8 + 4 * 4)
+        .next_multiple_of(128);
+
+/// Bytes of `SigmoidTable` in the kernels: lines of 4049 sigmoids of which the second lies 32 KiB after the first.
+pub(super) const SIGMOIDS: usize = 0x8000 + (4049 * 4usize).next_multiple_of(16);
+
+/// A map of boxes of a BF16 matrix that are 128 columns wide.
+pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap> {
+    let Data::Bf16(values) = &x.data else {
+        return Err(Error::shape(op, "type", x.dtype(), DType::Bf16));
+    };
+    let tiles = Tiles {
+        element: Element::Bf16,
+        address: values.get().address(),
+        rows: x.rows,
+        cols: x.cols,
+        row_stride_bytes: x.cols * Element::Bf16.bytes(),
+        tile_rows: BOX_ROWS,
+        tile_cols: TILE,
+        swizzle: Swizzle::None,
+    };
+    tiles.encode()
+}
+
+/// A map of the tiles of a plane of E4M3 columns, to write it.
+pub(super) fn turned_tiles(x: &BlockScaled<Cuda>) -> Result<TensorMap> {
+    TurnedTiles { address: x.codes.get().address(), lines: x.cols, stride: x.rows }.encode()
+}
+
+fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
+    let args = vec![("kRule", rule_arg(rule))];
+    KernelSpec { source: "kernels/swiglu/swiglu_cols.cuh", name: "nib::swiglu_rows_cols", args }
+}
+
+/// A launch of `swiglu_rows_cols`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct RowsCols {
+    codec: Codec,
+    ctas: u32,
+    /// Rows of the column plane.
+    capacity: usize,
+}
+
+impl RowsCols {
+    /// Where the kernel makes `a`.
+    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Both } = op.a else { return None };
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let capacity = tiled_capacity(rows, op.groups)?;
+        let fits = f.is_multiple_of(8) && rows > 0 && f > 0 && check_size(OP, capacity, f).is_ok();
+        if !(fits && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
+            return None;
+        }
+        let tiles = f.div_ceil(TILE) * (capacity / TILE);
+        Some(Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity })
+    }
+
+    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
+        let stored = (self.codec.format(), self.codec.rule());
+        let row_plane = unwritten(device, stored, BlockAxis::Row, (rows, f, 1))?;
+        let col_plane = unwritten_columns(device, stored, (self.capacity, f))?;
+        let counts = crate::ops::counts(cuda)?;
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&row_plane), plane_args(&col_plane));
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let [h, cols] = [bf16_tiles(OP, op.h)?, turned_tiles(&col_plane)?];
+        let launch = Launch {
+            ctas: self.ctas,
+            threads: ROWS_COLS_THREADS,
+            cluster: 1,
+            shared_bytes: ROWS_COLS_SHARED,
+        };
+        let kernel = device.kernel(&rows_cols_spec(self.codec.rule()))?;
+        let args: [&dyn KernelArg; 13] = [
+            &h,
+            &weight,
+            row_codes,
+            row_scales,
+            &cols,
+            col_scales,
+            counts.0.get(),
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &(self.capacity as i32),
+            &(column_stride(self.codec.scale_kind(), f) as u32),
+            &Divider::by(f.div_ceil(TILE) as u32),
+        ];
+        // SAFETY: the map is that of h, which `Held` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
+        // `rows`; the planes were made for these sizes and rules and are not yet shared.
+        unsafe { kernel.launch(launch, &args) }?;
+        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane)));
+        let a = Emitted { rows, cols, counts: Some(counts) };
+        Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+    }
+}
+
+/// Rows of a column plane of E4M3 in whole tiles; `None` where groups do not start with a tile.
+pub(super) fn tiled_capacity(rows: usize, groups: Option<&Groups<Cuda>>) -> Option<usize> {
+    let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
+    whole.then(|| rows.next_multiple_of(TILE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_beyond_32_bits_are_named() {
+        check_size(OP, 32768, 7168).unwrap();
+        check_size(OP, 1, (1 << 29) - 1).unwrap();
+        for (rows, f, argument) in [
+            (0, 1 << 29, "`columns of h`"),
+            (1 << 31, 8, "`rows · columns of h`"),
+            (1, usize::MAX, "`columns of h`"),
+        ] {
+            let error = check_size(OP, rows, f).unwrap_err().to_string();
+            assert!(error.contains(argument), "{rows} · {f}: {error}");
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_what_the_kernel_lays_out() {
+        assert_eq!(ROWS_COLS_SHARED, 115_712);
+    }
+}

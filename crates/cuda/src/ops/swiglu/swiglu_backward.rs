@@ -1,0 +1,302 @@
+//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to E4M3 in all planes that the next products take
+//! (`csrc/kernels/swiglu/swiglu_backward.cuh`); every other form by way of plain matrices in F32
+//! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
+
+use super::{
+    BOX_ROWS, FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_form, row_ids,
+    tiled_capacity, turned_tiles,
+};
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
+use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
+use crate::{Buffer, Device};
+use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result};
+
+const OP: &str = "swiglu_backward";
+
+/// See [`SwigluBackward`].
+pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.operand("h", op.h)?;
+    held.tensor("da", op.da)?;
+    held.weight(op.weight, op.da.rows)?;
+    held.groups(op.groups)?;
+    if let Operand::Block(h) = op.h
+        && h.axis != BlockAxis::Row
+    {
+        return Err(Error::shape(OP, "h.axis", h.axis, "row"));
+    }
+    let to = a_form(&op);
+    let made = match Fused::choose(&op, to, cuda.device().info().num_sms) {
+        Some(fused) => fused.run(cuda, &op)?,
+        None => by_way_of_plain(cuda, &op, to)?,
+    };
+    Ok(SwigluGrads { a: made.a.filter(|_| op.a.is_some()), ..made })
+}
+
+/// In what form the kernels write `a`: they always do, and where it is not wanted it is dropped.
+fn a_form(op: &SwigluBackward<'_, Cuda>) -> Emit {
+    op.a.unwrap_or(match op.dh {
+        Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
+        Emit::Block { .. } => Emit::Plain(DType::Bf16),
+        plain @ Emit::Plain(_) => plain,
+    })
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let fused = |source: Source| {
+        FUSED_RULES
+            .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: source.shared_bytes() })
+    };
+    let plain =
+        [false, true].map(|bf16| Instance { spec: plain_spec(bf16), shared_bytes: plain_shared_bytes(bf16) });
+    let parts = [Instance { spec: parts_spec(), shared_bytes: 0 }];
+    [&fused(Source::Saved)[..], &fused(Source::Plain), &plain, &parts].concat()
+}
+
+/// Rows and columns of a tile: the block of E4M3, and a part of the gate weight's gradient.
+const TILE: usize = SwigluBackward::<Cuda>::PART;
+const FUSED_THREADS: u32 = 512;
+const SOURCE: &str = "kernels/swiglu/swiglu_backward.cuh";
+
+/// What the kernel reads h from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// MXFP4 rows.
+    Saved,
+    /// BF16.
+    Plain,
+}
+
+impl Source {
+    /// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
+    const fn shared_bytes(self) -> usize {
+        let (table, tiles, stages, h, spares) = match self {
+            Self::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
+            // One tile of codes finds room between the sigmoids.
+            Self::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
+        };
+        let stage = h + TILE * TILE * 2 + TILE * 4;
+        let spare = spares * FUSED_THREADS as usize * 16;
+        let maxima = 8 * 3 * TILE * 4;
+        let (inverse, halves, row_id) = (3 * TILE * 4, (2 * 2 + 2) * TILE * 4, 2 * stages * TILE * 4);
+        let (barriers, flag, total) = ((stages + 1) * 8, 4, 3 * 4);
+        let before = table.next_multiple_of(1024) + tiles * TILE * TILE + stages * stage + spare;
+        (before + maxima + inverse + halves + row_id + barriers + flag + total).next_multiple_of(1024)
+    }
+}
+
+fn fused_spec(source: Source, rule: ScaleRule) -> KernelSpec {
+    let h = match source {
+        Source::Saved => "nib::SavedH",
+        Source::Plain => "nib::PlainH",
+    };
+    KernelSpec {
+        source: SOURCE,
+        name: "nib::swiglu_backward",
+        args: vec![("H", TemplateArg::Type(h)), ("kRule", rule_arg(rule))],
+    }
+}
+
+fn parts_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/swiglu/add_parts.cuh", name: "nib::add_parts", args: vec![] }
+}
+
+/// A launch of the kernel that writes everything.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Fused {
+    source: Source,
+    codec: Codec,
+    ctas: u32,
+    /// Rows of the column planes.
+    capacity: usize,
+}
+
+impl Fused {
+    /// Where the kernel takes all of the operation.
+    fn choose(op: &SwigluBackward<'_, Cuda>, a: Emit, num_sms: u32) -> Option<Self> {
+        let Emit::Block { codec, planes: Planes::Both } = op.dh else { return None };
+        let (rows, f) = (op.da.rows, op.da.cols);
+        let source = match op.h {
+            Operand::Plain(h) if h.dtype() == DType::Bf16 => Source::Plain,
+            Operand::Block(h)
+                if h.format == Format::Mxfp4 && h.scale_layout == ScaleLayout::RowMajor && h.stack == 1 =>
+            {
+                Source::Saved
+            }
+            _ => return None,
+        };
+        let same = a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
+        let capacity = tiled_capacity(rows, op.groups)?;
+        let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, 2 * capacity, f).is_ok();
+        if !(same && fits && op.da.dtype() == DType::Bf16) {
+            return None;
+        }
+        let tiles = f / TILE * (capacity / TILE);
+        Some(Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity })
+    }
+
+    fn run(self, cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
+        let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
+        let stored = (self.codec.format(), self.codec.rule());
+        let dh_rows = unwritten(device, stored, BlockAxis::Row, (rows, 2 * f, 1))?;
+        let dh_cols = unwritten_columns(device, stored, (self.capacity, 2 * f))?;
+        let a = unwritten_columns(device, stored, (self.capacity, f))?;
+        let parts = device.alloc::<f32>(rows * (f / TILE))?;
+        let (dh_counts, a_counts) = (crate::ops::counts(cuda)?, crate::ops::counts(cuda)?);
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let no_scales = None::<&Buffer<u8>>;
+        let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
+            Operand::Plain(h) => (bf16_tiles(OP, h)?, &no_scales),
+            Operand::Block(h) => (code_tiles(h)?, h.e8m0_scales(OP)?.get()),
+        };
+        let da = bf16_tiles(OP, op.da)?;
+        let [dh_col_tiles, a_tiles] = [turned_tiles(&dh_cols)?, turned_tiles(&a)?];
+        let launch = Launch {
+            ctas: self.ctas,
+            threads: FUSED_THREADS,
+            cluster: 1,
+            shared_bytes: self.source.shared_bytes(),
+        };
+        let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
+        let [_, a_scales] = plane_args(&a);
+        let args: [&dyn KernelArg; 18] = [
+            &h,
+            h_scales,
+            &da,
+            &weight,
+            row_codes,
+            row_scales,
+            &dh_col_tiles,
+            col_scales,
+            &a_tiles,
+            a_scales,
+            &parts,
+            dh_counts.0.get(),
+            a_counts.0.get(),
+            &row_id,
+            &(rows as i32),
+            &(f as i32),
+            &(self.capacity as i32),
+            &Divider::by((f / TILE) as u32),
+        ];
+        // SAFETY: `Held` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
+        // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
+        unsafe { kernel.launch(launch, &args) }?;
+        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts) };
+        let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane)));
+        Ok(SwigluGrads {
+            dh: emitted(dh_rows, dh_cols, dh_counts),
+            a: Some(emitted(None, a, a_counts)),
+            dweight: Buf::new(add_parts(device, &parts, rows, f / TILE)?),
+        })
+    }
+}
+
+/// A map of the codes of boxes of an MXFP4 matrix that are 128 columns wide.
+fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
+    let row_bytes = h.cols / 2;
+    let tiles = Tiles {
+        element: Element::U8,
+        address: h.codes.get().address(),
+        rows: h.rows,
+        cols: row_bytes,
+        row_stride_bytes: row_bytes,
+        tile_rows: BOX_ROWS,
+        tile_cols: TILE / 2,
+        swizzle: Swizzle::Bytes64,
+    };
+    tiles.encode()
+}
+
+const PARTS_THREADS: usize = 256;
+
+/// The gate weights' gradients from those of the parts, `[parts][rows]`.
+fn add_parts(device: &Device, parts: &Buffer<f32>, rows: usize, num_parts: usize) -> Result<Buffer<f32>> {
+    let dweight = device.alloc::<f32>(rows)?;
+    let ctas = rows.div_ceil(PARTS_THREADS) as u32;
+    let launch = Launch { ctas, threads: PARTS_THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&parts_spec())?;
+    // SAFETY: the parts are `num_parts · rows`, the sums `rows`.
+    unsafe { kernel.launch(launch, &[parts, &dweight, &(rows as i32), &(num_parts as i32)]) }?;
+    Ok(dweight)
+}
+
+const PLAIN_THREADS: usize = 256;
+
+/// Ctas that a multiprocessor holds, if all is BF16.
+const PLAIN_PER_SM: usize = 4;
+
+fn plain_spec(bf16: bool) -> KernelSpec {
+    let args = vec![("kBf16", TemplateArg::Bool(bf16))];
+    KernelSpec {
+        source: "kernels/swiglu/swiglu_backward_plain.cuh",
+        name: "nib::swiglu_backward_plain",
+        args,
+    }
+}
+
+/// Dynamic shared memory in bytes.
+const fn plain_shared_bytes(bf16: bool) -> usize {
+    if bf16 { SIGMOIDS } else { 0 }
+}
+
+/// Any form: plain h, plain dh and `a`, then what is to be quantized.
+fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>, to: Emit) -> Result<SwigluGrads<Cuda>> {
+    let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
+    let decoded;
+    let h = match op.h {
+        Operand::Plain(h) => h,
+        Operand::Block(h) => {
+            decoded = Dequantize { x: h, dtype: DType::F32 }.run(cuda)?;
+            &decoded
+        }
+    };
+    let dh = unwritten_plain(device, plain_form(op.dh), rows, 2 * f)?;
+    let a = unwritten_plain(device, plain_form(to), rows, f)?;
+    let dweight = device.alloc::<f32>(rows)?;
+    if rows > 0 {
+        check_size(OP, rows, f)?;
+        let bf16 = f.is_multiple_of(8) && [h, op.da, &dh, &a].iter().all(|x| x.dtype() == DType::Bf16);
+        let most = if bf16 { PLAIN_PER_SM * device.info().num_sms as usize } else { usize::MAX };
+        let ctas = rows.div_ceil(PLAIN_THREADS / 32).min(most) as u32;
+        let threads = PLAIN_THREADS as u32;
+        let launch = Launch { ctas, threads, cluster: 1, shared_bytes: plain_shared_bytes(bf16) };
+        let ((h, h_bf16), (da, da_bf16)) = (plain_arg(h), plain_arg(op.da));
+        let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(&dh), plain_arg(&a));
+        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+        let (rows, f) = (rows as i32, f as i32);
+        let args: [&dyn KernelArg; 13] =
+            [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
+        let kernel = device.kernel(&plain_spec(bf16))?;
+        // SAFETY: `Held` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
+        // the flags say the types, and the instance is for them and f.
+        // What is written was made for these sizes and is not yet shared.
+        unsafe { kernel.launch(launch, &args) }?;
+    }
+    Ok(SwigluGrads {
+        dh: emit(cuda, dh, op.dh, op.groups)?,
+        a: op.a.map(|to| emit(cuda, a, to, op.groups)).transpose()?,
+        dweight: Buf::new(dweight),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_source_fits_a_multiprocessor() {
+        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [231_424, 232_448]);
+    }
+}

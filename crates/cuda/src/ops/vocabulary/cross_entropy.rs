@@ -1,0 +1,220 @@
+//! `cross_entropy` on a GPU: a cluster a row (`csrc/kernels/vocabulary/cross_entropy.cuh`), then a cta a shard.
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::Launch;
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::products::gemm::Output;
+use crate::{Buffer, Cuda, Device};
+use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
+use nibble_core::{Error, Result};
+
+const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
+/// Lanes of a row's sum.
+const LANES: usize = 1024;
+/// The device's `EntropyRoom`.
+const ROOM_BYTES: usize = 4 * LANES + 4 * 128 + 16;
+/// Logits of a cta that leave a multiprocessor room for three.
+const PART_BYTES: usize = 70 << 10;
+/// Threads that sum a shard's losses.
+const NATS_THREADS: u32 = 512;
+
+/// See [`CrossEntropy`].
+pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<CrossEntropyOut<Cuda>> {
+    const OP: &str = "cross_entropy";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("logits", op.logits)?;
+    let (rows, vocab) = op.logits.shape();
+    let targets = held.values("targets", op.targets, rows)?;
+    let device = cuda.device();
+    let loss = device.alloc::<f32>(rows)?;
+    let bad_ids = device.counters(1)?;
+    let dlogits = op.grad.map(|dtype| Output::new(cuda, dtype, rows * vocab, false)).transpose()?;
+    let logits = op.logits.f32(OP, "logits")?.get();
+    Rows { op: OP, vocab, targets, scale: op.scale, bad_ids: &bad_ids }.run(
+        logits,
+        &loss,
+        dlogits.as_ref(),
+    )?;
+    Ok(CrossEntropyOut {
+        shard_nats: Buf::new(shard_nats(device, &loss, op.shards)?),
+        loss: Buf::new(loss),
+        bad_ids: Buf::new(bad_ids),
+        dlogits: dlogits.map(|dlogits| dlogits.into_tensor(rows, vocab)).transpose()?,
+    })
+}
+
+/// How a row is divided, by the vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    /// Lanes of a cta; those of a row's ctas are 1024.
+    lanes: usize,
+    /// Neighbouring lanes of a thread.
+    wide: usize,
+    /// Threads that share lanes.
+    groups: usize,
+}
+
+impl Config {
+    /// As few ctas a row as leave each multiprocessor three of them; eight of a long one.
+    fn choose(vocab: usize) -> Self {
+        let fits = |lanes: &usize| Self::part_bytes(*lanes, vocab) <= PART_BYTES;
+        let lanes = [LANES, LANES / 2, LANES / 4].into_iter().find(fits).unwrap_or(LANES / 8);
+        let wide = if lanes >= LANES / 2 && vocab.is_multiple_of(2) { 2 } else { 1 };
+        Self { lanes, wide, groups: if lanes == LANES / 8 { 4 } else { 1 } }
+    }
+
+    fn part_bytes(lanes: usize, vocab: usize) -> usize {
+        vocab.div_ceil(LANES).saturating_mul(lanes * size_of::<f32>())
+    }
+
+    fn spec(&self) -> KernelSpec {
+        let int = |value: usize| TemplateArg::Int(value as i64);
+        let args =
+            vec![("kLanes", int(self.lanes)), ("kWide", int(self.wide)), ("kGroups", int(self.groups))];
+        KernelSpec { source: SOURCE, name: "nib::cross_entropy", args }
+    }
+
+    fn shared_bytes(&self, vocab: usize) -> usize {
+        ROOM_BYTES.saturating_add(Self::part_bytes(self.lanes, vocab))
+    }
+
+    /// # Errors
+    /// Where rows are too many to count, or too long to be held.
+    fn launch(&self, op: &'static str, rows: usize, vocab: usize, shared_bytes: usize) -> Result<Launch> {
+        let (cluster, needed) = (LANES / self.lanes, self.shared_bytes(vocab));
+        if needed > shared_bytes {
+            let most =
+                (shared_bytes - ROOM_BYTES.min(shared_bytes)) / (self.lanes * size_of::<f32>()) * LANES;
+            return Err(Error::shape(op, "columns of logits", vocab, format!("at most {most} on this GPU")));
+        }
+        let ctas = rows.checked_mul(cluster).and_then(|ctas| i32::try_from(ctas).ok());
+        let ctas = ctas.ok_or_else(|| Error::shape(op, "rows of logits", rows, "below 2^28"))? as u32;
+        let threads = (self.lanes / self.wide * self.groups) as u32;
+        Ok(Launch { ctas, threads, cluster: cluster as u32, shared_bytes: needed })
+    }
+}
+
+/// Some rows of a cross-entropy, by their targets.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    pub op: &'static str,
+    pub vocab: usize,
+    /// One a row.
+    pub targets: &'a Buffer<i32>,
+    /// Factor of the gradient.
+    pub scale: f32,
+    /// Counts targets at or past the vocabulary.
+    pub bad_ids: &'a Buffer<u64>,
+}
+
+impl Rows<'_> {
+    /// Writes the loss of each row, and the gradient of its logits where there is a place for it.
+    pub fn run(&self, logits: &Buffer<f32>, loss: &Buffer<f32>, dlogits: Option<&Output>) -> Result<()> {
+        let Self { op, vocab, targets, scale, bad_ids } = *self;
+        let rows = targets.len();
+        let (len, is_bf16, address) = match dlogits {
+            None => (logits.len(), 0, 0u64),
+            Some(Output::F32(values)) => (values.len(), 0, values.address()),
+            Some(Output::Bf16(values)) => (values.len(), 1, values.address()),
+        };
+        if (logits.len(), loss.len(), len, bad_ids.len()) != (rows * vocab, rows, rows * vocab, 1) {
+            let got = format!("{}, {}, {len}, {} values", logits.len(), loss.len(), bad_ids.len());
+            let expected = format!("{rows} rows of {vocab}");
+            return Err(Error::shape(op, "logits, loss, dlogits, bad_ids", got, expected));
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        let device = logits.device();
+        let config = Config::choose(vocab);
+        let launch = config.launch(op, rows, vocab, device.info().shared_bytes_per_cta)?;
+        let vocab = vocab as i32;
+        let kernel = device.kernel(&config.spec())?;
+        // SAFETY: logits and dlogits, if any, have rows · vocab values and loss one a row; the caller held them to this device and
+        // has dlogits to itself. A cluster stays within its row; targets are compared with the vocabulary.
+        unsafe {
+            kernel.launch(launch, &[logits, targets, loss, &address, bad_ids, &vocab, &scale, &is_bf16])
+        }
+    }
+}
+
+/// The losses of each shard, summed in F64. `shards` divides them.
+pub(crate) fn shard_nats(device: &Device, loss: &Buffer<f32>, shards: usize) -> Result<Buffer<f64>> {
+    let each = loss.len() / shards.max(1);
+    let chunks = each.div_ceil(CrossEntropy::<Cuda>::CHUNK);
+    let nats = device.alloc::<f64>(shards)?;
+    if shards == 0 {
+        return Ok(nats);
+    }
+    let sums = device.alloc::<f64>(shards * chunks)?;
+    let ctas = i32::try_from(shards)
+        .map_err(|_| Error::shape("cross_entropy", "shards", shards, "below 2^31"))? as u32;
+    let launch = Launch { ctas, threads: NATS_THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&nats_spec())?;
+    // SAFETY: a cta sums `each` of the shards · each losses in `chunks` of the sums, and writes one of the nats.
+    unsafe { kernel.launch(launch, &[loss, &sums, &nats, &(each as u64), &(chunks as u64)]) }?;
+    Ok(nats)
+}
+
+fn nats_spec() -> KernelSpec {
+    KernelSpec { source: SOURCE, name: "nib::shard_nats", args: Vec::new() }
+}
+
+/// The longest rows of even and odd length that each instance is chosen for; of the last one, a large vocabulary.
+const VOCABULARIES: [usize; 7] = [17_407, 17_408, 35_839, 35_840, 71_679, 71_680, 262_144];
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let mut instances = vec![Instance { spec: nats_spec(), shared_bytes: 0 }];
+    for vocab in VOCABULARIES {
+        let config = Config::choose(vocab);
+        let instance = Instance { spec: config.spec(), shared_bytes: config.shared_bytes(vocab) };
+        match instances.iter_mut().find(|known| known.spec == instance.spec) {
+            Some(known) => known.shared_bytes = known.shared_bytes.max(instance.shared_bytes),
+            None => instances.push(instance),
+        }
+    }
+    instances
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn three_ctas_fit_a_multiprocessor_unless_rows_are_very_long() {
+        let of = |vocab| {
+            let config = Config::choose(vocab);
+            assert!(instances().iter().any(|instance| instance.spec == config.spec()), "{vocab}");
+            (config.lanes, config.wide, config.groups)
+        };
+        for (vocab, config) in [
+            (0, (1024, 2, 1)),
+            (3, (1024, 1, 1)),
+            (17_408, (1024, 2, 1)),
+            (17_409, (512, 1, 1)),
+            (32_768, (512, 2, 1)),
+            (50_257, (256, 1, 1)),
+            (71_680, (256, 1, 1)),
+            (151_936, (128, 1, 4)),
+        ] {
+            assert_eq!(of(vocab), config, "{vocab}");
+            let (chosen, reserved, all) = (Config::choose(vocab), 1024, 228 << 10);
+            let held = all / (chosen.shared_bytes(vocab) + reserved);
+            assert!(held >= if vocab < 100_000 { 3 } else { 2 }, "{vocab}: {held}");
+        }
+    }
+
+    #[test]
+    fn rows_that_no_cluster_holds_are_refused() {
+        let launch = |rows, vocab: usize| Config::choose(vocab).launch("cross_entropy", rows, vocab, 232_448);
+        assert_eq!(launch(10, 151_936).unwrap().ctas, 80);
+        assert_eq!(launch(10, 262_144).unwrap().threads, 512);
+        assert!(launch(1, 1 << 20).unwrap_err().to_string().contains("columns of logits"));
+        assert!(launch(usize::MAX, 8).unwrap_err().to_string().contains("rows of logits"));
+        assert!(launch(1, usize::MAX).is_err());
+    }
+}

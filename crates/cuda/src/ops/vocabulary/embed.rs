@@ -1,0 +1,286 @@
+//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id, a digit a
+//! [`PlanPermute`]; sums chunks of those of one id; and closes the sums of ids that have several chunks.
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, Launch, plain_args};
+use crate::ops::Instance;
+use crate::ops::held::Held;
+use crate::ops::plain::row_tree;
+use crate::ops::routing::permute::type_name;
+use crate::ops::routing::plan_permute::plan_permute;
+use crate::{Buffer, Cuda, Device};
+use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, PlanPermute};
+use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+
+const THREADS: usize = 256;
+/// Units of numbers that a cta looks up.
+const UNITS_PER_CTA: usize = 1024;
+/// Ctas a multiprocessor that sum chunks: each takes one after the other.
+const SUM_CTAS: usize = 8;
+/// Bits of a digit at most: `plan_permute` takes as many groups.
+const DIGIT_BITS: u32 = 12;
+const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
+
+fn spec(name: &'static str, dtype: Option<DType>, count: usize) -> KernelSpec {
+    let dtype = dtype.map(|dtype| ("T", TemplateArg::Type(type_name(dtype))));
+    let count = [("kCount", TemplateArg::Int(count as i64))];
+    KernelSpec {
+        source: "kernels/vocabulary/embed.cuh",
+        name,
+        args: dtype.into_iter().chain(count).collect(),
+    }
+}
+
+/// A kernel that sorts.
+fn sort_spec(name: &'static str) -> KernelSpec {
+    let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
+    KernelSpec { source: "kernels/vocabulary/embed.cuh", name, args }
+}
+
+fn launch(ctas: usize) -> Launch {
+    Launch { ctas: ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 }
+}
+
+/// See [`Embed`].
+pub(crate) fn embed(cuda: &Cuda, op: Embed<'_, Cuda>) -> Result<EmbedOut<Cuda>> {
+    const OP: &str = "embed";
+    op.check()?;
+    let held = Held::by(OP, cuda);
+    held.tensor("table", op.table)?;
+    let ids = held.buffer("ids", op.ids)?;
+    let (device, table) = (cuda.device(), op.table.f32(OP, "table")?.get());
+    let bad_ids = device.counters(1)?;
+    let data = match op.dtype {
+        DType::F32 => Data::F32(look_up(device, &op, table, ids, &bad_ids)?),
+        DType::Bf16 => Data::Bf16(look_up(device, &op, table, ids, &bad_ids)?),
+    };
+    Ok(EmbedOut { x: Tensor::new(data, ids.len(), op.table.cols)?, bad_ids: Buf::new(bad_ids) })
+}
+
+fn look_up<T: Plain>(
+    device: &Device,
+    op: &Embed<'_, Cuda>,
+    table: &Buffer<f32>,
+    ids: &Buffer<i32>,
+    bad_ids: &Buffer<u64>,
+) -> Result<Buf<T>> {
+    let (vocab, d) = op.table.shape();
+    let x = device.alloc::<T>(ids.len() * d)?;
+    if ids.is_empty() {
+        return Ok(Buf::new(x));
+    }
+    let count = row_tree::count_of(d);
+    // A row of no columns has its id looked at all the same.
+    let units = d.div_ceil(count).max(1);
+    let tasks = ids.len().saturating_mul(units);
+    if tasks.max(vocab).max(d) >= (1 << 31) - UNITS_PER_CTA {
+        let got = format!("{} rows of {d} columns, of {vocab}", ids.len());
+        return Err(Error::shape("embed", "ids.len()", got, "below 2^31, in units of 16 bytes"));
+    }
+    let [tasks_arg, units, vocab, d] = [tasks, units, vocab, d].map(|n| n as u32);
+    let by_units = Divider::by(units);
+    let kernel = device.kernel(&spec("nib::embed", Some(op.dtype), count))?;
+    // SAFETY: `Held` held the table to `[vocab, d]`, with which ids are compared; x has a row for each id.
+    unsafe {
+        kernel.launch(
+            launch(tasks.div_ceil(UNITS_PER_CTA)),
+            &[table, ids, &x, bad_ids, &tasks_arg, &units, &by_units, &vocab, &d],
+        )?;
+    }
+    Ok(Buf::new(x))
+}
+
+/// `EmbedKeys` of the kernels: what tokens are sorted by.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Keys {
+    tokens: u32,
+    vocab: u32,
+    /// Past all keys.
+    none: u32,
+    by_shard: Divider,
+}
+plain_args!(Keys);
+
+impl Keys {
+    fn new(tokens: usize, shards: usize, vocab: usize) -> Result<Self> {
+        let keys = shards.saturating_mul(vocab);
+        if keys.max(tokens) >= (1 << 31) - (1 << 16) {
+            let got = format!("{tokens} tokens, {shards} shards of {vocab} ids");
+            return Err(Error::shape("embed_backward", "rows of grad", got, "both below 2^31 − 2^16"));
+        }
+        let by_shard = Divider::by((tokens / shards) as u32);
+        Ok(Self { tokens: tokens as u32, vocab: vocab as u32, none: keys as u32, by_shard })
+    }
+
+    /// The digits that tell all keys apart, lowest first: where each begins, and its values.
+    fn digits(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
+        let bits = (32 - self.none.leading_zeros()).max(1);
+        let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
+        let none = self.none;
+        (0..bits).step_by(each as usize).map(move |shift| {
+            let top = none >> shift;
+            (shift, top.min((1 << each) - 1) as usize + 1)
+        })
+    }
+
+    /// The tokens by key, and those of one key in their order.
+    fn sort(&self, cuda: &Cuda, ids: &Buffer<i32>) -> Result<Buf<i32>> {
+        let (device, tokens) = (cuda.device(), self.tokens as usize);
+        let kernel = device.kernel(&sort_spec("nib::embed_digits"))?;
+        let mut order: Option<Buf<i32>> = None;
+        for (shift, values) in self.digits() {
+            let (digit, as_they_are) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(tokens)?);
+            let (mask, sorted) = (values.next_power_of_two() as u32 - 1, order.as_ref().map(Buf::get));
+            // SAFETY: ids, digit and the orders have a value a token; an order holds each token once.
+            unsafe {
+                kernel.launch(
+                    launch(tokens.div_ceil(THREADS)),
+                    &[ids, &sorted, &digit, &as_they_are, self, &shift, &mask],
+                )?;
+            }
+            // A token is a slot of its digit's group; its number among the slots in order comes back with the rows.
+            let plan = PlanPermute {
+                expert: &Buf::new(digit),
+                token_id: &order.unwrap_or(Buf::new(as_they_are)),
+                top_k: 1,
+                num_slots: tokens,
+                num_groups: values,
+                align: 1,
+                capacity: tokens,
+            };
+            order = Some(plan_permute(cuda, plan)?.groups.row_id);
+        }
+        order.ok_or_else(|| Error::shape("embed_backward", "rows of grad", self.none, "at least one id"))
+    }
+}
+
+/// See [`EmbedBackward`].
+pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result<()> {
+    const OP: &str = "embed_backward";
+    op.check()?;
+    if op.shards == 0 {
+        return Err(Error::shape(OP, "shards", 0, "at least 1"));
+    }
+    let held = Held::by(OP, cuda);
+    held.tensor("dy", op.dy)?;
+    held.tensor("grad", op.grad)?;
+    let ids = held.values("ids", op.ids, op.dy.rows)?;
+    let (tokens, d) = op.dy.shape();
+    let (vocab, grad_type) = (op.grad.rows / op.shards, op.grad.dtype());
+    if tokens == 0 || d == 0 || vocab == 0 {
+        return Ok(());
+    }
+    let keys = Keys::new(tokens, op.shards, vocab)?;
+    let Data::F32(grad) = &mut op.grad.data else {
+        return Err(Error::shape(OP, "type of grad", grad_type, DType::F32));
+    };
+    let grad = grad.make_mut()?;
+    let order = keys.sort(cuda, ids)?;
+    let tasks = Tasks::new(cuda.device(), &keys, ids, order.get())?;
+    match &op.dy.data {
+        Data::F32(dy) => tasks.add(cuda.device(), DType::F32, dy.get(), d, grad),
+        Data::Bf16(dy) => tasks.add(cuda.device(), DType::Bf16, dy.get(), d, grad),
+    }
+}
+
+/// `EmbedTask`s of the kernels, four words each.
+struct Tasks<'a> {
+    tokens: usize,
+    order: &'a Buffer<i32>,
+    chunks: Buffer<i32>,
+    runs: Buffer<i32>,
+    /// How many of each.
+    counts: Buffer<u64>,
+}
+
+impl<'a> Tasks<'a> {
+    fn new(device: &Device, keys: &Keys, ids: &Buffer<i32>, order: &'a Buffer<i32>) -> Result<Self> {
+        const WORDS: usize = 4;
+        let tokens = keys.tokens as usize;
+        // A run of several chunks has more tokens than one holds.
+        let most_runs = tokens.div_ceil(EmbedBackward::<Cuda>::CHUNK);
+        let (chunks, runs) = (device.alloc::<i32>(WORDS * tokens)?, device.alloc::<i32>(WORDS * most_runs)?);
+        let counts = device.counters(2)?;
+        let kernel = device.kernel(&sort_spec("nib::embed_chunks"))?;
+        // SAFETY: ids and order have a value a token; no token begins more than one chunk, and runs of several chunks are no more than
+        // `most_runs`.
+        unsafe {
+            kernel.launch(launch(tokens.div_ceil(THREADS)), &[ids, order, &chunks, &runs, &counts, keys])?;
+        }
+        Ok(Self { tokens, order, chunks, runs, counts })
+    }
+
+    /// Adds the sums of rows of dy to grad.
+    fn add<T: Plain>(
+        &self,
+        device: &Device,
+        dtype: DType,
+        dy: &Buffer<T>,
+        d: usize,
+        grad: &mut Buffer<f32>,
+    ) -> Result<()> {
+        let count = row_tree::count_of(d);
+        let (blocks, close_blocks) = (d.div_ceil(THREADS * count), row_tree::blocks_of(d));
+        if d >= 1 << 30 || self.tokens.saturating_mul(close_blocks) >= 1 << 31 {
+            let got = format!("{} x {d}", self.tokens);
+            return Err(Error::shape("embed_backward", "dy", got, "below 2^31 blocks of 128 columns"));
+        }
+        // Two rows for each 64 tokens: every run of several chunks has its own.
+        let partial = device.alloc::<f32>(self.tokens.div_ceil(32) * d)?;
+        let ctas = SUM_CTAS * device.info().num_sms as usize;
+        let sums = device.kernel(&spec("nib::embed_sums", Some(dtype), count))?;
+        let close = device.kernel(&spec("nib::embed_close", None, count))?;
+        let [d_arg, blocks_arg, close_arg] = [d, blocks, close_blocks].map(|n| n as u32);
+        // SAFETY: `check` and `Held` held dy to a row a token and grad to a row a key, of d values each; the tasks were made of the same
+        // tokens and keys; the rows of `partial` that they name are below a 32nd of the tokens, rounded up.
+        unsafe {
+            sums.launch(
+                launch(ctas.min(self.tokens * blocks)),
+                &[dy, self.order, &self.chunks, &self.counts, &*grad, &partial, &d_arg, &blocks_arg],
+            )?;
+            close.launch(
+                launch(ctas.min(self.runs.len() / 4 * close_blocks)),
+                &[&partial, &self.runs, &self.counts, &*grad, &d_arg, &close_arg],
+            )
+        }
+    }
+}
+
+/// The instances.
+pub(crate) fn instances() -> Vec<Instance> {
+    let counts = row_tree::COUNTS;
+    let typed =
+        |name| TYPES.into_iter().flat_map(move |dtype| counts.map(|count| spec(name, Some(dtype), count)));
+    let sort = ["nib::embed_digits", "nib::embed_chunks"].map(sort_spec);
+    let close = counts.map(|count| spec("nib::embed_close", None, count));
+    let all = typed("nib::embed").chain(sort).chain(typed("nib::embed_sums")).chain(close);
+    all.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digits_tell_all_keys_apart_and_are_few_enough_for_a_plan() {
+        let digits =
+            |shards, vocab| Keys::new(8 * shards, shards, vocab).unwrap().digits().collect::<Vec<_>>();
+        assert_eq!(digits(1, 1), [(0, 2)]);
+        assert_eq!(digits(4, 3), [(0, 13)]);
+        assert_eq!(digits(1, 4095), [(0, 4096)]);
+        assert_eq!(digits(1, 4096), [(0, 128), (7, 33)]);
+        assert_eq!(digits(4, 151_936), [(0, 1024), (10, 594)]);
+        for (shards, vocab) in [(1, 2), (7, 1000), (4, 50_257), (16, 262_144), (64, 20_000_000)] {
+            let (digits, last) = (digits(shards, vocab), (shards * vocab) as u32);
+            assert!(digits.iter().all(|&(_, values)| values <= 1 << DIGIT_BITS), "{digits:?}");
+            let (top, values) = digits[digits.len() - 1];
+            assert_eq!((last >> top) as usize + 1, values, "{digits:?}");
+            for pair in digits.windows(2) {
+                assert_eq!(1usize << (pair[1].0 - pair[0].0), pair[0].1, "{digits:?}");
+            }
+        }
+        assert!(Keys::new(8, 8, 1 << 28).is_err());
+    }
+}

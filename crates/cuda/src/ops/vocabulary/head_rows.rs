@@ -1,0 +1,111 @@
+//! Cross-entropy of long rows as the head of a BF16 model wants it (`csrc/kernels/vocabulary/head_rows.cuh`): the head owes a relative error, and not
+//! the CPU's bits.
+
+use super::cross_entropy::Rows;
+use crate::Buffer;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::products::gemm::Output;
+use nibble_core::Result;
+
+const THREADS: u32 = 512;
+/// The device's `HeadRoom`.
+const ROOM_BYTES: usize = 272;
+/// Elements that a cta's part of a row is a multiple of.
+const UNIT: usize = 8;
+/// Ctas a row, at most.
+const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
+/// Shorter rows leave most threads of a cta without work.
+const SHORTEST: usize = 4096;
+
+/// How a row is divided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    /// Ctas that take a row.
+    cluster: usize,
+    /// Elements of each.
+    part: usize,
+}
+
+impl Config {
+    /// As few ctas a row as hold two rows at once; none for a vocabulary that this kernel does not take.
+    fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
+        if vocab < SHORTEST || !vocab.is_multiple_of(UNIT) || vocab > i32::MAX as usize {
+            return None;
+        }
+        let of = |cluster| Self { cluster, part: vocab.div_ceil(cluster).next_multiple_of(UNIT) };
+        CLUSTERS.into_iter().map(of).find(|config| config.shared_bytes() <= shared_bytes)
+    }
+
+    fn shared_bytes(&self) -> usize {
+        ROOM_BYTES + 2 * self.part * size_of::<f32>()
+    }
+
+    fn launch(&self, ctas: usize) -> Launch {
+        let shared_bytes = self.shared_bytes();
+        Launch { ctas: ctas as u32, threads: THREADS, cluster: self.cluster as u32, shared_bytes }
+    }
+}
+
+/// As [`Rows::run`], where the gradient is BF16 or none is wanted of BF16 tokens.
+pub(crate) fn run(
+    rows: &Rows<'_>,
+    logits: &Buffer<f32>,
+    loss: &Buffer<f32>,
+    dlogits: Option<&Output>,
+) -> Result<()> {
+    let device = logits.device();
+    let count = rows.targets.len();
+    let address = match dlogits {
+        None => 0u64,
+        Some(Output::Bf16(values)) if values.len() == count * rows.vocab => values.address(),
+        Some(_) => return rows.run(logits, loss, dlogits),
+    };
+    let whole = logits.len() == count * rows.vocab && loss.len() == count && rows.bad_ids.len() == 1;
+    let fits = (1..=i32::MAX as usize).contains(&count);
+    match Config::choose(rows.vocab, device.info().shared_bytes_per_cta).filter(|_| whole && fits) {
+        None => rows.run(logits, loss, dlogits),
+        Some(config) => {
+            let kernel = device.kernel(&spec(config.cluster))?;
+            let clusters = match config.cluster {
+                1 => device.info().num_sms as usize,
+                _ => kernel.max_clusters(config.launch(config.cluster))? as usize,
+            };
+            let launch = config.launch(clusters.min(count) * config.cluster);
+            let [count, vocab, part] = [count, rows.vocab, config.part].map(|n| n as i32);
+            let args: [&dyn KernelArg; 9] =
+                [logits, rows.targets, loss, &address, rows.bad_ids, &count, &vocab, &part, &rows.scale];
+            // SAFETY: logits and dlogits, if any, have count · vocab values and loss one a row; the caller held them to this device and
+            // has dlogits to itself. Rows begin at multiples of 32 bytes; targets are compared with the vocabulary.
+            unsafe { kernel.launch(launch, &args) }
+        }
+    }
+}
+
+fn spec(cluster: usize) -> KernelSpec {
+    let args = vec![("kCluster", TemplateArg::Int(cluster as i64))];
+    KernelSpec { source: "kernels/vocabulary/head_rows.cuh", name: "nib::head_rows", args }
+}
+
+/// The instances built for it, with the shared memory of the longest rows that a cluster takes.
+pub(crate) fn instances() -> Vec<Instance> {
+    CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_divided_among_as_few_ctas_as_hold_them() {
+        let of = |vocab| Config::choose(vocab, 232_448).map(|config| (config.cluster, config.part));
+        assert_eq!(of(4096), Some((1, 4096)));
+        assert_eq!(of(32_768), Some((2, 16_384)));
+        assert_eq!(of(50_304), Some((2, 25_152)));
+        assert_eq!(of(151_936), Some((8, 18_992)));
+        assert_eq!(of(64), None);
+        assert_eq!(of(50_257), None);
+        assert_eq!(of(300_000), None);
+    }
+}

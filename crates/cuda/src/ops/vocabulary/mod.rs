@@ -1,0 +1,6 @@
+//! What is as wide as the vocabulary: embedding, output head, loss.
+
+pub(crate) mod cross_entropy;
+pub(crate) mod embed;
+pub(crate) mod head_loss;
+pub(crate) mod head_rows;

@@ -1,0 +1,89 @@
+//! Cells, which hold the inner backend's buffers.
+
+use super::device;
+use half::bf16;
+use nibble_core::formats::ScaleKind;
+use nibble_core::{Backend, Plain, Result};
+use std::any::TypeId;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The bytes of one buffer; none once it was freed, and in the middle of an operation that writes them.
+#[derive(Debug)]
+pub(super) struct Cell<B: Backend> {
+    bytes: Mutex<Option<B::Buf<u8>>>,
+}
+
+/// A buffer that an operation writes.
+#[derive(Debug)]
+pub(super) struct Output<B: Backend> {
+    pub cell: Arc<Cell<B>>,
+    pub element: Element,
+}
+
+/// What a buffer holds, as far as a fault must know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Element {
+    F32,
+    F64,
+    Bf16,
+    /// Records of scales.
+    Scales(ScaleKind),
+    /// Codes, counts, indices.
+    Other,
+}
+
+impl Element {
+    pub fn of<T: Plain>() -> Self {
+        match TypeId::of::<T>() {
+            id if id == TypeId::of::<f32>() => Self::F32,
+            id if id == TypeId::of::<f64>() => Self::F64,
+            id if id == TypeId::of::<bf16>() => Self::Bf16,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl<B: Backend> Clone for Output<B> {
+    fn clone(&self) -> Self {
+        Self { cell: self.cell.clone(), element: self.element }
+    }
+}
+
+impl<B: Backend> Cell<B> {
+    pub fn new(bytes: B::Buf<u8>) -> Arc<Self> {
+        Arc::new(Self { bytes: Mutex::new(Some(bytes)) })
+    }
+
+    /// A clone of the inner handle.
+    pub fn get(&self) -> Result<B::Buf<u8>> {
+        self.lock().clone().ok_or_else(freed)
+    }
+
+    /// The inner handle itself, so that nobody shares it; to be put back.
+    pub fn take(&self) -> Result<B::Buf<u8>> {
+        self.lock().take().ok_or_else(freed)
+    }
+
+    pub fn put(&self, bytes: B::Buf<u8>) {
+        let old = self.lock().replace(bytes);
+        drop(old);
+    }
+
+    pub fn free(&self) {
+        let old = self.lock().take();
+        drop(old);
+    }
+
+    /// The inner buffer's identity; 0 where it was freed.
+    pub fn id(&self) -> u64 {
+        self.lock().as_ref().map_or(0, B::buffer_id)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<B::Buf<u8>>> {
+        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn freed() -> nibble_core::Error {
+    device("an operation", "a buffer that it needs was freed before")
+}
