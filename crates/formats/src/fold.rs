@@ -4,9 +4,9 @@
 //! lie within so many octaves of the largest. BF16 units take a value with all of its block's scales, if that has at most eight significant
 //! bits. Both are computed of the record, so that a new format has its answer without being named.
 
+use crate::e8m0::ScaleRule;
 use crate::element::Element;
 use crate::format::Format;
-use crate::e8m0::ScaleRule;
 use crate::scale::{ScaleKind, ScaleNumber};
 
 /// How blocks under powers of two fold into one block of a wider element.
@@ -54,7 +54,8 @@ impl Format {
         // Significands are odd integers below 2^bits; the largest product has the most bits, and all others have no more.
         let codes = (0..=element.max_code()).map(|code| significand(element.decode(code)));
         let largest = codes.max().unwrap_or(0);
-        let product = of_scales.iter().try_fold(largest, |product, &scale| product.checked_mul(u64::from(scale)));
+        let product =
+            of_scales.iter().try_fold(largest, |product, &scale| product.checked_mul(u64::from(scale)));
         product.is_some_and(|product| product < 1 << 8)
     }
 }
@@ -105,7 +106,8 @@ mod tests {
     fn the_lift_is_exact_as_far_as_computed_and_no_further() {
         let fold = Format::Mxfp4.folds_into_e4m3(ScaleRule::Rceil).unwrap();
         assert_eq!(fold.headroom_log2, LIFT_HEADROOM_LOG2);
-        let inexact = |below: u32| (0..16).filter(|&code| lift_code(code, (200 - below) as u8, 194).1).count();
+        let inexact =
+            |below: u32| (0..16).filter(|&code| lift_code(code, (200 - below) as u8, 194).1).count();
         assert!((0..=fold.octaves).all(|below| inexact(below) == 0));
         assert!(inexact(fold.octaves + 1) > 0);
     }
@@ -128,7 +130,11 @@ mod tests {
     /// By brute force: every code under every record of one byte.
     #[test]
     fn a_bf16_holds_what_is_said_to_fold() {
-        for (format, rule) in [(Format::Nvfp4, ScaleRule::Amax), (Format::Hif4, ScaleRule::Amax), (Format::Mxint8, ScaleRule::Rceil)] {
+        for (format, rule) in [
+            (Format::Nvfp4, ScaleRule::Amax),
+            (Format::Hif4, ScaleRule::Amax),
+            (Format::Mxint8, ScaleRule::Rceil),
+        ] {
             let (spec, kind) = (format.spec(), format.scale_kind(rule));
             let element = spec.element.unwrap();
             for record in (0..=254).map(crate::Scale::byte) {
