@@ -218,7 +218,9 @@ impl Backward {
     /// Of rows of x and dy.
     fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
         match *self {
-            Self::Wide { rows, .. } | Self::Long { rows, .. } => WIDE_STAGES * 2 * rows * d * dtype.size_bytes(),
+            Self::Wide { rows, .. } | Self::Long { rows, .. } => {
+                WIDE_STAGES * 2 * rows * d * dtype.size_bytes()
+            }
             Self::Short { .. } | Self::Apart { .. } => 0,
         }
     }

@@ -253,9 +253,9 @@ impl Config {
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
     let each = [1, SLOTS_EACH];
-    let specs = each.into_iter().flat_map(|each| {
-        [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units, each).spec())
-    });
+    let specs = each
+        .into_iter()
+        .flat_map(|each| [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units, each).spec()));
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
@@ -388,7 +388,10 @@ mod tests {
         let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
         assert_eq!(chosen, expected);
         assert_eq!(Config::choose(1, 0, 4), Config { units: 6, lanes_log2: 3, each: 4, ctas: 1 });
-        assert_eq!([(8, 1), (7, 2), (64, 16), (0, 5)].map(|(slots, from)| slots_each(slots, from)), [4, 1, 4, 1]);
+        assert_eq!(
+            [(8, 1), (7, 2), (64, 16), (0, 5)].map(|(slots, from)| slots_each(slots, from)),
+            [4, 1, 4, 1]
+        );
     }
 
     #[test]
