@@ -3,6 +3,7 @@
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
 pub(crate) mod sum_squares;
+mod tensor_list;
 
 use crate::jit::KernelSpec;
 use crate::launch::{Launch, plain_args};
