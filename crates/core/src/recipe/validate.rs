@@ -51,7 +51,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
         let nearest = kind != LayerKind::Head || !random;
         check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
-        let in_head = kind == Kind::Head && p.format.is_block();
+        let in_head = kind == LayerKind::Head && p.format.is_block();
         let why = "the head's fused loss takes blocks of 128 under a scale each";
         let known = p.format.spec().block == 128 && !p.format.scale_kind(p.scale).has_tensor_scale();
         check.expect(site, !in_head || known, why)?;

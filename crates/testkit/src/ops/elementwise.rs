@@ -218,7 +218,8 @@ impl<B: Model> Case<B> for Squares {
 pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
     const SIZES: [(usize, usize, usize); 6] =
         [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)];
-    let matrix = |(parts, rows, cols), dtype, input| (Matrix { dtype, rows: parts * rows, cols, input }, parts);
+    let matrix =
+        |(parts, rows, cols), dtype, input| (Matrix { dtype, rows: parts * rows, cols, input }, parts);
     for (i, input) in Input::ALL.into_iter().enumerate() {
         for size in SIZES {
             for dtype in PLAIN {

@@ -165,17 +165,16 @@ impl<B: Model> Model for Recorder<B> {
         call.issue(move |b: &B, run| {
             let control = open(b, &control)?;
             let opened = tensors.iter().map(|([param, exp_avg, exp_avg_sq], grad, weight_decay)| {
-                let [param, exp_avg, exp_avg_sq] =
-                    [Taken::new(b, param, run)?, Taken::new(b, exp_avg, run)?, Taken::new(b, exp_avg_sq, run)?];
+                let [param, exp_avg, exp_avg_sq] = [
+                    Taken::new(b, param, run)?,
+                    Taken::new(b, exp_avg, run)?,
+                    Taken::new(b, exp_avg_sq, run)?,
+                ];
                 Ok((param, exp_avg, exp_avg_sq, open(b, grad)?, *weight_decay))
             });
             let mut opened: Vec<_> = opened.collect::<Result<_>>()?;
-            let tensors = opened.iter_mut().map(|(param, exp_avg, exp_avg_sq, grad, weight_decay)| AdamWTensor {
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                weight_decay: *weight_decay,
+            let tensors = opened.iter_mut().map(|(param, exp_avg, exp_avg_sq, grad, weight_decay)| {
+                AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay: *weight_decay }
             });
             let tensors = tensors.collect();
             b.adamw(AdamW { tensors, control: &control, beta1, beta2, eps })

@@ -209,6 +209,8 @@ fn squares_are_summed_in_double_precision_part_by_part() {
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[1.0; 6], 6, 1).unwrap();
     let mut into = cpu.zeros(4).unwrap();
-    let e = SumSquares { tensors: vec![Squared { x: &t, parts: 4, at: 0 }], into: &mut into }.run(&cpu).unwrap_err();
+    let e = SumSquares { tensors: vec![Squared { x: &t, parts: 4, at: 0 }], into: &mut into }
+        .run(&cpu)
+        .unwrap_err();
     assert!(e.to_string().contains("`parts` is 4"), "{e}");
 }

@@ -7,7 +7,9 @@ pub(crate) use config::instances;
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
+use crate::ops::planes::{
+    check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
+};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};

@@ -115,7 +115,8 @@ impl GroupedProduct<'_> {
         let (rows_a, rows_b) = desc.scale_rows();
         self.a.check("a", desc, desc.a(), rows_a, device)?;
         self.b.check("b", desc, desc.b(), rows_b, device)?;
-        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values, .. })) = (desc.kind, &self.b)
+        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values, .. })) =
+            (desc.kind, &self.b)
             && values.is_f32()
         {
             return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
