@@ -4,7 +4,7 @@
 use arbitrary::{Result, Unstructured};
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Transcode};
-use nibble_core::recipe::Kind;
+use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
@@ -157,7 +157,7 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
     let text = if u.ratio(1, 4)? { any_text(u)? } else { changed_recipe(u)? };
     let Ok(recipe) = Recipe::parse("fuzz", &text) else { return Ok(()) };
     assert_eq!(Recipe::parse("fuzz", &recipe.to_toml()).unwrap(), recipe, "{text}");
-    for kind in Kind::ALL {
+    for kind in LayerKind::ALL {
         drop(recipe.of(kind).plan(kind, recipe.activations, u.arbitrary()?));
     }
     drop(recipe.requantizations());
@@ -177,7 +177,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
     let names: Vec<&str> = Recipe::names().collect();
     let mut text = format!("extends = {:?}\n", u.choose(&names)?);
     for _ in 0..u.int_in_range(0..=3)? {
-        let kind = *u.choose(&Kind::ALL)?;
+        let kind = *u.choose(&LayerKind::ALL)?;
         text += &format!("{} = {}\n", site_key(u, kind)?, precision(u)?);
     }
     for _ in 0..u.int_in_range(0..=2)? {
@@ -191,7 +191,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
                 u.choose(&["*", "model.layers.0.*", "*.k_proj", "lm_head", "?", "["])?
             );
         }
-        let kind = *u.choose(&Kind::ALL)?;
+        let kind = *u.choose(&LayerKind::ALL)?;
         text += &match u.arbitrary()? {
             true => format!("set.recipe = {:?}\n", u.choose(&names)?),
             false => format!("set.{} = {}\n", site_key(u, kind)?, precision(u)?),
@@ -200,7 +200,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
     Ok(text)
 }
 
-fn site_key(u: &mut Unstructured<'_>, kind: Kind) -> Result<String> {
+fn site_key(u: &mut Unstructured<'_>, kind: LayerKind) -> Result<String> {
     let sites: Vec<_> = kind.sites().collect();
     Ok(format!("{}.{}", kind.name(), u.choose(&sites)?.key()))
 }
