@@ -138,7 +138,8 @@ fn every_format_there_and_back() {
             assert_eq!(q.has("attn.b.scales"), !name.ends_with("-tensor"), "{what}");
             // Blocks of zeros are NaN under Ascend's convention, which the last block of each tensor is.
             if rule != "cann" {
-                let bound = if spec.code_bits == 4 { 0.26 } else { 0.1 };
+                // `floor` cuts off what lies above the largest element: an eighth of E4M3, a quarter of E2M1.
+                let bound = if spec.code_bits == 4 { 0.26 } else { 0.13 };
                 let distance = distance(&plain, &place.path("b.safetensors"), "attn.b");
                 assert!(distance < bound, "{what}: off by {distance}");
             }
