@@ -221,7 +221,10 @@ impl<'a> ScalePlane<'a> {
 
     /// Records that it holds.
     pub const fn len(self) -> usize {
-        if self.kind.bytes == 0 { 0 } else { self.bytes.len() / self.kind.bytes }
+        match self.bytes.len().checked_div(self.kind.bytes) {
+            Some(records) => records,
+            None => 0,
+        }
     }
 
     /// Whether it holds none.
