@@ -18,7 +18,7 @@
 //! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
 //! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
-//! | [`ops`] | one file an operation: description → configuration → launch |
+//! | [`ops`] | a folder a family, one file an operation: description → configuration → launch |
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`timeline`] | what ran inside a recording, and when, by CUPTI |
 //! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |

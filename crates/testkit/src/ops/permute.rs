@@ -148,29 +148,29 @@ pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 
 /// What a row is made of.
 #[derive(Debug, Clone, Copy)]
-enum Kind {
+enum RowContent {
     Plain(DType),
     Block(Format, ScaleRule),
 }
 
-const KINDS: [Kind; 6] = [
-    Kind::Plain(DType::F32),
-    Kind::Plain(DType::Bf16),
-    Kind::Block(Format::E4m3, ScaleRule::Amax),
-    Kind::Block(Format::E4m3, ScaleRule::Rceil),
-    Kind::Block(Format::E5m2, ScaleRule::Amax),
-    Kind::Block(Format::Mxfp4, ScaleRule::Rceil),
+const KINDS: [RowContent; 6] = [
+    RowContent::Plain(DType::F32),
+    RowContent::Plain(DType::Bf16),
+    RowContent::Block(Format::E4m3, ScaleRule::Amax),
+    RowContent::Block(Format::E4m3, ScaleRule::Rceil),
+    RowContent::Block(Format::E5m2, ScaleRule::Amax),
+    RowContent::Block(Format::Mxfp4, ScaleRule::Rceil),
 ];
 
-impl Kind {
+impl RowContent {
     fn rows<B: Convert>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
         self.operand(b, &Input::NonFinite.values(&stream("rows"), rows * cols), rows, cols)
     }
 
     fn operand<B: Convert>(self, b: &B, x: &[f32], rows: usize, cols: usize) -> Result<Operand<B>> {
         Ok(match self {
-            Kind::Plain(dtype) => Operand::Plain(plain(b, dtype, x, rows, cols)?),
-            Kind::Block(format, rule) => {
+            RowContent::Plain(dtype) => Operand::Plain(plain(b, dtype, x, rows, cols)?),
+            RowContent::Block(format, rule) => {
                 let codec = codec(format, rule, Rounding::NearestEven);
                 Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, x, rows, cols, 1).upload(b)?)
             }
@@ -179,7 +179,7 @@ impl Kind {
 }
 
 #[derive(Debug)]
-struct Permuting(Received, Kind, usize);
+struct Permuting(Received, RowContent, usize);
 
 impl<B: Convert> Case<B> for Permuting {
     fn agreement(&self) -> Agreement {
@@ -207,7 +207,7 @@ pub fn permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 #[derive(Debug)]
-struct Unpermuting(Received, Kind, usize);
+struct Unpermuting(Received, RowContent, usize);
 
 impl<B: Convert> Case<B> for Unpermuting {
     const RAGGED: bool = true;
@@ -341,7 +341,7 @@ pub fn combine_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 /// Rows sent, and on the other side unpacked.
 #[derive(Debug)]
 struct Wire {
-    kind: Kind,
+    kind: RowContent,
     rows: usize,
     cols: usize,
     sent: usize,

@@ -7,7 +7,7 @@
 //   256 threads; grid: the ctas of all tensors; any len but 0; buffers on 16 bytes.
 #pragma once
 #include "formats/plain.cuh"
-#include "kernels/step/tensor_list.cuh"
+#include "pieces/step/tensor_list.cuh"
 
 namespace nib {
 

@@ -10,7 +10,7 @@
 //   No sum is -0, so that places past the last one are zeros.
 #pragma once
 #include "formats/plain.cuh"
-#include "kernels/step/tensor_list.cuh"
+#include "pieces/step/tensor_list.cuh"
 #include "ptx/thread.cuh"
 
 namespace nib {

@@ -28,7 +28,7 @@ const ONE_ROW: usize = 1 << 30;
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     BufferCheck::by(OP, cuda).blocks("x", op.x)?;
-    let desc = Desc::of(op.x, op.dtype)?;
+    let desc = DequantizeDesc::of(op.x, op.dtype)?;
     let data = match op.dtype {
         DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
         DType::Bf16 => Data::Bf16(decode::<bf16>(cuda.device(), &desc, op.x)?),
@@ -38,7 +38,7 @@ pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor
 
 /// What is decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Desc {
+struct DequantizeDesc {
     format: Format,
     axis: BlockAxis,
     rows: usize,
@@ -47,7 +47,7 @@ struct Desc {
     dtype: DType,
 }
 
-impl Desc {
+impl DequantizeDesc {
     fn of(x: &BlockScaled<Cuda>, dtype: DType) -> Result<Self> {
         let desc = Self { format: x.format, axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, dtype };
         if !x.format.is_block() {
@@ -74,13 +74,13 @@ impl Desc {
     }
 
     /// How it is decoded; none where there is nothing to do.
-    fn config(&self, num_sms: u32) -> Result<Option<Config>> {
+    fn config(&self, num_sms: u32) -> Result<Option<DequantizeConfig>> {
         let Self { format, axis, rows, cols, dtype, .. } = *self;
         let (bits, block) = (format.spec().code_bits as usize, format.spec().block);
         if rows == 0 || cols == 0 {
             return Ok(None);
         }
-        let instance = |aligned| Kind { down: axis == BlockAxis::Col, bits, dtype, aligned };
+        let instance = |aligned| DequantizeVariant { down: axis == BlockAxis::Col, bits, dtype, aligned };
         // What one load and one store of a thread take.
         let whole = cols.is_multiple_of(16 / dtype.size_bytes());
         let most = |tasks: usize| {
@@ -92,7 +92,7 @@ impl Desc {
         if axis == BlockAxis::Col {
             let kind = instance(whole && (bits == 4 || rows.is_multiple_of(16)));
             let ctas = most(cols.div_ceil(TILE).saturating_mul(rows.div_ceil(TILE)))?;
-            return Ok(Some(Config { kind, rows, cols, segments: 0, ctas }));
+            return Ok(Some(DequantizeConfig { kind, rows, cols, segments: 0, ctas }));
         }
         let flat = axis == BlockAxis::Row
             && cols.is_multiple_of(block)
@@ -101,7 +101,7 @@ impl Desc {
         let segments = cols.div_ceil(SEGMENT);
         let tasks = most(rows.saturating_mul(segments))?;
         let ctas = tasks.div_ceil(THREADS / 32).min(128 * num_sms);
-        Ok(Some(Config { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
+        Ok(Some(DequantizeConfig { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
     }
 
     /// The scales' order, for the kernel.
@@ -125,7 +125,7 @@ impl Desc {
 
 /// What is compiled for a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Kind {
+struct DequantizeVariant {
     /// Blocks run down the columns.
     down: bool,
     bits: usize,
@@ -133,7 +133,7 @@ struct Kind {
     aligned: bool,
 }
 
-impl Kind {
+impl DequantizeVariant {
     fn spec(&self) -> KernelSpec {
         KernelSpec {
             source: "kernels/convert/dequantize.cuh",
@@ -149,8 +149,8 @@ impl Kind {
 
 /// How it is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
-    kind: Kind,
+struct DequantizeConfig {
+    kind: DequantizeVariant,
     /// As the kernel sees them: blocks along rows without a short one are one long row.
     rows: usize,
     cols: usize,
@@ -160,7 +160,7 @@ struct Config {
 }
 
 /// Runs the kernel that the description asks for.
-fn decode<T: Plain>(device: &Device, desc: &Desc, x: &BlockScaled<Cuda>) -> Result<Buf<T>> {
+fn decode<T: Plain>(device: &Device, desc: &DequantizeDesc, x: &BlockScaled<Cuda>) -> Result<Buf<T>> {
     let out = device.alloc::<T>(desc.rows * desc.cols)?;
     let Some(config) = desc.config(device.info().num_sms)? else {
         return Ok(Buf::new(out));
@@ -171,8 +171,8 @@ fn decode<T: Plain>(device: &Device, desc: &Desc, x: &BlockScaled<Cuda>) -> Resu
 
 fn launch<T: Plain>(
     device: &Device,
-    desc: &Desc,
-    config: &Config,
+    desc: &DequantizeDesc,
+    config: &DequantizeConfig,
     x: &BlockScaled<Cuda>,
     out: &Buffer<T>,
 ) -> Result<()> {
@@ -200,7 +200,7 @@ pub(crate) fn instances() -> Vec<Instance> {
             // Rows of four-bit codes are whole blocks, which are aligned.
             let alignments: &[bool] = if !down && bits == 4 { &[true] } else { &[true, false] };
             for &aligned in alignments {
-                let kind = Kind { down, bits, dtype, aligned };
+                let kind = DequantizeVariant { down, bits, dtype, aligned };
                 all.push(Instance { spec: kind.spec(), shared_bytes: 0 });
             }
         }
@@ -212,7 +212,7 @@ pub(crate) fn instances() -> Vec<Instance> {
 mod tests {
     use super::*;
 
-    const DESC: Desc = Desc {
+    const DESC: DequantizeDesc = DequantizeDesc {
         format: Format::E4m3,
         axis: BlockAxis::Row,
         rows: 3,
@@ -225,11 +225,11 @@ mod tests {
     fn whole_blocks_are_one_row_and_short_ones_are_not() {
         let whole = DESC.config(132).unwrap().unwrap();
         assert_eq!((whole.rows, whole.cols, whole.segments, whole.ctas), (1, 6144, 6, 1));
-        let short = Desc { cols: 2040, ..DESC }.config(132).unwrap().unwrap();
+        let short = DequantizeDesc { cols: 2040, ..DESC }.config(132).unwrap().unwrap();
         assert_eq!((short.rows, short.cols, short.segments), (3, 2040, 2));
-        let tiles = Desc { axis: BlockAxis::Tile, ..DESC }.config(132).unwrap().unwrap();
+        let tiles = DequantizeDesc { axis: BlockAxis::Tile, ..DESC }.config(132).unwrap().unwrap();
         assert_eq!((tiles.rows, tiles.cols, tiles.segments), (3, 2048, 2));
-        assert_eq!(Desc { rows: 0, ..DESC }.config(132).unwrap(), None);
+        assert_eq!(DequantizeDesc { rows: 0, ..DESC }.config(132).unwrap(), None);
     }
 
     #[test]
@@ -243,7 +243,7 @@ mod tests {
                         if format.check_contraction("contraction", contraction).is_err() {
                             continue;
                         }
-                        let desc = Desc { format, axis, rows, cols, stack: 1, dtype };
+                        let desc = DequantizeDesc { format, axis, rows, cols, stack: 1, dtype };
                         let kind = desc.config(132).unwrap().unwrap().kind;
                         assert!(specs.contains(&kind.spec()), "{desc:?}: {}", kind.spec());
                     }

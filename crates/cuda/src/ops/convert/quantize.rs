@@ -12,7 +12,7 @@ use crate::ops::planes::{
 };
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
-use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
+use config::{QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
@@ -82,7 +82,7 @@ pub(crate) fn quantize_counting(
     if let Some(step) = op.random.and_then(|random| random.step) {
         buffers.buffer("random.step", step)?;
     }
-    let desc = Desc::of(&op);
+    let desc = QuantizeDesc::of(&op);
     desc.check()?;
     let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
     let stored = (codec.format(), codec.rule());
@@ -149,7 +149,7 @@ struct Planned<'a> {
 fn transform_first(
     device: &Device,
     source: &Source<'_>,
-    desc: &Desc,
+    desc: &QuantizeDesc,
     transform: &Hadamard,
 ) -> Result<Buffer<f32>> {
     let out = device.alloc::<f32>(desc.transformed().rows * desc.cols)?;
@@ -175,7 +175,7 @@ fn transform_first(
 }
 
 /// x as `quantize_hadamard_rows` reads it: units of columns one below the other, a warp's at a time.
-fn unit_map(x: &Tensor<Cuda>, desc: &Desc) -> Result<TensorMap> {
+fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
     Tiles {
         element: tensor_map::Element::Bf16,
@@ -198,7 +198,7 @@ struct ByBlock {
 
 impl ByBlock {
     /// Where rows are written as well.
-    fn new(device: &Device, desc: &Desc) -> Result<Option<Self>> {
+    fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
         let plane = desc.row_scales();
         let new = |bytes| Ok(Self { plane, scales: device.alloc(bytes)? });
         let both = desc.planes == Planes::Both;
@@ -223,7 +223,7 @@ impl ByBlock {
 fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
-    desc: &Desc,
+    desc: &QuantizeDesc,
     source: &Source<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
@@ -246,7 +246,7 @@ fn launch(
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
     let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
     match config.path {
-        Path::Rows { segments, rounds } => {
+        QuantizeKernel::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();
             let (segments, rounds) = (segments as u32, rounds as u32);
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
@@ -254,14 +254,14 @@ fn launch(
                 [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
             launch(&[&planes[..3], &sizes, &[&rule, &rounding]])
         }
-        Path::HadamardRows => {
+        QuantizeKernel::HadamardRows => {
             let map = unit_map(op.x, desc)?;
             let units = (desc.cols / UNIT_COLS) as u32;
             let by_units = Divider::by(units);
             let sizes: [&dyn KernelArg; 6] = [counts, &row_id, &rows, &cols, &by_units, &units];
             launch(&[&[&map, row_codes, row_scales], &sizes, &[&rule, &rounding, &hadamard]])
         }
-        Path::Cols { band } => {
+        QuantizeKernel::Cols { band } => {
             let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
             let row_scales_by_block = by_block.as_ref().map(|by_block| &by_block.scales);
             launch(&[
@@ -271,7 +271,7 @@ fn launch(
             ])?;
             by_block.map_or(Ok(()), |by_block| by_block.transpose(device, desc.kind(), row_scales))
         }
-        Path::HadamardCols => {
+        QuantizeKernel::HadamardCols => {
             let by_height = Divider::by(desc.lines_height() as u32);
             launch(&[
                 &[x, col_codes, col_scales],
@@ -279,8 +279,8 @@ fn launch(
                 &[&scale_stride, &by_height, &rule, &rounding, &hadamard, &start, &num_groups],
             ])
         }
-        Path::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
-        Path::Any => {
+        QuantizeKernel::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
+        QuantizeKernel::Any => {
             let form = match desc.planes {
                 Planes::Rows => 1,
                 Planes::Cols => 2,

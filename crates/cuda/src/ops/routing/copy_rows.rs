@@ -196,7 +196,7 @@ impl CopyRows<'_> {
             Order::Spread { slot_row, .. } => slots_each(slot_row.len(), self.rows_in),
             Order::Same | Order::Gather(_) => 1,
         };
-        let config = Config::choose(self.rows, self.units(), each);
+        let config = CopyConfig::choose(self.rows, self.units(), each);
         let launch =
             Launch { ctas: config.ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
         let (source, row) = match self.order {
@@ -220,7 +220,7 @@ impl CopyRows<'_> {
 
 /// How a copy is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct CopyConfig {
     /// Units that a lane loads at once.
     units: usize,
     /// Lanes that take a row: 2 to this power.
@@ -235,7 +235,7 @@ fn slots_each(slots: usize, sources: usize) -> usize {
     if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
 }
 
-impl Config {
+impl CopyConfig {
     /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
     fn choose(rows: usize, row_units: usize, each: usize) -> Self {
         let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
@@ -255,7 +255,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     let each = [1, SLOTS_EACH];
     let specs = each
         .into_iter()
-        .flat_map(|each| [0, SHORT_ROW_UNITS].map(|row_units| Config::choose(1, row_units, each).spec()));
+        .flat_map(|each| [0, SHORT_ROW_UNITS].map(|row_units| CopyConfig::choose(1, row_units, each).spec()));
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
@@ -367,9 +367,9 @@ mod tests {
     fn lanes_follow_the_length_of_a_row() {
         // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
         let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
-            let config = Config::choose(32768, row_units, 1);
+            let config = CopyConfig::choose(32768, row_units, 1);
             assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);
-            let spread = Config::choose(32768, row_units, SLOTS_EACH);
+            let spread = CopyConfig::choose(32768, row_units, SLOTS_EACH);
             assert_eq!(spread.ctas * SLOTS_EACH, config.ctas);
             for config in [config, spread] {
                 assert!(instances().iter().any(|instance| instance.spec == config.spec()));
@@ -378,7 +378,7 @@ mod tests {
         });
         let expected = [(6, 16), (6, 32), (8, 32), (6, 32), (8, 64), (8, 64), (8, 32), (8, 64), (8, 64)];
         assert_eq!(chosen, expected);
-        assert_eq!(Config::choose(1, 0, 4), Config { units: 6, lanes_log2: 3, each: 4, ctas: 1 });
+        assert_eq!(CopyConfig::choose(1, 0, 4), CopyConfig { units: 6, lanes_log2: 3, each: 4, ctas: 1 });
         assert_eq!(
             [(8, 1), (7, 2), (64, 16), (0, 5)].map(|(slots, from)| slots_each(slots, from)),
             [4, 1, 4, 1]

@@ -1,4 +1,4 @@
-//! Many tensors in one launch (`csrc/kernels/step/tensor_list.cuh`): a list among its arguments, each with ctas of its own.
+//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): a list among its arguments, each with ctas of its own.
 
 use crate::launch::KernelArg;
 use nibble_core::{Error, Result};

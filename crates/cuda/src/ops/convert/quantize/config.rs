@@ -32,7 +32,7 @@ const ONE_ROW_BELOW: usize = 1 << 30;
 
 /// What decides about the kernel and its launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Desc {
+pub(super) struct QuantizeDesc {
     pub input: DType,
     pub codec: Codec,
     pub planes: Planes,
@@ -50,7 +50,7 @@ pub(super) struct Desc {
 
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Path {
+pub(super) enum QuantizeKernel {
     /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
     Rows { segments: usize, rounds: usize },
     /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
@@ -67,8 +67,8 @@ pub(super) enum Path {
 
 /// A configuration: the instance and the shape of its launch.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Config {
-    pub path: Path,
+pub(super) struct QuantizeConfig {
+    pub path: QuantizeKernel,
     pub spec: KernelSpec,
     pub launch: Launch,
 }
@@ -275,7 +275,7 @@ fn transform_instance(input: DType, down: bool) -> Instance {
     Instance { spec, shared_bytes: if down { tile } else { 0 } }
 }
 
-impl Desc {
+impl QuantizeDesc {
     pub fn of(op: &Quantize<'_, Cuda>) -> Self {
         let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
         let rows = op.x.rows / op.stack.max(1);
@@ -404,16 +404,16 @@ impl Desc {
         }
     }
 
-    pub fn config(&self, num_sms: usize) -> Config {
+    pub fn config(&self, num_sms: usize) -> QuantizeConfig {
         let config = |path, spec, ctas: usize, threads, shared_bytes| {
             let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
-            Config { path, spec, launch }
+            QuantizeConfig { path, spec, launch }
         };
         match (self.variant(), self.planes) {
             (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
                 let ctas = self.units().div_ceil(32).min(num_sms);
                 config(
-                    Path::HadamardRows,
+                    QuantizeKernel::HadamardRows,
                     variant.rows_spec(),
                     ctas,
                     UNIT_THREADS,
@@ -425,7 +425,7 @@ impl Desc {
                 let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
                 let rounds = WARP_CHUNKS / variant.row_chunks();
                 let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
-                config(Path::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
+                config(QuantizeKernel::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
@@ -436,17 +436,25 @@ impl Desc {
                 match self.hadamard {
                     Some(_) => {
                         let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
-                        config(Path::HadamardCols, spec, ctas, 256, shared_bytes)
+                        config(QuantizeKernel::HadamardCols, spec, ctas, 256, shared_bytes)
                     }
-                    None => config(Path::Cols { band }, spec, ctas, 256, shared_bytes),
+                    None => config(QuantizeKernel::Cols { band }, spec, ctas, 256, shared_bytes),
                 }
             }
-            (Some(variant), Planes::Tiles) => {
-                config(Path::Tiles, variant.tiles_spec(), self.squares(), 256, variant.square_shared_bytes())
-            }
-            (None, _) => {
-                config(Path::Any, any_spec(self.input, self.codec.element()), self.squares(), 128, 0)
-            }
+            (Some(variant), Planes::Tiles) => config(
+                QuantizeKernel::Tiles,
+                variant.tiles_spec(),
+                self.squares(),
+                256,
+                variant.square_shared_bytes(),
+            ),
+            (None, _) => config(
+                QuantizeKernel::Any,
+                any_spec(self.input, self.codec.element()),
+                self.squares(),
+                128,
+                0,
+            ),
         }
     }
 }
@@ -483,14 +491,14 @@ mod tests {
     use super::*;
     use nibble_core::formats::ScaleRule;
 
-    fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> Desc {
+    fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDesc {
         let rule = if format == Format::Mxfp4 { ScaleRule::Rceil } else { ScaleRule::Amax };
         let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
         let capacity = match planes {
             Planes::Cols | Planes::Both => rows.next_multiple_of(format.spec().block),
             Planes::Rows | Planes::Tiles => rows,
         };
-        Desc {
+        QuantizeDesc {
             input: DType::Bf16,
             codec,
             planes,
@@ -503,7 +511,7 @@ mod tests {
         }
     }
 
-    fn path(desc: Desc) -> Path {
+    fn path(desc: QuantizeDesc) -> QuantizeKernel {
         desc.config(132).path
     }
 
@@ -518,7 +526,8 @@ mod tests {
                             [(DType::Bf16, None), (DType::F32, None), (DType::Bf16, Some(64))]
                         {
                             let codec = Codec::new(format, rule, rounding).unwrap();
-                            let asked = Desc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
+                            let asked =
+                                QuantizeDesc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
                             let config =
                                 if asked.is_fused() { asked } else { asked.transformed() }.config(132);
                             let instance =
@@ -539,25 +548,32 @@ mod tests {
     #[test]
     fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
         for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
-            assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), Path::Any);
-            assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), Path::Any);
-            assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), Path::Any);
+            assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), QuantizeKernel::Any);
+            assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), QuantizeKernel::Any);
+            assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), QuantizeKernel::Any);
         }
         assert_ne!(
             path(desc(Format::E4m3, Planes::Cols, 37, 264)),
-            Path::Any,
+            QuantizeKernel::Any,
             "a dense plane has whole blocks"
         );
-        assert_eq!(path(Desc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }), Path::Any);
-        assert_eq!(path(desc(Format::E4m3, Planes::Tiles, 250, 264)), Path::Any, "lines of 250 bytes");
+        assert_eq!(
+            path(QuantizeDesc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }),
+            QuantizeKernel::Any
+        );
+        assert_eq!(
+            path(desc(Format::E4m3, Planes::Tiles, 250, 264)),
+            QuantizeKernel::Any,
+            "lines of 250 bytes"
+        );
     }
 
     #[test]
     fn rows_are_one_where_that_saves_tails() {
-        let of = |desc: Desc| desc.row_shape();
+        let of = |desc: QuantizeDesc| desc.row_shape();
         assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
         assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
-        assert_eq!(of(Desc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+        assert_eq!(of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
     }
 
     #[test]
@@ -565,10 +581,10 @@ mod tests {
         let of = |rounding, input| {
             let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
             let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
-            let config = Desc { codec, input, ragged: true, ..asked }.config(132);
+            let config = QuantizeDesc { codec, input, ragged: true, ..asked }.config(132);
             (config.path, config.launch.ctas)
         };
-        let rows = |segments, rounds, ctas| (Path::Rows { segments, rounds }, ctas);
+        let rows = |segments, rounds, ctas| (QuantizeKernel::Rows { segments, rounds }, ctas);
         assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
         assert_eq!(of(Rounding::NearestEven, DType::F32), rows(7, 4, 32768 * 7 / 16));
         assert_eq!(of(Rounding::Stochastic, DType::Bf16), rows(7, 4, 32768 * 7 / 16));
@@ -578,7 +594,7 @@ mod tests {
     fn sizes_beyond_32_bits_are_named() {
         let wide = desc(Format::E4m3, Planes::Rows, 1, 1 << 31);
         assert!(wide.check().unwrap_err().to_string().contains("`columns of x`"));
-        let many = Desc { rows: 1 << 30, ..desc(Format::E4m3, Planes::Rows, 1, 1024) };
+        let many = QuantizeDesc { rows: 1 << 30, ..desc(Format::E4m3, Planes::Rows, 1, 1024) };
         assert!(many.check().unwrap_err().to_string().contains("segments"));
         desc(Format::E4m3, Planes::Both, 32768, 7168).check().unwrap();
     }
