@@ -83,8 +83,8 @@ fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
 pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     let share = (loss - rate) / (unigram - rate);
     format!(
-        "H {rate:.4} (the floor), U {unigram:.4} (frequencies alone): {:.4} bits above the floor, \
-         (loss - H)/(U - H) = {share:.4}",
+        "H {rate:.4} (the floor), U {unigram:.4} (frequencies alone)\n\
+         {:.4} bits above the floor, (loss - H)/(U - H) = {share:.4}",
         bits(loss - rate)
     )
 }

@@ -9,6 +9,8 @@ mod inspect;
 mod plot;
 mod quantize;
 mod recipe;
+mod report;
+mod run_files;
 mod signals;
 mod tensor_cores;
 mod train;
@@ -33,6 +35,7 @@ enum Command {
     Eval(eval::Args),
     Generate(generate::Args),
     Plot(plot::Args),
+    Report(report::Args),
     Quantize(quantize::Args),
     Recipe(recipe::Args),
     Inspect(inspect::Args),
@@ -47,6 +50,7 @@ fn after_help() -> String {
            nibble train                       the default run: a small model on the built-in language\n  \
            nibble train shakespeare --set data.source=tinyshakespeare.txt\n  \
            nibble generate runs/tiny --tokens 256\n  \
+           nibble report runs/tiny\n  \
            nibble recipe mxfp4-hopper --trace\n\n\
          Environment variables:\n{}\n\
          Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands,\n\
@@ -77,6 +81,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plot(args) => plot::run(args),
+        Command::Report(args) => report::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),

@@ -23,9 +23,10 @@ use std::time::{Duration, Instant};
 /// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, config.toml and loss.svg in its directory,\n\
-    runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... A kill at any moment costs at most the steps since the\n\
-    last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very same weights.\n\n\
+    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
+    in its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
+    at most the steps since the last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very \
+    same weights.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -37,8 +38,8 @@ use std::time::{Duration, Instant};
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l) or the path of a TOML file. With
-    /// --resume also the directory of a run.
+    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l; for --dry-run qwen235b) or the path
+    /// of a TOML file. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
@@ -188,11 +189,11 @@ fn introduce(start: &Start<'_>, whole: bool) {
         let (all, kept) = (prediction.device_bytes() as u64, prediction.ledger.bytes() as u64);
         let whose = whose(prediction.kind, start.config.run.ranks);
         say!(
-            "memory, as predicted: {} {whose}; a forward pass keeps {} for its backward pass (each part: {})",
+            "memory, as predicted: {} {whose} (each part: {})",
             bytes(all),
-            bytes(kept),
             Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
         );
+        say!("a forward pass keeps {} for its backward pass", bytes(kept));
     }
     if prediction.kind == DeviceKind::Gpu {
         for why in tensor_cores::missed(start.config, start.recipe) {
@@ -243,7 +244,7 @@ fn write_memory(start: &Start<'_>) {
 
 /// Every key of the configuration, a table a line, broken where lines get long.
 fn print_config(config: &Config) {
-    const WIDTH: usize = 108;
+    const WIDTH: usize = 79;
     // A configuration that was loaded has a TOML form.
     let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return };
     let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
@@ -283,6 +284,7 @@ fn conclude(config: &Config, summary: &Summary) {
     }
     say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
+    say!("all of it on a page: nibble report {}", summary.dir.display());
     if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
         say!("to go on: nibble train {} --resume", summary.dir.display());
     }
@@ -367,7 +369,7 @@ impl Observer for Console {
         }
         let is_told = metrics.step.is_multiple_of(self.log_every);
         if is_told || metrics.step == self.steps || metrics.step == 1 {
-            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics, self.entropy)));
+            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics)));
         }
     }
 
@@ -411,11 +413,9 @@ impl Power {
 }
 
 /// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
-fn step_line(metrics: &Metrics, entropy: Option<Entropy>) -> String {
-    let floor = entropy.and_then(|e| metrics.loss.map(|loss| bits(loss - e.rate)));
+fn step_line(metrics: &Metrics) -> String {
     let figures = [
         metrics.loss.map(|x| format!("loss: {x:.4}")),
-        floor.map(|x| format!("bits_above_floor: {x:.3}")),
         metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
         metrics.lr.map(|x| format!("lr: {x:.2e}")),
         metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),

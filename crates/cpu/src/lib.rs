@@ -17,6 +17,7 @@ mod sums;
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;
 pub use memory::Arena;
+pub use ops::quantize::is_vectorised;
 
 /// The example of the README compiles.
 #[cfg(doctest)]

@@ -24,7 +24,7 @@ fn complaint(text: &str, sets: &[&str]) -> String {
 
 #[test]
 fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
-    let names = ["tiny", "shakespeare", "s", "olmoe", "qwen30b-4l", "dsv3-1l"];
+    let names = ["tiny", "shakespeare", "s", "olmoe", "qwen30b-4l", "qwen235b", "dsv3-1l"];
     assert_eq!(preset_names().collect::<Vec<_>>(), names);
     for name in preset_names() {
         let config = Config::load(name, &[])?;

@@ -4,7 +4,7 @@
 mod rig;
 
 use nibble_core::Recipe;
-use nibble_core::recipe::{By, Kind, Precision};
+use nibble_core::recipe::{By, LayerKind, Precision};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
@@ -182,13 +182,13 @@ fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> (Vec<(String, V
     let (cpu, config) = (Cpu::new(1).unwrap(), small("bf16", changes));
     let mut trainer = Trainer::under(&cpu, &SOLO, &config, recipe.clone()).unwrap().with_data().unwrap();
     (0..steps).for_each(|_| drop(trainer.train_step().unwrap()));
-    let plan = Kind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
+    let plan = LayerKind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
     (state(&cpu, &mut trainer), trainer.ledger().unwrap().0.table() + &format!("{plan:?}"))
 }
 
 /// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.
 fn is_same(a: &Recipe, b: &Recipe) -> bool {
-    Kind::ALL.into_iter().all(|kind| {
+    LayerKind::ALL.into_iter().all(|kind| {
         let decided = |recipe: &Recipe| {
             let section = *recipe.of(kind);
             let precisions = kind.sites().map(move |site| {
@@ -208,7 +208,7 @@ fn is_same(a: &Recipe, b: &Recipe) -> bool {
 /// the backward pass, what is sent, and by which conversion something is made, may also be another way to the same numbers.
 #[test]
 fn every_key_under_every_recipe_decides_or_is_refused() {
-    let all = || Kind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
+    let all = || LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
     let mut decided = BTreeSet::new();
     for name in recipes() {
         let own = Recipe::builtin(name).unwrap();

@@ -3,7 +3,7 @@
 use super::Place;
 
 /// Whether the machine that runs the tests has a GPU the kernels run on.
-fn has_gpu() -> bool {
+pub fn has_gpu() -> bool {
     nibble_cuda::probe().usable().next().is_some()
 }
 

@@ -2,11 +2,13 @@
 
 mod endings;
 mod gpu;
+mod guide;
 #[cfg(debug_assertions)]
 mod kill;
 mod mistakes;
 mod models;
 mod quantize;
+mod report;
 mod runs;
 
 use std::path::{Path, PathBuf};
@@ -147,4 +149,9 @@ fn read(path: impl AsRef<Path>) -> Vec<u8> {
 fn losses(path: impl AsRef<Path>) -> Vec<(u64, f64)> {
     let metrics = nibble_train::metrics::read_metrics(path.as_ref()).unwrap().metrics;
     metrics.into_iter().filter_map(|m| Some((m.step, m.loss?))).collect()
+}
+
+/// The lines of a run that go layer by layer.
+fn layers(path: impl AsRef<Path>) -> Vec<nibble_train::metrics::LayerMetrics> {
+    nibble_train::metrics::read_layers(path.as_ref()).unwrap().metrics
 }

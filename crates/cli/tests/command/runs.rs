@@ -1,6 +1,6 @@
 //! Whole runs: what they print and leave, resuming, ranks, compressed text.
 
-use crate::{Place, losses, read};
+use crate::{Place, layers, losses, read};
 use std::io::Write;
 
 const LAST_MODEL: &str = "checkpoints/step-00000012/model.safetensors";
@@ -22,6 +22,7 @@ fn a_run_tells_its_story_and_leaves_its_files() {
         .contains("metrics: runs/small/metrics.jsonl")
         .contains("picture: runs/small/loss.svg");
     assert!(read(place.path("runs/small/loss.svg")).starts_with(b"<svg"));
+    assert!(read(place.path("runs/small/recipe.toml")).starts_with(b"description = "));
     let losses = losses(place.path("runs/small/metrics.jsonl"));
     assert_eq!(losses.iter().map(|(step, _)| *step).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
     let metrics = String::from_utf8(read(place.path("runs/small/metrics.jsonl"))).unwrap();
@@ -98,6 +99,23 @@ fn a_dry_run_knows_the_memory_of_hundreds_of_billions_of_parameters() {
         .contains("would be refused");
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_dry_run_of_235_billion_parameters_takes_no_memory_of_that_size() {
+    let place = Place::new();
+    // Of addresses, not of pages: its weights alone would be 876 GiB.
+    let limited = "ulimit -v 1048576; exec \"$0\" train qwen235b --dry-run=gpu";
+    let out = std::process::Command::new("sh")
+        .args(["-c", limited, env!("CARGO_BIN_EXE_nibble")])
+        .current_dir(place.path("."))
+        .output()
+        .unwrap();
+    let (told, why) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{told}{why}");
+    assert!(told.contains("parameters: 235,093,634,560\n") && told.contains("875.8 GiB"), "{told}");
+    assert!(!place.path("runs").exists());
+}
+
 #[test]
 fn a_second_run_takes_a_directory_of_its_own() {
     let place = Place::with_text();
@@ -124,6 +142,7 @@ fn a_resumed_run_ends_with_the_same_weights() {
     assert!(read(place.path("whole").join(LAST_MODEL)) == read(place.path("parts").join(LAST_MODEL)));
     assert_eq!(event_files(&place, "parts"), 2, "the resumed run adds one");
     assert_eq!(losses(place.path("whole/metrics.jsonl")), losses(place.path("parts/metrics.jsonl")));
+    assert_eq!(layers(place.path("whole/layers.jsonl")), layers(place.path("parts/layers.jsonl")));
 }
 
 #[test]

@@ -154,7 +154,7 @@ impl Config {
             format!("is {}, more than train.lr = {}", t.min_lr, t.lr)
         })?;
         require(t.warmup_steps <= t.steps, "train.warmup_steps", || {
-            format!("is {}, more than train.steps = {}", t.warmup_steps, t.steps)
+            format!("is {}, more than train.steps = {}; lower it, or raise that", t.warmup_steps, t.steps)
         })?;
         require((0.0..=1.0).contains(&t.decay_fraction), "train.decay_fraction", || {
             format!("is {}, expected 0 to 1", t.decay_fraction)

@@ -1,29 +1,61 @@
-//! The metrics file: JSON lines, whole after every step, cut back on resume.
+//! Files of JSON lines, one object a step: whole after every step, cut back on resume.
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-use super::Metrics;
+use super::{LayerMetrics, Metrics};
 use crate::error::{Error, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-/// A metrics file open for appending.
-#[derive(Debug)]
-pub struct MetricsLog {
-    file: File,
-    path: PathBuf,
+/// What is known of one step: a line of such a file.
+pub trait StepLine: Clone + Serialize + DeserializeOwned {
+    /// How many steps were done.
+    fn step(&self) -> u64;
+
+    /// Takes out numbers that JSON lacks, where they would not read back as absent.
+    fn drop_non_finite(&mut self) {}
 }
 
-/// What a metrics file holds.
+impl StepLine for Metrics {
+    fn step(&self) -> u64 {
+        self.step
+    }
+
+    fn drop_non_finite(&mut self) {
+        self.other.retain(|_, value| value.is_finite());
+    }
+}
+
+impl StepLine for LayerMetrics {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+/// A file of such lines, open for appending.
+#[derive(Debug)]
+pub struct StepLog<T> {
+    file: File,
+    path: PathBuf,
+    lines: PhantomData<T>,
+}
+
+/// The metrics file of a run.
+pub type MetricsLog = StepLog<Metrics>;
+
+/// What such a file holds.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct MetricsFile {
+pub struct StepFile<T> {
     /// Its lines in order.
-    pub metrics: Vec<Metrics>,
+    pub metrics: Vec<T>,
     /// Numbers, from 1, of lines that are no metrics: somebody has changed the file. They are passed over.
     pub unreadable: Vec<usize>,
 }
 
-impl MetricsLog {
+impl<T: StepLine> StepLog<T> {
     /// Opens the file for a run that has done `step` steps: 0 starts it anew. Lines of later steps, which a resumed run
     /// will write again, are removed, and so is a last line that a kill cut short. Lines that cannot be read stay where they are.
     ///
@@ -34,8 +66,8 @@ impl MetricsLog {
             fs::create_dir_all(dir).map_err(Error::io(dir))?;
         }
         // The lines themselves: parsed and printed again, a number could come back with another last digit.
-        let whole = if step == 0 { Vec::new() } else { whole_lines(path)? };
-        let earlier = |line: &Line| line.metrics.as_ref().is_some_and(|metrics| metrics.step <= step);
+        let whole = if step == 0 { Vec::new() } else { whole_lines::<T>(path)? };
+        let earlier = |line: &Line<T>| line.metrics.as_ref().is_some_and(|metrics| metrics.step() <= step);
         let end = whole.iter().rposition(earlier).map_or(0, |last| last + 1);
         let kept = whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
         let text: Vec<u8> = kept.flat_map(|line| &line.bytes).copied().collect();
@@ -44,14 +76,14 @@ impl MetricsLog {
         fs::write(&tmp, &text).map_err(Error::io(&tmp))?;
         fs::rename(&tmp, path).map_err(Error::io(path))?;
         let file = File::options().append(true).open(path).map_err(Error::io(path))?;
-        Ok(Self { file, path: path.to_path_buf() })
+        Ok(Self { file, path: path.to_path_buf(), lines: PhantomData })
     }
 
     /// Appends one line. It has left the process when this returns, so a kill afterwards does not lose it.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
+    pub fn write(&mut self, metrics: &T) -> Result<()> {
         let line = encode(metrics, &self.path)?;
         self.file.write_all(&line).map_err(Error::io(&self.path))
     }
@@ -67,8 +99,20 @@ impl MetricsLog {
 ///
 /// # Errors
 /// [`Error::Io`].
-pub fn read_metrics(path: &Path) -> Result<MetricsFile> {
-    let mut file = MetricsFile::default();
+pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
+    read_lines(path)
+}
+
+/// Reads a file of what steps found layer by layer; otherwise as [`read_metrics`].
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
+    read_lines(path)
+}
+
+fn read_lines<T: StepLine>(path: &Path) -> Result<StepFile<T>> {
+    let mut file = StepFile { metrics: Vec::new(), unreadable: Vec::new() };
     for (i, line) in whole_lines(path)?.into_iter().enumerate() {
         match line.metrics {
             Some(metrics) => file.metrics.push(metrics),
@@ -79,13 +123,13 @@ pub fn read_metrics(path: &Path) -> Result<MetricsFile> {
 }
 
 /// A line as it stands, and read if it can be.
-struct Line {
+struct Line<T> {
     bytes: Vec<u8>,
-    metrics: Option<Metrics>,
+    metrics: Option<T>,
 }
 
 /// The lines that end as lines do.
-fn whole_lines(path: &Path) -> Result<Vec<Line>> {
+fn whole_lines<T: StepLine>(path: &Path) -> Result<Vec<Line<T>>> {
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -97,9 +141,9 @@ fn whole_lines(path: &Path) -> Result<Vec<Line>> {
 }
 
 /// One line. Numbers that JSON lacks (NaN, infinities) become null or are left out, and read back as absent.
-fn encode(metrics: &Metrics, path: &Path) -> Result<Vec<u8>> {
+fn encode<T: StepLine>(metrics: &T, path: &Path) -> Result<Vec<u8>> {
     let mut metrics = metrics.clone();
-    metrics.other.retain(|_, value| value.is_finite());
+    metrics.drop_non_finite();
     let mut line = serde_json::to_vec(&metrics).map_err(|e| Error::data(path, e.to_string()))?;
     line.push(b'\n');
     Ok(line)

@@ -1,6 +1,8 @@
-//! What a run tells about itself: one JSON object a step, the same for TensorBoard, and a picture of its losses.
+//! What a run tells about itself: one JSON object a step, the same for TensorBoard, now and then one layer by layer, and a
+//! picture of its losses.
 
 mod jsonl;
+mod layers;
 mod plot;
 mod tensorboard;
 mod watchdog;
@@ -12,8 +14,9 @@ use crate::record::{Conversion, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
-pub use jsonl::{MetricsFile, MetricsLog, read_metrics};
-pub use plot::{LossCurve, draw_losses};
+pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics};
+pub use layers::{LayerMetrics, SiteMetrics};
+pub use plot::{LossCurve, PICTURE, draw_losses, losses_svg, thinned};
 pub use tensorboard::EventLog;
 pub use watchdog::Watchdog;
 

@@ -37,19 +37,20 @@ impl LossCurve {
         self.train.extend(finite(metrics.loss).map(|loss| (metrics.step, loss)));
         self.valid.extend(finite(metrics.valid_loss).map(|loss| (metrics.step, loss)));
     }
-
-    /// The training losses as points, of which a picture shows so many: where there are more, means of neighbours.
-    fn thinned(&self) -> impl Iterator<Item = (f64, f64)> {
-        const POINTS: usize = 2000;
-        let mean = |points: &[(u64, f64)]| {
-            let sum = points.iter().fold((0.0, 0.0), |sum, p| (sum.0 + p.0 as f64, sum.1 + p.1));
-            (sum.0 / points.len() as f64, sum.1 / points.len() as f64)
-        };
-        self.train.chunks(self.train.len().div_ceil(POINTS).max(1)).map(mean)
-    }
 }
 
-const SIZE: (u32, u32) = (960, 540);
+/// The points of a line in a picture: where there are more than it shows, means of neighbours.
+pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
+    const MOST: usize = 2000;
+    let mean = |points: &[(u64, f64)]| {
+        let sum = points.iter().fold((0.0, 0.0), |sum, p| (sum.0 + p.0 as f64, sum.1 + p.1));
+        (sum.0 / points.len() as f64, sum.1 / points.len() as f64)
+    };
+    points.chunks(points.len().div_ceil(MOST).max(1)).map(mean).collect()
+}
+
+/// Pixels of a picture in a file of its own.
+pub const PICTURE: (u32, u32) = (960, 540);
 const TRAIN: RGBColor = RGBColor(150, 180, 220);
 const VALID: RGBColor = RGBColor(20, 60, 140);
 const FLOOR: RGBColor = RGBColor(30, 130, 70);
@@ -69,14 +70,23 @@ const RUNS: [RGBColor; 6] = [
 /// # Errors
 /// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
-    let mut svg = String::new();
-    render(curves, &mut svg).map_err(|why| Error::data(path, why))?;
+    let svg = losses_svg(curves, PICTURE).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
     }
     let tmp = path.with_extension("svg.tmp");
     std::fs::write(&tmp, svg).map_err(Error::io(&tmp))?;
     std::fs::rename(&tmp, path).map_err(Error::io(path))
+}
+
+/// The same as the text of an SVG image of this size.
+///
+/// # Errors
+/// Why nothing can be drawn.
+pub fn losses_svg(curves: &[LossCurve], size: (u32, u32)) -> Result<String, String> {
+    let mut svg = String::new();
+    render(curves, size, &mut svg)?;
+    Ok(svg)
 }
 
 /// A line of the picture.
@@ -105,7 +115,7 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
             let pale = |c: u8| c + (255 - c) / 2;
             let color = if alone { TRAIN } else { RGBColor(pale(color.0), pale(color.1), pale(color.2)) };
             let name = named("train", curve.valid.is_empty());
-            all.push(Series { points: curve.thinned().collect(), color, width: 1, dots: false, name });
+            all.push(Series { points: thinned(&curve.train), color, width: 1, dots: false, name });
         }
         if !curve.valid.is_empty() {
             all.push(Series { points: valid(), color, width: 2, dots: true, name: named("held out", true) });
@@ -123,7 +133,7 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
     all
 }
 
-fn render(curves: &[LossCurve], svg: &mut String) -> Result<(), String> {
+fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<(), String> {
     let steps = curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
     let last = (steps.max().ok_or("there are no losses to draw")? as f64).max(1.0);
     let series = series(curves, last);
@@ -134,15 +144,18 @@ fn render(curves: &[LossCurve], svg: &mut String) -> Result<(), String> {
     let bottom = (low - margin).max(0.0).min(low);
     // Above the highest line there is room for the legend, of about so many of the picture's rows of pixels.
     let legend = series.iter().filter(|series| series.name.is_some()).count() as f64 * 22.0 + 24.0;
-    let share = (legend / (f64::from(SIZE.1) - 100.0)).min(0.5);
+    let share = (legend / (f64::from(size.1) - 100.0)).min(0.5);
     let top = (high - share * bottom) / (1.0 - share) + margin;
 
-    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    let root = SVGBackend::with_string(svg, size).into_drawing_area();
     let text = |e: DrawingAreaErrorKind<_>| e.to_string();
     root.fill(&WHITE).map_err(text)?;
     let title = if let [curve] = curves { curve.title.as_str() } else { "held-out losses (pale: training)" };
-    let mut chart = ChartBuilder::on(&root)
-        .caption(title, ("sans-serif", 20))
+    let mut chart = ChartBuilder::on(&root);
+    if !title.is_empty() {
+        chart.caption(title, ("sans-serif", 20));
+    }
+    let mut chart = chart
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
@@ -152,6 +165,7 @@ fn render(curves: &[LossCurve], svg: &mut String) -> Result<(), String> {
     chart
         .configure_mesh()
         .light_line_style(WHITE)
+        .label_style(("sans-serif", 14))
         .x_desc("step")
         .y_desc(format!("loss (nats/{})", units.into_iter().collect::<Vec<_>>().join(" or ")))
         .x_label_formatter(&|x| format!("{x:.0}"))
@@ -194,9 +208,7 @@ mod tests {
     }
 
     fn svg_of(curves: &[LossCurve]) -> Result<String, String> {
-        let mut svg = String::new();
-        render(curves, &mut svg)?;
-        Ok(svg)
+        losses_svg(curves, PICTURE)
     }
 
     #[test]
@@ -256,7 +268,7 @@ mod tests {
     #[test]
     fn a_long_run_is_drawn_by_means_of_neighbours() {
         let train: Vec<(u64, f64)> = (1..=4000).map(|s| (s, (s % 2) as f64)).collect();
-        let points: Vec<_> = LossCurve { train, ..LossCurve::default() }.thinned().collect();
+        let points = thinned(&train);
         assert_eq!(points.len(), 2000);
         assert!(points.iter().all(|p| p.1 == 0.5));
         assert_eq!(points[0].0, 1.5);

@@ -42,7 +42,8 @@ pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
 }
 
 /// The steps, of so many, from which on a recipe's precisions may be others; and the end.
-pub(super) fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
+#[must_use]
+pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     let at = |progress: f64| (progress * steps as f64).ceil() as u64;
     let mut found: Vec<u64> = recipe.boundaries().into_iter().map(at).filter(|step| *step < steps).collect();
     found.push(steps);

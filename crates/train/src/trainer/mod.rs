@@ -15,12 +15,15 @@ mod setup;
 mod step;
 mod weights;
 
-pub use checks::{check_recipe, checked_recipe, load_recipe};
+pub use checks::{check_recipe, checked_recipe, load_recipe, steps_of_change};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use outputs::heading;
 pub use run::{Observer, Options, Start, Summary, run};
-pub use run_dir::{MEMORY_FILE, has_begun, latest as latest_run_dir, require_free};
+pub use run_dir::{
+    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun,
+    latest as latest_run_dir, require_free,
+};
 
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
@@ -28,7 +31,7 @@ use crate::data::{Batch, Dataset, Loader};
 use crate::error::Result;
 use crate::layers::rope_table;
 use crate::ledger::{Ledger, Saved};
-use crate::metrics::Metrics;
+use crate::metrics::{LayerMetrics, Metrics};
 use crate::model::Decoder;
 use crate::plan;
 use crate::record::Report;
@@ -61,6 +64,8 @@ pub struct Trainer<'a, B: Kernels> {
     loader: Option<Loader>,
     /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
     issued: VecDeque<Issued<B>>,
+    /// What the last record said layer by layer, if its step is one to tell of.
+    layers: Option<LayerMetrics>,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
     /// The checkpoint on its way to the disk, if there is one.
@@ -172,6 +177,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             activations: b.arena("activations")?,
             loader: None,
             issued: VecDeque::new(),
+            layers: None,
             settled: None,
             saving: Saving::default(),
         })
@@ -312,13 +318,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let Issued { report, lr, started, issuing } = issued;
         let values = self.setup.b.finish_download(report)?;
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
-        report.verify()?;
+        let (config, verified) = (&self.setup.config, report.verify());
+        let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
+        self.layers = told.then(|| LayerMetrics::of_step(&report));
+        verified?;
         // From record to record; a backend that computes while the host issues has spent that time on the step after.
         let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
         let since = self.settled.map_or(started, |settled| settled.max(started));
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
         self.settled = Some(now);
-        let config = &self.setup.config;
         let (step, tps) = (report.step() + 1, config.tokens_per_step() as f64 / seconds);
         Ok(Some(Metrics {
             step,
@@ -329,6 +337,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config)
         }))
+    }
+
+    /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.
+    pub fn take_layers(&mut self) -> Option<LayerMetrics> {
+        self.layers.take()
     }
 
     /// Reads what steps have left, for what must come after them.

@@ -1,13 +1,16 @@
 //! The files of a run, which its first rank alone has.
 
 use super::Options;
-use super::run_dir::{CONFIG_FILE, METRICS_FILE, PICTURE_FILE, claim};
+use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, claim};
 use crate::checkpoint::Store;
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::metrics::{EventLog, LossCurve, Metrics, MetricsLog, draw_losses, read_metrics};
+use crate::metrics::{
+    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, StepLog, draw_losses, read_metrics,
+};
+use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
 /// Checkpoints, metrics and picture, open for writing.
@@ -15,6 +18,7 @@ pub(super) struct Outputs {
     pub dir: PathBuf,
     pub store: Store,
     log: MetricsLog,
+    layers: StepLog<LayerMetrics>,
     events: EventLog,
     curve: LossCurve,
     /// The last step whose held-out loss an earlier process has left.
@@ -24,19 +28,28 @@ pub(super) struct Outputs {
 impl Outputs {
     /// Continues the files of the run whose store this is; without one, finds a new run its directory, which this configuration
     /// names from then on, and begins them.
-    pub fn open(config: &mut Config, store: Option<Store>, step: u64, options: Options) -> Result<Self> {
+    pub fn open(
+        config: &mut Config,
+        recipe: &Recipe,
+        store: Option<Store>,
+        step: u64,
+        options: Options,
+    ) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
         let (dir, store) = match store {
             Some(store) => (dir, store),
             None => claim(&dir, !options.numbered)?,
         };
         config.run.dir = dir.to_string_lossy().into_owned();
-        let path = dir.join(CONFIG_FILE);
-        std::fs::write(&path, config.resolved_toml()?).map_err(Error::io(&path))?;
+        for (name, text) in [(CONFIG_FILE, config.resolved_toml()?), (RECIPE_FILE, recipe.to_toml())] {
+            let path = dir.join(name);
+            std::fs::write(&path, text).map_err(Error::io(&path))?;
+        }
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
+        let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;
         let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, events, curve: LossCurve::default(), held_out: None })
+        Ok(Self { dir, store, log, layers, events, curve: LossCurve::default(), held_out: None })
     }
 
     /// Begins the picture, with the losses that a resumed run already has. Returns what to tell of the file that holds them.
@@ -66,6 +79,10 @@ impl Outputs {
         self.curve.add(metrics);
         self.log.write(metrics)?;
         self.events.write(metrics)
+    }
+
+    pub fn write_layers(&mut self, layers: &LayerMetrics) -> Result<()> {
+        self.layers.write(layers)
     }
 
     /// Draws the losses so far.

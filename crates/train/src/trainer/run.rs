@@ -158,6 +158,9 @@ fn train<B: Kernels>(
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
             let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
+            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
+                outputs.write_layers(&layers)?;
+            }
             let Some(mut metrics) = settled? else { break };
             loss = metrics.loss;
             reach(Point::StepSettled)?;
@@ -269,7 +272,8 @@ fn begin<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
-    let mut outputs = Outputs::open(&mut trainer.setup.config, store, step, options)?;
+    let setup = &mut trainer.setup;
+    let mut outputs = Outputs::open(&mut setup.config, &setup.recipe, store, step, options)?;
     let (config, recipe) = (trainer.config(), trainer.recipe());
     let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
     notes.iter().for_each(|note| observer.note(note));

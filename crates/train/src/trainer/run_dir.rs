@@ -5,11 +5,15 @@ use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// The configuration of a run, every key.
-pub(super) const CONFIG_FILE: &str = "config.toml";
+pub const CONFIG_FILE: &str = "config.toml";
+/// The recipe in full, as the run began with it.
+pub const RECIPE_FILE: &str = "recipe.toml";
 /// A line for each step.
-pub(super) const METRICS_FILE: &str = "metrics.jsonl";
+pub const METRICS_FILE: &str = "metrics.jsonl";
+/// For some steps a line that goes layer by layer.
+pub const LAYERS_FILE: &str = "layers.jsonl";
 /// The picture of the losses.
-pub(super) const PICTURE_FILE: &str = "loss.svg";
+pub const PICTURE_FILE: &str = "loss.svg";
 
 /// What memory the run takes, for people.
 pub const MEMORY_FILE: &str = "memory.txt";
@@ -93,7 +97,8 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
 
 /// What a run would replace in a directory, if anything.
 fn taken(dir: &Path) -> Option<PathBuf> {
-    let files = [CONFIG_FILE, METRICS_FILE, PICTURE_FILE, MEMORY_FILE].map(|name| dir.join(name));
+    let names = [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, PICTURE_FILE, MEMORY_FILE];
+    let files = names.map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
 }
 

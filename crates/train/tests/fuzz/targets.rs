@@ -4,8 +4,8 @@
 use arbitrary::{Result, Unstructured};
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Transcode};
-use nibble_core::recipe::Kind;
-use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe, Scales};
+use nibble_core::recipe::LayerKind;
+use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
 use nibble_train::config::Config;
@@ -157,7 +157,7 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
     let text = if u.ratio(1, 4)? { any_text(u)? } else { changed_recipe(u)? };
     let Ok(recipe) = Recipe::parse("fuzz", &text) else { return Ok(()) };
     assert_eq!(Recipe::parse("fuzz", &recipe.to_toml()).unwrap(), recipe, "{text}");
-    for kind in Kind::ALL {
+    for kind in LayerKind::ALL {
         drop(recipe.of(kind).plan(kind, recipe.activations, u.arbitrary()?));
     }
     drop(recipe.requantizations());
@@ -177,7 +177,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
     let names: Vec<&str> = Recipe::names().collect();
     let mut text = format!("extends = {:?}\n", u.choose(&names)?);
     for _ in 0..u.int_in_range(0..=3)? {
-        let kind = *u.choose(&Kind::ALL)?;
+        let kind = *u.choose(&LayerKind::ALL)?;
         text += &format!("{} = {}\n", site_key(u, kind)?, precision(u)?);
     }
     for _ in 0..u.int_in_range(0..=2)? {
@@ -191,7 +191,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
                 u.choose(&["*", "model.layers.0.*", "*.k_proj", "lm_head", "?", "["])?
             );
         }
-        let kind = *u.choose(&Kind::ALL)?;
+        let kind = *u.choose(&LayerKind::ALL)?;
         text += &match u.arbitrary()? {
             true => format!("set.recipe = {:?}\n", u.choose(&names)?),
             false => format!("set.{} = {}\n", site_key(u, kind)?, precision(u)?),
@@ -200,7 +200,7 @@ fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
     Ok(text)
 }
 
-fn site_key(u: &mut Unstructured<'_>, kind: Kind) -> Result<String> {
+fn site_key(u: &mut Unstructured<'_>, kind: LayerKind) -> Result<String> {
     let sites: Vec<_> = kind.sites().collect();
     Ok(format!("{}.{}", kind.name(), u.choose(&sites)?.key()))
 }
@@ -406,7 +406,8 @@ const AXES: [BlockAxis; 3] = [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile];
 fn read_blocks(u: &mut Unstructured<'_>) -> Result<()> {
     let format = *u.choose(&Format::ALL)?;
     let axis = *u.choose(&AXES)?;
-    let rule = *u.choose(&[ScaleRule::Rceil, ScaleRule::Amax])?;
+    let rules = format.spec().rules;
+    let rule = if rules.is_empty() { ScaleRule::Rceil } else { *u.choose(rules)? };
     let sizes = [0, 1, 2, 3, 31, 32, 33, 64, 127, 128, 129, 160, 256];
     let [rows, cols] = [*u.choose(&sizes)?, *u.choose(&sizes)?];
     let stack = if u.ratio(7, 8)? { 1 } else { *u.choose(&[0, 2, 3])? };
@@ -419,7 +420,9 @@ fn read_blocks(u: &mut Unstructured<'_>) -> Result<()> {
     let mut len = |right: usize| -> Result<usize> {
         Ok(if u.ratio(7, 8)? { right } else { u.int_in_range(0..=2 * right + 1)? })
     };
-    let (num_codes, num_scales) = (len(codes)?, len(scales)?);
+    let kind = format.scale_kind(rule);
+    let (num_codes, num_scales) = (len(codes)?, len(scales * kind.bytes())?);
+    let tensor_rows = if kind.has_tensor_scale() { Some(len(rows * stack)?) } else { None };
     // Bytes again and again, as long as there are any.
     let bytes = u.bytes(u.len().min(4096))?.to_vec();
     let filled = |n: usize| -> Vec<u8> { bytes.iter().copied().cycle().chain([0; 1]).take(n).collect() };
@@ -429,14 +432,12 @@ fn read_blocks(u: &mut Unstructured<'_>) -> Result<()> {
     let mut seen = Vec::new();
     for cpu in &all {
         let codes = cpu.upload(&padded(filled(num_codes), num_codes)).unwrap();
-        let scales = padded(filled(4 * num_scales), 4 * num_scales);
-        let scales = match rule {
-            ScaleRule::Amax => {
-                let words = scales.chunks_exact(4).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-                Scales::F32(cpu.upload(&words.collect::<Vec<_>>()).unwrap())
-            }
-            _ => Scales::E8m0(cpu.upload(&scales[..num_scales]).unwrap()),
-        };
+        let scales = cpu.upload(&padded(filled(num_scales), num_scales)).unwrap();
+        let tensor_scale = tensor_rows.map(|rows| {
+            let words = padded(filled(4 * rows), 4 * rows);
+            let words = words.chunks_exact(4).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
+            cpu.upload(&words.collect::<Vec<_>>()).unwrap()
+        });
         let scale_layout = ScaleLayout::RowMajor;
         let x = BlockScaled {
             format,
@@ -447,6 +448,7 @@ fn read_blocks(u: &mut Unstructured<'_>) -> Result<()> {
             stack,
             codes,
             scales,
+            tensor_scale,
             scale_layout,
             shared_cols: 1,
         };

@@ -1,0 +1,171 @@
+//! What each tensor of each layer is: as kept for the backward pass, and as the products take it.
+
+use nibble_core::Recipe;
+use nibble_core::recipe::{Change, Layer, LayerKind, Site};
+use nibble_train::config::Config;
+use nibble_train::ledger::Ledger;
+use nibble_train::model::layer_names;
+use nibble_train::trainer::steps_of_change;
+
+/// Layers that differ in their number alone: their name with `*` for it, and the numbers.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Group {
+    pub name: String,
+    pub numbers: Vec<usize>,
+}
+
+/// The name of a layer with `*` for its number, and the number.
+pub fn without_number(layer: &str) -> (String, Option<usize>) {
+    let number = layer.split('.').find_map(|part| part.parse::<usize>().ok());
+    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
+    (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
+}
+
+/// `0–3, 7`; nothing where there is one layer without a number.
+pub fn ranges(numbers: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &n in numbers {
+        match runs.last_mut() {
+            Some(run) if run.1 + 1 == n => run.1 = n,
+            _ => runs.push((n, n)),
+        }
+    }
+    let text = |(first, last): (usize, usize)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}–{last}"),
+    };
+    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// A tensor that a forward pass keeps, in layers that keep it alike.
+pub struct Kept {
+    pub layers: Group,
+    pub tensor: &'static str,
+    pub format: String,
+    pub bytes: usize,
+}
+
+/// What is kept, in the order of a forward pass; each buffer once.
+pub fn kept(ledger: &Ledger) -> Vec<Kept> {
+    let mut all: Vec<Kept> = Vec::new();
+    for entry in ledger.unique() {
+        let (name, number) = without_number(&entry.layer);
+        let format = entry.format.to_string();
+        let same = |k: &&mut Kept| k.layers.name == name && k.tensor == entry.kind && k.format == format;
+        match all.iter_mut().find(same) {
+            Some(kept) => {
+                kept.bytes += entry.bytes;
+                kept.layers.numbers.extend(number.filter(|n| kept.layers.numbers.last() != Some(n)));
+            }
+            None => all.push(Kept {
+                layers: Group { name, numbers: number.into_iter().collect() },
+                tensor: entry.kind,
+                format,
+                bytes: entry.bytes,
+            }),
+        }
+    }
+    all
+}
+
+/// The precisions of layers that have them alike.
+pub struct Decided {
+    /// The layers.
+    pub layers: Vec<Group>,
+    /// A row for each site: its precision in each part of the run.
+    pub sites: Vec<(Site, Vec<String>)>,
+}
+
+/// What the recipe decides for every linear layer, in each part of the run.
+pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
+    let steps = config.train.steps;
+    let parts = steps_of_change(recipe, steps);
+    let starts = &parts[..parts.len().saturating_sub(1)];
+    let mut all: Vec<Decided> = Vec::new();
+    for layer in layer_names(&config.model) {
+        let sites = sites(recipe, &layer, starts, steps);
+        let (name, number) = without_number(&layer.name);
+        match all.iter_mut().find(|decided| decided.sites == sites) {
+            Some(decided) => match decided.layers.iter_mut().find(|group| group.name == name) {
+                Some(group) => group.numbers.extend(number),
+                None => decided.layers.push(Group { name, numbers: number.into_iter().collect() }),
+            },
+            None => {
+                let layers = vec![Group { name, numbers: number.into_iter().collect() }];
+                all.push(Decided { layers, sites });
+            }
+        }
+    }
+    all
+}
+
+/// What the tensor of a site is.
+pub fn meaning(site: Site) -> &'static str {
+    match site {
+        Site::FpropX => "input, in the forward product",
+        Site::FpropW => "weight",
+        Site::FpropA => "input of an expert's second product",
+        Site::DgradDy => "gradient of the output, for that of the input",
+        Site::DgradDh => "the same between an expert's two products",
+        Site::WgradDy => "gradient of the output, for that of the weight",
+        Site::WgradDh => "the same between an expert's two products",
+        Site::WgradX => "input, for the gradient of the weight",
+        Site::WgradA => "input of the second product, for the gradient of its weight",
+        Site::SavedX => "input, kept for the backward pass",
+        Site::SavedH => "what SwiGLU takes, kept for the backward pass",
+        Site::SavedA => "input of the second product, kept",
+        Site::DispatchFwd => "tokens on their way to the experts",
+        Site::DispatchBwd => "gradients on their way to the experts",
+    }
+}
+
+fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Site, Vec<String>)> {
+    let of_layer = |site: &Site| layer.gated || layer.kind != LayerKind::Linear || *site != Site::SavedH;
+    let precision = |site: Site, start: u64| {
+        let section = recipe.section(layer.kind, &layer.name, start as f64 / steps as f64);
+        match site == Site::SavedA && section.kept_a().is_none() {
+            true => "made again from h".to_owned(),
+            false => section.at(site).to_string(),
+        }
+    };
+    let row = |site: Site| (site, starts.iter().map(|start| precision(site, *start)).collect());
+    layer.kind.sites().filter(of_layer).map(row).collect()
+}
+
+/// Every change of representation in the experts of the first layer, as the run began.
+pub fn changes_in_experts(recipe: &Recipe, config: &Config) -> Vec<Change> {
+    let experts = layer_names(&config.model).into_iter().find(|layer| layer.kind == LayerKind::Expert);
+    experts.map_or_else(Vec::new, |layer| {
+        recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_named_without_their_number_and_numbers_as_ranges() {
+        let parts = without_number("model.layers.12.mlp.experts");
+        assert_eq!(parts, ("model.layers.*.mlp.experts".to_owned(), Some(12)));
+        assert_eq!(without_number("lm_head"), ("lm_head".to_owned(), None));
+        assert_eq!([ranges(&[0, 1, 2, 7, 9, 10]), ranges(&[])], ["0–2, 7, 9–10", ""]);
+    }
+
+    #[test]
+    fn an_override_of_some_layers_and_steps_shows_in_their_rows_alone() {
+        let text = "extends = \"mxfp4-hopper\"\n[[override]]\nlayers = \"model.layers.1.*\"\nsteps = \"0.5..1\"\n\
+                    set.recipe = \"bf16\"\n";
+        let recipe = Recipe::parse("mine", text).unwrap();
+        let config = Config::from_text("[model]\nlayers = 3", std::path::Path::new("c.toml"), &[]).unwrap();
+        let all = decided(&recipe, &config);
+        let experts: Vec<_> =
+            all.iter().filter(|d| d.layers.iter().any(|g| g.name.ends_with("experts"))).collect();
+        assert_eq!(experts.len(), 2, "layer 1 by itself");
+        let saved = |d: &Decided| d.sites.iter().find(|(site, _)| *site == Site::SavedX).unwrap().1.clone();
+        assert_eq!(ranges(&experts[0].layers[0].numbers), "0, 2");
+        assert_eq!(saved(experts[0]), ["mxfp4 row rceil", "mxfp4 row rceil"]);
+        assert_eq!(ranges(&experts[1].layers[0].numbers), "1");
+        assert_eq!(saved(experts[1]), ["mxfp4 row rceil", "bf16"]);
+    }
+}

@@ -1,0 +1,98 @@
+//! The series of a run: every number of its metrics over the steps.
+
+use nibble_train::metrics::Metrics;
+use std::collections::BTreeMap;
+
+/// One number over the steps.
+pub struct Series {
+    /// Its name in the metrics file.
+    pub name: String,
+    /// What it is, in words.
+    pub title: String,
+    /// Steps done, and the value.
+    pub points: Vec<(u64, f64)>,
+}
+
+/// Where in the report a series is drawn.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Loss,
+    Optimizer,
+    Speed,
+    Experts,
+    Memory,
+    Numerics,
+    Other,
+}
+
+/// The series that every run may have, in the order of the report.
+const KNOWN: [(&str, Place, &str); 18] = [
+    ("loss_metrics/global_avg_loss", Place::Loss, "Training loss, nats"),
+    ("validation_metrics/loss", Place::Loss, "Held-out loss, nats"),
+    ("lr", Place::Optimizer, "Learning rate"),
+    ("grad_norm", Place::Optimizer, "Norm of the gradient, before clipping"),
+    ("throughput(tps)", Place::Speed, "Tokens a second"),
+    ("time_metrics/end_to_end(s)", Place::Speed, "Seconds a step"),
+    ("tflops", Place::Speed, "Teraflops a second"),
+    ("mfu(%)", Place::Speed, "Percent of the device's dense BF16 rate"),
+    ("power(W)", Place::Speed, "Watts of the device"),
+    (
+        "moe/load_max_over_mean",
+        Place::Experts,
+        "Rows of the fullest expert over the mean, of the worst layer",
+    ),
+    ("moe/dead_expert_fraction", Place::Experts, "Share of experts that got no row"),
+    ("moe/aux_loss", Place::Experts, "Load-balancing loss, before its coefficient"),
+    ("moe/z_loss", Place::Experts, "Router z-loss, before its coefficient"),
+    ("memory/max_active(GiB)", Place::Memory, "Most memory taken so far, GiB"),
+    ("memory/max_active(%)", Place::Memory, "The same, percent of the device's"),
+    (
+        "quantization/inexact_fraction",
+        Place::Numerics,
+        "Share of blocks that the lift from MXFP4 to FP8 changed",
+    ),
+    (
+        "quantization/shift_inexact_fraction",
+        Place::Numerics,
+        "Share of blocks that the shift to columns changed",
+    ),
+    ("n_tokens_seen", Place::Other, "Tokens trained on"),
+];
+
+/// Every series of these metrics with its place, the known ones first.
+pub fn all(metrics: &[Metrics]) -> Vec<(Place, Series)> {
+    let mut points: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
+    for line in metrics {
+        let Ok(serde_json::Value::Object(values)) = serde_json::to_value(line) else { continue };
+        for (name, value) in values.into_iter().filter(|(name, _)| name != "step") {
+            if let Some(value) = value.as_f64() {
+                points.entry(name).or_default().push((line.step, value));
+            }
+        }
+    }
+    let known = KNOWN.iter().filter_map(|(name, place, title)| {
+        let points = points.remove(*name)?;
+        Some((*place, Series { name: (*name).into(), title: (*title).into(), points }))
+    });
+    let mut all: Vec<_> = known.collect();
+    let unknown = points.into_iter().map(|(name, points)| {
+        let title = name.clone();
+        (Place::Other, Series { name, title, points })
+    });
+    all.extend(unknown);
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_the_metrics_is_in_a_series() {
+        let other = [("my/own".to_owned(), 7.0)].into();
+        let step = Metrics { step: 1, loss: Some(4.0), lr: Some(0.1), other, ..Metrics::default() };
+        let valid = Metrics { step: 1, valid_loss: Some(3.0), ..Metrics::default() };
+        let names: Vec<String> = all(&[step, valid]).into_iter().map(|(_, series)| series.name).collect();
+        assert_eq!(names, ["loss_metrics/global_avg_loss", "validation_metrics/loss", "lr", "my/own"]);
+    }
+}

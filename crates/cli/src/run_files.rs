@@ -1,0 +1,80 @@
+//! What a run has left in its directory.
+
+use nibble_command::error::{Error, Result};
+use nibble_core::Recipe;
+use nibble_train::config::Config;
+use nibble_train::data::Dataset;
+use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
+use nibble_train::trainer::{CONFIG_FILE, METRICS_FILE, RECIPE_FILE, load_recipe};
+use std::path::{Path, PathBuf};
+
+/// The files of a run that say what it was and how it went.
+pub struct RunFiles {
+    pub dir: PathBuf,
+    pub config: Config,
+    pub recipe_name: String,
+    /// The recipe that the run began with, or why it is not known.
+    pub recipe: std::result::Result<Recipe, String>,
+    /// Lines of the metrics, those of steps and those of evaluations.
+    pub metrics: Vec<Metrics>,
+    /// What is wrong with the files, a sentence each.
+    pub faults: Vec<String>,
+}
+
+impl RunFiles {
+    /// Reads the run in a directory. What is wrong with its metrics is told on standard error, too.
+    ///
+    /// # Errors
+    /// If there is no run, or none that has done a step.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(METRICS_FILE);
+        if !path.exists() {
+            return Err(Error::usage(format!(
+                "{}: no such file; a run's directory holds one",
+                path.display()
+            )));
+        }
+        let config = Config::load(&dir.join(CONFIG_FILE).to_string_lossy(), &[])?;
+        let recipe = recipe(dir, &config);
+        // A recipe that is no longer there has the name that the configuration gives it.
+        let recipe_name =
+            recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
+        let file = read_metrics(&path)?;
+        let faults: Vec<String> = file
+            .unreadable
+            .into_iter()
+            .map(|line| format!("{}: line {line} is no metrics", path.display()))
+            .collect();
+        faults.iter().for_each(|fault| eprintln!("warning: {fault}"));
+        let metrics = file.metrics;
+        Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
+    }
+
+    /// Its losses under this title.
+    ///
+    /// # Errors
+    /// If it has none yet.
+    pub fn curve(&self, title: &str) -> Result<LossCurve> {
+        let is_synthetic = self.config.is_synthetic();
+        let entropy = if is_synthetic { Dataset::of(&self.config)?.entropy() } else { None };
+        let mut curve = LossCurve::new(title, entropy, self.config.unit());
+        self.metrics.iter().for_each(|metrics| curve.add(metrics));
+        if curve.train.is_empty() && curve.valid.is_empty() {
+            let path = self.dir.join(METRICS_FILE);
+            return Err(Error::usage(format!("{}: holds no loss yet", path.display())));
+        }
+        Ok(curve)
+    }
+}
+
+/// The recipe as the run has stored it; of an older run, the one that its configuration names now.
+fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
+    let path = dir.join(RECIPE_FILE);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => {
+            let stem = Path::new(&config.recipe).file_stem().unwrap_or_default();
+            Recipe::parse(&stem.to_string_lossy(), &text).map_err(|e| format!("{}: {e}", path.display()))
+        }
+        Err(_) => load_recipe(&config.recipe).map_err(|e| e.to_string()),
+    }
+}

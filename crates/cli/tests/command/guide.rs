@@ -1,0 +1,163 @@
+//! The guide under `docs/`: every command in it is run, page after page in one folder, and ends as the page says.
+//!
+//! A fence `sh` is a script that must succeed; `sh exit=2` one that must end so; `sh gpu` needs a GPU; `toml file=NAME` is a file that a
+//! reader writes. After a script that fails stands a fence `text` with what it says. Other fences show output.
+
+use crate::{Place, read};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The root of the repository.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn text(path: &Path) -> String {
+    String::from_utf8(read(path)).unwrap()
+}
+
+/// A fenced block: the words after the fence, its first line's number, its text.
+struct Block {
+    info: Vec<String>,
+    line: usize,
+    text: String,
+}
+
+impl Block {
+    fn is(&self, word: &str) -> bool {
+        self.info.iter().any(|w| w == word)
+    }
+
+    /// The value of `KEY=VALUE` after the fence.
+    fn value(&self, key: &str) -> Option<&str> {
+        self.info.iter().find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
+    }
+}
+
+fn blocks(page: &str) -> Vec<Block> {
+    let mut blocks: Vec<Block> = Vec::new();
+    let mut is_open = false;
+    for (i, line) in page.lines().enumerate() {
+        match (line.strip_prefix("```"), is_open) {
+            (Some(info), false) => {
+                let info = info.split_whitespace().map(str::to_owned).collect();
+                blocks.push(Block { info, line: i + 2, text: String::new() });
+                is_open = true;
+            }
+            (Some(_), true) => is_open = false,
+            (None, true) => blocks.last_mut().unwrap().text += &format!("{line}\n"),
+            (None, false) => {}
+        }
+    }
+    assert!(!is_open, "a fence without an end");
+    blocks
+}
+
+/// The targets of a page's links.
+fn links(page: &str) -> Vec<&str> {
+    page.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect()
+}
+
+/// The guide's pages in the order of its summary.
+fn pages() -> Vec<(String, String)> {
+    let folder = root().join("docs/src");
+    let summary = text(&folder.join("SUMMARY.md"));
+    links(&summary).into_iter().map(|name| (name.to_owned(), text(&folder.join(name)))).collect()
+}
+
+/// A shell in the place, where `nibble` is the command under test.
+fn shell(place: &Place, script: &str) -> (Option<i32>, String) {
+    let bin = Path::new(env!("CARGO_BIN_EXE_nibble")).parent().unwrap();
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
+    let mut command = Command::new("sh");
+    command.args(["-e", "-c", script]).current_dir(place.path(".")).env("PATH", path).stdin(Stdio::null());
+    for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT"] {
+        command.env_remove(variable);
+    }
+    let out = command.output().unwrap();
+    let told = [out.stdout, out.stderr].concat();
+    (out.status.code(), String::from_utf8_lossy(&told).into_owned())
+}
+
+#[test]
+fn every_page_is_in_the_summary_and_every_link_leads_somewhere() {
+    let pages = pages();
+    let there: BTreeSet<String> = std::fs::read_dir(root().join("docs/src"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name != "SUMMARY.md")
+        .collect();
+    assert_eq!(pages.iter().map(|(name, _)| name.clone()).collect::<BTreeSet<_>>(), there);
+    for (name, page) in &pages {
+        for link in links(page).into_iter().filter(|link| !link.contains("://")) {
+            let target = link.split('#').next().unwrap();
+            assert!(root().join("docs/src").join(target).exists(), "{name}: {link}");
+        }
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn every_command_of_the_guide_ends_as_the_guide_says() {
+    let place = Place::new();
+    let has_gpu = crate::gpu::has_gpu();
+    let mut run = 0;
+    for (name, page) in pages() {
+        let blocks = blocks(&page);
+        for (i, block) in blocks.iter().enumerate() {
+            let at = format!("docs/src/{name}, line {}", block.line);
+            if let Some(file) = block.value("file") {
+                std::fs::write(place.path(file), &block.text).unwrap();
+            }
+            if !block.is("sh") {
+                continue;
+            }
+            if block.is("gpu") && !has_gpu {
+                println!("skipped: {at} needs a GPU");
+                continue;
+            }
+            let expected = block.value("exit").map_or(0, |code| code.parse().unwrap());
+            let (code, told) = shell(&place, &block.text);
+            assert_eq!(code, Some(expected), "{at}:\n{}{told}", block.text);
+            if expected != 0 {
+                // The reader is shown what is said, so that it is the mistake that the page speaks of.
+                let shown = blocks.get(i + 1).filter(|next| next.is("text")).expect(&at);
+                assert!(told.contains(shown.text.trim_end()), "{at}: {:?} is not in\n{told}", shown.text);
+            }
+            run += 1;
+        }
+    }
+    assert!(run > 20, "{run} blocks of commands were found");
+}
+
+#[cfg(unix)]
+#[test]
+fn every_command_of_the_readme_is_one_that_the_program_takes() {
+    let place = Place::new();
+    let mut seen = 0;
+    for block in blocks(&text(&root().join("README.md"))).iter().filter(|block| block.is("sh")) {
+        for line in block.text.lines() {
+            let line = line.replace("cargo run --release -- ", "nibble ");
+            let line = line.split(" #").next().unwrap();
+            if line.starts_with("nibble ") {
+                let (code, told) = shell(&place, &format!("{line} --help"));
+                assert_eq!(code, Some(0), "{line}: {told}");
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 10, "{seen} commands were found");
+}
+
+/// What the guide shows of the first run is what the run prints.
+#[test]
+fn the_first_page_shows_what_the_first_run_prints() {
+    let (_, first) = pages().into_iter().next().unwrap();
+    let shown = blocks(&first).into_iter().find(|block| block.text.contains("parameters:")).unwrap();
+    let place = Place::new();
+    let printed = place.nibble(&["train", "--dry-run", "--device", "cpu"]).ok().stdout;
+    for line in shown.text.lines().filter(|line| !line.starts_with("step:")) {
+        assert!(printed.lines().any(|l| l == line), "{line:?} is not in\n{printed}");
+    }
+}

@@ -1,0 +1,99 @@
+//! What a step found layer by layer. It is much for a large model, so about a hundred steps of a run have such a line.
+
+use crate::record::{Conversion, Report};
+use nibble_core::formats::BlockAxis;
+use serde::{Deserialize, Serialize};
+
+/// Expert load and conversions of one step, over all ranks.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerMetrics {
+    /// Optimizer steps done, as in [`super::Metrics`].
+    pub step: u64,
+    /// Rows of each expert, by layer.
+    pub load: Vec<Vec<u64>>,
+    /// Blocks at every site, in the order of a step.
+    pub sites: Vec<SiteMetrics>,
+}
+
+/// Blocks at one site.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SiteMetrics {
+    /// The layer's name.
+    pub layer: String,
+    /// The tensor.
+    pub tensor: String,
+    /// `quantize`, or what is converted to what: `mxfp4 to rows`.
+    pub conversion: String,
+    /// Blocks with a non-zero code.
+    pub non_zero: u64,
+    /// Of those, blocks in which the conversion changed a value. Absent of a quantization, which rounds everywhere.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub inexact: Option<u64>,
+    /// Blocks that held a NaN or an infinity.
+    pub non_finite: u64,
+}
+
+impl LayerMetrics {
+    /// Lines of a run, more or less.
+    const LINES: u64 = 100;
+
+    /// Whether the step that makes it so many of a run has a line: the first, the last, and about a hundred between.
+    #[must_use]
+    pub fn is_due(step: u64, steps: u64) -> bool {
+        step == 1 || step == steps || step.is_multiple_of(steps.div_ceil(Self::LINES).max(1))
+    }
+
+    /// What a step's record says.
+    pub(crate) fn of_step(report: &Report<'_>) -> Self {
+        let sites = report.counts().map(|(site, counts)| {
+            let (conversion, inexact) = match site.conversion {
+                Conversion::Quantize => ("quantize".to_owned(), None),
+                Conversion::Transcode { from, axis } => {
+                    (format!("{from} to {}", planes(axis)), Some(counts.inexact))
+                }
+            };
+            SiteMetrics {
+                layer: site.layer.clone(),
+                tensor: site.tensor.to_owned(),
+                conversion,
+                non_zero: counts.non_zero,
+                inexact,
+                non_finite: counts.non_finite,
+            }
+        });
+        let load =
+            report.load().iter().map(|layer| layer.iter().map(|rows| *rows as u64).collect()).collect();
+        Self { step: report.step() + 1, load, sites: sites.collect() }
+    }
+}
+
+fn planes(axis: BlockAxis) -> &'static str {
+    match axis {
+        BlockAxis::Row => "rows",
+        BlockAxis::Col => "columns",
+        BlockAxis::Tile => "tiles",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_has_about_a_hundred_lines_its_first_and_last_step_among_them() {
+        let lines = |steps: u64| (1..=steps).filter(|step| LayerMetrics::is_due(*step, steps)).count();
+        assert_eq!([1, 7, 100, 101, 300, 100_000].map(lines), [1, 7, 100, 52, 101, 101]);
+        assert!(LayerMetrics::is_due(1, 1000) && LayerMetrics::is_due(999, 999));
+    }
+
+    #[test]
+    fn a_line_comes_back_as_it_was() {
+        let lifted =
+            SiteMetrics { conversion: "mxfp4 to rows".into(), inexact: Some(0), ..Default::default() };
+        let sites = vec![lifted, SiteMetrics { conversion: "quantize".into(), ..Default::default() }];
+        let line = LayerMetrics { step: 3, load: vec![vec![5, 0], vec![2, 3]], sites };
+        let text = serde_json::to_string(&line).unwrap();
+        assert_eq!(text.matches("inexact").count(), 1, "{text}");
+        assert_eq!(serde_json::from_str::<LayerMetrics>(&text).unwrap(), line);
+    }
+}
