@@ -82,6 +82,10 @@ fn block_format() -> impl TypedValueParser<Value = Format> {
 }
 
 pub fn run(args: Args) -> Result<()> {
+    if !std::fs::metadata(&args.input).map_err(Error::io(&args.input))?.is_file() {
+        let why = "is no file: the tensors of a device, a pipe or a directory have no known end";
+        return Err(Error::usage(format!("{}: {why}", args.input.display())));
+    }
     let input = std::fs::read(&args.input).map_err(Error::io(&args.input))?;
     let wrong = |e| Error::usage(format!("{}: not a safetensors file: {e}", args.input.display()));
     let (_, header) = SafeTensors::read_metadata(&input).map_err(wrong)?;

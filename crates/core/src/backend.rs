@@ -83,7 +83,7 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
     /// What the allocator holds.
     fn memory(&self) -> MemoryStats;
-    /// The device's memory as its system tells it now; none where nothing tells.
+    /// The device's memory as its system tells it, now or when the device was opened; none where nothing tells.
     fn room(&self) -> Option<Room>;
     /// What went between host and device so far.
     fn traffic(&self) -> Traffic;

@@ -418,6 +418,16 @@ fn inputs_without_an_end_are_named_for_what_they_are() {
     fails("more.gz", "8 bytes after its gzip data that are no gzip");
     if cfg!(unix) {
         fails("/dev/zero", "is a device");
+        let error = place.nibble(&["quantize", "/dev/zero", "out", "--format", "mxfp4"]).failed(2);
+        assert!(error.contains("/dev/zero: is no file"), "{error}");
+        #[cfg(unix)]
+        std::os::unix::fs::symlink("/dev/zero", place.path("zero.toml")).unwrap();
+        for args in
+            [&["train", "zero.toml"][..], &["recipe", "zero.toml"], &["train", "--recipe", "zero.toml"]]
+        {
+            let error = place.nibble(args).failed(2);
+            assert!(error.contains("zero.toml: is longer than 16 MiB"), "{error}");
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! From TOML text and overrides to a checked [`Config`], remembering where each value came from.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -51,8 +52,7 @@ impl Config {
                 suggestion: closest(name_or_path, preset_names()),
             });
         }
-        let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
-        Self::from_text(&text, path, overrides)
+        Self::from_text(&read_text(path)?, path, overrides)
     }
 
     /// Like [`Config::load`], from text; `file` is what errors name, and its stem is the run's default name.
@@ -113,6 +113,26 @@ impl Config {
             .collect();
         Ok(changes)
     }
+}
+
+/// More bytes than a configuration or a recipe has.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// The text of a configuration or a recipe, whose file may be one without an end.
+pub(crate) fn read_text(path: &Path) -> Result<String> {
+    let file = std::fs::File::open(path).map_err(Error::io(path))?;
+    let mut text = String::new();
+    let read = file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(Error::io(path))?;
+    if read as u64 <= MOST_BYTES {
+        return Ok(text);
+    }
+    Err(Error::Config {
+        key: String::new(),
+        file: Some(path.to_owned()),
+        line: None,
+        why: format!("is longer than {} MiB, which no configuration and no recipe is", MOST_BYTES >> 20),
+        suggestion: None,
+    })
 }
 
 /// A TOML text, the file it stands in, and all that may be said in it.

@@ -24,6 +24,7 @@ use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::DType;
 
 pub use device::DeviceChoice;
+pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
 pub use validate::MOST_THREADS;
 

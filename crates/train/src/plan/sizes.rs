@@ -6,6 +6,10 @@ use crate::error::{Error, Result};
 
 /// The most numbers a model may have.
 const MOST_PARAMETERS: u128 = 1 << 48;
+/// The most experts of all layers: each has tensors of its own in a checkpoint, and names for them.
+const MOST_EXPERTS: usize = 1 << 18;
+/// The most columns of a norm: the host makes its weights.
+const MOST_COLUMNS: usize = 1 << 24;
 /// The most tokens of a micro-batch on one rank: the host has a list of them, too.
 const MOST_TOKENS: usize = 1 << 24;
 /// The most elements of one tensor of activations.
@@ -29,6 +33,18 @@ pub fn check_sizes(config: &Config) -> Result<()> {
             format!("; most of them are of {}: {}", part.what, listed(&part.sizes))
         });
         return Err(Error::config("model", format!("has more than 2^48 parameters{most}")));
+    }
+    if m.layers.saturating_mul(m.experts) > MOST_EXPERTS {
+        let why = format!(
+            "is {}, and with model.layers = {} the model has more than {MOST_EXPERTS} experts",
+            m.experts, m.layers
+        );
+        return Err(Error::config("model.experts", why));
+    }
+    for (key, columns) in [("model.d_model", m.d_model), ("model.head_dim", m.head_dim)] {
+        if columns > MOST_COLUMNS {
+            return Err(Error::config(key, format!("is {columns}, expected at most {MOST_COLUMNS}")));
+        }
     }
     let tokens = times(&[t.batch_size / ranks, config.data.seq_len]);
     if tokens.is_none_or(|n| n > wide(MOST_TOKENS)) {

@@ -1,6 +1,6 @@
 //! What a run is checked for before it begins.
 
-use crate::config::Config;
+use crate::config::{Config, read_text};
 use crate::error::Result;
 use crate::model::layer_names;
 use crate::plan;
@@ -16,7 +16,7 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
         return Ok(Recipe::builtin(name_or_path)?);
     }
     let path = std::path::Path::new(name_or_path);
-    let text = std::fs::read_to_string(path).map_err(crate::Error::io(path))?;
+    let text = read_text(path)?;
     let name = path.file_stem().map_or_else(|| name_or_path.into(), |stem| stem.to_string_lossy());
     Ok(Recipe::parse(&name, &text)?)
 }
