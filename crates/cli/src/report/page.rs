@@ -362,6 +362,7 @@ code{font:.85em ui-monospace,monospace;overflow-wrap:anywhere}\
 pre{font:.8rem/1.4 ui-monospace,monospace;overflow-x:auto;background:#f5f7fa;padding:.7rem}\
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}\
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}\
+td code{white-space:nowrap;overflow-wrap:normal}\
 tr+tr td,tr+tr th{border-top:1px solid #edf0f4}th{font-weight:600}\
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}\
 .layers{color:#5a6472;font-weight:400;white-space:nowrap}\
