@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """PyTorch peer: whole-model MoE (Qwen3-MoE style) and dense training step on one GPU.
 
-Plain torch (>= 2.9) only. See --help; `--selftest` checks the maths, `--all` measures every config.
+Plain torch (>= 2.9) and Python (>= 3.11) only; the sizes of shipped models are read from `configs/`.
+See --help; `--selftest` checks the maths, `--all` measures every config.
 
 Precision: the model holds BF16 copies of F32 master weights (refreshed after each optimizer step) and
 runs BF16 GEMMs with F32 accumulation, norms/softmax/RoPE/SwiGLU/loss in F32 registers, BF16 residual
@@ -14,7 +15,7 @@ host sync anywhere in the step); the routing weight multiplies the SwiGLU output
 LM head + cross entropy: token chunks, logits of one chunk at a time, softmax gradient made in place in
 the forward pass, so no logits are kept and none recomputed.
 """
-import argparse, json, math, os, re, signal, statistics, subprocess, sys, threading, time
+import argparse, json, math, os, re, signal, statistics, subprocess, sys, threading, time, tomllib
 from dataclasses import dataclass, replace
 
 if __name__ == "__main__":
@@ -62,12 +63,19 @@ class Cfg:
         return 6 * self.counts()[1] + 6 * self.layers * self.heads * self.hd * self.seq
 
 
+def shipped(name):
+    """The sizes of configs/NAME.toml: the same model that `nibble bench step NAME` measures."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../configs", name + ".toml"), "rb") as file:
+        config = tomllib.load(file)
+    m, seq = config["model"], config["data"]["seq_len"]
+    return Cfg(name, m["d_model"], m["layers"], m["heads"], m["kv_heads"], m["head_dim"], m["vocab_size"], seq,
+               config["train"]["batch_size"] * seq, m["experts"], m["top_k"], m["expert_ffn"], tied=m["tie_embeddings"],
+               theta=m["rope_theta"], aux_coef=m["aux_loss_coef"], eps=m["norm_eps"])
+
+
 CONFIGS = {c.name: c for c in [
-    Cfg("s", 1024, 16, 16, 4, 128, 32768, 4096, 32768, 64, 8, 512),
-    Cfg("qwen30b-4l", 2048, 4, 32, 4, 128, 151936, 4096, 32768, 128, 8, 768),
-    Cfg("dsv3-1l", 7168, 2, 56, 8, 128, 32768, 4096, 16384, 8, 2, 2048),
+    *map(shipped, ("s", "qwen30b-4l", "dsv3-1l", "olmoe")),
     Cfg("dense1b", 2048, 16, 32, 8, 64, 128256, 4096, 32768, 0, 0, 8192, tied=True, qk_norm=False, theta=5e5),
-    Cfg("olmoe", 2048, 16, 16, 16, 128, 50304, 4096, 16384, 64, 8, 1024, theta=1e4),
     Cfg("tiny", 64, 2, 4, 2, 16, 512, 64, 256, 8, 2, 32, chunk=96),
     Cfg("tiny-dense", 64, 2, 4, 2, 16, 512, 64, 256, 0, 0, 128, tied=True, qk_norm=False, chunk=96),
 ]}

@@ -249,15 +249,17 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     cases.push(case("adamw, copies of its state included", 7 * grad.bytes(), move |b| {
         let [mut param, mut exp_avg, mut exp_avg_sq] = state.clone();
         let op = AdamW {
-            param: &mut param,
-            grad: &grad,
-            exp_avg: &mut exp_avg,
-            exp_avg_sq: &mut exp_avg_sq,
+            tensors: vec![AdamWTensor {
+                param: &mut param,
+                grad: &grad,
+                exp_avg: &mut exp_avg,
+                exp_avg_sq: &mut exp_avg_sq,
+                weight_decay: 0.1,
+            }],
             control: &control,
             beta1: 0.9,
             beta2: 0.95,
             eps: 1e-8,
-            weight_decay: 0.1,
         };
         op.run(b)
     }));

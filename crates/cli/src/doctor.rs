@@ -8,6 +8,7 @@ use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::{Backend, Recipe};
 use nibble_formats::Format;
+use nibble_formats::format::WHOLE_LINE;
 use std::path::Path;
 
 /// Says what was found: processor, threads, memory, backends, formats, recipes, environment.
@@ -51,11 +52,23 @@ pub fn run(args: Args) -> Result<()> {
         say!("  {name} = {value}: {meaning}");
     }
     say!("formats:");
-    say!("  {:<7} {:>9} {:>6}  scale rules (the default first)", "name", "code bits", "block");
+    say!(
+        "  {:<12} {:>9} {:>6}  {:<10}  {:<4}  scale rules (the default first)",
+        "name",
+        "code bits",
+        "block",
+        "cpu",
+        "gpu"
+    );
     for format in Format::ALL {
         let spec = format.spec();
         let rules: Vec<_> = spec.rules.iter().map(|r| r.name()).collect();
-        say!("  {:<7} {:>9} {:>6}  {}", spec.name, spec.code_bits, spec.block, rules.join(", "));
+        let block = if spec.block == WHOLE_LINE { "line".to_owned() } else { spec.block.to_string() };
+        // What has no vectorised code goes through the specification, and what has no kernel is refused.
+        let cpu = if nibble_cpu::is_vectorised(format) { "vectorised" } else { "general" };
+        let gpu = if nibble_cuda::has_kernels(format) { "yes" } else { "no" };
+        let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
+        say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<10}  {gpu:<4}  {rules}");
     }
     say!("recipes:");
     for name in Recipe::names() {

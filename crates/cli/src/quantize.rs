@@ -1,9 +1,9 @@
 //! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
 //!
 //! For a matrix `NAME` `[rows, cols]`, or a stack of them `[stack, rows, cols]` such as the experts of a layer, one after the
-//! other, the output holds `NAME.codes` and `NAME.scales`, U8 planes that lie as Nibble keeps
-//! them (two 4-bit codes a byte, the even element in the low nibble; E8M0 scales as bytes, F32 scales as F32; column
-//! planes transposed and zero-extended to whole blocks), and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
+//! other, the output holds `NAME.codes` and `NAME.scales`, planes that lie as Nibble keeps
+//! them (codes of less than a byte one after the other from the lowest bit on; a block's scales as one record of bytes, F32 scales as F32; column
+//! planes transposed and zero-extended to whole blocks), where its blocks share a scale `NAME.tensor_scale`, one F32 a matrix, and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use half::{bf16, f16};
@@ -13,8 +13,10 @@ use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::recipe::glob;
-use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Scales, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleLayout, ScaleRule, Stream, fnv1a32};
+use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Tensor};
+use nibble_formats::{
+    BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, ScaleLayout, ScaleRule, Stream, fnv1a32,
+};
 use nibble_train::config::RunConfig;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
@@ -28,6 +30,11 @@ use std::path::{Path, PathBuf};
     after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three\n\
     sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of\n\
     floats are copied. The output is written beside its place and renamed; the input is never touched.\n\n\
+    Planes of a tensor NAME:\n  \
+    NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte, 4 of 6 bits in 3 bytes\n  \
+    NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with amax), an E4M3\n                     \
+    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each)\n  \
+    NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax, e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
     nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \
@@ -41,15 +48,17 @@ pub struct Args {
     /// Block format.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Along what blocks run: row, col or tile (FP8 only).
+    /// Along what blocks run: row, col or tile (squares; e4m3, e5m2, their -tensor forms and nvfp4 only).
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: amax (F32 scales, FP8 only), floor, rceil, ceil or even. The format's default where left out.
+    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. The format's default where left out; `nibble doctor`
+    /// lists those of each format.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
-    #[arg(long, value_name = "ROUNDING", default_value = "nearest-even", conflicts_with = "back")]
-    round: Rounding,
+    /// The format's own where left out: nearest-away for hif4, nearest-even for the others.
+    #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
+    round: Option<Rounding>,
     /// Seed of random roundings; the bits depend on it and on the tensor's name.
     #[arg(long, default_value_t = 0, conflicts_with = "back")]
     seed: u64,
@@ -216,7 +225,11 @@ fn quantize<'d, B: Convert>(
     // The parser asks for a format unless `--back` is there.
     let format = args.format.unwrap_or(Format::Mxfp4);
     let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
-    let codec = Codec::new(format, rule, args.round).map_err(Error::usage)?;
+    let round = args.round.unwrap_or(format.spec().rounding);
+    let codec = Codec::new(format, rule, round).map_err(Error::usage)?;
+    if args.axis == BlockAxis::Tile && !format.spec().tiles {
+        return Err(Error::usage(format!("--axis tile: {format} has no square tiles")));
+    }
     require_matches(&args.only, file)?;
     let mut converted = 0;
     for (name, view) in file.iter() {
@@ -228,7 +241,7 @@ fn quantize<'d, B: Convert>(
             (_, _, Some(values)) if values.is_empty() => "without values",
             (_, Some(sizes), Some(values)) => match quantize_all(b, args, codec, (name, sizes), &values) {
                 Ok(planes) => {
-                    store(b, name, &view, &planes, args.round, out)?;
+                    store(b, name, &view, &planes, round, out)?;
                     converted += 1;
                     continue;
                 }
@@ -296,7 +309,7 @@ fn quantize_all<B: Convert>(
         // Each matrix of a stack has random bits of its own.
         let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
         let random =
-            args.round.is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
+            codec.rounding().is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, planes(args.axis)) };
         op.check().map_err(Unfit::Sizes)?;
         let emitted = op.run(b)?;
@@ -369,20 +382,23 @@ fn store<B: Backend>(
         _ => vec![rows, len / rows],
     };
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
-    let mut scale_type = Dtype::U8;
+    let scale_type = scale_type(q.scale_kind());
+    let mut tensor_scales: Vec<u8> = Vec::new();
     for q in all {
         codes.extend(b.download(&q.codes)?);
-        match &q.scales {
-            Scales::E8m0(s) => scales.extend(b.download(s)?),
-            Scales::F32(s) => {
-                scale_type = Dtype::F32;
-                scales.extend(b.download(s)?.iter().flat_map(|s| s.to_le_bytes()));
-            }
-        }
+        scales.extend(b.download(&q.scales)?);
+        // All rows of a matrix have the same.
+        let of_rows = q.tensor_scale.as_ref().map(|scale| b.download(scale)).transpose()?;
+        tensor_scales.extend(of_rows.iter().flat_map(|rows| rows.first()).flat_map(|s| s.to_le_bytes()));
     }
     out.put(format!("{name}.codes"), Dtype::U8, shape(code_rows, codes.len()), codes)?;
-    let values = if scale_type == Dtype::F32 { scales.len() / size_of::<f32>() } else { scales.len() };
-    out.put(format!("{name}.scales"), scale_type, shape(scale_rows, values), scales)?;
+    let values = scales.len() * 8 / scale_type.bitsize();
+    if q.scale_kind().bytes() > 0 {
+        out.put(format!("{name}.scales"), scale_type, shape(scale_rows, values), scales)?;
+    }
+    if q.tensor_scale.is_some() {
+        out.put(format!("{name}.{TENSOR_SCALE}"), Dtype::F32, vec![all.len()], tensor_scales)?;
+    }
     let about = json!({
         "format": q.format.to_string(),
         "axis": q.axis.to_string(),
@@ -394,6 +410,14 @@ fn store<B: Backend>(
     out.metadata.insert(format!("{PREFIX}{name}"), about.to_string());
     Ok(())
 }
+
+/// The type of a plane of records: singles where they are such, otherwise bytes.
+fn scale_type(kind: ScaleKind) -> Dtype {
+    if kind == ScaleKind::F32 { Dtype::F32 } else { Dtype::U8 }
+}
+
+/// What the name of a plane of tensors' scales ends in.
+const TENSOR_SCALE: &str = "tensor_scale";
 
 /// What the metadata keys of quantized tensors begin with.
 const PREFIX: &str = "nibble.";
@@ -454,11 +478,16 @@ fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Output<'d>) 
     for (name, text) in &described {
         let about = About::parse(name, text)?;
         let (codes, scales) = (format!("{name}.codes"), format!("{name}.scales"));
-        let (all_codes, all_scales) = (plane(file, &codes)?, plane(file, &scales)?);
+        let kind = about.format.scale_kind(about.rule);
+        let all_codes = plane(file, &codes)?;
+        let all_scales = if kind.bytes() > 0 { plane(file, &scales)? } else { &[] };
+        let tensor_scale = format!("{name}.{TENSOR_SCALE}");
+        let of_tensors =
+            if kind.has_tensor_scale() { words(plane(file, &tensor_scale)?) } else { Vec::new() };
         let stack = if about.shape.len() == 3 { about.shape[0] } else { 1 };
-        if [all_codes, all_scales]
-            .iter()
-            .any(|plane| !plane.len().is_multiple_of(stack) || plane.len() < stack)
+        if [all_codes, all_scales].iter().any(|plane| !plane.len().is_multiple_of(stack))
+            || all_codes.len() < stack
+            || (kind.has_tensor_scale() && of_tensors.len() != stack)
         {
             return Err(Error::usage(format!(
                 "tensor `{name}`: its planes are not those of {stack} matrices"
@@ -466,14 +495,14 @@ fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Output<'d>) 
         }
         let mut data = Vec::new();
         let one = |plane: &[u8]| plane.len() / stack;
-        let each = all_codes.chunks_exact(one(all_codes)).zip(all_scales.chunks_exact(one(all_scales)));
-        for (codes, scales) in each {
-            let plain = plain(b, &about, codes, scales);
+        for (i, codes) in all_codes.chunks_exact(one(all_codes)).enumerate() {
+            let scales = &all_scales[i * one(all_scales)..][..one(all_scales)];
+            let plain = plain(b, &about, codes, scales, of_tensors.get(i).copied());
             data.extend(plain.map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?);
         }
         out.put(name.clone(), about.dtype, about.shape, data)?;
         out.metadata.remove(&format!("{PREFIX}{name}"));
-        planes.extend([codes, scales]);
+        planes.extend([codes, scales, tensor_scale]);
     }
     for (name, view) in file.iter().filter(|(name, _)| !planes.contains(*name)) {
         out.copy(name, &view, "not quantized")?;
@@ -487,12 +516,18 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
 }
 
 /// Decodes the two planes of a matrix to bytes of the original type.
-fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibble_core::Result<Vec<u8>> {
+fn plain<B: Convert>(
+    b: &B,
+    about: &About,
+    codes: &[u8],
+    scales: &[u8],
+    tensor_scale: Option<f32>,
+) -> nibble_core::Result<Vec<u8>> {
     // Known to be two sizes or three.
     let [_, matrix_rows, cols] = matrices(&about.shape).unwrap_or_default();
     // Column planes have whole blocks: rows past the matrix hold zeros.
     let rows = match about.axis {
-        BlockAxis::Col => matrix_rows.next_multiple_of(about.format.spec().block),
+        BlockAxis::Col => matrix_rows.next_multiple_of(about.format.column_step()),
         BlockAxis::Row | BlockAxis::Tile => matrix_rows,
     };
     let q = BlockScaled {
@@ -503,10 +538,8 @@ fn plain<B: Convert>(b: &B, about: &About, codes: &[u8], scales: &[u8]) -> nibbl
         cols,
         stack: 1,
         codes: b.upload(codes)?,
-        scales: match about.rule {
-            ScaleRule::Amax => Scales::F32(b.upload(&words(scales))?),
-            _ => Scales::E8m0(b.upload(scales)?),
-        },
+        scales: b.upload(scales)?,
+        tensor_scale: tensor_scale.map(|scale| b.upload(&vec![scale; rows])).transpose()?,
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
     };

@@ -66,7 +66,7 @@ mod unix {
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             if let Some(signal) = signals.forever().next() {
                 let name = nibble_command::error::signal_name(signal as usize);
-                let text = "the run ends after this step; a second signal ends it at once";
+                let text = "the run ends after this step or batch; a second signal ends it at once";
                 // A terminal that hangs up takes no line.
                 let _ = writeln!(std::io::stderr(), "\n{name}: {text}");
             }

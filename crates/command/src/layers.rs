@@ -3,14 +3,14 @@
 use crate::env::Env;
 use crate::error::Result;
 use nibble_core::Recipe;
-use nibble_core::recipe::{Change, Kind, Layer};
+use nibble_core::recipe::{Change, Layer, LayerKind};
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::one_layer::OneLayer;
 
 /// An expert layer, a dense one and the head.
 pub fn each_kind() -> [Layer; 3] {
     let named = |kind, name: &str| Layer { kind, name: name.to_owned(), gated: false };
-    [named(Kind::Expert, EXPERTS), named(Kind::Linear, DENSE), named(Kind::Head, "lm_head")]
+    [named(LayerKind::Expert, EXPERTS), named(LayerKind::Linear, DENSE), named(LayerKind::Head, "lm_head")]
 }
 
 /// An expert layer.

@@ -24,6 +24,22 @@ pub struct MemoryStats {
     pub total_bytes: Option<usize>,
 }
 
+/// A device's memory, and how much of it is not to be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// What the device has, or what this process may use of it where that is less.
+    pub total_bytes: usize,
+    /// What others than this process hold of that.
+    pub others_bytes: usize,
+}
+
+impl Room {
+    /// Bytes that this process may have in all, those that it holds among them.
+    pub fn bytes(&self) -> usize {
+        self.total_bytes.saturating_sub(self.others_bytes)
+    }
+}
+
 /// Where a backend computes: how its operations use memory, and whose memory that is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
@@ -67,6 +83,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
     /// What the allocator holds.
     fn memory(&self) -> MemoryStats;
+    /// The device's memory as its system tells it now; none where nothing tells.
+    fn room(&self) -> Option<Room>;
     /// What went between host and device so far.
     fn traffic(&self) -> Traffic;
 

@@ -1,14 +1,5 @@
 use crate::{Backend, DType, Error, Result, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
-
-/// The plane of scales of a [`BlockScaled`] tensor.
-#[derive(Debug, Clone)]
-pub enum Scales<B: Backend> {
-    /// One E8M0 byte a block: 2^(byte − 127), 0xFF is NaN.
-    E8m0(B::Buf<u8>),
-    /// One F32 a block.
-    F32(B::Buf<f32>),
-}
+use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
 /// A quantized matrix: a plane of codes and a plane of scales of a logical row-major X `[rows, cols]`.
 ///
@@ -17,7 +8,8 @@ pub enum Scales<B: Backend> {
 ///   down the rows is contiguous. `rows` is the row capacity.
 /// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
 ///
-/// Two 4-bit codes share a byte, the even element in the low nibble. `stack` equal matrices may lie one under the
+/// Codes of less than a byte lie one after the other from the lowest bit on. A block's scales are a record of
+/// [`ScaleKind::bytes`] bytes, whatever they are made of. `stack` equal matrices may lie one under the
 /// other (expert weights): blocks never cross from one to the next, and `Tile` scales are
 /// `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
 #[derive(Debug, Clone)]
@@ -26,7 +18,7 @@ pub struct BlockScaled<B: Backend> {
     pub format: Format,
     /// Along what a block runs.
     pub axis: BlockAxis,
-    /// How the scales were chosen (`Amax`: F32 scales; any other: E8M0 bytes).
+    /// How the scales were chosen; with the format, what they are ([`BlockScaled::scale_kind`]).
     pub rule: ScaleRule,
     /// Rows of the logical matrix, all matrices of the stack together.
     pub rows: usize,
@@ -36,8 +28,11 @@ pub struct BlockScaled<B: Backend> {
     pub stack: usize,
     /// The codes.
     pub codes: B::Buf<u8>,
-    /// The scales.
-    pub scales: Scales<B>,
+    /// The scales, as bytes.
+    pub scales: B::Buf<u8>,
+    /// Where blocks share one more scale ([`ScaleKind::has_tensor_scale`]): that of each row of the logical matrix. Rows that were
+    /// quantized together have the same, and take it along where they travel.
+    pub tensor_scale: Option<B::Buf<f32>>,
     /// The order of the scales: those of rows and tiles are row-major, so that they travel with their rows; those of columns lie as the
     /// backend's products read them best.
     pub scale_layout: ScaleLayout,
@@ -56,7 +51,7 @@ impl<B: Backend> BlockScaled<B> {
         scale_layout: ScaleLayout,
     ) -> Result<Self> {
         let (lines, blocks) = Self::scale_shape(format, axis, rows, cols, stack);
-        let num_scales = scale_layout.len(lines, blocks, rule.kind().bytes());
+        let kind = format.scale_kind(rule);
         Ok(Self {
             format,
             axis,
@@ -65,10 +60,8 @@ impl<B: Backend> BlockScaled<B> {
             cols,
             stack,
             codes: b.alloc(Self::code_bytes(format, axis, rows, cols))?,
-            scales: match rule.kind() {
-                ScaleKind::E8m0 => Scales::E8m0(b.alloc(num_scales)?),
-                ScaleKind::F32 => Scales::F32(b.alloc(num_scales)?),
-            },
+            scales: b.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?,
+            tensor_scale: kind.has_tensor_scale().then(|| b.alloc(rows)).transpose()?,
             scale_layout,
             shared_cols: 1,
         })
@@ -112,11 +105,35 @@ impl<B: Backend> BlockScaled<B> {
 
     /// Bytes of codes and scales together.
     pub fn bytes(&self) -> usize {
-        let scales = match &self.scales {
-            Scales::E8m0(s) => B::len(s),
-            Scales::F32(s) => 4 * B::len(s),
-        };
-        B::len(&self.codes) + scales
+        let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * B::len(s));
+        B::len(&self.codes) + B::len(&self.scales) + tensor_scale
+    }
+
+    /// What a block's record of scales holds.
+    pub fn scale_kind(&self) -> ScaleKind {
+        self.format.scale_kind(self.rule)
+    }
+
+    /// The records of scales on the host, line after line whatever their layout. A NaN's bits are those of [`ScaleKind::nan`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the plane does not have the bytes that its layout asks for; what the backend reports.
+    pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
+        let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
+        let bytes = b.download(&self.scales)?;
+        if bytes.len() != self.scale_bytes() {
+            return Err(Error::shape("records", "scales", bytes.len(), self.scale_bytes()));
+        }
+        let plane = ScalePlane { kind, bytes: &bytes };
+        let at = |i| self.scale_layout.offset(i / blocks, i % blocks, lines, blocks, kind.bytes());
+        let record = |i| plane.get(at(i));
+        Ok((0..lines * blocks).map(record).map(|s| if kind.is_nan(s) { kind.nan() } else { s }).collect())
+    }
+
+    /// Bytes of the plane of scales, with the padding of its layout.
+    pub fn scale_bytes(&self) -> usize {
+        let ((lines, blocks), bytes) = (self.shape_of_scales(), self.scale_kind().bytes());
+        self.scale_layout.len(lines, blocks, bytes) * bytes
     }
 
     /// Identity of the code plane's allocation.
@@ -146,16 +163,16 @@ impl<B: Backend> BlockScaled<B> {
     /// The E8M0 scale bytes.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the scales are F32: they have no exponent to shift by.
+    /// [`Error::Unsupported`] if the scales are of another kind: there is no exponent to shift by.
     pub fn e8m0_scales(&self, op: &'static str) -> Result<&B::Buf<u8>> {
-        match &self.scales {
-            Scales::E8m0(s) => Ok(s),
-            Scales::F32(_) => Err(Error::unsupported(
-                op,
-                self.format,
-                "its scales are F32, and this conversion shifts exponents: use a power-of-two scale rule",
-            )),
+        if self.scale_kind() == ScaleKind::E8M0 {
+            return Ok(&self.scales);
         }
+        Err(Error::unsupported(
+            op,
+            self.format,
+            "its scales are not powers of two, and this conversion shifts exponents: use a power-of-two scale rule",
+        ))
     }
 }
 
@@ -245,7 +262,7 @@ impl<B: Backend> Operand<B> {
     }
 }
 
-/// How one row of a tensor lies in a message: codes, then scales, padded to 16 bytes.
+/// How one row of a tensor lies in a message: codes, then scales, then the tensor's scale where there is one, padded to 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowKind {
     /// Plain or block format; blocks run along the row.
@@ -269,12 +286,18 @@ impl RowKind {
         Ok(())
     }
 
+    /// What a block's record of scales holds.
+    pub fn scale_kind(&self) -> ScaleKind {
+        if self.format.is_block() { self.format.scale_kind(self.rule) } else { ScaleKind::NONE }
+    }
+
     /// Rows of a block format that came with these planes.
     pub fn block_rows<B: Backend>(
         &self,
         rows: usize,
         codes: B::Buf<u8>,
-        scales: Scales<B>,
+        scales: B::Buf<u8>,
+        tensor_scale: Option<B::Buf<f32>>,
     ) -> BlockScaled<B> {
         BlockScaled {
             format: self.format,
@@ -285,6 +308,7 @@ impl RowKind {
             stack: 1,
             codes,
             scales,
+            tensor_scale,
             scale_layout: ScaleLayout::RowMajor,
             shared_cols: 1,
         }
@@ -295,17 +319,18 @@ impl RowKind {
         self.format.row_code_bytes(self.cols)
     }
 
-    /// Bytes of the scales.
+    /// Bytes of the blocks' scales.
     pub fn scale_bytes(&self) -> usize {
-        if !self.format.is_block() {
-            return 0;
-        }
-        let one = if self.rule == ScaleRule::Amax { 4 } else { 1 };
-        one * self.format.scales_per_row(self.cols)
+        self.scale_kind().bytes() * self.format.scales_per_row(self.cols)
+    }
+
+    /// Bytes of the scale that its tensor's blocks share.
+    pub fn tensor_scale_bytes(&self) -> usize {
+        if self.scale_kind().has_tensor_scale() { size_of::<f32>() } else { 0 }
     }
 
     /// Bytes of the whole record, a multiple of 16.
     pub fn row_bytes(&self) -> usize {
-        (self.code_bytes() + self.scale_bytes()).next_multiple_of(16)
+        (self.code_bytes() + self.scale_bytes() + self.tensor_scale_bytes()).next_multiple_of(16)
     }
 }

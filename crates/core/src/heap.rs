@@ -206,6 +206,15 @@ impl Segments {
         }
     }
 
+    /// Forgets the last segment and what was placed in it: there is no memory for it.
+    pub fn forget_last(&mut self) {
+        if let Some(heap) = self.heaps.pop() {
+            self.capacity -= heap.capacity;
+            let last = self.heaps.len();
+            self.open.retain(|segment| *segment != last);
+        }
+    }
+
     /// Number of segments.
     pub fn count(&self) -> usize {
         self.heaps.len()

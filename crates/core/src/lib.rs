@@ -21,8 +21,10 @@ mod tensor;
 mod traffic;
 
 pub use agreement::Agreement;
-pub use backend::{Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products};
-pub use block_scaled::{BlockScaled, Operand, RowKind, Scales};
+pub use backend::{
+    Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products, Room,
+};
+pub use block_scaled::{BlockScaled, Operand, RowKind};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result, check_range};
 pub use groups::{Groups, Occupancy, PermuteMap, round_up};

@@ -1,6 +1,7 @@
 use crate::gemm::Isa;
-use crate::memory::{Arena, Memory, Words};
-use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Traffic, check_range};
+use crate::memory::{Arena, Memory, Words, or_out_of_room};
+use crate::room;
+use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, check_range};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
@@ -94,9 +95,12 @@ impl Cpu {
     }
 
     /// Runs an operation and adds its time to the profile.
-    pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
+    ///
+    /// # Errors
+    /// What it returns; [`Error::OutOfMemory`].
+    pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let started = Instant::now();
-        let result = run();
+        let result = or_out_of_room(run);
         let elapsed = started.elapsed();
         let mut profile = self.inner.profile.lock().unwrap_or_else(PoisonError::into_inner);
         let total = profile.entry(op).or_default();
@@ -137,13 +141,6 @@ impl Cpu {
         buf.as_mut_slice().copy_from_slice(values);
         buf
     }
-}
-
-/// Bytes of this machine's memory, where the system says.
-fn machine_memory() -> Option<usize> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
 /// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies first.
@@ -229,18 +226,20 @@ impl Backend for Cpu {
     }
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
-        let mut buf = Buf::new(len, &self.inner.memory);
-        bytemuck::cast_slice_mut::<T, u8>(buf.as_mut_slice()).fill(0);
-        Ok(buf)
+        or_out_of_room(|| {
+            let mut buf = Buf::new(len, &self.inner.memory);
+            bytemuck::cast_slice_mut::<T, u8>(buf.as_mut_slice()).fill(0);
+            Ok(buf)
+        })
     }
 
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
-        Ok(self.scratch(len))
+        or_out_of_room(|| Ok(self.scratch(len)))
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
         self.inner.memory.traffic.upload(size_of_val(values));
-        Ok(self.computed(values))
+        or_out_of_room(|| Ok(self.computed(values)))
     }
 
     fn download<T: Plain>(&self, buf: &Buf<T>) -> Result<Vec<T>> {
@@ -259,7 +258,11 @@ impl Backend for Cpu {
 
     fn memory(&self) -> MemoryStats {
         let [live_bytes, peak_bytes] = self.inner.memory.live_and_peak();
-        MemoryStats { live_bytes, peak_bytes, total_bytes: machine_memory() }
+        MemoryStats { live_bytes, peak_bytes, total_bytes: room::machine_bytes() }
+    }
+
+    fn room(&self) -> Option<Room> {
+        room::of_this_process()
     }
 
     fn traffic(&self) -> Traffic {

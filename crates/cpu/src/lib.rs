@@ -10,12 +10,14 @@ pub mod gemm;
 mod kernels;
 mod memory;
 pub mod ops;
+mod room;
 mod simd;
 mod sums;
 
 pub use backend::{Buf, Cpu, OpTime, Path};
 pub use comm::ThreadComm;
 pub use memory::Arena;
+pub use ops::quantize::is_vectorised;
 
 /// The example of the README compiles.
 #[cfg(doctest)]

@@ -1,6 +1,6 @@
 //! Where buffers lie: in a pool by size class, or in an arena.
 
-use nibble_core::{HEAP_ALIGN, MemoryStats, Scope, Segments, TrafficCounter};
+use nibble_core::{Error, HEAP_ALIGN, MemoryStats, Result, Scope, Segments, TrafficCounter};
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr::NonNull;
@@ -25,6 +25,36 @@ pub(crate) struct Memory {
 struct Free {
     by_class: HashMap<usize, Vec<Vec<u64>>>,
     bytes: usize,
+}
+
+/// Why there is no buffer: unwinds from wherever in an operation it was asked for, to [`or_out_of_room`].
+struct OutOfRoom {
+    place: String,
+    bytes: usize,
+}
+
+/// Leaves the operation under way. No message is printed: it is an error and no defect, only that buffers are asked for in the midst
+/// of expressions and on threads.
+fn out_of_room(place: &str, bytes: usize) -> ! {
+    std::panic::resume_unwind(Box::new(OutOfRoom { place: place.to_owned(), bytes }))
+}
+
+/// Runs `work`, or says for which buffer the system had no memory. What `work` was changing is of no further use then.
+///
+/// # Errors
+/// What `work` returns; [`Error::OutOfMemory`].
+pub(crate) fn or_out_of_room<R>(work: impl FnOnce() -> Result<R>) -> Result<R> {
+    let unwound = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(done) => return done,
+        Err(unwound) => unwound,
+    };
+    match unwound.downcast::<OutOfRoom>() {
+        Ok(none) => {
+            let OutOfRoom { place, bytes } = *none;
+            Err(Error::OutOfMemory { place, bytes, why: "the system gives this process no more".into() })
+        }
+        Err(defect) => std::panic::resume_unwind(defect),
+    }
 }
 
 /// Words rounded up to one of eight sizes an octave: ragged tensors have a new length every step.
@@ -77,7 +107,11 @@ impl Memory {
                 free.bytes -= 8 * class;
                 words
             }
-            None => vec![0; class],
+            None => {
+                drop(free);
+                bytemuck::try_zeroed_vec(class)
+                    .unwrap_or_else(|()| out_of_room("the host's memory", 8 * class))
+            }
         }
     }
 
@@ -133,14 +167,16 @@ struct Segment {
 unsafe impl Send for Segment {}
 
 impl Segment {
-    fn new(bytes: usize) -> Self {
-        let memory: *mut [u64] = Box::into_raw(vec![0u64; (bytes + HEAP_ALIGN) / 8].into_boxed_slice());
+    /// None where the system has no more memory.
+    fn new(bytes: usize) -> Option<Self> {
+        let words = bytemuck::try_zeroed_slice_box((bytes + HEAP_ALIGN) / 8).ok()?;
+        let memory: *mut [u64] = Box::into_raw(words);
         let first = memory.cast::<u64>();
         // Words are aligned to 8 bytes already: fewer than `HEAP_ALIGN` are skipped, and as many were added.
         let skip = (first as usize).next_multiple_of(HEAP_ALIGN) - first as usize;
         // SAFETY: within the allocation, which is not null.
         let base = unsafe { NonNull::new_unchecked(first.byte_add(skip)) };
-        Self { memory, base }
+        Some(Self { memory, base })
     }
 }
 
@@ -163,8 +199,12 @@ impl Arena {
         let place = state.places.alloc(8 * words).expect("fewer bytes than addresses");
         let (segment, offset) = place;
         if segment == state.segments.len() {
-            let bytes = state.places.capacity(segment);
-            state.segments.push(Segment::new(bytes));
+            let Some(made) = Segment::new(state.places.capacity(segment)) else {
+                state.places.forget_last();
+                drop(state);
+                out_of_room(&format!("arena `{}`", self.shared.name), 8 * words)
+            };
+            state.segments.push(made);
         }
         state.live += bytes;
         state.peak = state.peak.max(state.live);
@@ -234,7 +274,7 @@ impl Drop for Block {
 mod tests {
     use super::*;
     use crate::Cpu;
-    use nibble_core::{Backend, Error, Result};
+    use nibble_core::Backend;
 
     #[test]
     fn what_lies_idle_never_exceeds_what_was_in_use() {
@@ -249,6 +289,29 @@ mod tests {
             let idle = memory.free.lock().unwrap().bytes;
             assert!(idle <= memory.live_and_peak()[1], "{idle} bytes idle after {len}");
         }
+    }
+
+    /// More than any machine has addresses for, in the pool, in an arena, and in the midst of an operation.
+    #[test]
+    fn memory_that_is_not_there_is_an_error_and_the_backend_goes_on() {
+        let cpu = Cpu::new(2).unwrap();
+        let arena = cpu.arena("step").unwrap();
+        let huge = 1 << 50;
+        let refused = |done: Result<()>, place: &str| match done {
+            Err(Error::OutOfMemory { place: got, bytes, .. }) => {
+                assert!(got.contains(place) && bytes >= huge, "{got}: {bytes}");
+            }
+            other => panic!("{other:?}"),
+        };
+        for _ in 0..2 {
+            refused(cpu.zeros::<u8>(huge).map(drop), "the host's memory");
+            refused(cpu.within(&arena, || cpu.alloc::<f32>(huge).map(drop)), "arena `step`");
+            let op = cpu.timed("op", || Ok(cpu.scratch::<u8>(huge)));
+            refused(op.map(drop), "the host's memory");
+            cpu.within(&arena, || mixture(&cpu).map(drop)).unwrap();
+            mixture(&cpu).unwrap();
+        }
+        assert_eq!(cpu.memory().live_bytes, 0);
     }
 
     #[test]

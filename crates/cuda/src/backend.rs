@@ -8,7 +8,7 @@ use crate::driver::failed;
 use crate::pinned::Pinned;
 use crate::profile::Marks;
 use crate::recording::Recording;
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic, check_range};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, check_range};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -131,6 +131,10 @@ impl Backend for Cuda {
 
     fn memory(&self) -> MemoryStats {
         self.device.memory()
+    }
+
+    fn room(&self) -> Option<Room> {
+        self.device.room()
     }
 
     fn traffic(&self) -> Traffic {

@@ -14,7 +14,7 @@ use crate::probe::GpuInfo;
 use crate::recording::Recordings;
 use crate::staging::Staging;
 use cudarc::driver::{result, sys};
-use nibble_core::{Error, MemoryStats, Result, Scope, TrafficCounter};
+use nibble_core::{Error, MemoryStats, Result, Room, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
@@ -49,6 +49,8 @@ struct Inner {
     recordings: Recordings,
     traffic: TrafficCounter,
     launches: Mutex<Option<Launches>>,
+    /// What others held when it was opened.
+    room: Option<Room>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
@@ -146,6 +148,7 @@ impl Device {
                 recordings: Recordings::default(),
                 traffic: TrafficCounter::default(),
                 launches: Mutex::default(),
+                room: room(),
                 live_bytes: AtomicUsize::new(0),
                 peak_bytes: AtomicUsize::new(0),
             };
@@ -175,6 +178,11 @@ impl Device {
                 .and_then(|()| result::mem_get_info().ok())
                 .map(|(_, total)| total),
         }
+    }
+
+    /// The device's memory, and what others held of it when the device was opened.
+    pub fn room(&self) -> Option<Room> {
+        self.inner.room
     }
 
     /// The stream, with the context made current on this thread.
@@ -333,6 +341,15 @@ fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
         })?;
         Ok(pool)
     }
+}
+
+/// The memory of the device whose context is current. It tells what is taken and not by whom: nothing but the context is this
+/// process's yet.
+fn room() -> Option<Room> {
+    /// What a context takes, at most.
+    const CONTEXT: usize = 1 << 30;
+    let (free, total_bytes) = result::mem_get_info().ok()?;
+    Some(Room { total_bytes, others_bytes: total_bytes.saturating_sub(free).saturating_sub(CONTEXT) })
 }
 
 impl Inner {

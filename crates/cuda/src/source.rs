@@ -148,6 +148,10 @@ mod tests {
             let mut code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
             assert_eq!(path.starts_with("kernels/"), code.any(|line| line.contains("__global__")), "{path}");
             assert_eq!(path.starts_with("kernels/"), launched.contains(path), "{path}");
+            assert!(
+                includes(text).all(|other| !other.starts_with("kernels/")),
+                "{path} includes an entry point"
+            );
         }
     }
 

@@ -76,7 +76,7 @@ impl Staging {
     }
 
     /// Turns to the other half, once its copies are done.
-    fn turn(&mut self, stream: sys::CUstream) -> Result<()> {
+    fn switch(&mut self, stream: sys::CUstream) -> Result<()> {
         self.halves[self.current].mark(stream)?;
         self.current = 1 - self.current;
         self.used = 0;
@@ -95,7 +95,7 @@ impl Staging {
     ) -> Result<()> {
         while !from.is_empty() {
             if self.used == HALF_BYTES {
-                self.turn(stream)?;
+                self.switch(stream)?;
             }
             let (part, rest) = from.split_at(from.len().min(HALF_BYTES - self.used));
             // SAFETY: `part` fits what is left of the half, which no copy is using; the device range is the caller's promise.
@@ -120,7 +120,7 @@ impl Staging {
         // While one half travels, the one before it is emptied.
         let mut arriving: Option<(usize, &mut [u8])> = None;
         for (i, part) in to.chunks_mut(HALF_BYTES).enumerate() {
-            self.turn(stream)?;
+            self.switch(stream)?;
             self.used = HALF_BYTES;
             let half = &self.halves[self.current];
             let address = from + (i * HALF_BYTES) as u64;

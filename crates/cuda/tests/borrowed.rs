@@ -5,7 +5,7 @@ mod gpu;
 
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::*;
-use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, Result, RowKind, Scales, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, Result, RowKind, Tensor};
 use nibble_cuda::Cuda;
 
 /// Rows of every matrix.
@@ -22,9 +22,9 @@ fn longer(cuda: &Cuda, dtype: DType, cols: usize) -> Tensor<Cuda> {
 }
 
 fn e4m3(cuda: &Cuda, num_scales: usize) -> BlockScaled<Cuda> {
-    let scales = Scales::E8m0(cuda.zeros(num_scales).unwrap());
+    let scales = cuda.zeros(num_scales).unwrap();
     let kind = RowKind { format: Format::E4m3, rule: ScaleRule::Rceil, cols: 128 };
-    kind.block_rows(ROWS, cuda.zeros(ROWS * 128).unwrap(), scales)
+    kind.block_rows(ROWS, cuda.zeros(ROWS * 128).unwrap(), scales, None)
 }
 
 #[test]

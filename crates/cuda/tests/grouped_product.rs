@@ -11,10 +11,10 @@ use gpu::device;
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Format, ScaleRule};
 use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Scales as Plane, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::products::grouped_product::{
-    Config, Desc, GroupedProduct, Kind, Operand, Out, Ragged, Target,
+    GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Out, Ragged, Target,
 };
 use nibble_cuda::ops::products::grouped_product::{ScaleValues, Scales, ScalesB};
 
@@ -25,7 +25,7 @@ fn right_at_every_edge() {
         let checked = check::check(&device, &case).unwrap_or_else(|why| panic!("{why}"));
         println!("{}: {checked}", case.name());
     }
-    for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats)] {
+    for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats)] {
         check::nan_stays_in_its_row(&device, kind).unwrap_or_else(|why| panic!("{why}"));
     }
 }
@@ -33,9 +33,9 @@ fn right_at_every_edge() {
 #[test]
 fn wrong_operands_are_named() {
     let Some(device) = device("argument checks on device buffers") else { return };
-    let desc = Desc {
+    let desc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: Kind::Fp8(ScalesB::Tile),
+        kind: OperandKind::Fp8(ScalesB::Tile),
         out: Out::F32,
         accumulate: false,
         transposed: false,
@@ -46,8 +46,8 @@ fn wrong_operands_are_named() {
     };
     let (codes, short) = (device.filled::<u8>(16 * 128, 0).unwrap(), device.filled::<u8>(16, 0).unwrap());
     let scales = device.filled::<f32>(16, 0).unwrap();
-    let all = Scales::row_major(ScaleValues::F32(&scales), 1);
-    let few = Scales::row_major(ScaleValues::E8m0(&short), 2);
+    let all = Scales::row_major(ScaleValues::f32(&scales), 1);
+    let few = Scales::row_major(ScaleValues::e8m0(&short), 2);
     let plain = device.filled(16 * 128, 0).unwrap();
     let (good, mut d) = (Operand::Fp8(&codes, all), device.filled(16 * 16, 0).unwrap());
     for (a, b, argument) in [
@@ -61,7 +61,7 @@ fn wrong_operands_are_named() {
     }
     let target = Target::F32 { values: &mut d, accumulate: true };
     let product = GroupedProduct { desc, groups: None, a: good, b: good, d: target };
-    let error = product.run_with(Config::choose(&desc, device.info())).unwrap_err().to_string();
+    let error = product.run_with(GroupedConfig::choose(&desc, device.info())).unwrap_err().to_string();
     assert!(error.contains("accumulate"), "{error}");
 }
 
@@ -74,8 +74,13 @@ fn rows_of(cuda: &Cuda, format: Format, rows: usize, cols: usize, seed: u64) -> 
     let codes = bytes(rows * format.row_code_bytes(cols), if format == Format::E4m3 { 0x78 } else { 256 });
     let scales: Vec<u8> =
         bytes(rows * cols.div_ceil(format.spec().block), 8).into_iter().map(|s| 123 + s).collect();
-    let scales = Plane::E8m0(cuda.upload(&scales).unwrap());
-    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, cuda.upload(&codes).unwrap(), scales)
+    let scales = cuda.upload(&scales).unwrap();
+    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(
+        rows,
+        cuda.upload(&codes).unwrap(),
+        scales,
+        None,
+    )
 }
 
 /// E4M3 columns made of rows of a format, whose neighbours share scales.

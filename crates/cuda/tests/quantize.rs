@@ -6,7 +6,7 @@ mod gpu;
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
-use nibble_core::{Backend, Convert, Operand, Scales, Tensor};
+use nibble_core::{Backend, Convert, Operand, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 
@@ -20,15 +20,8 @@ fn planes<B: Backend>(b: &B, made: &Emitted<B>) -> Vec<Vec<u8>> {
     for plane in [&made.rows, &made.cols].into_iter().flatten() {
         let Operand::Block(plane) = plane else { panic!("quantize writes blocks") };
         all.push(b.download(&plane.codes).unwrap());
-        // In whatever order they lie.
-        let (layout, (lines, blocks)) = (plane.scale_layout, plane.shape_of_scales());
-        all.push(match &plane.scales {
-            Scales::E8m0(scales) => layout.restore(&b.download(scales).unwrap(), lines, blocks).unwrap(),
-            Scales::F32(scales) => {
-                let scales = layout.restore(&b.download(scales).unwrap(), lines, blocks).unwrap();
-                scales.iter().flat_map(|scale| scale.to_le_bytes()).collect()
-            }
-        });
+        let records = plane.records(b).unwrap();
+        all.push(records.iter().flat_map(|record| record.0.to_le_bytes()).collect());
     }
     let Counts(counts) = made.counts.as_ref().unwrap();
     all.push(b.download(counts).unwrap().iter().flat_map(|count| count.to_le_bytes()).collect());

@@ -8,11 +8,11 @@
 mod gpu;
 
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
+use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScalePlane, ScaleRule, Stream};
 use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Swiglu, SwigluBackward, Transcode,
 };
-use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Scales, Tensor};
+use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Cuda, env};
 use nibble_testkit::assert::{Bits, compare_bits};
@@ -390,10 +390,9 @@ fn compare<T: Plain + Bits>(what: &str, got: &[T], want: &[T]) {
 }
 
 /// Scales line by line, as the CPU has them.
-fn in_order<B: Backend, T: Plain + Default>(b: &B, x: &BlockScaled<B>, scales: &B::Buf<T>) -> Vec<T> {
-    let (lines, blocks) = x.shape_of_scales();
-    let scales = b.download(scales).expect("results of the backend under test");
-    x.scale_layout.restore(&scales, lines, blocks).expect("as many scales as there are blocks")
+fn in_order<B: Backend>(b: &B, x: &BlockScaled<B>) -> Vec<u8> {
+    let records = x.records(b).expect("as many scales as there are blocks");
+    records.iter().flat_map(|record| record.0.to_le_bytes()).collect()
 }
 
 fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu>) {
@@ -405,11 +404,15 @@ fn compare_plane<B: Backend>(b: &B, what: &str, got: &Plane<B>, want: &Plane<Cpu
         (Plane::F32(got), Plane::F32(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::Bf16(got), Plane::Bf16(want)) => fetch(b, what, got, want.as_slice()),
         (Plane::U64(got), Plane::U64(want)) => fetch(b, what, got, want.as_slice()),
-        (Plane::Scales(got), Plane::Scales(want)) => match (&got.scales, &want.scales) {
-            (Scales::E8m0(g), Scales::E8m0(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
-            (Scales::F32(g), Scales::F32(w)) => compare(what, &in_order(b, got, g), w.as_slice()),
-            _ => panic!("{what}: {got:?}, expected {want:?}"),
-        },
+        (Plane::Scales(got), Plane::Scales(want)) => {
+            // The CPU's scales lie line by line.
+            let (kind, bytes) = (want.scale_kind(), want.scales.as_slice());
+            let plane = ScalePlane { kind, bytes };
+            let records = (0..plane.len()).map(|i| plane.get(i));
+            let records = records.map(|record| if kind.is_nan(record) { kind.nan() } else { record });
+            let want: Vec<u8> = records.flat_map(|record| record.0.to_le_bytes()).collect();
+            compare(what, &in_order(b, got), &want);
+        }
         (got, want) => panic!("{what}: {got:?}, expected {want:?}"),
     }
 }

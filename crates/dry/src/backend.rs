@@ -2,7 +2,7 @@
 
 use crate::Dry;
 use crate::memory::{Arena, Buf};
-use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Traffic, check_range};
+use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, check_range};
 use std::convert::Infallible;
 use std::fmt;
 use std::ops::Range;
@@ -69,6 +69,10 @@ impl Backend for Dry {
 
     fn memory(&self) -> MemoryStats {
         self.inner.memory.stats()
+    }
+
+    fn room(&self) -> Option<Room> {
+        self.inner.room
     }
 
     fn traffic(&self) -> Traffic {

@@ -49,7 +49,7 @@ impl Dry {
             Emit::Block { codec, planes } => (codec, planes),
         };
         let stored = stored(codec);
-        let capacity = rows.next_multiple_of(stored.0.spec().block.max(least_block));
+        let capacity = rows.next_multiple_of(stored.0.column_step().max(least_block));
         let row_plane = || self.planes(stored, BlockAxis::Row, (rows, cols, 1));
         let col_plane = || self.planes(stored, BlockAxis::Col, (capacity, cols, 1));
         let (row_plane, col_plane) = match planes {
@@ -61,13 +61,16 @@ impl Dry {
         Ok(Emitted { rows, cols, counts: Some(self.counts()?) })
     }
 
-    /// The two planes of stacked matrices in square tiles.
+    /// The two planes of stacked weights.
     fn tiles(
         &self,
         stored: (Format, ScaleRule),
         (stack, n, k): (usize, usize, usize),
     ) -> Result<[BlockScaled<Self>; 2]> {
-        let plane = |rows, cols| self.planes(stored, BlockAxis::Tile, (stack * rows, cols, stack));
+        let plane = |rows, cols| match stored.0.spec().tiles {
+            true => self.planes(stored, BlockAxis::Tile, (stack * rows, cols, stack)),
+            false => self.planes(stored, BlockAxis::Row, (stack * rows, cols, 1)),
+        };
         Ok([plane(n, k)?, plane(k, n)?])
     }
 
@@ -178,7 +181,7 @@ impl Dry {
         let apart = op.hadamard.is_some() && !(self.is_gpu() && op.x.dtype() == DType::Bf16);
         let transformed = || {
             let rows = if op.planes == Planes::Cols {
-                rows.next_multiple_of(least_block.max(op.codec.format().spec().block))
+                rows.next_multiple_of(least_block.max(op.codec.format().column_step()))
             } else {
                 rows
             };
@@ -192,7 +195,7 @@ impl Dry {
         let _transformed = apart.then(transformed).transpose()?;
         if op.planes == Planes::Both {
             // The rows' scales by columns, before they come to their places.
-            let (block, bytes) = (op.codec.format().spec().block, op.codec.rule().kind().bytes());
+            let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =
                 self.buf(cols.next_multiple_of(TILE) / block * rows.next_multiple_of(TILE) * bytes)?;
         }

@@ -182,15 +182,23 @@ impl Model for Dry {
         let table: &Buf<f64> = op.table;
         Work::reads(&sources).and_reads(cells, &[table]).writes(cells, &[table])
     });
-    op!(sum_squares(SumSquares) -> (), |op| Work::reads(&[op.x]).writes(Some(op.parts), &[&*op.into]));
+    op!(sum_squares(SumSquares) -> (), |op| {
+        let parts = op.tensors.iter().map(|tensor| tensor.parts).sum();
+        let tensors: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.x as &dyn Bytes).collect();
+        Work::reads(&tensors).writes(Some(parts), &[&*op.into])
+    });
     // One of the two places of the ring of reports.
     op!(end_step(EndStep) -> (), |op| {
         let report = Some(op.reports.len() / 2);
         Work::reads(&[op.squares, op.order, op.tables]).writes(report, &[&*op.reports])
     });
     op!(adamw(AdamW) -> (), |op| {
-        let state: [&dyn Bytes; 3] = [&*op.param, &*op.exp_avg, &*op.exp_avg_sq];
-        Work::reads(&[op.grad]).and_reads(None, &state).writes(None, &state)
+        let state = op.tensors.iter().flat_map(|tensor| -> [&dyn Bytes; 3] {
+            [&*tensor.param, &*tensor.exp_avg, &*tensor.exp_avg_sq]
+        });
+        let state: Vec<&dyn Bytes> = state.collect();
+        let grads: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.grad as &dyn Bytes).collect();
+        Work::reads(&grads).and_reads(None, &state).writes(None, &state)
     });
 }
 

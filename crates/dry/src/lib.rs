@@ -22,7 +22,7 @@ pub use memory::{Arena, Buf};
 pub use work::{Call, Flops, Work};
 
 use memory::{Counters, Memory};
-use nibble_core::{DeviceKind, Scope};
+use nibble_core::{DeviceKind, Room, Scope};
 use std::sync::{Arc, Mutex};
 
 /// A device of a kind, as large as it must be.
@@ -39,6 +39,7 @@ struct Inner {
     counters: Mutex<Option<Counters>>,
     /// The operations issued, while somebody counts.
     calls: Mutex<Option<Vec<Call>>>,
+    room: Option<Room>,
 }
 
 impl Dry {
@@ -47,9 +48,18 @@ impl Dry {
 
     /// A device of this kind.
     pub fn new(kind: DeviceKind) -> Self {
+        Self::telling(kind, None)
+    }
+
+    /// A device of this kind that says it has so much memory. What is allocated on it has no end all the same.
+    pub fn with_room(kind: DeviceKind, room: Room) -> Self {
+        Self::telling(kind, Some(room))
+    }
+
+    fn telling(kind: DeviceKind, room: Option<Room>) -> Self {
         let (memory, scope) = (Arc::default(), Scope::default());
         let (counters, calls) = (Mutex::default(), Mutex::default());
-        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls }) }
+        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, room }) }
     }
 
     /// Whether it stands for a GPU.

@@ -233,9 +233,10 @@ impl Dry {
     pub(crate) fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         self.make_mut(op.into)?;
         if self.is_gpu() {
-            let (rows, cols) = op.x.shape();
-            let chunks = (rows / op.parts.max(1) * cols).div_ceil(SumSquares::<Self>::CHUNK);
-            let _sums: Buf<f64> = self.buf(op.parts * chunks)?;
+            let chunks = op.tensors.iter().map(|&Squared { x, parts, .. }| {
+                parts * (x.rows / parts.max(1) * x.cols).div_ceil(SumSquares::<Self>::CHUNK)
+            });
+            let _sums: Buf<f64> = self.buf(chunks.sum())?;
         }
         Ok(())
     }
@@ -247,6 +248,9 @@ impl Dry {
     }
 
     pub(crate) fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
-        [op.param, op.exp_avg, op.exp_avg_sq].into_iter().try_for_each(|x| self.make_tensor_mut(x))
+        for AdamWTensor { param, exp_avg, exp_avg_sq, .. } in op.tensors {
+            [param, exp_avg, exp_avg_sq].into_iter().try_for_each(|x| self.make_tensor_mut(x))?;
+        }
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::formats::Format;
 use nibble_core::ops::*;
-use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::{Add, AddAssign};
 use std::sync::PoisonError;
 
@@ -142,8 +142,9 @@ impl Bytes for BlockScaled<Dry> {
     /// As the format has it, without the padding of a layout.
     fn bytes_of(&self, rows: Option<usize>) -> u64 {
         let (lines, blocks) = self.shape_of_scales();
-        let each = if matches!(self.scales, Scales::F32(_)) { size_of::<f32>() } else { 1 };
-        share(self.codes.len() + lines * blocks * each, rows, self.rows)
+        let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * s.len());
+        let scales = lines * blocks * self.scale_kind().bytes() + tensor_scale;
+        share(self.codes.len() + scales, rows, self.rows)
     }
 }
 

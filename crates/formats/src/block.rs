@@ -6,46 +6,71 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::rounding::Rounding;
+use crate::scale::{Scale, ScaleKind};
 
-/// The scale of one block; it multiplies an element's value to decode it.
+/// The scale of a block as its values are encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Scale {
-    /// A power of two, 2^(byte − 127); 0xFF is NaN.
-    E8M0(u8),
-    /// A single.
-    F32(f32),
+pub struct BlockScale {
+    /// What is stored.
+    pub record: Scale,
+    /// What values are multiplied by before they are encoded, before any position's own factor; NaN if the block held a NaN or an infinity.
+    pub inv: f32,
 }
 
-impl Scale {
-    /// The multiplier as a float.
-    #[inline]
-    pub const fn decode(self) -> f32 {
-        match self {
-            Scale::E8M0(b) => e8m0::decode(b),
-            Scale::F32(s) => s,
-        }
-    }
-
-    /// What values are multiplied by before they are encoded: 2^(127 − b), or f32(1 / s).
-    #[inline]
-    pub const fn inv(self) -> f32 {
-        match self {
-            Scale::E8M0(b) => e8m0::inv(b),
-            Scale::F32(s) => 1.0 / s,
-        }
-    }
-
+impl BlockScale {
     /// Whether this marks a block that held a NaN or an infinity.
     #[inline]
     pub const fn is_nan(self) -> bool {
-        match self {
-            Scale::E8M0(b) => b == e8m0::NAN,
-            Scale::F32(s) => s.is_nan(),
-        }
+        self.inv.is_nan()
+    }
+
+    /// A power of two: values are multiplied by 2^(127 − byte).
+    #[inline]
+    const fn power(byte: u8) -> BlockScale {
+        BlockScale { record: Scale::byte(byte), inv: e8m0::inv(byte) }
+    }
+
+    /// A single: values are multiplied by f32(1 / scale).
+    #[inline]
+    const fn single(scale: f32) -> BlockScale {
+        BlockScale { record: Scale::single(scale), inv: 1.0 / scale }
     }
 }
 
-/// How blocks of a format are made: format, scale rule and rounding, known to go together.
+/// The arithmetic of a format on one block. Where the defaults serve, a value's code depends on its block's scale alone; a format whose
+/// values have factors of their own by position, or rules of their own, overrides them.
+pub trait BlockCodec: std::fmt::Debug + Sync {
+    /// The scale of a block of finite values.
+    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale;
+
+    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
+    fn encode(&self, codec: &Codec, x: f32, _i: usize, scale: BlockScale, r: u16) -> u8 {
+        codec.element().encode_rounded(x * scale.inv, codec.rounding(), r)
+    }
+
+    /// The value of the code of value `i` of a block, the tensor's scale aside.
+    fn decode(&self, codec: &Codec, code: u8, i: usize, record: Scale) -> f32 {
+        codec.element().decode(code) * codec.scale_kind().multiplier(record, i, codec.block)
+    }
+
+    /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
+    fn tensor_scale(&self, _codec: &Codec, _amax: f32) -> [f32; 2] {
+        [1.0, 1.0]
+    }
+}
+
+/// One number a block, which follows from its largest magnitude: a power of two or a single ([`Codec::scale_of`]).
+#[derive(Debug)]
+pub(crate) struct OneNumber;
+
+impl BlockCodec for OneNumber {
+    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+        codec.scale_of(amax(x).unwrap_or(f32::NAN))
+    }
+}
+
+/// How blocks of a format are made: format, scale rule and rounding, known to go together; and the scale of the tensor where the format
+/// has one, which is 1 until [`Codec::for_tensor`] or [`Codec::under`] says another.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};
@@ -54,9 +79,9 @@ impl Scale {
 /// x[..3].copy_from_slice(&[12.0, -2.0, 0.4]);
 /// let mut codes = [0u8; 32];
 /// let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
-/// assert_eq!((scale, nonfinite), (Scale::E8M0(128), false)); // 12 = 6 · 2
+/// assert_eq!((scale, nonfinite), (Scale::byte(128), false)); // 12 = 6 · 2
 /// assert_eq!(codes[..4], [7, 8 | 2, 0, 0]);
-/// assert_eq!(codec.decode_element(codes[1], scale), -2.0);
+/// assert_eq!(codec.decode(codes[1], 1, scale), -2.0);
 /// # Ok::<(), nibble_formats::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,6 +90,10 @@ pub struct Codec {
     element: Element,
     rule: ScaleRule,
     rounding: Rounding,
+    kind: ScaleKind,
+    block: usize,
+    /// Bits of the tensor's multipliers, of encoding and of decoding.
+    tensor: [u32; 2],
 }
 
 impl Codec {
@@ -85,7 +114,8 @@ impl Codec {
             return unsupported(format!("expected one of {}", names.join(", ")));
         }
         rounding.check()?;
-        Ok(Codec { format, element, rule, rounding })
+        let (kind, tensor) = (format.scale_kind(rule), [1.0f32.to_bits(); 2]);
+        Ok(Codec { format, element, rule, rounding, kind, block: spec.block, tensor })
     }
 
     /// The format.
@@ -108,34 +138,68 @@ impl Codec {
         self.rounding
     }
 
-    /// The scale of a block whose largest finite magnitude is `amax`; NaN where `nonfinite` says
-    /// that the block holds a NaN or an infinity, or `amax` itself is one.
+    /// What a block's record holds.
+    pub const fn scale_kind(&self) -> ScaleKind {
+        self.kind
+    }
+
+    /// The same codec for a tensor whose largest magnitude is `amax`; NaN marks all of it. Without a scale of the tensor, itself.
+    pub fn for_tensor(self, amax: f32) -> Codec {
+        if !self.kind.has_tensor_scale() {
+            return self;
+        }
+        let multipliers = self.format.spec().codec.tensor_scale(&self, amax);
+        Codec { tensor: multipliers.map(f32::to_bits), ..self }
+    }
+
+    /// The same codec for a tensor of this scale, as it was stored.
+    pub fn under(self, tensor_scale: f32) -> Codec {
+        Codec { tensor: [1.0 / tensor_scale, tensor_scale].map(f32::to_bits), ..self }
+    }
+
+    /// The largest magnitude that [`Codec::for_tensor`] takes of these values: of the finite ones. Where blocks have no record that could
+    /// be marked, a NaN or an infinity among them makes it NaN.
+    pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {
+        let marks_all = self.kind.levels().is_empty();
+        x.fold(0.0, |amax: f32, x| match x.is_finite() {
+            true if amax.is_nan() => amax,
+            true => amax.max(x.abs()),
+            false if marks_all => f32::NAN,
+            false => amax,
+        })
+    }
+
+    /// What values are multiplied by for the tensor's sake when they are encoded.
     #[inline]
-    pub fn scale(&self, amax: f32, nonfinite: bool) -> Scale {
-        let nonfinite = nonfinite || !amax.is_finite();
-        match self.rule {
-            ScaleRule::Amax if nonfinite => Scale::F32(f32::NAN),
-            ScaleRule::Amax => Scale::F32((amax.abs() / self.element.max()).max(f32::MIN_POSITIVE)),
-            _ if nonfinite => Scale::E8M0(e8m0::NAN),
-            rule => Scale::E8M0(e8m0::encode(rule, self.element, amax)),
+    pub const fn tensor_inv(&self) -> f32 {
+        f32::from_bits(self.tensor[0])
+    }
+
+    /// The scale that all blocks of the tensor share; 1 where the format has none.
+    #[inline]
+    pub const fn tensor_scale(&self) -> f32 {
+        f32::from_bits(self.tensor[1])
+    }
+
+    /// The scale, one power of two or one single, of a block whose largest magnitude is `amax`; NaN if that is NaN or infinite.
+    /// For formats whose block has one such number only.
+    #[inline]
+    pub fn scale_of(&self, amax: f32) -> BlockScale {
+        match (self.rule, amax.is_finite()) {
+            (ScaleRule::Amax, false) => BlockScale::single(f32::NAN),
+            (ScaleRule::Amax, true) => {
+                BlockScale::single((amax.abs() / self.element.max()).max(f32::MIN_POSITIVE))
+            }
+            (_, false) => BlockScale::power(e8m0::NAN),
+            (rule, true) => BlockScale::power(e8m0::encode(rule, self.element, amax)),
         }
     }
 
-    /// The code of `x` under `scale`: the product f32(x · [`Scale::inv`]) rounded by the codec's
-    /// rounding, saturating. `r`: sixteen random bits, used by the random roundings only.
-    /// Under a NaN scale every code is 0.
+    /// The value of the code of value `i` of a block: f32(element · scales), times the tensor's scale.
     #[inline]
-    pub fn encode_element(&self, x: f32, scale: Scale, r: u16) -> u8 {
-        if scale.is_nan() {
-            return 0;
-        }
-        self.element.encode_rounded(x * scale.inv(), self.rounding, r)
-    }
-
-    /// The value f32(element · scale) of a code.
-    #[inline]
-    pub fn decode_element(&self, code: u8, scale: Scale) -> f32 {
-        self.element.decode(code) * scale.decode()
+    pub fn decode(&self, code: u8, i: usize, record: Scale) -> f32 {
+        let value = self.format.spec().codec.decode(self, code, i, record);
+        if self.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
     }
 
     /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole).
@@ -143,29 +207,29 @@ impl Codec {
     /// Writes one code a byte: `codes[i]` for `x[i]`; codes past the end of `x` become 0, and values
     /// past the end of `codes` count for the scale only. `rand(i)` gives sixteen random bits for
     /// element `i` and is called by the random roundings only. A NaN or infinity anywhere makes the
-    /// scale NaN and all codes 0. Returns the scale and whether it is NaN (which the rule `even` also
-    /// yields for a finite block within half a step of 2¹²⁸).
+    /// scale NaN and all codes 0. Returns the record and whether it marks the block (which some rules
+    /// also do to a finite block that they cannot hold).
     pub fn quantize_block(
         &self,
         x: &[f32],
         mut rand: impl FnMut(usize) -> u16,
         codes: &mut [u8],
     ) -> (Scale, bool) {
-        let scale = match amax(x) {
-            Some(amax) => self.scale(amax, false),
-            None => self.scale(0.0, true),
-        };
         codes.fill(0);
+        let format = self.format.spec().codec;
+        let scale = match amax(x) {
+            Some(_) => format.scale(self, x),
+            None => BlockScale { record: self.kind.nan(), inv: f32::NAN },
+        };
         if scale.is_nan() {
-            return (scale, true);
+            return (scale.record, true);
         }
-        let inv = scale.inv();
         let random = self.rounding.is_random();
         for (i, (code, &x)) in codes.iter_mut().zip(x).enumerate() {
             let r = if random { rand(i) } else { 0 };
-            *code = self.element.encode_rounded(x * inv, self.rounding, r);
+            *code = format.encode(self, x, i, scale, r);
         }
-        (scale, false)
+        (scale.record, false)
     }
 }
 
@@ -177,45 +241,10 @@ pub fn amax(x: &[f32]) -> Option<f32> {
     (bits < 0x7F80_0000).then_some(f32::from_bits(bits))
 }
 
-/// Packs 4-bit codes (one a byte, high bits ignored) two a byte, the even element in the low nibble;
-/// with an odd count the last high nibble is 0.
-///
-/// # Errors
-/// [`Error::Shape`] unless `packed` holds ⌈codes / 2⌉ bytes.
-pub fn pack_nibbles(codes: &[u8], packed: &mut [u8]) -> Result<()> {
-    check_packed(codes.len(), packed.len())?;
-    for (byte, pair) in packed.iter_mut().zip(codes.chunks(2)) {
-        *byte = (pair[0] & 15) | pair.get(1).map_or(0, |high| high << 4);
-    }
-    Ok(())
-}
-
-/// Undoes [`pack_nibbles`].
-///
-/// # Errors
-/// [`Error::Shape`] unless `packed` holds ⌈codes / 2⌉ bytes.
-pub fn unpack_nibbles(packed: &[u8], codes: &mut [u8]) -> Result<()> {
-    check_packed(codes.len(), packed.len())?;
-    for (byte, pair) in packed.iter().zip(codes.chunks_mut(2)) {
-        pair[0] = byte & 15;
-        if let Some(high) = pair.get_mut(1) {
-            *high = byte >> 4;
-        }
-    }
-    Ok(())
-}
-
-fn check_packed(codes: usize, packed: usize) -> Result<()> {
-    if packed == codes.div_ceil(2) {
-        return Ok(());
-    }
-    let expected = format!("{} bytes for {codes} codes", codes.div_ceil(2));
-    Err(Error::Shape { argument: "packed", got: packed, expected })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::WHOLE_LINE;
 
     fn codec(format: Format, rule: ScaleRule) -> Codec {
         Codec::new(format, rule, Rounding::NearestEven).unwrap()
@@ -247,8 +276,8 @@ mod tests {
         for rule in [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even] {
             let (mut codes, mut packed) = ([9; 32], [9; 16]);
             let made = codec(Format::Mxfp4, rule).quantize_block(&x, |_| unreachable!(), &mut codes);
-            assert_eq!(made, (Scale::E8M0(127), false), "{rule}");
-            pack_nibbles(&codes, &mut packed).unwrap();
+            assert_eq!(made, (Scale::byte(127), false), "{rule}");
+            crate::packing::pack_codes(4, &codes, &mut packed).unwrap();
             assert_eq!(packed, want, "{rule}");
         }
     }
@@ -259,10 +288,10 @@ mod tests {
         let x = [7.0, -7.0, 1.0, 0.5, -0.0];
         let mut codes = [0; 5];
         let (scale, _) = codec(Format::Mxfp4, ScaleRule::Floor).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::E8M0(127), [7, 15, 2, 1, 8]));
+        assert_eq!((scale, codes), (Scale::byte(127), [7, 15, 2, 1, 8]));
         let (scale, _) = codec(Format::Mxfp4, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
         // 3.5 ties up to 4 (even code 6), 0.25 ties down to 0
-        assert_eq!((scale, codes), (Scale::E8M0(128), [6, 14, 1, 0, 8]));
+        assert_eq!((scale, codes), (Scale::byte(128), [6, 14, 1, 0, 8]));
     }
 
     /// By hand: amax 3 of an FP8 block. 3/448 as a single; 3 itself becomes the largest code. As a
@@ -272,9 +301,9 @@ mod tests {
         let x = [3.0, -1.5, 0.0, 1e-9];
         let mut codes = [0; 4];
         let (scale, _) = codec(Format::E4m3, ScaleRule::Amax).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::F32(3.0 / 448.0), [0x7E, 0xF6, 0, 0]));
+        assert_eq!((scale, codes), (Scale::single(3.0 / 448.0), [0x7E, 0xF6, 0, 0]));
         let (scale, _) = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::E8M0(120), [0x7C, 0xF4, 0, 0]));
+        assert_eq!((scale, codes), (Scale::byte(120), [0x7C, 0xF4, 0, 0]));
     }
 
     #[test]
@@ -282,11 +311,19 @@ mod tests {
         for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
             let sign = 1u8 << (format.spec().code_bits - 1);
             for &rule in format.spec().rules {
-                let mut codes = [9; 2];
-                let (scale, nonfinite) = codec(format, rule).quantize_block(&[0.0, -0.0], |_| 0, &mut codes);
-                assert!(!nonfinite);
+                let (mut codes, codec) = ([9; 2], codec(format, rule).for_tensor(0.0));
+                let (scale, nonfinite) = codec.quantize_block(&[0.0, -0.0], |_| 0, &mut codes);
+                // Ascend's convention has no scale for it.
+                assert_eq!(nonfinite, rule == ScaleRule::Cann, "{format} {rule}");
+                if nonfinite {
+                    continue;
+                }
+                let sign = if codec.element() == Element::Int8 { 0 } else { sign };
                 assert_eq!(codes, [0, sign], "{format} {rule}");
-                assert!(matches!(scale, Scale::E8M0(0) | Scale::F32(f32::MIN_POSITIVE)), "{scale:?}");
+                assert!((0..2).all(|i| codec.decode(codes[i], i, scale) == 0.0), "{format} {rule}");
+                if format.spec().block != WHOLE_LINE {
+                    assert_eq!(scale, format.scale_kind(rule).least(), "{format} {rule}");
+                }
             }
         }
     }
@@ -301,11 +338,13 @@ mod tests {
                         x[at] = bad;
                         let mut codes = [9; 32];
                         let codec = codec(format, rule);
+                        // The tensor's scale carries it where blocks have none.
+                        let codec = codec.for_tensor(codec.tensor_amax(x.iter().copied()));
                         let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
-                        assert!(nonfinite && scale.is_nan(), "{format} {rule} {bad}");
+                        let marked = codec.scale_kind().is_nan(scale) || codec.tensor_scale().is_nan();
+                        assert!(nonfinite && marked, "{format} {rule} {bad}");
                         assert_eq!(codes, [0; 32]);
-                        assert!(codec.decode_element(0, scale).is_nan());
-                        assert_eq!(codec.encode_element(1.0, scale, 0), 0);
+                        assert!((0..32).all(|i| codec.decode(0, i, scale).is_nan()));
                     }
                 }
             }
@@ -317,26 +356,39 @@ mod tests {
         let mut codes = [9; 1];
         let (scale, nonfinite) =
             codec(Format::Mxfp4, ScaleRule::Even).quantize_block(&[f32::MAX], |_| 0, &mut codes);
-        assert_eq!((scale, nonfinite, codes), (Scale::E8M0(0xFF), true, [0]));
+        assert_eq!((scale, nonfinite, codes), (Scale::byte(0xFF), true, [0]));
+    }
+
+    /// Exponents of values that a format reaches without a tensor's scale.
+    fn reach(format: Format) -> std::ops::Range<i32> {
+        match format {
+            Format::Nvfp4 => -4..8,
+            Format::Hif4 => -40..12,
+            _ if format.spec().block == WHOLE_LINE => -30..100,
+            _ => -100..100,
+        }
     }
 
     #[test]
     fn error_is_at_most_half_a_step_at_every_magnitude() {
         for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            for &rule in
-                format.spec().rules.iter().filter(|r| matches!(r, ScaleRule::Rceil | ScaleRule::Amax))
-            {
+            let bounded = [ScaleRule::Rceil, ScaleRule::Amax, ScaleRule::TensorAmax];
+            for &rule in format.spec().rules.iter().filter(|rule| bounded.contains(rule)) {
                 let codec = codec(format, rule);
-                for exponent in -100..100 {
+                let wide = codec.scale_kind().has_tensor_scale();
+                for exponent in if wide { -100..100 } else { reach(format) } {
                     let unit = 2f64.powi(exponent) as f32;
                     let x: [f32; 32] = std::array::from_fn(|i| (i as f32 - 15.5) * 0.37 * unit);
-                    let mut codes = [0; 32];
-                    let (scale, _) = codec.quantize_block(&x, |_| 0, &mut codes);
+                    let codec = codec.for_tensor(codec.tensor_amax(x.into_iter()));
+                    let (block, mut codes) = (format.spec().block.min(32), [0; 32]);
                     // Half the step of the top binade relative to amax, with room for a scale up to 2× coarse.
                     let bound = 16.0 * 0.37 * unit * 0.5f32.powi(codec.element().mantissa_bits() as i32);
-                    for (x, &code) in x.iter().zip(&codes) {
-                        let error = (codec.decode_element(code, scale) - x).abs();
-                        assert!(error <= bound, "{format} {rule} 2^{exponent}: {x} off by {error}");
+                    for (x, codes) in x.chunks(block).zip(codes.chunks_mut(block)) {
+                        let (scale, _) = codec.quantize_block(x, |_| 0, codes);
+                        for (i, (x, &code)) in x.iter().zip(&*codes).enumerate() {
+                            let error = (codec.decode(code, i, scale) - x).abs();
+                            assert!(error <= bound, "{format} {rule} 2^{exponent}: {x} off by {error}");
+                        }
                     }
                 }
             }
@@ -351,30 +403,14 @@ mod tests {
         let bits = [0, 0x3FFF, 0x4000, 0x3FFF];
         codec.quantize_block(&x, |i| bits[i], &mut codes);
         assert_eq!(codes, [7, 5, 4, 13]);
-        for i in 0..4 {
-            assert_eq!(codec.encode_element(x[i], Scale::E8M0(127), bits[i]), codes[i]);
-        }
     }
 
     #[test]
     fn short_blocks_are_extended_by_zero() {
         let mut codes = [9; 4];
         let made = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&[448.0], |_| 0, &mut codes);
-        assert_eq!((made, codes), ((Scale::E8M0(127), false), [0x7E, 0, 0, 0]));
+        assert_eq!((made, codes), ((Scale::byte(127), false), [0x7E, 0, 0, 0]));
         let made = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&[], |_| 0, &mut codes);
-        assert_eq!((made, codes), ((Scale::E8M0(0), false), [0; 4]));
-    }
-
-    #[test]
-    fn nibbles_pack_even_elements_low() {
-        let mut packed = [0; 2];
-        pack_nibbles(&[0x1, 0xF2, 0x3], &mut packed).unwrap();
-        assert_eq!(packed, [0x21, 0x03]);
-        let mut codes = [0; 3];
-        unpack_nibbles(&packed, &mut codes).unwrap();
-        assert_eq!(codes, [1, 2, 3]);
-        let e = pack_nibbles(&[0; 3], &mut [0; 1]).unwrap_err().to_string();
-        assert_eq!(e, "`packed`: got 1, expected 2 bytes for 3 codes");
-        assert!(unpack_nibbles(&[0; 3], &mut [0; 3]).is_err());
+        assert_eq!((made, codes), ((Scale::byte(0), false), [0; 4]));
     }
 }

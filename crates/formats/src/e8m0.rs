@@ -30,31 +30,12 @@ pub const fn inv(b: u8) -> f32 {
     if b == NAN { f32::NAN } else { decode(254 - b) }
 }
 
-/// What kind of number a block's scale is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ScaleKind {
-    /// One byte, a power of two.
-    E8m0,
-    /// Four bytes, an IEEE single, little-endian.
-    F32,
-}
-
-impl ScaleKind {
-    /// Bytes of one scale.
-    pub const fn bytes(self) -> usize {
-        match self {
-            ScaleKind::E8m0 => 1,
-            ScaleKind::F32 => 4,
-        }
-    }
-}
-
 /// How a block's scale follows from its largest magnitude `amax`.
 ///
 /// With E the exponent field of `amax`, M its 23 mantissa bits, `max` and `emax` of the element:
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleRule {
-    /// F32 scale max(amax / max, 2⁻¹²⁶): FP8 blocks only.
+    /// A scale that brings amax to the largest element, as near as the format's scales allow; F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
     Amax,
     /// E8M0, b = E − emax (the OCP rule); elements may saturate.
     Floor,
@@ -66,12 +47,24 @@ pub enum ScaleRule {
     /// E8M0, amax rounded to the element's precision (ties up), then as `Floor`. Rounds amax in the
     /// last half step below 2¹²⁸ up to it, and then gives NaN.
     Even,
+    /// The largest magnitude of the tensor decides an F32 scale that all its blocks share; where they have scales of their own, that is the
+    /// unit of those.
+    TensorAmax,
+    /// HiFloat4 as Ascend's operators have it: blocks that its scales do not reach, zeros among them, are marked NaN.
+    Cann,
 }
 
 impl ScaleRule {
     /// Every rule.
-    pub const ALL: [ScaleRule; 5] =
-        [ScaleRule::Amax, ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
+    pub const ALL: [ScaleRule; 7] = [
+        ScaleRule::Amax,
+        ScaleRule::Floor,
+        ScaleRule::Rceil,
+        ScaleRule::Ceil,
+        ScaleRule::Even,
+        ScaleRule::TensorAmax,
+        ScaleRule::Cann,
+    ];
 
     /// Lower-case name, as recipes spell it.
     pub const fn name(self) -> &'static str {
@@ -81,14 +74,8 @@ impl ScaleRule {
             ScaleRule::Rceil => "rceil",
             ScaleRule::Ceil => "ceil",
             ScaleRule::Even => "even",
-        }
-    }
-
-    /// The kind of scale the rule makes.
-    pub const fn kind(self) -> ScaleKind {
-        match self {
-            ScaleRule::Amax => ScaleKind::F32,
-            _ => ScaleKind::E8m0,
+            ScaleRule::TensorAmax => "tensor-amax",
+            ScaleRule::Cann => "cann",
         }
     }
 }
@@ -110,8 +97,7 @@ impl std::str::FromStr for ScaleRule {
 /// The scale byte of a block whose largest magnitude is `amax` (its sign is ignored), clamped to
 /// 0..=254; 0xFF for a NaN or infinite `amax`. Zero gives 0.
 ///
-/// [`ScaleRule::Amax`] makes F32 scales; asked for a byte it gives the one of [`ScaleRule::Rceil`],
-/// the power of two that takes its place.
+/// Asked for a byte, a rule that makes other scales gives the one of [`ScaleRule::Rceil`], the power of two that takes its place.
 #[inline]
 pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
@@ -127,12 +113,24 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     if exponent == 255 {
         return NAN;
     }
+    // Subnormal magnitudes have no leading bit: byte 0 takes 2⁻¹²⁷ · max in their units, of which only elements with emax 0 have less
+    // than all of them.
+    let (most, one) = match exponent {
+        0 => ((0x80_0000 | element.max().to_bits() & 0x7F_FFFF) >> 1, 0x40_0000),
+        _ => (element.max().to_bits() & 0x7F_FFFF, 0),
+    };
     let up = match rule {
         ScaleRule::Floor | ScaleRule::Even => false,
-        ScaleRule::Ceil => mantissa != 0,
-        ScaleRule::Rceil | ScaleRule::Amax => mantissa > element.max().to_bits() & 0x7F_FFFF,
+        ScaleRule::Ceil => mantissa > one,
+        ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => mantissa > most,
     };
-    // At most 254 + 1 − emax, so only the lower end needs a clamp.
+    // Elements that end below 2 saturate in the last binade: there is no larger scale.
     let b = exponent + up as i32 - element.emax();
-    if b < 0 { 0 } else { b as u8 }
+    if b < 0 {
+        0
+    } else if b > 254 {
+        254
+    } else {
+        b as u8
+    }
 }

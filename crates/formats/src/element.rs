@@ -1,34 +1,58 @@
-//! Element formats: small floats without a scale of their own (E2M1, E4M3FN, E5M2).
+//! Element formats: small numbers without a scale of their own (E2M1, E2M3, E3M2, E4M3FN, E5M2, INT8, S1P2).
 //!
-//! All three are sign-magnitude with subnormals, so one description (mantissa bits, bias, largest
-//! code) drives one encoder. A magnitude is first written as `floor_code + fraction` of a code step;
+//! All are floats with subnormals, so one description (mantissa bits, bias, largest code) drives one encoder. INT8 and S1P2 have
+//! equal steps throughout: they are floats with one exponent bit. INT8 alone is stored in two's complement, the others as sign and magnitude. A magnitude is first written as `floor_code + fraction` of a code step;
 //! each rounding only decides whether to step up. [`Element::encode`] is the same for nearest-even,
 //! done on the bits without that split because it is the hot one.
 
 use crate::rounding::Rounding;
 
-/// A small float that a code of 4 or 8 bits stands for.
+/// A small number that a code of 4, 6 or 8 bits stands for.
 ///
 /// | element | bits S/E/M, bias | largest | smallest | specials |
 /// |---|---|---|---|---|
 /// | `E2m1` | 1/2/1, 1 | 6 | 0.5 | none |
+/// | `E2m3` | 1/2/3, 1 | 7.5 | 0.125 | none |
+/// | `E3m2` | 1/3/2, 3 | 28 | 0.0625 | none |
 /// | `E4m3` | 1/4/3, 7 | 448 (0x7E) | 2⁻⁹ | NaN 0x7F, 0xFF; no infinity |
 /// | `E5m2` | 1/5/2, 15 | 57344 (0x7B) | 2⁻¹⁶ | infinity 0x7C, 0xFC; NaN 0x7D..=0x7F, 0xFD..=0xFF |
+/// | `Int8` | two's complement / 64 | 127/64 | 1/64 | no −0; 0x80 (−2) is read and never written |
+/// | `S1p2` | 1/1/2, 1: quarters | 1.75 | 0.25 | none |
 ///
 /// ```
 /// use nibble_formats::Element;
 /// assert_eq!(Element::E2m1.encode(-2.5), 0b1100); // the tie goes to the even code: -2
 /// assert_eq!(Element::E2m1.decode(0b1100), -2.0);
 /// assert_eq!(Element::E4m3.encode(1e9), 0x7E); // saturates at 448
+/// assert_eq!(Element::Int8.encode(-0.5), 0xE0); // -32 / 64
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; codes 0..=15.
     E2m1,
+    /// FP6 with three mantissa bits; codes 0..=63.
+    E2m3,
+    /// FP6 with three exponent bits; codes 0..=63.
+    E3m2,
     /// FP8 E4M3FN: largest 448, NaN, no infinity.
     E4m3,
     /// FP8 E5M2: largest 57344, NaN and infinity.
     E5m2,
+    /// Sixty-fourths from −127/64 to 127/64, in two's complement.
+    Int8,
+    /// Sign and quarters, to 1.75 (E1M2).
+    S1p2,
+}
+
+/// What tells one element from another.
+struct Facts {
+    name: &'static str,
+    mantissa_bits: u32,
+    code_bits: u32,
+    bias: i32,
+    max: f32,
+    max_code: u8,
+    nan_code: u8,
 }
 
 /// A magnitude as code + fraction of the step to the next code.
@@ -43,82 +67,101 @@ struct Split {
 
 impl Element {
     /// Every element format.
-    pub const ALL: [Element; 3] = [Element::E2m1, Element::E4m3, Element::E5m2];
+    pub const ALL: [Element; 7] = [
+        Element::E2m1,
+        Element::E2m3,
+        Element::E3m2,
+        Element::E4m3,
+        Element::E5m2,
+        Element::Int8,
+        Element::S1p2,
+    ];
 
-    /// Short lower-case name: `e2m1`, `e4m3`, `e5m2`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Element::E2m1 => "e2m1",
-            Element::E4m3 => "e4m3",
-            Element::E5m2 => "e5m2",
+    const fn facts(self) -> &'static Facts {
+        macro_rules! facts {
+            ($name:literal, $mantissa_bits:literal, $code_bits:literal, $bias:literal, $max:expr, $max_code:literal, $nan_code:literal) => {
+                &Facts {
+                    name: $name,
+                    mantissa_bits: $mantissa_bits,
+                    code_bits: $code_bits,
+                    bias: $bias,
+                    max: $max,
+                    max_code: $max_code,
+                    nan_code: $nan_code,
+                }
+            };
         }
+        match self {
+            Element::E2m1 => facts!("e2m1", 1, 4, 1, 6.0, 0x07, 0),
+            Element::E2m3 => facts!("e2m3", 3, 6, 1, 7.5, 0x1F, 0),
+            Element::E3m2 => facts!("e3m2", 2, 6, 3, 28.0, 0x1F, 0),
+            Element::E4m3 => facts!("e4m3", 3, 8, 7, 448.0, 0x7E, 0x7F),
+            Element::E5m2 => facts!("e5m2", 2, 8, 15, 57344.0, 0x7B, 0x7F),
+            Element::Int8 => facts!("int8", 6, 8, 1, 127.0 / 64.0, 0x7F, 0),
+            Element::S1p2 => facts!("s1p2", 2, 4, 1, 1.75, 0x07, 0),
+        }
+    }
+
+    /// Short lower-case name: `e2m1`, `e4m3`, ...
+    pub const fn name(self) -> &'static str {
+        self.facts().name
     }
 
     /// Explicit mantissa bits.
     pub const fn mantissa_bits(self) -> u32 {
-        match self {
-            Element::E2m1 => 1,
-            Element::E4m3 => 3,
-            Element::E5m2 => 2,
-        }
+        self.facts().mantissa_bits
     }
 
     /// Bits of a code, sign included.
     pub const fn code_bits(self) -> u32 {
-        match self {
-            Element::E2m1 => 4,
-            Element::E4m3 | Element::E5m2 => 8,
-        }
+        self.facts().code_bits
     }
 
     /// Exponent bias.
     pub const fn bias(self) -> i32 {
-        match self {
-            Element::E2m1 => 1,
-            Element::E4m3 => 7,
-            Element::E5m2 => 15,
-        }
+        self.facts().bias
     }
 
-    /// Largest finite value: 6, 448, 57344.
+    /// Largest finite value.
     pub const fn max(self) -> f32 {
-        match self {
-            Element::E2m1 => 6.0,
-            Element::E4m3 => 448.0,
-            Element::E5m2 => 57344.0,
-        }
+        self.facts().max
     }
 
-    /// Exponent of the largest finite value, ⌊log2 max⌋: 2, 8, 15.
+    /// Exponent of the largest finite value, ⌊log2 max⌋.
     pub const fn emax(self) -> i32 {
-        match self {
-            Element::E2m1 => 2,
-            Element::E4m3 => 8,
-            Element::E5m2 => 15,
-        }
+        (self.max().to_bits() >> 23) as i32 - 127
     }
 
     /// Code of the largest finite positive value.
     pub const fn max_code(self) -> u8 {
-        match self {
-            Element::E2m1 => 0x7,
-            Element::E4m3 => 0x7E,
-            Element::E5m2 => 0x7B,
-        }
+        self.facts().max_code
     }
 
-    /// What a NaN is cast to: E4M3 and E5M2 have a NaN (0x7F is used, whatever the sign); E2M1 has
-    /// none and gives 0, because a block with a NaN carries it in its scale.
+    /// What a NaN is cast to: E4M3 and E5M2 have a NaN (0x7F is used, whatever the sign); the others have
+    /// none and give 0, because a block with a NaN carries it in its scale.
     pub const fn nan_code(self) -> u8 {
-        match self {
-            Element::E2m1 => 0,
-            Element::E4m3 | Element::E5m2 => 0x7F,
-        }
+        self.facts().nan_code
     }
 
-    /// The sign of `x` at its place in a code.
-    const fn sign_code(self, x: f32) -> u8 {
-        ((x.to_bits() >> 31) << (self.code_bits() - 1)) as u8
+    /// Whether a code stands for zero, of either sign; bits above the code's are not looked at.
+    #[inline]
+    pub const fn is_zero(self, code: u8) -> bool {
+        let magnitude = match self {
+            Element::Int8 => 0xFF,
+            _ => (1u8 << (self.code_bits() - 1)) - 1,
+        };
+        code & magnitude == 0
+    }
+
+    /// The code of a magnitude's code with the sign of `x`.
+    #[inline]
+    const fn signed(self, magnitude: u8, x: f32) -> u8 {
+        let negative = x.to_bits() >> 31;
+        match self {
+            Element::Int8 if negative == 1 => magnitude.wrapping_neg(),
+            Element::Int8 => magnitude,
+            _ => magnitude | (negative << (self.code_bits() - 1)) as u8,
+        }
     }
 
     /// The nearest code, ties to the even code; magnitudes beyond [`max`](Self::max), infinities
@@ -143,7 +186,7 @@ impl Element {
             let odd = (rebased >> shift) & 1;
             ((rebased + (1 << (shift - 1)) - 1 + odd) >> shift) as u8
         };
-        code | self.sign_code(x)
+        self.signed(code, x)
     }
 
     /// Bits of the smallest normal magnitude, 2^(1 − bias).
@@ -195,7 +238,7 @@ impl Element {
             let split = self.split(magnitude);
             (split.floor_code + u32::from(up(&split))) as u8
         };
-        code | self.sign_code(x)
+        self.signed(code, x)
     }
 
     /// Splits the bits of a magnitude below the largest one.
@@ -221,13 +264,17 @@ impl Element {
         Split { floor_code, fraction_q32, sticky }
     }
 
-    /// The value of a code; E2M1 looks at the low four bits only.
+    /// The value of a code; bits above the code's are not looked at.
     #[inline]
     pub const fn decode(self, code: u8) -> f32 {
         match self {
             Element::E2m1 => E2M1_VALUES[(code & 15) as usize],
+            Element::E2m3 => E2M3_VALUES[(code & 63) as usize],
+            Element::E3m2 => E3M2_VALUES[(code & 63) as usize],
             Element::E4m3 => E4M3_VALUES[code as usize],
             Element::E5m2 => E5M2_VALUES[code as usize],
+            Element::Int8 => code as i8 as f32 / 64.0,
+            Element::S1p2 => S1P2_VALUES[(code & 15) as usize],
         }
     }
 
@@ -265,8 +312,11 @@ const fn values<const N: usize>(element: Element) -> [f32; N] {
 }
 
 static E2M1_VALUES: [f32; 16] = values(Element::E2m1);
+static E2M3_VALUES: [f32; 64] = values(Element::E2m3);
+static E3M2_VALUES: [f32; 64] = values(Element::E3m2);
 static E4M3_VALUES: [f32; 256] = values(Element::E4m3);
 static E5M2_VALUES: [f32; 256] = values(Element::E5m2);
+static S1P2_VALUES: [f32; 16] = values(Element::S1p2);
 
 impl std::fmt::Display for Element {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -99,15 +99,15 @@ fn a_nan_is_masked_and_an_infinity_shrinks_to_three() {
     let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
     let mut codes = [9; 32];
     let made = codec.quantize_block(&x, |_| 0, &mut codes);
-    assert_eq!((made, codes), ((Scale::E8M0(0xFF), true), [0; 32]));
+    assert_eq!((made, codes), ((Scale::byte(0xFF), true), [0; 32]));
 
     // An infinite amax wrapped the byte to 126 and both infinities decoded to -6 · 2⁻¹.
     assert_eq!(Element::E2m1.decode(0xF) * e8m0::decode(126), -3.0, "the fault");
     for infinity in [f32::INFINITY, f32::NEG_INFINITY] {
         x[3] = infinity;
         let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
-        assert!(nonfinite && codec.decode_element(codes[3], scale).is_nan());
-        assert!(codec.decode_element(codes[0], scale).is_nan(), "and no neighbour passes for finite");
+        assert!(nonfinite && codec.decode(codes[3], 3, scale).is_nan());
+        assert!(codec.decode(codes[0], 0, scale).is_nan(), "and no neighbour passes for finite");
     }
 }
 

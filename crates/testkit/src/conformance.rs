@@ -17,7 +17,7 @@ use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
-use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
+use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -138,6 +138,7 @@ pub(crate) struct Outputs(Vec<(String, Values)>);
 #[derive(Debug, PartialEq)]
 pub(crate) enum Values {
     U8(Vec<u8>),
+    U32(Vec<u32>),
     I32(Vec<i32>),
     U64(Vec<u64>),
     F32(Vec<f32>),
@@ -159,7 +160,7 @@ macro_rules! recorded {
         }
     )*};
 }
-recorded!(u8 => U8, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
+recorded!(u8 => U8, u32 => U32, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
 
 /// Which rows of a result are compared: all of them, or those that are not padding.
 pub(crate) type Rows<'a> = Option<&'a [bool]>;
@@ -207,30 +208,20 @@ impl Outputs {
         self.shape(name, &[&[x.rows, x.cols, x.stack], &kind[..]].concat());
         self.buf(b, &format!("{name}.codes"), &x.codes, rows)?;
         let name = format!("{name}.scales");
-        match &x.scales {
-            Scales::E8m0(s) => self.scales(name, x, b.download(s)?, rows),
-            Scales::F32(s) => self.scales(name, x, b.download(s)?, rows),
-        }
-        Ok(())
-    }
-
-    fn scales<B: Backend, T: Recorded>(
-        &mut self,
-        name: String,
-        x: &BlockScaled<B>,
-        scales: Vec<T>,
-        rows: Rows<'_>,
-    ) {
-        let (lines, blocks) = x.shape_of_scales();
-        match x.scale_layout.restore(&scales, lines, blocks) {
-            Ok(mut scales) => {
+        match x.records(b) {
+            Ok(records) => {
+                let mut words: Vec<u32> = records.into_iter().map(|record| record.0).collect();
                 if let Some(is_valid) = rows {
-                    zero_pads(&mut scales, is_valid);
+                    zero_pads(&mut words, is_valid);
                 }
-                self.values(&name, scales);
+                self.values(&name, words);
             }
             // Too few or too many: as they are, so that the comparison shows it.
-            Err(_) => self.values(&name, scales),
+            Err(_) => self.values(&name, b.download(&x.scales)?),
+        }
+        match &x.tensor_scale {
+            Some(scale) => self.buf(b, &format!("{name} of the tensor"), scale, rows),
+            None => Ok(()),
         }
     }
 
@@ -268,6 +259,7 @@ impl Outputs {
         let (_, values) = recorded.unwrap_or_else(|| panic!("{name} was not recorded"));
         let good = match values {
             Values::U8(v) => pads_are_zero(v, is_valid),
+            Values::U32(v) => pads_are_zero(v, is_valid),
             Values::I32(v) => pads_are_zero(v, is_valid),
             Values::U64(v) => pads_are_zero(v, is_valid),
             Values::F32(v) => pads_are_zero(v, is_valid),
@@ -333,6 +325,7 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
             compare_rel_l2(&widen(got), &widen(want), after_rounding_to_bf16(max))
         }
         (_, Values::U8(got), Values::U8(want)) => compare_bits(got, want),
+        (_, Values::U32(got), Values::U32(want)) => compare_bits(got, want),
         (_, Values::I32(got), Values::I32(want)) => compare_bits(got, want),
         (_, Values::U64(got), Values::U64(want)) => compare_bits(got, want),
         (_, Values::F32(got), Values::F32(want)) => compare_bits(got, want),

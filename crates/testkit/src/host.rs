@@ -2,17 +2,11 @@
 //! compared without trusting any backend's `quantize`.
 
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Codec, Format, Scale, ScaleLayout, ScaleRule, Stream};
-use nibble_core::{Backend, BlockScaled, DType, Result, Scales, Tensor};
-
-/// The scales of a [`HostBlock`].
-#[derive(Debug, Clone, PartialEq)]
-pub enum HostScales {
-    /// One E8M0 byte a block.
-    E8m0(Vec<u8>),
-    /// One F32 a block.
-    F32(Vec<f32>),
-}
+use nibble_core::formats::{
+    BlockAxis, Codec, Format, ScaleKind, ScaleLayout, ScalePlane, ScalePlaneMut, ScaleRule, Stream,
+    pack_codes,
+};
+use nibble_core::{Backend, BlockScaled, DType, Result, Tensor};
 
 /// A [`BlockScaled`] tensor on the host.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,8 +25,10 @@ pub struct HostBlock {
     pub stack: usize,
     /// Packed codes.
     pub codes: Vec<u8>,
-    /// Row-major scales.
-    pub scales: HostScales,
+    /// Row-major records of scales.
+    pub scales: Vec<u8>,
+    /// The tensor's scale of each row, where the format has one.
+    pub tensor_scale: Option<Vec<f32>>,
 }
 
 impl HostBlock {
@@ -51,6 +47,10 @@ impl HostBlock {
         assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
         let block = codec.format().spec().block;
         // Blocks are `block` wide along the contiguous axis; tiles are as high, others one row high.
+        let codec = match codec.scale_kind().has_tensor_scale() {
+            true => codec.for_tensor(codec.tensor_amax(x.iter().copied())),
+            false => codec,
+        };
         let (x, lines, width) = match axis {
             BlockAxis::Col => (transposed(x, rows, cols), cols, rows),
             BlockAxis::Row | BlockAxis::Tile => (x.to_vec(), rows, cols),
@@ -62,10 +62,12 @@ impl HostBlock {
         for matrix in 0..stack {
             for top in (0..lines_each).step_by(height) {
                 let lines = matrix * lines_each + top..matrix * lines_each + lines_each.min(top + height);
-                for left in (0..width).step_by(block) {
+                for left in (0..width).step_by(block.min(width)) {
                     let at: Vec<usize> = lines
                         .clone()
-                        .flat_map(|l| (left..width.min(left + block)).map(move |c| l * width + c))
+                        .flat_map(|l| {
+                            (left..width.min(left.saturating_add(block))).map(move |c| l * width + c)
+                        })
                         .collect();
                     let values: Vec<f32> = at.iter().map(|&i| x[i]).collect();
                     let mut block_codes = vec![0; at.len()];
@@ -77,17 +79,23 @@ impl HostBlock {
                 }
             }
         }
-        let scales = if codec.rule() == ScaleRule::Amax {
-            HostScales::F32(scales.into_iter().map(Scale::decode).collect())
-        } else {
-            let byte = |s| match s {
-                Scale::E8M0(byte) => byte,
-                Scale::F32(_) => unreachable!("only the rule amax makes F32 scales"),
-            };
-            HostScales::E8m0(scales.into_iter().map(byte).collect())
-        };
-        let codes = packed(codec.format(), &codes, width);
-        Self { format: codec.format(), axis, rule: codec.rule(), rows, cols, stack, codes, scales }
+        let kind = codec.scale_kind();
+        let mut records = vec![0; scales.len() * kind.bytes()];
+        let mut plane = ScalePlaneMut { kind, bytes: &mut records };
+        scales.into_iter().enumerate().for_each(|(i, scale)| plane.set(i, scale));
+        let tensor_scale = kind.has_tensor_scale().then(|| vec![codec.tensor_scale(); rows]);
+        let (codes, scales) = (packed(codec.format(), &codes, width), records);
+        Self {
+            format: codec.format(),
+            axis,
+            rule: codec.rule(),
+            rows,
+            cols,
+            stack,
+            codes,
+            scales,
+            tensor_scale,
+        }
     }
 
     /// Any code under any scale: what conversions must survive. Scale bytes of a line lie around one exponent and spread
@@ -121,14 +129,14 @@ impl HostBlock {
                 }
             }
         }
-        let scales = HostScales::E8m0(scales);
-        Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales }
+        Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales, tensor_scale: None }
     }
 
     /// The same values with F32 scales, which here are powers of two.
     pub fn with_f32_scales(mut self) -> Self {
-        if let HostScales::E8m0(bytes) = &self.scales {
-            self.scales = HostScales::F32(bytes.iter().map(|&b| Scale::E8M0(b).decode()).collect());
+        let powers = ScalePlane { kind: self.format.scale_kind(self.rule), bytes: &self.scales };
+        if powers.kind == ScaleKind::E8M0 {
+            self.scales = (0..powers.len()).flat_map(|i| powers.value(i).to_le_bytes()).collect();
             self.rule = ScaleRule::Amax;
         }
         self
@@ -142,9 +150,9 @@ impl HostBlock {
         assert_eq!(self.axis, BlockAxis::Row, "rows of a column plane are not contiguous");
         let poison = |valid: &bool| !valid;
         fill_lines(&mut self.codes, is_valid, poison, 0xFF);
-        match &mut self.scales {
-            HostScales::E8m0(s) => fill_lines(s, is_valid, poison, 0xFF),
-            HostScales::F32(s) => fill_lines(s, is_valid, poison, f32::NAN),
+        fill_lines(&mut self.scales, is_valid, poison, 0xFF);
+        if let Some(scales) = &mut self.tensor_scale {
+            fill_lines(scales, is_valid, poison, f32::NAN);
         }
     }
 
@@ -161,10 +169,8 @@ impl HostBlock {
             cols: self.cols,
             stack: self.stack,
             codes: b.upload(&self.codes)?,
-            scales: match &self.scales {
-                HostScales::E8m0(s) => Scales::E8m0(b.upload(s)?),
-                HostScales::F32(s) => Scales::F32(b.upload(s)?),
-            },
+            scales: b.upload(&self.scales)?,
+            tensor_scale: self.tensor_scale.as_ref().map(|s| b.upload(s)).transpose()?,
             scale_layout: ScaleLayout::RowMajor,
             shared_cols: 1,
         })
@@ -202,11 +208,12 @@ pub(crate) fn plain<B: Backend>(
 }
 
 fn packed(format: Format, codes: &[u8], width: usize) -> Vec<u8> {
-    if format.spec().code_bits == 8 || width == 0 {
-        return codes.to_vec();
-    }
-    let pair = |pair: &[u8]| pair[0] | pair.get(1).map_or(0, |high| high << 4);
-    codes.chunks(width).flat_map(|line| line.chunks(2).map(pair).collect::<Vec<u8>>()).collect()
+    let pack = |line: &[u8]| {
+        let mut packed = vec![0; format.row_code_bytes(width)];
+        pack_codes(format.spec().code_bits, line, &mut packed).expect("of that length");
+        packed
+    };
+    codes.chunks(width.max(1)).flat_map(pack).collect()
 }
 
 fn transposed(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
@@ -225,8 +232,7 @@ mod tests {
             let codec = Codec::new(format, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
             let x = Input::Normal.values(&stream("host"), rows * cols);
             let q = HostBlock::quantize(codec, axis, &x, rows, cols, stack);
-            let HostScales::E8m0(scales) = &q.scales else { panic!("{:?}", q.scales) };
-            (q.codes.len(), scales.len())
+            (q.codes.len(), q.scales.len())
         };
         use BlockAxis::{Col, Row, Tile};
         assert_eq!(lengths(Format::E4m3, Row, 130, 200, 1), (26_000, 260));
@@ -245,7 +251,7 @@ mod tests {
         let mut x = vec![0.0; 64];
         (x[0], x[1], x[32]) = (6.0, -1.0, 24.0);
         let q = HostBlock::quantize(codec, BlockAxis::Row, &x, 2, 32, 1);
-        assert_eq!(q.scales, HostScales::E8m0(vec![127, 129]));
+        assert_eq!(q.scales, vec![127, 129]);
         assert_eq!((q.codes[0], q.codes[16], q.codes.len()), (0xA7, 0x07, 32));
         let turned = HostBlock::quantize(codec, BlockAxis::Col, &transposed(&x, 2, 32), 32, 2, 1);
         assert_eq!((turned.codes, turned.scales), (q.codes, q.scales));
@@ -254,9 +260,8 @@ mod tests {
     #[test]
     fn random_scales_reach_both_ends_and_nan_blocks_hold_zeros() {
         let q = HostBlock::random(Format::Mxfp4, BlockAxis::Row, 64, 640, &stream("random"));
-        let HostScales::E8m0(scales) = &q.scales else { panic!("{:?}", q.scales) };
-        assert!(scales.contains(&0) && scales.contains(&0xFF));
-        for (codes, scale) in q.codes.chunks(16).zip(scales) {
+        assert!(q.scales.contains(&0) && q.scales.contains(&0xFF));
+        for (codes, scale) in q.codes.chunks(16).zip(&q.scales) {
             assert_eq!(*scale == 0xFF, codes.iter().all(|c| *c == 0), "of 16 random bytes one is not 0");
         }
     }
@@ -268,9 +273,7 @@ mod tests {
         q.poison_pads(&[true, false, true]);
         assert_eq!((&q.codes[..130], &q.codes[260..]), (&clean.codes[..130], &clean.codes[260..]));
         assert!(q.codes[130..260].iter().all(|c| *c == 0xFF));
-        let (HostScales::E8m0(got), HostScales::E8m0(want)) = (&q.scales, &clean.scales) else {
-            unreachable!()
-        };
+        let (got, want) = (&q.scales, &clean.scales);
         assert_eq!(got[..], [want[0], want[1], 0xFF, 0xFF, want[4], want[5]]);
     }
 }

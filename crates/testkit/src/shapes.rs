@@ -30,8 +30,11 @@ impl MoeShape {
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
     pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
+    /// Many small experts: no model's, the layer that published figures of grouped products are for.
+    pub const EXPERTS_128: MoeShape =
+        MoeShape { name: "128-experts", d: 4096, f: 1024, experts: 128, top_k: 8 };
 
-    /// All of them.
+    /// Those of models.
     pub const ALL: [MoeShape; 4] = [Self::DEEPSEEK_V3, Self::DEEPSEEK_V2, Self::QWEN3_30B, Self::SCOUT];
 
     /// Widths divided by `divisor` and rounded up to MX blocks of 32; at most `max_experts` experts.

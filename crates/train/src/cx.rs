@@ -6,7 +6,7 @@ use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random, Transcode,
 };
-use nibble_core::recipe::{By, Kind, Precision, Section};
+use nibble_core::recipe::{By, LayerKind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
@@ -102,7 +102,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
     }
 
     /// The precisions of a layer now.
-    pub fn section(&self, kind: Kind, layer: &str) -> Section {
+    pub fn section(&self, kind: LayerKind, layer: &str) -> Section {
         self.recipe.section(kind, layer, self.progress)
     }
 

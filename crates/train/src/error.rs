@@ -1,5 +1,6 @@
 //! The one error type of this crate: what went wrong, where, and whether the user can put it right.
 
+use crate::config::Config;
 use std::path::{Path, PathBuf};
 
 /// Result of this crate's functions.
@@ -48,27 +49,32 @@ pub enum Error {
         /// What the system said.
         source: std::io::Error,
     },
-    /// A step that the device has no room for.
+    /// Something that the device has no room for.
     #[error(
-        "step {step}: {source}\nLess memory: a smaller train.batch_size, with train.grad_accum larger for as many tokens; \
+        "{when}: {source}\n{sizes}Less memory: a smaller train.batch_size, with train.grad_accum larger for as many tokens; \
          more scopes in train.recompute; train.grad_dtype=bf16, train.moment_dtype=bf16; a shorter data.seq_len"
     )]
     OutOfMemory {
-        /// The step under way, counted from 0 as for [`nibble_core::Error::NonFinite`].
-        step: u64,
+        /// What was done: `step 3`, counted from 0 as for [`nibble_core::Error::NonFinite`], or `making the model`.
+        when: String,
+        /// Which sizes of the configuration need the most, a sentence and a space; empty where that is not known.
+        sizes: String,
         /// Where, and how many bytes were asked for.
-        source: nibble_core::Error,
+        source: Box<nibble_core::Error>,
     },
-    /// A step whose loss or gradients are no numbers.
+    /// A step whose loss or gradients are no numbers, or a held-out loss that is none.
     #[error(
-        "{source}\nMost likely the run diverges. What helps: a smaller train.lr (now {lr}), more train.warmup_steps (now {warmup_steps}), a \
-         smaller train.clip_norm. No weight has changed since the step before, and checkpoints are of earlier steps"
+        "{source}\nMost likely the run diverges. What helps: a smaller train.lr (now {lr:?}), more train.warmup_steps (now {warmup_steps}), a \
+         smaller train.clip_norm. {}",
+        what_is_left(*held_out)
     )]
     Diverged {
         /// The largest learning rate of the run.
         lr: f64,
         /// Steps of its warm-up.
         warmup_steps: u64,
+        /// Whether it is the held-out loss.
+        held_out: bool,
         /// Where.
         source: nibble_core::Error,
     },
@@ -106,10 +112,23 @@ impl Error {
         }
     }
 
-    /// Says in which step, of an error that does not say it itself.
-    pub(crate) fn in_step(self, step: u64) -> Self {
+    /// Says when the device had no room, and which sizes need it; of other errors nothing.
+    pub(crate) fn without_room(self, when: impl Into<String>, sizes: impl FnOnce() -> String) -> Self {
         match self {
-            Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => Self::OutOfMemory { step, source },
+            Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => {
+                Self::OutOfMemory { when: when.into(), sizes: sizes(), source: Box::new(source) }
+            }
+            other => other,
+        }
+    }
+
+    /// What to do about numbers that are none, of a step or of a held-out loss.
+    pub(crate) fn of_divergence(self, config: &Config, held_out: bool) -> Self {
+        match self {
+            Self::Core(source @ nibble_core::Error::NonFinite { .. }) => {
+                let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
+                Self::Diverged { lr, warmup_steps, held_out, source }
+            }
             other => other,
         }
     }
@@ -132,6 +151,16 @@ impl Error {
     /// For `map_err`: attaches the path that the operation was about.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
         move |source| Self::Io { path: path.to_path_buf(), source }
+    }
+}
+
+/// What a run that diverges has on the disk.
+fn what_is_left(held_out: bool) -> &'static str {
+    match held_out {
+        false => "No weight has changed since the step before, and checkpoints are of earlier steps",
+        true => {
+            "A checkpoint of this step holds the weights that give this loss; earlier ones are what they were"
+        }
     }
 }
 
@@ -182,14 +211,23 @@ mod tests {
     fn a_step_without_room_says_which_where_and_what_helps() {
         let place = "arena `activations`".to_owned();
         let core = nibble_core::Error::OutOfMemory { place, bytes: 77, why: "3 are free".into() };
-        let error = Error::from(core).in_step(12);
+        let sizes = || "Most of it: the experts. ".to_owned();
+        let error = Error::from(core).without_room("step 12", sizes);
         let text = error.to_string();
-        for part in ["step 12", "arena `activations`", "77 bytes", "3 are free", "train.recompute"] {
+        for part in [
+            "step 12",
+            "arena `activations`",
+            "77 bytes",
+            "3 are free",
+            "experts. Less memory",
+            "train.recompute",
+        ] {
             assert!(text.contains(part), "{part}: {text}");
         }
         assert!(!error.is_user_error());
         let other = Error::config("train.steps", "is 0");
-        assert_eq!(other.to_string(), Error::config("train.steps", "is 0").in_step(12).to_string());
+        let same = Error::config("train.steps", "is 0").without_room("step 12", sizes);
+        assert_eq!(other.to_string(), same.to_string());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::moe::{Moe, MoeShape};
 use crate::param::{Param, Placement};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{Cast, InitNormal};
-use nibble_core::recipe::{Kind, Layer as Name, Pass};
+use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
 use nibble_core::{DType, Kernels, Recipe, Result, SoloComm, Tensor};
 
 /// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
@@ -41,7 +41,7 @@ impl OneLayer<'_> {
         let (x, dy) = (values(&cx, "x")?, values(&cx, "dy")?);
         let mut begin = |pass, tensor, x: &Tensor<B>| begin(pass, tensor, buffer_id(x));
         match layer.kind {
-            Kind::Linear if layer.gated => {
+            LayerKind::Linear if layer.gated => {
                 let of = name.trim_end_matches(".gate_up_proj");
                 let mut mlp = Mlp::new(b, 0, of, (WIDTH, WIDTH), 0.1, 0.1, cx.activations())?;
                 mlp.prepare(&cx)?;
@@ -50,7 +50,7 @@ impl OneLayer<'_> {
                 begin(Pass::Backward, "dy", &dy);
                 mlp.backward(&cx, saved, dy).map(drop)
             }
-            Kind::Linear => {
+            LayerKind::Linear => {
                 let weight = param(name, WIDTH)?;
                 let mut linear =
                     Linear { weight, name: name.to_owned(), out: cx.activations(), kind: layer.kind };
@@ -60,7 +60,7 @@ impl OneLayer<'_> {
                 begin(Pass::Backward, "dy", &dy);
                 linear.backward(&cx, saved, dy).map(drop)
             }
-            Kind::Expert => {
+            LayerKind::Expert => {
                 let (d_model, ffn, experts, top_k) = (WIDTH, WIDTH, 4, 2);
                 let shape =
                     MoeShape { d_model, ffn, experts, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
@@ -71,7 +71,7 @@ impl OneLayer<'_> {
                 begin(Pass::Backward, "dy", &dy);
                 moe.backward(&cx, saved, &x, &dy).map(drop)
             }
-            Kind::Head => {
+            LayerKind::Head => {
                 let weight = param(name, WIDTH)?;
                 let mut head = Linear { weight, name: name.to_owned(), out: DType::F32, kind: layer.kind };
                 head.prepare(&cx)?;
@@ -80,7 +80,7 @@ impl OneLayer<'_> {
                 let input = HeadInput { x_td: &x, targets: &targets, shards: 2 };
                 head.losses_and_gradients(&cx, &input, 1.0).map(drop)
             }
-            Kind::Router => Ok(()),
+            LayerKind::Router => Ok(()),
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::cx::Cx;
 use crate::param::{Moments, Optimized, Param, Placement};
 use crate::record::Layout;
 use nibble_core::formats::double::power;
-use nibble_core::ops::{AdamW, Control, EndStep, REPORT_HEAD, SumSquares};
+use nibble_core::ops::{AdamW, AdamWTensor, Control, EndStep, REPORT_HEAD, Squared, SumSquares};
 use nibble_core::{Error, Kernels, Result};
 
 /// The scalars of a step that the host decides: learning rate and bias corrections.
@@ -71,31 +71,32 @@ pub fn step<B: Kernels>(
     table: &B::Buf<f64>,
     layout: &Layout,
 ) -> Result<()> {
-    let mut at = 0;
     for param in &mut params {
         param.reduce_gradient(cx)?;
-        let parts = param.stack();
-        SumSquares { x: param.optimized()?.grad, parts, into: &mut state.squares, at }.run(cx.b)?;
-        at += parts;
     }
+    let mut at = 0;
+    let tensors = params.iter_mut().map(|param| {
+        let (first, parts) = (at, param.stack());
+        at += parts;
+        Ok(Squared { x: param.optimized()?.grad, parts, at: first })
+    });
+    let tensors = tensors.collect::<Result<_>>()?;
+    SumSquares { tensors, into: &mut state.squares }.run(cx.b)?;
     end(cx, config, state, table, layout)?;
-    for param in params {
+    let tensors = params.iter_mut().map(|param| {
         let weight_decay = if param.decays { config.weight_decay as f32 } else { 0.0 };
         let Optimized { master, grad, moments: Moments { exp_avg, exp_avg_sq } } = param.optimized()?;
-        AdamW {
-            param: master,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            control: &state.control,
-            beta1: config.beta1 as f32,
-            beta2: config.beta2 as f32,
-            eps: config.eps as f32,
-            weight_decay,
-        }
-        .run(cx.b)?;
-        param.clear_gradient();
+        Ok(AdamWTensor { param: master, grad, exp_avg, exp_avg_sq, weight_decay })
+    });
+    AdamW {
+        tensors: tensors.collect::<Result<_>>()?,
+        control: &state.control,
+        beta1: config.beta1 as f32,
+        beta2: config.beta2 as f32,
+        eps: config.eps as f32,
     }
+    .run(cx.b)?;
+    params.into_iter().for_each(Param::clear_gradient);
     Ok(())
 }
 

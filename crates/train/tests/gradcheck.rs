@@ -16,7 +16,7 @@
 mod rig;
 
 use nibble_core::ops::Add;
-use nibble_core::recipe::Kind;
+use nibble_core::recipe::LayerKind;
 use nibble_core::{DType, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::ModelConfig;
@@ -150,7 +150,7 @@ fn f32_recipe() -> Recipe {
 
 fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
     let weight = Param::normal(cpu, 1, "linear.weight", (n, k), 0.3, Placement::Replicated, 0).unwrap();
-    Linear { weight, name: "linear".into(), out: DType::F32, kind: Kind::Linear }
+    Linear { weight, name: "linear".into(), out: DType::F32, kind: LayerKind::Linear }
 }
 
 /// Norm weights that are not all ones.

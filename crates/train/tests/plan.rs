@@ -1,10 +1,11 @@
 //! What is predicted is what a run takes: by the allocator, arena by arena, after steps and an evaluation.
 
-use nibble_core::{DeviceKind, Recipe, SoloComm};
+use nibble_core::{DeviceKind, Recipe, Room, SoloComm};
 use nibble_cpu::{Cpu, ThreadComm};
+use nibble_dry::Dry;
 use nibble_train::Error;
 use nibble_train::config::Config;
-use nibble_train::plan::{Prediction, predict, require_bytes, require_room};
+use nibble_train::plan::{Prediction, predict, require_room};
 use nibble_train::trainer::{RunMemory, Trainer, checked_recipe};
 
 fn config(changes: &[&str]) -> Config {
@@ -185,10 +186,18 @@ fn hundreds_of_billions_of_parameters_are_counted_and_not_made() {
     }
 }
 
+/// A GPU of so many bytes, of which others hold some.
+fn gpu(total_bytes: usize, others_bytes: usize) -> Dry {
+    Dry::with_room(DeviceKind::Gpu, Room { total_bytes, others_bytes })
+}
+
 /// The refusal on a device of so many bytes.
 fn refused(config: &Config, there: usize) -> (Vec<String>, String) {
-    let recipe = checked_recipe(config).unwrap();
-    match require_bytes(DeviceKind::Gpu, config.run.ranks, config, &recipe, ("a small GPU", there)) {
+    refused_by(&gpu(there, 0), config)
+}
+
+fn refused_by(device: &Dry, config: &Config) -> (Vec<String>, String) {
+    match require_room(device, config.run.ranks, config, &checked_recipe(config).unwrap()) {
         Err(Error::Memory { settings, why, .. }) => (settings, why),
         other => panic!("{other:?}"),
     }
@@ -212,14 +221,14 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
     };
     let all = bytes(&[]);
     let recipe = Recipe::builtin("bf16").unwrap();
-    assert!(require_bytes(DeviceKind::Gpu, 1, &config, &recipe, ("a GPU", all)).is_ok());
+    assert!(require_room(&gpu(all, 0), 1, &config, &recipe).is_ok());
     let moments = bytes(&["train.moment_dtype=bf16"]);
     let (settings, why) = refused(&config, moments);
     println!("{why}");
     assert_eq!(settings, ["train.moment_dtype=bf16"], "{why}");
     for part in [
         "GiB",
-        "a small GPU",
+        "a GPU by its shapes alone has",
         "weights",
         "gradients",
         "moments",
@@ -228,6 +237,12 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
     ] {
         assert!(why.contains(part), "{part}: {why}");
     }
+    // What others hold of a larger device is not to be had, and who holds it is told.
+    assert!(require_room(&gpu(all + (3 << 30), 3 << 30), 1, &config, &recipe).is_ok());
+    let (settings, why) = refused_by(&gpu(moments + (3 << 30), 3 << 30), &config);
+    println!("{why}");
+    assert_eq!(settings, ["train.moment_dtype=bf16"], "{why}");
+    assert!(why.contains("GiB for it: 3.0 GiB of its") && why.contains("in use by other processes"), "{why}");
     // Two where one does not do.
     let (settings, why) = refused(&config, bytes(&["train.moment_dtype=bf16", "train.grad_dtype=bf16"]));
     println!("{why}");
@@ -236,6 +251,74 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
     let (settings, why) = refused(&config, 1 << 30);
     println!("{why}");
     assert!(settings.is_empty() && why.contains("no setting makes it fit: the least is"), "{why}");
+}
+
+/// What a refusal says of the sizes that need the memory.
+fn most_of_it(changes: &[&str]) -> Vec<String> {
+    let (_, why) = refused(&config(changes), 1 << 20);
+    println!("{why}");
+    let (_, most) = why.split_once("most of it: ").unwrap();
+    most.split("); ").map(str::to_owned).collect()
+}
+
+#[test]
+fn a_refusal_says_which_sizes_need_the_memory() {
+    for (changes, first, keys) in [
+        (
+            &["model.experts=512", "model.expert_ffn=512"][..],
+            "the experts",
+            &["model.experts = 512", "model.expert_ffn = 512", "model.layers = 2"][..],
+        ),
+        (
+            &["model.vocab_size=1000000"],
+            "copies of weights",
+            &["model.vocab_size = 1000000", "model.d_model = 64"],
+        ),
+        (&["model.shared_ffn=65536"], "what the shared experts keep", &["model.shared_ffn = 65536"]),
+        (
+            &["model.head_dim=4096", "train.batch_size=4", "data.seq_len=32"],
+            "attention",
+            &["model.head_dim = 4096", "model.heads = 4"],
+        ),
+        (
+            &["train.batch_size=1024", "model.head_dim=256"],
+            "what attention keeps",
+            &["train.batch_size = 1024", "data.seq_len = 128"],
+        ),
+        (
+            &["train.batch_size=1024", "model.top_k=8"],
+            "what the experts keep",
+            &["train.batch_size = 1024", "model.top_k = 8"],
+        ),
+        // Beyond what is counted to the end.
+        (
+            &["model.layers=4096", "model.d_model=1048576", "model.expert_ffn=1024"],
+            "the experts, with gradients and moments,",
+            &["model.layers = 4096", "model.d_model = 1048576"],
+        ),
+        (
+            &[
+                "model.layers=4096",
+                "model.d_model=16384",
+                "train.batch_size=1024",
+                "data.seq_len=16384",
+                "train.shards=1",
+            ],
+            "activations, about",
+            &["train.batch_size = 1024", "data.seq_len = 16384"],
+        ),
+    ] {
+        let most = most_of_it(&[&["recipe=bf16", "train.recompute=[]"], changes].concat());
+        assert!(most[0].starts_with(first), "{changes:?}: {most:?}");
+        keys.iter().for_each(|key| assert!(most[0].contains(key), "{key}: {most:?}"));
+    }
+}
+
+#[test]
+fn the_sizes_told_are_those_counted() {
+    let most = most_of_it(&["recipe=bf16", "model.experts=512", "model.expert_ffn=1024", "run.ranks=2"]);
+    // 2 layers · 512 experts · 3 · 64 · 1024, in F32 four times; two ranks divide them.
+    assert!(most[0].starts_with("the experts, with gradients and moments, 1.5 GiB"), "{most:?}");
 }
 
 #[test]
@@ -286,7 +369,9 @@ fn absurd_sizes_are_errors() {
     assert!(text(&["train.batch_size=400000", "train.shards=1"]).contains("train.batch_size"));
     assert!(text(&["model.d_model=4611686018427387904"]).contains("2^48 parameters"));
     assert!(text(&["model.vocab_size=9223372036854775807"]).contains("model.vocab_size"));
-    assert!(text(&["model.heads=9223372036854775806", "model.kv_heads=1"]).contains("2^48 parameters"));
+    let heads = text(&["model.heads=9223372036854775806", "model.kv_heads=1"]);
+    assert!(heads.contains("2^48 parameters; most of them are of attention: model.layers = 2"), "{heads}");
+    assert!(heads.contains("model.heads = 9223372036854775806"), "{heads}");
     assert!(
         text(&["data.seq_len=1048576", "train.batch_size=16", "train.shards=1", "model.head_dim=1048576"])
             .contains("GiB")

@@ -21,7 +21,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
 };
-use nibble_core::recipe::{By, Kind, Precision, Section, Site};
+use nibble_core::recipe::{By, LayerKind, Precision, Section, Site};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::Cx;
@@ -228,7 +228,7 @@ fn dense_linear_layer() {
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
         let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
-        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, kind: Kind::Linear };
+        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, kind: LayerKind::Linear };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));
@@ -389,7 +389,7 @@ fn experts() {
     for name in RECIPES {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
-        let section = cx.section(Kind::Expert, "moe.experts");
+        let section = cx.section(LayerKind::Expert, "moe.experts");
         let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
         let (_, saved) = moe.experts.forward(&cx, &section, x_rd, &plan).unwrap();
         let kept_x = saved.x.clone().unwrap();
@@ -448,7 +448,7 @@ fn whole_mixture_of_experts() {
     for name in RECIPES {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
-        let section = cx.section(Kind::Expert, "moe.experts");
+        let section = cx.section(LayerKind::Expert, "moe.experts");
         let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
         let mut experts = moe.experts.clone();
         let mut forgetful = Moe { remake_x: true, ..moe.clone() };

@@ -1,11 +1,15 @@
 //! Every key of a recipe does what it says: changed, it changes weights within three steps, on one rank and on two alike; and
-//! it changes them where it says so.
+//! it changes them where it says so. Under every recipe, each field of each key by itself either decides or is refused.
 
 mod rig;
 
+use nibble_core::Recipe;
+use nibble_core::recipe::{By, LayerKind, Precision};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
-use rig::{Outcome, recipes, small, train, with_recipe};
+use nibble_train::trainer::Trainer;
+use rig::{Outcome, SOLO, recipes, small, state, train, with_recipe};
+use std::collections::BTreeSet;
 
 fn run(config: &Config, ranks: usize) -> Outcome {
     train(config, ranks, 3, || Cpu::new(1).unwrap())
@@ -146,4 +150,94 @@ fn wgrad_is_in_bf16_under_every_recipe_that_is_asked_to() {
         assert_decides(recipe, "[[override]]\nproducts = \"wgrad\"\nset.recipe = \"bf16\"");
         assert_decides(recipe, "[[override]]\nproducts = [\"wgrad\", \"saved\"]\nset.recipe = \"bf16\"");
     }
+}
+
+/// What a key may be changed to: each format, and each field of a block format by itself.
+const CHANGES: [&str; 14] = [
+    "\"f32\" }",
+    "\"bf16\" }",
+    "\"e4m3\", scale = \"rceil\" }",
+    "\"e4m3\", scale = \"floor\" }",
+    "\"e4m3\", scale = \"amax\" }",
+    "\"mxfp4\", scale = \"rceil\" }",
+    "\"mxfp4\", scale = \"floor\" }",
+    "\"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
+    "\"e4m3\", scale = \"amax\", round = \"stochastic\" }",
+    "\"e4m3\", scale = \"rceil\", by = \"requantize\" }",
+    "\"e4m3\", scale = \"amax\", by = \"requantize\" }",
+    "\"e4m3\", scale = \"rceil\", axis = \"col\" }",
+    "\"e4m3\", scale = \"amax\", axis = \"col\" }",
+    "\"e4m3\", scale = \"rceil\", rht = 32 }",
+];
+
+/// Runs to see a change by: the smallest that has every layer and whole blocks, after one step and after three; and one of four times the
+/// blocks and a large vocabulary, for what rounds a block in a hundred.
+const RUNS: [(&[&str], usize); 3] =
+    [(SMALLEST, 1), (SMALLEST, 3), (&["train.warmup_steps=0", "train.lr=0.04", "model.vocab_size=2048"], 3)];
+const SMALLEST: &[&str] = &["model.layers=1", "train.batch_size=1", "train.shards=1", "train.warmup_steps=0"];
+
+/// Weights and moments of such a run; and what it keeps, sends and converts, which may be a decision of its own for the same numbers.
+/// What is planned is what a backend sees (`recipe_plan.rs`).
+fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> (Vec<(String, Vec<u32>)>, String) {
+    let (cpu, config) = (Cpu::new(1).unwrap(), small("bf16", changes));
+    let mut trainer = Trainer::under(&cpu, &SOLO, &config, recipe.clone()).unwrap().with_data().unwrap();
+    (0..steps).for_each(|_| drop(trainer.train_step().unwrap()));
+    let plan = LayerKind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
+    (state(&cpu, &mut trainer), trainer.ledger().unwrap().0.table() + &format!("{plan:?}"))
+}
+
+/// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.
+fn is_same(a: &Recipe, b: &Recipe) -> bool {
+    LayerKind::ALL.into_iter().all(|kind| {
+        let decided = |recipe: &Recipe| {
+            let section = *recipe.of(kind);
+            let precisions = kind.sites().map(move |site| {
+                let origin = section.origin(kind, site).site().map(|site| section.at(site).format);
+                match origin {
+                    Some(origin) if origin.is_block() => *section.at(site),
+                    _ => Precision { by: By::Transcode, ..*section.at(site) },
+                }
+            });
+            (precisions.collect::<Vec<_>>(), section.kept_a().copied())
+        };
+        decided(a) == decided(b)
+    })
+}
+
+/// Every key of the kinds of layers under every recipe, changed in one field: refused, or in three steps other weights. What is kept for
+/// the backward pass, what is sent, and by which conversion something is made, may also be another way to the same numbers.
+#[test]
+fn every_key_under_every_recipe_decides_or_is_refused() {
+    let all = || LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
+    let mut decided = BTreeSet::new();
+    for name in recipes() {
+        let own = Recipe::builtin(name).unwrap();
+        let base = RUNS.map(|run| after(&own, run));
+        let mut ignored = Vec::new();
+        for (kind, site) in all() {
+            for change in CHANGES {
+                let key = format!("{}.{}", kind.name(), site.key());
+                let text = format!("extends = \"{name}\"\n{key} = {{ format = {change}");
+                let Ok(recipe) = Recipe::parse("changed", &text) else { continue };
+                if is_same(&recipe, &own) {
+                    continue;
+                }
+                let is_way = matches!(site.product(), "saved" | "dispatch") || change.contains("by =");
+                let differs = RUNS.into_iter().zip(&base).any(|(run, (weights, way))| {
+                    let (changed, now) = after(&recipe, run);
+                    changed != *weights || is_way && now != *way
+                });
+                match differs {
+                    true => drop(decided.insert(key)),
+                    false => ignored.push(text),
+                }
+            }
+        }
+        assert!(ignored.is_empty(), "decide nothing: {ignored:#?}");
+    }
+    let undecided: Vec<String> = all()
+        .map(|(kind, site)| format!("{}.{}", kind.name(), site.key()))
+        .filter(|key| !decided.contains(key))
+        .collect();
+    assert!(undecided.is_empty(), "refused whatever they say: {undecided:?}");
 }

@@ -5,7 +5,7 @@ mod rig;
 
 use nibble_core::Recipe;
 use nibble_core::formats::{Purpose, Stream};
-use nibble_core::recipe::{Change, Kind, Layer, Site};
+use nibble_core::recipe::{Change, Layer, LayerKind, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::one_layer::OneLayer;
@@ -14,10 +14,10 @@ use std::collections::BTreeMap;
 fn layers() -> [Layer; 4] {
     let named = |kind, name: &str| Layer { kind, name: name.into(), gated: name.ends_with("gate_up_proj") };
     [
-        named(Kind::Expert, "model.layers.0.mlp.experts"),
-        named(Kind::Linear, "model.layers.0.self_attn.o_proj"),
-        named(Kind::Linear, "model.layers.0.mlp.shared_expert.gate_up_proj"),
-        named(Kind::Head, "lm_head"),
+        named(LayerKind::Expert, "model.layers.0.mlp.experts"),
+        named(LayerKind::Linear, "model.layers.0.self_attn.o_proj"),
+        named(LayerKind::Linear, "model.layers.0.mlp.shared_expert.gate_up_proj"),
+        named(LayerKind::Head, "lm_head"),
     ]
 }
 
@@ -95,7 +95,7 @@ impl Dice {
         let base =
             self.of(&["bf16", "fp8-block", "fp8-deepseek", "fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"]);
         let mut text = format!("extends = \"{base}\"\n");
-        for kind in [Kind::Linear, Kind::Expert, Kind::Head] {
+        for kind in [LayerKind::Linear, LayerKind::Expert, LayerKind::Head] {
             text += &format!("[{}]\n", kind.name());
             let sites: Vec<Site> = kind.sites().collect();
             let mut changed: BTreeMap<&str, String> = (0..self.below(4))
@@ -112,7 +112,7 @@ impl Dice {
             for (key, precision) in changed {
                 text += &format!("{key} = {precision}\n");
             }
-            if kind != Kind::Head && self.below(6) == 0 {
+            if kind != LayerKind::Head && self.below(6) == 0 {
                 text = transformed(kind, base);
                 break;
             }
@@ -122,11 +122,11 @@ impl Dice {
 }
 
 /// Both operands of wgrad transformed along the tokens.
-fn transformed(kind: Kind, base: &str) -> String {
+fn transformed(kind: LayerKind, base: &str) -> String {
     let scale = if base == "fp8-block" { "amax" } else { "rceil" };
     let form = |more: &str| format!("{{ format = \"e4m3\", scale = \"{scale}\", rht = 64{more} }}");
     let again = if base == "fp8-block" { "" } else { ", by = \"requantize\"" };
-    let of_dy = if kind == Kind::Linear { "" } else { again };
+    let of_dy = if kind == LayerKind::Linear { "" } else { again };
     let saved =
         if base == "fp8-block" { format!("saved.x = {}", form(", axis = \"col\"")) } else { String::new() };
     format!(

@@ -7,10 +7,20 @@ use crate::kernels::report::shortened;
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::{Recipe, Result as CoreResult};
+use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
 /// Hidden × intermediate: DeepSeek-V3, -V2, the 128-expert layer, Qwen3-30B.
-const WIDTHS: [(usize, usize); 4] = [(7168, 2048), (5120, 1536), (4096, 1024), (2048, 768)];
+const WIDTHS: [(usize, usize); 4] = [
+    widths(MoeShape::DEEPSEEK_V3),
+    widths(MoeShape::DEEPSEEK_V2),
+    widths(MoeShape::EXPERTS_128),
+    widths(MoeShape::QWEN3_30B),
+];
+const fn widths(shape: MoeShape) -> (usize, usize) {
+    (shape.d, shape.f)
+}
+
 const ROWS_EACH: [usize; 6] = [32, 64, 128, 512, 2048, 4096];
 const EXPERTS: usize = 8;
 

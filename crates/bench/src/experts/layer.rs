@@ -3,7 +3,7 @@
 use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{Backend, DType, LayerKernels, Operand, Recipe, Result, SoloComm, Tensor};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
@@ -59,7 +59,7 @@ pub struct Kept {
 }
 
 /// The experts alone, or a whole layer.
-enum Parts<B: LayerKernels> {
+enum Timed<B: LayerKernels> {
     Experts {
         experts: Box<Experts<B>>,
         section: Box<Section>,
@@ -77,7 +77,7 @@ enum Parts<B: LayerKernels> {
 /// A layer under a recipe.
 pub struct Layer<'a, B: LayerKernels> {
     cx: Cx<'a, B>,
-    parts: Parts<B>,
+    timed: Timed<B>,
 }
 
 impl<'a, B: LayerKernels> Layer<'a, B> {
@@ -88,29 +88,29 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
-        let parts = if shape.top_k > 0 {
+        let timed = if shape.top_k > 0 {
             let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)? });
             moe.prepare(&cx)?;
-            Parts::Moe { moe, x: rows(1)?, dy: rows(2)? }
+            Timed::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {
             let mut experts = Box::new(Experts::new(&cx, EXPERTS, shape.moe(), 0.02, 0.02)?);
             experts.prepare(&cx)?;
-            let section = Box::new(cx.section(Kind::Expert, EXPERTS));
+            let section = Box::new(cx.section(LayerKind::Expert, EXPERTS));
             let exchange = Exchange::new(&cx, shape.experts, 1);
             let plan = exchange.plan(&uneven(b, shape)?, if section.has_blocks() { 128 } else { 1 })?;
             let sorted = |seed| exchange.dispatch(&plan, &Operand::Plain(rows(seed)?));
             let (x, dy) = (sorted(1)?, sorted(2)?);
-            Parts::Experts { experts, section, plan: Box::new(plan), x, dy }
+            Timed::Experts { experts, section, plan: Box::new(plan), x, dy }
         };
-        Ok(Self { cx, parts })
+        Ok(Self { cx, timed })
     }
 
     /// A forward and a backward pass, which overwrites the gradients.
     pub fn step(&mut self) -> Result<()> {
         self.cx.counted.borrow_mut().truncate(0);
         let cx = &self.cx;
-        match &mut self.parts {
-            Parts::Experts { experts, section, plan, x, dy } => {
+        match &mut self.timed {
+            Timed::Experts { experts, section, plan, x, dy } => {
                 experts.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
                 let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
                 let (y, saved) = experts.forward(cx, section, x, plan)?;
@@ -118,7 +118,7 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
                 let dy = arrived(cx, section, plan, dy, Site::DispatchBwd)?;
                 experts.backward(cx, section, saved, dy, plan).map(drop)
             }
-            Parts::Moe { moe, x, dy } => {
+            Timed::Moe { moe, x, dy } => {
                 moe.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
                 let (y, saved) = moe.forward(cx, x)?;
                 drop(y);
@@ -132,13 +132,13 @@ impl<'a, B: LayerKernels> Layer<'a, B> {
         let cx = &self.cx;
         cx.counted.borrow_mut().truncate(0);
         let before = cx.b.memory().live_bytes;
-        let (y, saved): (Tensor<B>, Box<dyn Saved>) = match &self.parts {
-            Parts::Experts { experts, section, plan, x, .. } => {
+        let (y, saved): (Tensor<B>, Box<dyn Saved>) = match &self.timed {
+            Timed::Experts { experts, section, plan, x, .. } => {
                 let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
                 let (y, saved) = experts.forward(cx, section, x, plan)?;
                 (y, Box::new(saved))
             }
-            Parts::Moe { moe, x, .. } => {
+            Timed::Moe { moe, x, .. } => {
                 let (y, saved) = moe.forward(cx, x)?;
                 saved.routed().occupancy.verify(cx.b)?;
                 (y, Box::new(saved))

@@ -2,8 +2,8 @@
 //! what each fused conversion saves, and at which sizes a recipe is faster than BF16.
 
 mod break_even;
+mod fusions;
 mod layer;
-mod parts;
 mod peers;
 mod report;
 
@@ -14,6 +14,7 @@ use nibble_command::say;
 use nibble_core::{Backend, Recipe, Result as CoreResult};
 use nibble_cuda::timing::Sustained;
 use nibble_cuda::{Cuda, OpTime};
+use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
 /// The recipes, the one that the others are compared with first.
@@ -23,19 +24,37 @@ const MXFP4: &str = "mxfp4-hopper";
 /// The same, with a whole layer's rows made again in the backward pass rather than kept.
 const REMADE: &str = "mxfp4-remade";
 
+const V3: MoeShape = MoeShape::DEEPSEEK_V3;
+const MANY: MoeShape = MoeShape::EXPERTS_128;
+const QWEN: MoeShape = MoeShape::QWEN3_30B;
+
 /// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
 pub const SHAPES: [Shape; 4] = [
-    Shape { name: "DeepSeek-V3, 8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: 7168, inner: 2048 },
+    Shape { name: "DeepSeek-V3, 8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: V3.d, inner: V3.f },
     Shape {
         name: "128 experts, sorted rows",
-        experts: 128,
+        experts: MANY.experts,
         top_k: 0,
         tokens: 262_144,
-        hidden: 4096,
-        inner: 1024,
+        hidden: MANY.d,
+        inner: MANY.f,
     },
-    Shape { name: "128 experts, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 4096, inner: 1024 },
-    Shape { name: "Qwen3-30B, top-8", experts: 128, top_k: 8, tokens: 32768, hidden: 2048, inner: 768 },
+    Shape {
+        name: "128 experts, top-8",
+        experts: MANY.experts,
+        top_k: MANY.top_k,
+        tokens: 32768,
+        hidden: MANY.d,
+        inner: MANY.f,
+    },
+    Shape {
+        name: "Qwen3-30B, top-8",
+        experts: QWEN.experts,
+        top_k: QWEN.top_k,
+        tokens: 32768,
+        hidden: QWEN.d,
+        inner: QWEN.f,
+    },
 ];
 
 /// Passes whose operations are timed one by one.
@@ -109,7 +128,7 @@ pub fn run(&Args { quick, ref only }: &Args) -> Result<Value> {
     }
     let mut figures = json!({ "machine": header, "layers": report::figures(&all), "peers": report::peers() });
     if only.is_empty() {
-        figures["parts"] = parts::run(&bench)?;
+        figures["parts"] = fusions::run(&bench)?;
         figures["break_even"] = break_even::run(&bench)?;
     }
     say!("");

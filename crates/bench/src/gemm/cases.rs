@@ -173,12 +173,17 @@ pub struct Section {
 /// Of all groups together, unless a product's name says otherwise.
 pub const ROWS: usize = 32768;
 /// DeepSeek-V3's gate and up projections, and its down projection.
-pub const UP: (usize, usize) = (4096, 7168);
-pub const DOWN: (usize, usize) = (7168, 2048);
+pub const UP: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[0];
+pub const DOWN: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[1];
 
 /// Gate and up projections of a model's experts, and their down projection.
-fn layers(shape: MoeShape) -> [(usize, usize); 2] {
+pub const fn layers(shape: MoeShape) -> [(usize, usize); 2] {
     [(2 * shape.f, shape.d), (shape.d, shape.f)]
+}
+
+/// The product that brings a gradient back through one of these sizes.
+pub const fn across((n, k): (usize, usize)) -> (usize, usize) {
+    (k, n)
 }
 
 /// One size in several formats; the library's first, as it stands beside the others.
@@ -215,8 +220,8 @@ fn rows() -> Vec<Product> {
     [
         each(Pass::Fprop, UP, load, ROWS, &[Bf16, Fp8, Fp8F32, Fp8Vector, Mxfp4Weights]),
         each(Pass::Fprop, DOWN, load, ROWS, &[Library, Bf16, Fp8, Fp8F32, Mxfp4Weights]),
-        each(Pass::Dgrad, (UP.1, UP.0), load, ROWS, &[Library, Bf16, Fp8]),
-        each(Pass::Dgrad, (DOWN.1, DOWN.0), load, ROWS, &[Library, Bf16, Fp8]),
+        each(Pass::Dgrad, across(UP), load, ROWS, &[Library, Bf16, Fp8]),
+        each(Pass::Dgrad, across(DOWN), load, ROWS, &[Library, Bf16, Fp8]),
     ]
     .concat()
 }
@@ -249,7 +254,7 @@ fn models() -> Vec<Product> {
 
 fn groups() -> Vec<Product> {
     let mut all = Vec::new();
-    let wide: [_; 2] = [(2048, 4096), (4096, 1024)];
+    let wide = layers(MoeShape::EXPERTS_128);
     for (groups, rows, sizes) in [(4, ROWS, [UP, DOWN]), (32, ROWS, [UP, DOWN]), (128, 262_144, wide)] {
         for pass in [Pass::Fprop, Pass::WgradAdding] {
             let fp8 = |size| each(pass, size, Load::Uneven(groups), rows, &[Operands::Fp8]);
@@ -266,7 +271,7 @@ fn loads() -> Vec<Product> {
         all.extend(fp8(Pass::Fprop, UP, load));
     }
     for pass in [Pass::Fprop, Pass::WgradAdding] {
-        all.extend(fp8(pass, (2048, 4096), Load::Zipf(256)));
+        all.extend(fp8(pass, layers(MoeShape::EXPERTS_128)[0], Load::Zipf(256)));
     }
     all
 }

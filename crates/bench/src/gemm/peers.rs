@@ -1,8 +1,9 @@
 //! What other projects' products reach, measured on [`MEASURED`](crate::peers::MEASURED) by the same rules; of two bursts
 //! the faster. Groups there are uneven multiples of 128 too.
 
-use super::cases::{DOWN, Load, Operands, Pass, Product, ROWS as M, UP};
+use super::cases::{DOWN, Load, Operands, Pass, Product, ROWS as M, UP, across, layers};
 use crate::peers::Who;
+use nibble_testkit::shapes::MoeShape;
 
 const DEEP_GEMM: Who = Who {
     name: "DeepGEMM",
@@ -64,6 +65,11 @@ const fn bf16(
     Row { is_fp8: false, ..fp8(TORCH, pass, (groups, rows), size, [sustained, burst]) }
 }
 
+const V2: [(usize, usize); 2] = layers(MoeShape::DEEPSEEK_V2);
+const QWEN: [(usize, usize); 2] = layers(MoeShape::QWEN3_30B);
+const SCOUT: [(usize, usize); 2] = layers(MoeShape::SCOUT);
+const MANY: [(usize, usize); 2] = layers(MoeShape::EXPERTS_128);
+
 use Pass::{Dgrad, Fprop, Wgrad, WgradAdding};
 
 const MEASURED: &[Row] = &[
@@ -80,12 +86,12 @@ const MEASURED: &[Row] = &[
     fp8(ROWWISE, Fprop, (8, M), UP, [1106.0, 1223.0]),
     fp8(DEEP_GEMM, Fprop, (8, M), DOWN, [1108.0, 1115.0]),
     fp8(ROWWISE, Fprop, (8, M), DOWN, [1065.0, 1101.0]),
-    fp8(DEEP_GEMM, Dgrad, (8, M), (7168, 4096), [1178.0, 1314.0]),
-    fp8(DEEP_GEMM, Dgrad, (8, M), (2048, 7168), [1137.0, 1210.0]),
+    fp8(DEEP_GEMM, Dgrad, (8, M), across(UP), [1178.0, 1314.0]),
+    fp8(DEEP_GEMM, Dgrad, (8, M), across(DOWN), [1137.0, 1210.0]),
     bf16(Fprop, (8, M), UP, [650.0, 738.0]),
     bf16(Fprop, (8, M), DOWN, [621.0, 687.0]),
-    bf16(Dgrad, (8, M), (7168, 4096), [631.0, 727.0]),
-    bf16(Dgrad, (8, M), (2048, 7168), [641.0, 769.0]),
+    bf16(Dgrad, (8, M), across(UP), [631.0, 727.0]),
+    bf16(Dgrad, (8, M), across(DOWN), [641.0, 769.0]),
     // Weight gradients.
     fp8(DEEP_GEMM, WgradAdding, (8, M), UP, [805.0, 824.0]),
     fp8(ROWWISE, Wgrad, (8, M), UP, [1150.0, 1223.0]),
@@ -103,22 +109,22 @@ const MEASURED: &[Row] = &[
     bf16(Wgrad, (8, 4096), UP, [0.0, 594.0]),
     bf16(Wgrad, (8, 4096), DOWN, [0.0, 549.0]),
     // DeepSeek-V2's experts, Qwen3-30B's and Scout's.
-    fp8(DEEP_GEMM, Fprop, (8, M), (3072, 5120), [0.0, 1268.0]),
-    fp8(DEEP_GEMM, Fprop, (8, M), (5120, 1536), [0.0, 1068.0]),
-    fp8(DEEP_GEMM, Fprop, (8, M), (1536, 2048), [0.0, 1104.0]),
-    fp8(DEEP_GEMM, Fprop, (8, M), (2048, 768), [0.0, 860.0]),
-    fp8(DEEP_GEMM, WgradAdding, (8, M), (3072, 5120), [0.0, 895.0]),
-    fp8(DEEP_GEMM, WgradAdding, (8, M), (5120, 1536), [0.0, 793.0]),
-    fp8(DEEP_GEMM, WgradAdding, (8, M), (1536, 2048), [0.0, 759.0]),
-    fp8(DEEP_GEMM, WgradAdding, (8, M), (2048, 768), [0.0, 634.0]),
-    bf16(Fprop, (8, M), (3072, 5120), [0.0, 768.0]),
-    bf16(Fprop, (8, M), (5120, 1536), [0.0, 671.0]),
-    bf16(Fprop, (8, M), (1536, 2048), [0.0, 678.0]),
-    bf16(Fprop, (8, M), (2048, 768), [0.0, 595.0]),
-    fp8(ROWWISE, Fprop, (8, M), (16384, 5120), [0.0, 1205.0]),
-    fp8(ROWWISE, Fprop, (8, M), (5120, 8192), [0.0, 1127.0]),
-    bf16(Fprop, (8, M), (16384, 5120), [0.0, 665.0]),
-    bf16(Fprop, (8, M), (5120, 8192), [0.0, 682.0]),
+    fp8(DEEP_GEMM, Fprop, (8, M), V2[0], [0.0, 1268.0]),
+    fp8(DEEP_GEMM, Fprop, (8, M), V2[1], [0.0, 1068.0]),
+    fp8(DEEP_GEMM, Fprop, (8, M), QWEN[0], [0.0, 1104.0]),
+    fp8(DEEP_GEMM, Fprop, (8, M), QWEN[1], [0.0, 860.0]),
+    fp8(DEEP_GEMM, WgradAdding, (8, M), V2[0], [0.0, 895.0]),
+    fp8(DEEP_GEMM, WgradAdding, (8, M), V2[1], [0.0, 793.0]),
+    fp8(DEEP_GEMM, WgradAdding, (8, M), QWEN[0], [0.0, 759.0]),
+    fp8(DEEP_GEMM, WgradAdding, (8, M), QWEN[1], [0.0, 634.0]),
+    bf16(Fprop, (8, M), V2[0], [0.0, 768.0]),
+    bf16(Fprop, (8, M), V2[1], [0.0, 671.0]),
+    bf16(Fprop, (8, M), QWEN[0], [0.0, 678.0]),
+    bf16(Fprop, (8, M), QWEN[1], [0.0, 595.0]),
+    fp8(ROWWISE, Fprop, (8, M), SCOUT[0], [0.0, 1205.0]),
+    fp8(ROWWISE, Fprop, (8, M), SCOUT[1], [0.0, 1127.0]),
+    bf16(Fprop, (8, M), SCOUT[0], [0.0, 665.0]),
+    bf16(Fprop, (8, M), SCOUT[1], [0.0, 682.0]),
     // Other numbers of groups.
     fp8(DEEP_GEMM, Fprop, (4, M), UP, [0.0, 1410.0]),
     fp8(DEEP_GEMM, Fprop, (4, M), DOWN, [0.0, 1171.0]),
@@ -128,10 +134,10 @@ const MEASURED: &[Row] = &[
     fp8(DEEP_GEMM, Fprop, (32, M), DOWN, [0.0, 973.0]),
     fp8(DEEP_GEMM, WgradAdding, (32, M), UP, [0.0, 561.0]),
     fp8(DEEP_GEMM, WgradAdding, (32, M), DOWN, [0.0, 567.0]),
-    fp8(DEEP_GEMM, Fprop, (128, 262_144), (2048, 4096), [1141.0, 0.0]),
-    fp8(DEEP_GEMM, Fprop, (128, 262_144), (4096, 1024), [981.0, 0.0]),
-    fp8(DEEP_GEMM, WgradAdding, (128, 262_144), (2048, 4096), [745.0, 0.0]),
-    fp8(DEEP_GEMM, WgradAdding, (128, 262_144), (4096, 1024), [716.0, 0.0]),
+    fp8(DEEP_GEMM, Fprop, (128, 262_144), MANY[0], [1141.0, 0.0]),
+    fp8(DEEP_GEMM, Fprop, (128, 262_144), MANY[1], [981.0, 0.0]),
+    fp8(DEEP_GEMM, WgradAdding, (128, 262_144), MANY[0], [745.0, 0.0]),
+    fp8(DEEP_GEMM, WgradAdding, (128, 262_144), MANY[1], [716.0, 0.0]),
 ];
 
 /// What somebody reached, in TFLOP/s.

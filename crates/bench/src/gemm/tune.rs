@@ -8,8 +8,8 @@ use crate::kernels::report::shortened;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;
-use nibble_cuda::ops::products::grouped_product::{Adds, Config, Order};
-use nibble_cuda::ops::products::trial;
+use nibble_cuda::ops::products::grouped_product::{Adds, GroupedConfig, Order};
+use nibble_cuda::ops::products::tuning;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,9 +20,9 @@ const FINALISTS: usize = 3;
 /// What a trial found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Found {
-    chosen: Config,
+    chosen: GroupedConfig,
     chosen_ms: f64,
-    best: Config,
+    best: GroupedConfig,
     best_ms: f64,
 }
 
@@ -54,27 +54,27 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, path: &Path) -> Resul
     Ok(found)
 }
 
-fn tried(bench: &Bench, product: &Product, known: Option<Config>, quick: bool) -> CoreResult<Found> {
+fn tried(bench: &Bench, product: &Product, known: Option<GroupedConfig>, quick: bool) -> CoreResult<Found> {
     let mut call = prepare(&bench.cuda, product)?;
-    let (done, asked) = trial::asked(|| call(&bench.cuda));
+    let (done, asked) = tuning::asked(|| call(&bench.cuda));
     done?;
     let desc = asked.first().copied().ok_or_else(|| {
         nibble_core::Error::shape("bench", "product", "not on the tensor cores", "one with candidates")
     })?;
     let info = bench.cuda.device().info();
     let all = match known {
-        Some(config) => vec![Config::choose(&desc, info), config],
-        None => Config::candidates(&desc, info),
+        Some(config) => vec![GroupedConfig::choose(&desc, info), config],
+        None => GroupedConfig::candidates(&desc, info),
     };
     let mut times = Vec::new();
     for (i, &config) in all.iter().enumerate() {
-        times.push((i, config, trial::with(config, || bench.stopwatch.burst_ms(|| call(&bench.cuda)))?));
+        times.push((i, config, tuning::with(config, || bench.stopwatch.burst_ms(|| call(&bench.cuda)))?));
     }
     if !quick {
         let mut finals = Vec::new();
         for (i, config, _) in finalists(times) {
             std::thread::sleep(COOL_DOWN);
-            let sustained = trial::with(config, || bench.stopwatch.sustained(|| call(&bench.cuda)))?;
+            let sustained = tuning::with(config, || bench.stopwatch.sustained(|| call(&bench.cuda)))?;
             finals.push((i, config, sustained.median_ms));
         }
         times = finals;
@@ -83,21 +83,21 @@ fn tried(bench: &Bench, product: &Product, known: Option<Config>, quick: bool) -
 }
 
 /// The chosen candidate, which is the first, and the fastest others.
-fn finalists(mut times: Vec<(usize, Config, f32)>) -> Vec<(usize, Config, f32)> {
+fn finalists(mut times: Vec<(usize, GroupedConfig, f32)>) -> Vec<(usize, GroupedConfig, f32)> {
     times.sort_by(|a, b| (a.0 != 0, a.2).partial_cmp(&(b.0 != 0, b.2)).unwrap_or(std::cmp::Ordering::Equal));
     times.truncate(1 + FINALISTS);
     times
 }
 
 /// Candidate 0 is the chosen one. Not for empty lists, which no caller has.
-fn found(times: &[(usize, Config, f32)]) -> Found {
+fn found(times: &[(usize, GroupedConfig, f32)]) -> Found {
     let chosen = times.iter().find(|(i, ..)| *i == 0).unwrap_or(&times[0]);
     let best = times.iter().fold(chosen, |best, one| if one.2 < best.2 { one } else { best });
     Found { chosen: chosen.1, chosen_ms: f64::from(chosen.2), best: best.1, best_ms: f64::from(best.2) }
 }
 
-fn value(config: &Config) -> Value {
-    let Config { stages, cluster, out_buffers, out_boxes, adds, order, band } = *config;
+fn value(config: &GroupedConfig) -> Value {
+    let GroupedConfig { stages, cluster, out_buffers, out_boxes, adds, order, band } = *config;
     let (adds, order) = (format!("{adds:?}"), format!("{order:?}"));
     json!({
         "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "out_boxes": out_boxes, "adds": adds, "order": order,
@@ -106,7 +106,7 @@ fn value(config: &Config) -> Value {
 }
 
 /// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
-fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, Config>> {
+fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
     if !path.exists() {
         return Ok(BTreeMap::new());
     }
@@ -114,7 +114,7 @@ fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, Config>> {
     parse(&text, gpu).map_err(|why| Error::usage(format!("{}: {why}", path.display())))
 }
 
-fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
+fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>, String> {
     let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match file["gpu"].as_str() {
         Some(of) if of == gpu => {}
@@ -127,7 +127,7 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, Config>, String> {
             let number = of[key].as_u64().ok_or_else(|| format!("`{name}` has no `{key}`"))?;
             Ok::<_, String>(number as usize)
         };
-        let config = Config {
+        let config = GroupedConfig {
             stages: number("stages")?,
             cluster: number("cluster")?,
             out_buffers: number("out_buffers")?,
@@ -153,14 +153,14 @@ fn named<T: std::fmt::Debug, const N: usize>(of: &Value, all: [T; N]) -> Option<
 mod tests {
     use super::*;
 
-    fn band(band: usize) -> Config {
-        Config { band, ..Config::USUAL }
+    fn band(band: usize) -> GroupedConfig {
+        GroupedConfig { band, ..GroupedConfig::USUAL }
     }
 
     #[test]
     fn the_chosen_one_is_always_a_finalist_and_stays_unless_something_is_faster() {
         let times = vec![
-            (0, Config::USUAL, 9.0),
+            (0, GroupedConfig::USUAL, 9.0),
             (1, band(2), 3.0),
             (2, band(4), 5.0),
             (3, band(16), 4.0),
@@ -169,8 +169,8 @@ mod tests {
         let last: Vec<usize> = finalists(times.clone()).iter().map(|(i, ..)| *i).collect();
         assert_eq!(last, [0, 1, 3, 2]);
         let best = found(&times);
-        assert_eq!((best.chosen, best.best, best.best_ms), (Config::USUAL, band(2), 3.0));
-        assert_eq!(found(&[(0, Config::USUAL, 1.0), (1, band(2), 1.0)]).best, Config::USUAL);
+        assert_eq!((best.chosen, best.best, best.best_ms), (GroupedConfig::USUAL, band(2), 3.0));
+        assert_eq!(found(&[(0, GroupedConfig::USUAL, 1.0), (1, band(2), 1.0)]).best, GroupedConfig::USUAL);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::Backend;
 use nibble_cuda::Cuda;
+use nibble_testkit::shapes::MoeShape;
 use operands::{Operands, Shape, uneven};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -49,11 +50,11 @@ pub struct Args {
 
 /// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
 pub const SHAPES: [Shape; 5] = [
-    Shape { rows: 32768, cols: 7168 },
-    Shape { rows: 32768, cols: 2048 },
-    Shape { rows: 24576, cols: 5120 },
-    Shape { rows: 24576, cols: 2048 },
-    Shape { rows: 4096, cols: 7168 },
+    Shape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
+    Shape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
+    Shape { rows: 24576, cols: MoeShape::DEEPSEEK_V2.d },
+    Shape { rows: 24576, cols: MoeShape::QWEN3_30B.d },
+    Shape { rows: 4096, cols: MoeShape::DEEPSEEK_V3.d },
 ];
 const GROUPS: [usize; 4] = [0, 8, 32, 256];
 

@@ -10,9 +10,10 @@ use nibble_command::say;
 use nibble_core::ops::Planes;
 use nibble_core::{Convert, Result as CoreResult};
 use nibble_formats::{BlockAxis, Rounding};
+use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
-const SHAPE: Shape = Shape { rows: 8192, cols: 7168 };
+const SHAPE: Shape = Shape { rows: 8192, cols: MoeShape::DEEPSEEK_V3.d };
 const GROUPS: usize = 64;
 
 const TIMED: [(&str, Conversion); 3] = [

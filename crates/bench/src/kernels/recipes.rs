@@ -12,14 +12,16 @@ use nibble_command::error::{Error, Result};
 use nibble_command::layers::{self, DENSE};
 use nibble_command::say;
 use nibble_core::ops::Planes;
-use nibble_core::recipe::{Change, Form, Kind, Layer, Section, Site};
+use nibble_core::recipe::{Change, Form, Layer, LayerKind, Section, Site};
 use nibble_core::{Recipe, Result as CoreResult};
 use nibble_formats::{BlockAxis, Format, ScaleRule};
+use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
 const ROWS: usize = 32768;
-const INPUTS: usize = 7168;
-const OUTPUTS: usize = 4096;
+/// Of the gate and up projections of DeepSeek-V3's experts.
+const INPUTS: usize = MoeShape::DEEPSEEK_V3.d;
+const OUTPUTS: usize = 2 * MoeShape::DEEPSEEK_V3.f;
 /// Experts of the grouped layer.
 const EXPERTS: usize = 8;
 /// The recipe whose cost is 1.
@@ -69,7 +71,7 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
 }
 
 /// Those of a built-in recipe, read off a layer that runs.
-fn steps_of(recipe: &str, kind: Kind, layer: &str) -> Result<Vec<Step>> {
+fn steps_of(recipe: &str, kind: LayerKind, layer: &str) -> Result<Vec<Step>> {
     let recipe = Recipe::builtin(recipe)?;
     let layer = Layer { kind, name: layer.to_owned(), gated: false };
     steps(&layers::changes(&recipe, &layer)?, &recipe.section(kind, &layer.name, 0.0))
@@ -99,8 +101,8 @@ impl Costs {
             let steps = steps_of(name, kind, layer)?;
             measure(bench, &steps, groups).map_err(Error::from)
         };
-        let dense = cost(Kind::Linear, DENSE, None);
-        let experts = cost(Kind::Expert, layers::EXPERTS, Some(EXPERTS));
+        let dense = cost(LayerKind::Linear, DENSE, None);
+        let experts = cost(LayerKind::Expert, layers::EXPERTS, Some(EXPERTS));
         Ok(Self { recipe: name, dense, experts })
     }
 
@@ -169,7 +171,7 @@ mod tests {
     use nibble_cpu::Cpu;
     use nibble_formats::Rounding;
 
-    fn of(recipe: &str, kind: Kind, layer: &str) -> Vec<Step> {
+    fn of(recipe: &str, kind: LayerKind, layer: &str) -> Vec<Step> {
         steps_of(recipe, kind, layer).unwrap()
     }
 
@@ -184,20 +186,20 @@ mod tests {
             all
         };
         let both = Quantize(Block::E4M3_AMAX, Both, near);
-        assert_eq!(hows("fp8-block", Kind::Linear, DENSE), [(false, both), (true, both)]);
-        assert_eq!(hows("fp8-block", Kind::Expert, layers::EXPERTS), [(false, both), (true, both)]);
+        assert_eq!(hows("fp8-block", LayerKind::Linear, DENSE), [(false, both), (true, both)]);
+        assert_eq!(hows("fp8-block", LayerKind::Expert, layers::EXPERTS), [(false, both), (true, both)]);
         let (turn, rows) = (Transcode(Block::E4M3, Block::E4M3, Col), Quantize(Block::E4M3, Rows, near));
-        let flow = hows("fp8-flow", Kind::Expert, layers::EXPERTS);
+        let flow = hows("fp8-flow", LayerKind::Expert, layers::EXPERTS);
         assert_eq!(flow, [(false, rows), (true, rows), (true, turn), (false, turn)]);
-        let hopper = hows("mxfp4-hopper", Kind::Expert, layers::EXPERTS);
+        let hopper = hows("mxfp4-hopper", LayerKind::Expert, layers::EXPERTS);
         let lift = |axis| Transcode(Block::MXFP4, Block::E4M3, axis);
         let fp4 = Quantize(Block::MXFP4, Rows, near);
         assert_eq!(
             hopper,
             [(false, fp4), (false, lift(Row)), (true, rows), (true, turn), (false, lift(Col))]
         );
-        assert!(hows("bf16", Kind::Linear, DENSE).is_empty());
-        let before = of("mxfp4-hopper", Kind::Expert, layers::EXPERTS);
+        assert!(hows("bf16", LayerKind::Linear, DENSE).is_empty());
+        let before = of("mxfp4-hopper", LayerKind::Expert, layers::EXPERTS);
         assert_eq!(
             before.iter().map(|c| c.before_dispatch).collect::<Vec<_>>(),
             [true, false, true, false, false]
@@ -209,7 +211,7 @@ mod tests {
         let cpu = Cpu::new(1).unwrap();
         for name in Recipe::names() {
             for (kind, layer, groups) in
-                [(Kind::Linear, DENSE, None), (Kind::Expert, layers::EXPERTS, Some(4))]
+                [(LayerKind::Linear, DENSE, None), (LayerKind::Expert, layers::EXPERTS, Some(4))]
             {
                 for step in of(name, kind, layer) {
                     let lengths = groups.map(|groups| uneven(groups, 256));

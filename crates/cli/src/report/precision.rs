@@ -1,7 +1,7 @@
 //! What each tensor of each layer is: as kept for the backward pass, and as the products take it.
 
 use nibble_core::Recipe;
-use nibble_core::recipe::{Change, Kind, Layer, Site};
+use nibble_core::recipe::{Change, Layer, LayerKind, Site};
 use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::model::layer_names;
@@ -120,7 +120,7 @@ pub fn meaning(site: Site) -> &'static str {
 }
 
 fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Site, Vec<String>)> {
-    let of_layer = |site: &Site| layer.gated || layer.kind != Kind::Linear || *site != Site::SavedH;
+    let of_layer = |site: &Site| layer.gated || layer.kind != LayerKind::Linear || *site != Site::SavedH;
     let precision = |site: Site, start: u64| {
         let section = recipe.section(layer.kind, &layer.name, start as f64 / steps as f64);
         match site == Site::SavedA && section.kept_a().is_none() {
@@ -134,7 +134,7 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
 
 /// Every change of representation in the experts of the first layer, as the run began.
 pub fn changes_in_experts(recipe: &Recipe, config: &Config) -> Vec<Change> {
-    let experts = layer_names(&config.model).into_iter().find(|layer| layer.kind == Kind::Expert);
+    let experts = layer_names(&config.model).into_iter().find(|layer| layer.kind == LayerKind::Expert);
     experts.map_or_else(Vec::new, |layer| {
         recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated)
     })

@@ -18,8 +18,21 @@ fn the_last_steps_are_saved_before_the_last_evaluation() {
     let set: Vec<&str> = wild.iter().flat_map(|change| ["--set", *change]).collect();
     let done = place.train(&[&set[..], &["--recipe", "bf16"]].concat());
     assert!(done.stdout.contains("checkpoint: run/checkpoints/step-00000001"), "{}", done.stdout);
-    assert!(done.failed(1).contains("held-out loss"));
+    assert!(place.path("run/loss.svg").exists());
+    let told = |error: String| {
+        let parts = [
+            "held-out loss",
+            "diverges",
+            "train.lr (now 3e38)",
+            "train.warmup_steps (now 0)",
+            "A checkpoint of this step",
+        ];
+        parts.iter().for_each(|part| assert!(error.contains(part), "no {part:?} in {error}"));
+    };
+    told(done.failed(1));
     assert!(place.path("run/checkpoints/step-00000001/state.json").exists());
+    assert_eq!(crate::losses(place.path("run/metrics.jsonl")).len(), 1);
+    told(place.nibble(&["eval", "run"]).failed(1));
 }
 
 #[test]
@@ -126,6 +139,51 @@ fn a_signal_ends_a_run_after_its_step_and_nothing_is_lost() {
         let model =
             |dir: &str| crate::read(place.path(dir).join("checkpoints/step-00001200/model.safetensors"));
         assert!(model(signal) == model("whole"), "other weights");
+    }
+}
+
+/// Until somebody reads the picture of the evaluation before, the run stands still: the signal comes before the last step.
+#[cfg(unix)]
+#[test]
+fn a_signal_cuts_the_last_evaluation_short_and_the_next_process_makes_it() {
+    use std::io::Read;
+    let place = Place::with_text();
+    for (signal, code, ranks) in
+        [("INT", 130, "run.ranks=1"), ("TERM", 143, "run.ranks=2"), ("HUP", 129, "run.ranks=1")]
+    {
+        let dir = format!("run.dir={signal}");
+        std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+        let made = std::process::Command::new("sh")
+            .args(["-c", &format!("mkdir {signal} && mkfifo {signal}/loss.svg.tmp")])
+            .current_dir(place.path("."))
+            .status();
+        assert!(made.unwrap().success());
+        let mut command =
+            place.command(&["train", "small.toml", "--set", "eval.every=11", "--set", &dir, "--set", ranks]);
+        heeding_signals(&mut command);
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        let mut run = command.spawn().unwrap();
+        let mut picture = std::fs::File::open(place.path(signal).join("loss.svg.tmp")).unwrap();
+        let kill = format!("kill -{signal} {}", run.id());
+        assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        let mut told = [0; 64];
+        assert!(run.stderr.as_mut().unwrap().read(&mut told).unwrap() > 0, "the signal has been taken");
+        picture.read_to_end(&mut Vec::new()).unwrap();
+        let out = run.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert_eq!(out.status.code(), Some(code), "{said}");
+        assert!(said.contains("stopped after 12 of 12 steps"), "{said}");
+        assert!(said.contains("checkpoints/step-00000012"), "{said}");
+        assert!(
+            said.contains("step: 11  held-out loss") && !said.contains("step: 12  held-out loss"),
+            "{said}"
+        );
+        // The next process evaluates, and writes no checkpoint.
+        let done = place.nibble(&["train", signal, "--resume"]).ok();
+        done.contains("continuing after step 12")
+            .contains("step: 12  held-out loss")
+            .contains("done: 12 steps");
+        assert_eq!(done.stdout.matches("checkpoint: ").count(), 1, "{}", done.stdout);
     }
 }
 

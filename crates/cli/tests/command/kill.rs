@@ -162,19 +162,54 @@ fn a_kill_beside_an_evaluation_costs_no_held_out_loss() {
     }
 }
 
+/// A run that goes back from a damaged checkpoint writes that one again.
 #[test]
-fn a_kill_while_a_checkpoint_is_replaced_costs_no_bit() {
+fn what_ends_while_a_checkpoint_is_replaced_costs_no_bit() {
     let run = Undisturbed::new(1);
     for action in ["kill", "fail"] {
         let (out, said) = done(&mut train(&run.place, action, 1, &[]));
         assert!(out.status.success(), "{said}");
-        // A run that is done and resumed writes its last checkpoint again.
+        let last = run.place.path(action).join("checkpoints/step-00000012");
+        std::fs::write(last.join("config.json"), "damaged").unwrap();
         let fault = format!("{action}@{}:1", Point::MovedAside.name());
         let (out, said) = run.disturbed(action, &fault, &["--resume"]);
         assert!(!out.status.success(), "{fault}: {said}");
-        assert!(!run.place.path(action).join("checkpoints/step-00000012").exists(), "{fault}");
+        // What was moved aside is back at once, unless nobody was left to do it.
+        assert_eq!(last.exists(), action == "fail", "{fault}");
         let said = run.assert_resumes(action, &fault);
-        assert!(said.contains("continuing after step 12"), "{fault}: what was moved aside is lost: {said}");
+        assert!(said.contains("continuing after step 10"), "{fault}: {said}");
+    }
+}
+
+#[test]
+fn a_run_that_is_done_stays_as_it_is() {
+    let content = |place: &Place, dir: &str| {
+        let mut files: Vec<PathBuf> =
+            vec![place.path(dir), place.path(dir).join("checkpoints/step-00000012")];
+        files =
+            files.iter().flat_map(|dir| std::fs::read_dir(dir).unwrap()).map(|e| e.unwrap().path()).collect();
+        files.sort();
+        let content = files.into_iter().filter(|path| path.is_file()).map(|path| {
+            let written = path.metadata().unwrap().modified().unwrap();
+            (read(&path), written, path)
+        });
+        content.collect::<Vec<_>>()
+    };
+    for ranks in [1, 2] {
+        let run = Undisturbed::new(ranks);
+        let before = content(&run.place, "whole");
+        let (out, said) = done(&mut train(&run.place, "whole", ranks, &["--resume"]));
+        assert!(out.status.success(), "{said}");
+        let said = String::from_utf8(out.stdout).unwrap();
+        assert!(said.contains("the run in whole is done, and stays as it is"), "{said}");
+        assert!(said.contains("done: 12 steps") && said.contains("held-out loss: "), "{said}");
+        assert!(!said.contains("step: 12"), "{said}");
+        assert!(content(&run.place, "whole") == before, "something was written");
+        // More steps are another matter.
+        let (out, said) =
+            done(&mut train(&run.place, "whole", ranks, &["--resume", "--set", "train.steps=14"]));
+        assert!(out.status.success(), "{said}");
+        assert_eq!(losses(run.place.path("whole/metrics.jsonl")).len(), 14);
     }
 }
 

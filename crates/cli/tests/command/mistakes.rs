@@ -420,3 +420,46 @@ fn inputs_without_an_end_are_named_for_what_they_are() {
         fails("/dev/zero", "is a device");
     }
 }
+
+/// Memory that the system does not give, to the model or to a step, is an error that says which sizes want it.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_is_not_given_is_an_error_and_not_an_abort() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    // Less than the machine has, and more than the process may have: first for the weights, then for the gradients.
+    for kib in ["400000", "600000"] {
+        let limited = "ulimit -v $0; exec \"$NIBBLE\" train small.toml --set run.dir=run --recipe bf16 \
+            --set model.experts=1000 --set model.expert_ffn=512";
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", limited, kib]).env("NIBBLE", env!("CARGO_BIN_EXE_nibble"));
+        let out = shell.current_dir(place.path(".")).output().unwrap();
+        let error = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(1), "{error}");
+        assert!(error.starts_with("error: ") && error.contains("out of memory in arena"), "{error}");
+        assert!(
+            error.contains("most of it: the experts") && error.contains("model.experts = 1000"),
+            "{error}"
+        );
+        let _ = std::fs::remove_dir_all(place.path("run"));
+    }
+}
+
+/// What a run was trained on is compared before its memory is.
+#[test]
+fn another_model_is_told_before_its_memory() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    let huge = [
+        "--set",
+        "run.dir=run",
+        "--resume",
+        "--set",
+        "model.expert_ffn=1048576",
+        "--set",
+        "model.experts=4096",
+    ];
+    let error = place.train(&huge).failed(2);
+    assert!(error.contains("differs from that of the run to be resumed"), "{error}");
+    assert!(error.contains("model.experts: 4 → 4096") && !error.contains("GiB"), "{error}");
+}

@@ -126,18 +126,25 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of each of `parts` equal runs of rows, in F64: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
+/// Σ x² of parts of tensors, in F64: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
 /// order, each closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree ((0+1)+(2+3))…, of which an odd one out goes up
 /// as it is. Each part's sum is rounded to F32.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
+    /// The tensors. Together, so that a GPU takes a handful of launches for all of them.
+    pub tensors: Vec<Squared<'a, B>>,
+    /// Where the sums go.
+    pub into: &'a mut B::Buf<f32>,
+}
+
+/// One tensor of [`SumSquares`].
+#[derive(Debug)]
+pub struct Squared<'a, B: Backend> {
     /// F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// How many parts (experts of a stack); divides the rows.
+    /// How many parts (experts of a stack), equal runs of rows; divides the rows.
     pub parts: usize,
-    /// Where the sums go, from index `at` on.
-    pub into: &'a mut B::Buf<f32>,
-    /// Index of the first part's sum.
+    /// Index of the first part's sum. The others' follow; no two sums have the same.
     pub at: usize,
 }
 
@@ -148,17 +155,26 @@ impl<B: Backend> SumSquares<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the parts and their place.
+    /// Checks the parts and their places.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_squares";
-        if self.parts == 0 || !self.x.rows.is_multiple_of(self.parts) {
-            return Err(Error::shape(OP, "parts", self.parts, format!("a divisor of {} rows", self.x.rows)));
+        let len = B::len(self.into);
+        let mut places = Vec::with_capacity(self.tensors.len());
+        for &Squared { x, parts, at } in &self.tensors {
+            if parts == 0 || !x.rows.is_multiple_of(parts) {
+                return Err(Error::shape(OP, "parts", parts, format!("a divisor of {} rows", x.rows)));
+            }
+            let end = at.saturating_add(parts);
+            if end > len {
+                return Err(Error::shape(OP, "at + parts", end, format!("at most into.len() = {len}")));
+            }
+            places.push(at..end);
         }
-        let (end, len) = (self.at.saturating_add(self.parts), B::len(self.into));
-        if end > len {
-            return Err(Error::shape(OP, "at + parts", end, format!("at most into.len() = {len}")));
+        places.sort_by_key(|place| place.start);
+        match places.windows(2).find(|pair| pair[1].start < pair[0].end) {
+            Some(pair) => Err(Error::shape(OP, "at", pair[1].start, format!("at least {}", pair[0].end))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Checks and runs.

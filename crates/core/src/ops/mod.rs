@@ -21,12 +21,12 @@ mod step;
 mod swiglu;
 mod transcode;
 
-pub use adamw::AdamW;
+pub use adamw::{AdamW, AdamWTensor};
 pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
 };
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
-pub use elementwise::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
+pub use elementwise::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};

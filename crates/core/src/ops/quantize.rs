@@ -1,6 +1,7 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, Stream, hadamard};
+use nibble_formats::format::WHOLE_LINE;
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,7 +12,8 @@ pub enum Planes {
     Cols,
     /// Both, from one read.
     Both,
-    /// Square tiles, both as they stand and transposed: the two planes of a weight.
+    /// The two planes of a weight, as it stands and transposed: in square tiles where the format has them, otherwise in blocks along the
+    /// rows of each.
     Tiles,
 }
 
@@ -173,11 +175,16 @@ impl<'a, B: Backend> Quantize<'a, B> {
             check_contraction(OP, format, "rows of x", self.x.rows)?;
             check_group_align(OP, self.groups, format)?;
         }
-        if self.planes == Planes::Tiles && format.spec().block < 128 {
-            return Err(Error::unsupported(OP, format, "square tiles exist for FP8 only"));
+        if self.planes == Planes::Tiles && !format.spec().tiles {
+            check_contraction(OP, format, "columns of x", self.x.cols)?;
+            check_contraction(OP, format, "rows of a matrix", self.x.rows / self.stack)?;
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
         let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
+        if draws && self.planes == Planes::Tiles && !format.spec().tiles {
+            let why = "weights in blocks along their rows are rounded to nearest";
+            return Err(Error::unsupported(OP, format, why));
+        }
         if draws && self.random.is_none() {
             return Err(Error::shape(
                 OP,
@@ -204,7 +211,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
         let whole = format!("a multiple of the transform's {len}");
         // Blocks of 128 are extended by zeros to whole ones, which any transform divides; padding of groups is there already.
-        let extended = self.groups.is_none() && self.codec.format().spec().block >= 128;
+        let extended = self.groups.is_none() && self.codec.format().column_step() >= 128;
         match (self.planes, self.groups) {
             (Planes::Rows, _) if !self.x.cols.is_multiple_of(len) => {
                 Err(Error::shape(OP, "columns of x", self.x.cols, whole))
@@ -261,7 +268,7 @@ impl<B: Backend> Dequantize<'_, B> {
     }
 }
 
-/// MX formats take no short block: their contraction must be whole blocks.
+/// A contraction that ends inside a block is zero-extended, but for formats that take whole blocks only.
 pub(crate) fn check_contraction(
     op: &'static str,
     format: Format,
@@ -269,7 +276,7 @@ pub(crate) fn check_contraction(
     len: usize,
 ) -> Result<()> {
     let block = format.spec().block;
-    if block < 128 && !len.is_multiple_of(block) {
+    if !format.spec().ragged && !len.is_multiple_of(block) {
         return Err(Error::shape(op, argument, len, format!("a multiple of {format}'s block of {block}")));
     }
     Ok(())
@@ -281,16 +288,17 @@ pub(crate) fn check_group_align<B: Backend>(
     groups: Option<&Groups<B>>,
     format: Format,
 ) -> Result<()> {
+    let block = format.spec().block;
     match groups {
-        Some(g) if g.align % format.spec().block != 0 => {
-            let block = format.spec().block;
-            Err(Error::shape(
-                op,
-                "groups.align",
-                g.align,
-                format!("a multiple of {format}'s block of {block}"),
-            ))
+        Some(_) if block == WHOLE_LINE => {
+            Err(Error::unsupported(op, format, "one scale a column does not end where a group does"))
         }
+        Some(g) if g.align % block != 0 => Err(Error::shape(
+            op,
+            "groups.align",
+            g.align,
+            format!("a multiple of {format}'s block of {block}"),
+        )),
         _ => Ok(()),
     }
 }
@@ -318,18 +326,14 @@ pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: P
     Ok(())
 }
 
-/// The lengths of codes and scales follow from the shape, the kind of scales from the rule.
+/// The lengths of codes and scales follow from the shape, and from format and rule.
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
-    let (lines, blocks) = x.shape_of_scales();
-    let scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
-    let (got, kind) = match &x.scales {
-        crate::Scales::E8m0(s) => (B::len(s), ScaleKind::E8m0),
-        crate::Scales::F32(s) => (B::len(s), ScaleKind::F32),
-    };
-    expect_eq(op, "kind of x.scales (against x.rule)", kind, x.rule.kind())?;
-    expect_eq(op, "number of x.scales", got, scales)
+    expect_eq(op, "bytes of x.scales (against x.rule)", B::len(&x.scales), x.scale_bytes())?;
+    let tensor_scale = x.tensor_scale.as_ref().map(B::len);
+    let rows = x.scale_kind().has_tensor_scale().then_some(x.rows);
+    expect_eq(op, "values of x.tensor_scale", tensor_scale.unwrap_or(0), rows.unwrap_or(0))
 }
 
 /// The axis must be this one.

@@ -67,7 +67,8 @@ impl<B: Backend> Transcode<'_, B> {
             let why = format!("no conversion to {to} ({axis}); there are {known}");
             return Err(Error::unsupported(OP, from, why));
         }
-        if (from, to) == (Format::E4m3, Format::E4m3) {
+        // Only MXFP4 gets scales chosen anew; the others are made of the source's exponents.
+        if to == Format::E4m3 {
             self.x.e8m0_scales(OP)?;
         }
         match axis {

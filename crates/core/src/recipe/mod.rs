@@ -15,7 +15,7 @@ mod write;
 
 pub use plan::{Change, Form, Pass};
 pub use precision::{By, Precision, Section};
-pub use site::{From, Kind, Site};
+pub use site::{From, LayerKind, Site};
 
 use crate::{DType, Error, Result};
 
@@ -38,7 +38,7 @@ pub struct Override {
     /// Half-open part of the run, as fractions of its steps.
     pub steps: (f64, f64),
     /// What to set, by kind of layer; none for what falls back on another site.
-    pub set: Vec<(Kind, Site, Option<Precision>)>,
+    pub set: Vec<(LayerKind, Site, Option<Precision>)>,
 }
 
 impl Override {
@@ -47,7 +47,7 @@ impl Override {
     }
 
     /// A section of a kind of layer with this change.
-    fn applied(&self, kind: Kind, mut section: Section) -> Section {
+    fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
         self.set.iter().filter(|(k, ..)| *k == kind).for_each(|(_, site, p)| section.set(*site, *p));
         section
     }
@@ -56,7 +56,9 @@ impl Override {
     fn is_whole(&self) -> bool {
         let has = |kind, site| self.set.iter().any(|(k, s, _)| (*k, *s) == (kind, site));
         let touched = |site: Site| self.set.iter().any(|(_, s, _)| s.product() == site.product());
-        Kind::ALL.into_iter().all(|kind| kind.sites().filter(|s| touched(*s)).all(|site| has(kind, site)))
+        LayerKind::ALL
+            .into_iter()
+            .all(|kind| kind.sites().filter(|s| touched(*s)).all(|site| has(kind, site)))
     }
 }
 
@@ -64,7 +66,7 @@ impl Override {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
     /// Which section speaks of it.
-    pub kind: Kind,
+    pub kind: LayerKind,
     /// Its name, `model.layers.3.self_attn.q_proj`.
     pub name: String,
     /// Whether SwiGLU follows it: then it keeps that one's input, as `saved.h` says.
@@ -72,7 +74,7 @@ pub struct Layer {
 }
 
 impl Layer {
-    fn has(&self, kind: Kind, site: Site) -> bool {
+    fn has(&self, kind: LayerKind, site: Site) -> bool {
         self.kind == kind && kind.has(site) && (self.gated || site != Site::SavedH)
     }
 }
@@ -131,26 +133,26 @@ impl Recipe {
     }
 
     /// The section of a kind of layer, overrides aside.
-    pub fn of(&self, kind: Kind) -> &Section {
+    pub fn of(&self, kind: LayerKind) -> &Section {
         match kind {
-            Kind::Linear => &self.linear,
-            Kind::Expert => &self.expert,
-            Kind::Head => &self.head,
-            Kind::Router => &self.router,
+            LayerKind::Linear => &self.linear,
+            LayerKind::Expert => &self.expert,
+            LayerKind::Head => &self.head,
+            LayerKind::Router => &self.router,
         }
     }
 
-    fn of_mut(&mut self, kind: Kind) -> &mut Section {
+    fn of_mut(&mut self, kind: LayerKind) -> &mut Section {
         match kind {
-            Kind::Linear => &mut self.linear,
-            Kind::Expert => &mut self.expert,
-            Kind::Head => &mut self.head,
-            Kind::Router => &mut self.router,
+            LayerKind::Linear => &mut self.linear,
+            LayerKind::Expert => &mut self.expert,
+            LayerKind::Head => &mut self.head,
+            LayerKind::Router => &mut self.router,
         }
     }
 
     /// The section for one layer at one point of the run (`progress` = step / steps, from 0 to 1), overrides applied.
-    pub fn section(&self, kind: Kind, layer: &str, progress: f64) -> Section {
+    pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
         let now = |o: &&Override| o.is_for(layer) && (o.steps.0..o.steps.1).contains(&progress);
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }

@@ -1,7 +1,7 @@
 //! TOML to [`Recipe`].
 
 use super::precision::axis_name;
-use super::{By, Kind, Override, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Override, Precision, Recipe, Section, Site};
 use crate::{DType, Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 use toml::{Table, Value};
@@ -56,7 +56,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
         }
     }
     for (key, value) in &table {
-        let kind = Kind::ALL.into_iter().find(|kind| kind.name() == key);
+        let kind = LayerKind::ALL.into_iter().find(|kind| kind.name() == key);
         match (key.as_str(), kind) {
             ("extends" | "activations", _) => {}
             ("description", _) => recipe.description = reader.string(key, value)?.to_owned(),
@@ -68,7 +68,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             }
             (other, None) => {
                 let known = ["extends", "description", "activations", "override"];
-                let known = known.into_iter().chain(Kind::ALL.map(Kind::name));
+                let known = known.into_iter().chain(LayerKind::ALL.map(LayerKind::name));
                 return Err(reader.error(other, unknown("key", other, known)));
             }
         }
@@ -77,9 +77,9 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
 }
 
 /// Why there is no such key, where it is one that a reader may expect.
-fn follows(kind: Kind, key: &str) -> Option<&'static str> {
+fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
     Some(match (kind, key) {
-        (Kind::Router, _) => {
+        (LayerKind::Router, _) => {
             "decides nothing: the router multiplies in F32; its weight, fprop.w, may be bf16"
         }
         (_, "dgrad.w") => {
@@ -88,13 +88,13 @@ fn follows(kind: Kind, key: &str) -> Option<&'static str> {
         (_, "combine.fwd" | "combine.bwd") => {
             "decides nothing: expert outputs and input gradients travel as the activations are"
         }
-        (Kind::Head, "saved.x" | "saved.h" | "saved.a") => {
+        (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
             "decides nothing: the head makes its gradients in the forward pass and keeps one, plain"
         }
-        (Kind::Linear | Kind::Head, "dispatch.fwd" | "dispatch.bwd") => {
+        (LayerKind::Linear | LayerKind::Head, "dispatch.fwd" | "dispatch.bwd") => {
             "decides nothing: only experts exchange rows"
         }
-        (Kind::Linear, "fprop.a" | "wgrad.a" | "saved.a" | "dgrad.dh" | "wgrad.dh") => {
+        (LayerKind::Linear, "fprop.a" | "wgrad.a" | "saved.a" | "dgrad.dh" | "wgrad.dh") => {
             "decides nothing: only experts have two products in one layer; a dense layer's projections are layers of their own, gate_up_proj and down_proj"
         }
         _ => return None,
@@ -123,7 +123,7 @@ impl Reader<'_> {
     }
 
     /// `fprop.x = { .. }` and its like: two levels of keys, then a precision.
-    fn sites(&self, kind: Kind, value: &Value) -> Result<Vec<(Site, Option<Precision>)>> {
+    fn sites(&self, kind: LayerKind, value: &Value) -> Result<Vec<(Site, Option<Precision>)>> {
         let mut sites = Vec::new();
         for (product, operands) in self.table(kind.name(), value)? {
             let products = kind.products();
@@ -172,6 +172,7 @@ impl Reader<'_> {
         let mut p = Precision {
             format,
             scale: format.spec().default_rule().unwrap_or(ScaleRule::Amax),
+            round: format.spec().rounding,
             ..Precision::plain(DType::F32)
         };
         if format.is_block() {
@@ -285,7 +286,7 @@ impl Reader<'_> {
 
     fn products(&self, value: &Value) -> Result<Vec<String>> {
         let products = self.strings("override.products", value)?;
-        let known = Kind::Expert.products();
+        let known = LayerKind::Expert.products();
         match products.iter().find(|product| !known.contains(&product.as_str())) {
             Some(product) => {
                 Err(self.error("override.products", unknown("product", product, known.into_iter())))
@@ -300,19 +301,19 @@ impl Reader<'_> {
         &self,
         table: &Table,
         products: Option<&[String]>,
-    ) -> Result<Vec<(Kind, Site, Option<Precision>)>> {
+    ) -> Result<Vec<(LayerKind, Site, Option<Precision>)>> {
         let is_meant =
             |site: Site| products.is_none_or(|products| products.iter().any(|p| p == site.product()));
         let mut set = Vec::new();
         if let Some(name) = table.get("recipe") {
             let other = Recipe::builtin(self.string("override.set.recipe", name)?)?;
-            let all = Kind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
+            let all = LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
             let taken = all.filter(|(_, site)| is_meant(*site));
             set.extend(taken.map(|(kind, site)| (kind, site, other.of(kind).written(site).copied())));
         }
         for (key, value) in table.iter().filter(|(key, _)| *key != "recipe") {
-            let Some(kind) = Kind::ALL.into_iter().find(|kind| kind.name() == key) else {
-                let known = ["recipe"].into_iter().chain(Kind::ALL.map(Kind::name));
+            let Some(kind) = LayerKind::ALL.into_iter().find(|kind| kind.name() == key) else {
+                let known = ["recipe"].into_iter().chain(LayerKind::ALL.map(LayerKind::name));
                 return Err(self.error("override.set", unknown("key", key, known)));
             };
             for (site, precision) in self.sites(kind, value)? {

@@ -3,7 +3,7 @@
 //!
 //! It is derived here from the recipe alone. A test holds it equal to what a backend sees of the layers.
 
-use super::{By, Kind, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use crate::DType;
 use nibble_formats::{BlockAxis, Format};
 use std::fmt;
@@ -107,7 +107,7 @@ impl fmt::Display for Change {
 /// The changes of a pass so far.
 struct Flow<'a> {
     section: &'a Section,
-    kind: Kind,
+    kind: LayerKind,
     plain: Form,
     pass: Pass,
     changes: Vec<Change>,
@@ -289,20 +289,20 @@ impl Precision {
 impl Section {
     /// Every change of representation in one layer of this kind, forward and backward, on one rank, with nothing made
     /// again that the recipe keeps. `gated`: SwiGLU follows it (dense layers).
-    pub fn plan(&self, kind: Kind, activations: DType, gated: bool) -> Vec<Change> {
+    pub fn plan(&self, kind: LayerKind, activations: DType, gated: bool) -> Vec<Change> {
         let mut flow =
             Flow { section: self, kind, plain: activations.into(), pass: Pass::Forward, changes: Vec::new() };
         match kind {
-            Kind::Linear => flow.dense(gated),
-            Kind::Expert => flow.experts(),
-            Kind::Head => flow.head(),
-            Kind::Router => {}
+            LayerKind::Linear => flow.dense(gated),
+            LayerKind::Expert => flow.experts(),
+            LayerKind::Head => flow.head(),
+            LayerKind::Router => {}
         }
         flow.changes
     }
 
     /// Every tensor of this kind of layer that is quantized from an already quantized one.
-    fn requantizations(&self, kind: Kind) -> Vec<String> {
+    fn requantizations(&self, kind: LayerKind) -> Vec<String> {
         let mut found = Vec::new();
         for site in kind.sites() {
             let p = self.at(site);
@@ -310,7 +310,7 @@ impl Section {
             let of_h = match site {
                 Site::DgradDh | Site::WgradDh => true,
                 Site::WgradA => self.kept_a().is_none(),
-                Site::DgradDy | Site::WgradDy => kind == Kind::Linear,
+                Site::DgradDy | Site::WgradDy => kind == LayerKind::Linear,
                 _ => false,
             };
             let origin = match self.origin(kind, site).site() {
@@ -320,7 +320,7 @@ impl Section {
             };
             let skipped = site == Site::SavedA && self.kept_a().is_none();
             if !skipped && origin.format.is_block() && p.format.is_block() && !p.same_bits(origin) {
-                let behind = if kind == Kind::Linear && of_h { " before SwiGLU" } else { "" };
+                let behind = if kind == LayerKind::Linear && of_h { " before SwiGLU" } else { "" };
                 found.push(format!("{}.{}{behind}: {origin} → {p}", kind.name(), site.key()));
             }
         }
@@ -332,8 +332,8 @@ impl Recipe {
     /// Every tensor that is quantized from an already quantized one: the second quantizations of the recipe, and those of
     /// its overrides, each by itself.
     pub fn requantizations(&self) -> Vec<String> {
-        let of = |sections: &dyn Fn(Kind) -> Section| -> Vec<String> {
-            Kind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()
+        let of = |sections: &dyn Fn(LayerKind) -> Section| -> Vec<String> {
+            LayerKind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()
         };
         let base = of(&|kind| *self.of(kind));
         let mut found = base.clone();

@@ -1,6 +1,6 @@
 //! How a tensor is represented, and the precisions of one kind of layer.
 
-use super::site::{From, Kind, Site};
+use super::site::{From, LayerKind, Site};
 use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use std::fmt;
@@ -158,12 +158,12 @@ impl Section {
     }
 
     /// From what the tensor of a site is made.
-    pub fn origin(&self, kind: Kind, site: Site) -> From {
+    pub fn origin(&self, kind: LayerKind, site: Site) -> From {
         match (kind, site) {
-            (Kind::Linear | Kind::Expert, Site::WgradX) => From::Saved(Site::SavedX),
-            (Kind::Expert, Site::FpropX | Site::SavedX) => From::Dispatched(Site::DispatchFwd),
-            (Kind::Expert, Site::DgradDy | Site::WgradDy) => From::Dispatched(Site::DispatchBwd),
-            (Kind::Expert, Site::WgradA) if self.kept_a().is_some() => From::Saved(Site::SavedA),
+            (LayerKind::Linear | LayerKind::Expert, Site::WgradX) => From::Saved(Site::SavedX),
+            (LayerKind::Expert, Site::FpropX | Site::SavedX) => From::Dispatched(Site::DispatchFwd),
+            (LayerKind::Expert, Site::DgradDy | Site::WgradDy) => From::Dispatched(Site::DispatchBwd),
+            (LayerKind::Expert, Site::WgradA) if self.kept_a().is_some() => From::Saved(Site::SavedA),
             _ => From::Source,
         }
     }

@@ -143,7 +143,7 @@ impl From {
 
 /// Which kind of layer a section speaks of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum LayerKind {
     /// Dense linear layers.
     Linear,
     /// Expert layers.
@@ -154,7 +154,7 @@ pub enum Kind {
     Router,
 }
 
-impl Kind {
+impl LayerKind {
     /// Every kind.
     pub const ALL: [Self; 4] = [Self::Linear, Self::Expert, Self::Head, Self::Router];
 

@@ -175,7 +175,7 @@ fn one_product_may_be_a_string() {
     };
     let [one, list] = [text("\"wgrad\""), text("[\"wgrad\"]")].map(|t| Recipe::parse("m", &t).unwrap());
     assert_eq!(one, list);
-    let section = one.section(Kind::Linear, "x", 0.5);
+    let section = one.section(LayerKind::Linear, "x", 0.5);
     assert_eq!(section.at(Site::WgradDy).format, Format::Bf16);
     assert_eq!(section.at(Site::FpropX).format, Format::E4m3);
     assert!(error(&text("3")).contains("override.products"));
@@ -185,9 +185,9 @@ fn one_product_may_be_a_string() {
 fn an_override_that_reaches_nothing_is_refused_where_the_layers_are_known() {
     let layer = |kind, name: &str| Layer { kind, name: name.into(), gated: name.ends_with("gate_up_proj") };
     let layers = [
-        layer(Kind::Linear, "model.layers.0.self_attn.q_proj"),
-        layer(Kind::Router, "model.layers.0.mlp.gate"),
-        layer(Kind::Linear, "model.layers.0.mlp.shared_expert.gate_up_proj"),
+        layer(LayerKind::Linear, "model.layers.0.self_attn.q_proj"),
+        layer(LayerKind::Router, "model.layers.0.mlp.gate"),
+        layer(LayerKind::Linear, "model.layers.0.mlp.shared_expert.gate_up_proj"),
     ];
     let check = |lines: &str| {
         let recipe = Recipe::parse("mine", &format!("extends = \"bf16\"\n[[override]]\n{lines}")).unwrap();
@@ -230,7 +230,7 @@ fn a_recipe_written_in_full_reads_back_as_itself() {
 #[test]
 fn the_head_is_plain_unless_a_recipe_says_otherwise() {
     let sites =
-        |recipe: &Recipe| Kind::Head.sites().map(|site| recipe.head.at(site).format).collect::<Vec<_>>();
+        |recipe: &Recipe| LayerKind::Head.sites().map(|site| recipe.head.at(site).format).collect::<Vec<_>>();
     for name in Recipe::names() {
         let recipe = Recipe::builtin(name).unwrap();
         let format = match (name, recipe.activations) {
@@ -253,7 +253,7 @@ fn the_head_is_plain_unless_a_recipe_says_otherwise() {
     let same =
         Recipe::parse("mine", "extends = \"fp8-flow\"\n[[override]]\nset = { recipe = \"bf16\" }").unwrap();
     assert!(!same.to_string().contains("head"), "{same}");
-    let format = |progress| recipe.section(Kind::Head, "lm_head", progress).at(Site::WgradDy).format;
+    let format = |progress| recipe.section(LayerKind::Head, "lm_head", progress).at(Site::WgradDy).format;
     assert_eq!([format(0.4), format(0.6)], [Format::E4m3, Format::Bf16]);
 }
 
@@ -289,7 +289,7 @@ fn overrides_pick_layers_products_and_steps() {
     let text = "extends = \"mxfp4-hopper\"\n[[override]]\nlayers = \"layers.0.*\"\nsteps = \"0.94..1\"\nset = { recipe = \"bf16\" }";
     let recipe = Recipe::parse("mine", text).unwrap();
     let format =
-        |layer: &str, progress| recipe.section(Kind::Linear, layer, progress).at(Site::FpropX).format;
+        |layer: &str, progress| recipe.section(LayerKind::Linear, layer, progress).at(Site::FpropX).format;
     assert_eq!(format("layers.0.self_attn.q_proj", 0.5), Format::E4m3);
     assert_eq!(format("layers.0.self_attn.q_proj", 0.95), Format::Bf16);
     assert_eq!(format("layers.0.self_attn.q_proj", 1.0), Format::Bf16);

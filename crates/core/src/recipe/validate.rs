@@ -1,17 +1,17 @@
 //! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
 
-use super::{By, Kind, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {
-    for kind in Kind::ALL {
+    for kind in LayerKind::ALL {
         section(recipe, kind, recipe.of(kind))?;
     }
     // Every override by itself must leave something the kernels can follow.
     for o in &recipe.overrides {
-        for kind in Kind::ALL {
+        for kind in LayerKind::ALL {
             section(recipe, kind, &o.applied(kind, *recipe.of(kind)))?;
         }
     }
@@ -20,7 +20,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
 
 struct Check<'a> {
     recipe: &'a Recipe,
-    kind: Kind,
+    kind: LayerKind,
     section: &'a Section,
 }
 
@@ -43,22 +43,22 @@ impl Check<'_> {
     }
 }
 
-pub(super) fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
+pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<()> {
     let check = Check { recipe, kind, section: s };
     for site in kind.sites().filter(|site| s.written(*site).is_some()) {
         let p = s.at(site);
         let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
         check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
-        let nearest = kind != Kind::Head || !random;
+        let nearest = kind != LayerKind::Head || !random;
         check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
-        let multiplied = matches!(site.product(), "fprop" | "dgrad" | "wgrad");
-        let stored = matches!(p.format, Format::Mxfp4);
-        let why = "mxfp4 is stored and sent, not multiplied: lift it to e4m3";
-        check.expect(site, !multiplied || !stored, why)?;
+        let in_head = kind == LayerKind::Head && p.format.is_block();
+        let why = "the head's fused loss takes blocks of 128 under a scale each";
+        let known = p.format.spec().block == 128 && !p.format.scale_kind(p.scale).has_tensor_scale();
+        check.expect(site, !in_head || known, why)?;
         match (p.format.is_block(), kind) {
-            (true, Kind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
+            (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
             (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,
-            (false, Kind::Router) => {}
+            (false, LayerKind::Router) => {}
             (false, _) if p.dtype() != Some(recipe.activations) => {
                 let (is, all) = (p.format, recipe.activations);
                 check.fail(site, format!("is {is}, while activations between products are {all}"))?;
@@ -66,7 +66,7 @@ pub(super) fn section(recipe: &Recipe, kind: Kind, s: &Section) -> Result<()> {
             (false, _) => {}
         }
     }
-    if kind == Kind::Router {
+    if kind == LayerKind::Router {
         return Ok(());
     }
     products(&check)?;
@@ -81,7 +81,7 @@ fn products(check: &Check<'_>) -> Result<()> {
     let second = [(DgradDy, FpropW), (WgradDy, WgradA)];
     let dense = [(FpropX, FpropW), (DgradDy, FpropW), (WgradDy, WgradX)];
     let pairs: Vec<_> = match check.kind {
-        Kind::Expert => of_experts.into_iter().chain(second).collect(),
+        LayerKind::Expert => of_experts.into_iter().chain(second).collect(),
         _ => dense.to_vec(),
     };
     for (a, b) in pairs {
@@ -115,7 +115,7 @@ fn transforms(check: &Check<'_>) -> Result<()> {
         }
         check.expect(
             site,
-            check.kind != Kind::Head,
+            check.kind != LayerKind::Head,
             "the head's fused loss applies no Hadamard transform",
         )?;
         let kept = match site {

@@ -1,7 +1,7 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
 use super::precision::axis_name;
-use super::{By, Kind, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use nibble_formats::{BlockAxis, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
@@ -14,7 +14,7 @@ impl Recipe {
             Value::from(self.description.as_str()),
             self.activations
         );
-        for kind in Kind::ALL {
+        for kind in LayerKind::ALL {
             let _ = writeln!(out, "\n[{}]", kind.name());
             for site in kind.sites() {
                 let _ = writeln!(out, "{} = {}", site.key(), in_toml(site, self.of(kind).written(site)));
@@ -56,7 +56,7 @@ fn in_toml(site: Site, precision: Option<&Precision>) -> String {
 }
 
 /// What a site has, and what follows: from what it is made, or of which other site it is a copy.
-fn in_words(section: &Section, kind: Kind, site: Site) -> String {
+fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     match (section.written(site), site.falls_back_on()) {
         (None, Some(other)) => format!("as {}: {}", other.key(), section.at(site)),
         (None, None) => "made again from h".into(),
@@ -73,11 +73,11 @@ impl fmt::Display for Recipe {
         writeln!(f, "  activations between products: {}", self.activations)?;
         // A head or a router that nobody has changed is not mentioned.
         let plain = |kind| match kind {
-            Kind::Head => self.head == Section::plain(self.activations),
-            Kind::Router => self.router == Section::plain(crate::DType::F32),
+            LayerKind::Head => self.head == Section::plain(self.activations),
+            LayerKind::Router => self.router == Section::plain(crate::DType::F32),
             _ => false,
         };
-        for kind in Kind::ALL.into_iter().filter(|kind| !plain(*kind)) {
+        for kind in LayerKind::ALL.into_iter().filter(|kind| !plain(*kind)) {
             writeln!(f, "  [{}]", kind.name())?;
             for site in kind.sites() {
                 writeln!(f, "    {:<13} {}", site.key(), in_words(self.of(kind), kind, site))?;
@@ -86,7 +86,7 @@ impl fmt::Display for Recipe {
         for o in &self.overrides {
             let end = o.steps.1.min(1.0);
             writeln!(f, "  override layers {}, steps {}..{end}", o.layers.join(", "), o.steps.0)?;
-            for kind in Kind::ALL {
+            for kind in LayerKind::ALL {
                 let changed = o.applied(kind, *self.of(kind));
                 if plain(kind) && changed == *self.of(kind) {
                     continue;

@@ -1,5 +1,6 @@
 use super::GemmError;
 use half::bf16;
+use nibble_formats::ScalePlane;
 
 /// The elements of an operand.
 #[derive(Debug, Clone, Copy)]
@@ -37,20 +38,11 @@ impl Data<'_> {
     }
 }
 
-/// The numbers of a scale plane.
-#[derive(Debug, Clone, Copy)]
-pub enum ScaleValues<'a> {
-    /// F32 scales.
-    F32(&'a [f32]),
-    /// E8M0 bytes: 2^(byte − 127), 0xFF is NaN.
-    E8m0(&'a [u8]),
-}
-
 /// A plane of scales: the scale of (row, k) is `values[offset + (row / rows_per_scale)·stride + k / block]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Scales<'a> {
-    /// The plane.
-    pub values: ScaleValues<'a>,
+    /// The plane, of one number a block.
+    pub values: ScalePlane<'a>,
     /// Elements of the contraction under one scale: even, 128 or 32 as a rule.
     pub block: usize,
     /// Rows under one scale: 1, or 128 for square blocks.
@@ -63,12 +55,12 @@ pub struct Scales<'a> {
 
 impl<'a> Scales<'a> {
     /// One scale for every `block` elements of a row, `stride` scales from row to row.
-    pub fn rows(values: ScaleValues<'a>, block: usize, stride: usize) -> Self {
+    pub fn rows(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: 1, offset: 0, stride }
     }
 
     /// One scale for every `block` × `block` elements, `stride` scales from one row of blocks to the next.
-    pub fn tiles(values: ScaleValues<'a>, block: usize, stride: usize) -> Self {
+    pub fn tiles(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: block, offset: 0, stride }
     }
 
@@ -80,17 +72,11 @@ impl<'a> Scales<'a> {
     /// The scale of a row and a block of the contraction.
     pub(super) fn value(&self, row: usize, block_idx: usize) -> f32 {
         let i = self.offset + row / self.rows_per_scale * self.stride + block_idx;
-        match self.values {
-            ScaleValues::F32(x) => x[i],
-            ScaleValues::E8m0(x) => nibble_formats::e8m0::decode(x[i]),
-        }
+        self.values.value(i)
     }
 
     fn len(&self) -> usize {
-        match self.values {
-            ScaleValues::F32(x) => x.len(),
-            ScaleValues::E8m0(x) => x.len(),
-        }
+        self.values.len()
     }
 }
 

@@ -2,7 +2,12 @@ mod resume;
 
 use super::*;
 use half::bf16;
-use nibble_formats::{Element, e8m0};
+use nibble_formats::{Element, ScaleKind, ScalePlane, e8m0};
+
+/// F32 scales.
+fn singles(values: &[f32]) -> ScalePlane<'_> {
+    ScalePlane { kind: ScaleKind::F32, bytes: bytemuck::cast_slice(values) }
+}
 
 /// SplitMix64.
 struct Random(u64);
@@ -297,8 +302,7 @@ impl Scaled {
     }
 
     fn view<'a>(&'a self, e8m0: bool, data: fn(&'a [u8]) -> Data<'a>) -> Operand<'a> {
-        let values =
-            if e8m0 { ScaleValues::E8m0(&self.scales_e8m0) } else { ScaleValues::F32(&self.scales_f32) };
+        let values = if e8m0 { ScalePlane::powers(&self.scales_e8m0) } else { singles(&self.scales_f32) };
         let scales = Scales {
             values,
             block: self.block,
@@ -365,8 +369,8 @@ fn a_nan_scale_reaches_exactly_the_outputs_it_touches() {
     bytes[2 + 1] = 0xFF; // row 1, block 1
     let good = vec![127u8; 8];
     for isa in isas() {
-        let a = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScaleValues::E8m0(&bytes), 128, 2));
-        let b = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScaleValues::E8m0(&good), 128, 2));
+        let a = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScalePlane::powers(&bytes), 128, 2));
+        let b = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScalePlane::powers(&good), 128, 2));
         for (i, x) in run(isa, (m, n, k), &a, &b).into_iter().enumerate() {
             assert!(if i / n == 1 { x.is_nan() } else { x == 256.0 }, "{isa:?} {i} {x}");
         }
@@ -388,7 +392,7 @@ fn fp4_codes_multiply_like_their_values() {
             }
         }
         let ones = vec![127u8; n * k.div_ceil(32)];
-        let scales = Scales::rows(ScaleValues::E8m0(&ones), 32, k.div_ceil(32));
+        let scales = Scales::rows(ScalePlane::powers(&ones), 32, k.div_ceil(32));
         let b = Operand::rows(Data::E2m1(&packed), stride).scaled(scales);
         let x: Vec<_> = (0..m).map(|i| vec![a.row(i, true, Element::E4m3)]).collect();
         let decoded = |row: &Vec<u8>| row.iter().map(|&c| bf16::from_f32(Element::E2m1.decode(c))).collect();
@@ -544,7 +548,7 @@ fn mistakes_are_named() {
     let f32s = Operand::rows(Data::F32(&x), 10);
     let bf16s = Operand::rows(Data::Bf16(&h), 10);
     let one = [1f32; 10];
-    let scaled = Operand::rows(Data::E4m3(&codes), 10).scaled(Scales::rows(ScaleValues::F32(&one), 128, 1));
+    let scaled = Operand::rows(Data::E4m3(&codes), 10).scaled(Scales::rows(singles(&one), 128, 1));
     let engine = Engine::default();
     let mut argument = |shape, a: &Operand, b: &Operand| {
         let error = engine.gemm(shape, a, b, Output::f32(&mut out, 10)).unwrap_err();
@@ -557,12 +561,9 @@ fn mistakes_are_named() {
     assert_eq!(argument(shape, &f32s, &bf16s), "b");
     assert_eq!(argument(shape, &scaled, &bf16s), "b");
     assert_eq!(argument(shape, &Operand { transposed: true, ..scaled }, &scaled), "a");
-    let tile = Scales::rows(ScaleValues::F32(&one), 64, 1);
+    let tile = Scales::rows(singles(&one), 64, 1);
     assert_eq!(argument(shape, &scaled, &scaled.scaled(tile)), "b");
-    assert_eq!(
-        argument(shape, &scaled.scaled(Scales::rows(ScaleValues::F32(&one[1..]), 128, 1)), &scaled),
-        "a"
-    );
+    assert_eq!(argument(shape, &scaled.scaled(Scales::rows(singles(&one[1..]), 128, 1)), &scaled), "a");
     assert_eq!(argument(Shape { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
     let mut narrow = [bf16::ZERO; 100];
     assert_eq!(

@@ -8,7 +8,7 @@ use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa, rows_per_task};
 use half::bf16;
-use nibble_core::ops::{AdamW, Control};
+use nibble_core::ops::{AdamW, AdamWTensor, Control};
 use nibble_core::{Data, Error, Result};
 use rayon::prelude::*;
 
@@ -27,28 +27,35 @@ struct Step {
     grad_scale: f32,
 }
 
-/// Updates the parameter and both moments in place, unless the step does not count.
+/// Updates parameters and both moments in place, unless the step does not count.
 pub(crate) fn adamw(cpu: &Cpu, op: AdamW<'_, Cpu>) -> Result<()> {
     let control = op.control.as_slice();
     if control[Control::STOP] != 0.0 {
         return Ok(());
     }
-    let step = Step {
-        lr: control[Control::LR],
-        beta1: op.beta1,
-        beta2: op.beta2,
-        bias1: control[Control::BIAS1],
-        bias2: control[Control::BIAS2],
-        eps: op.eps,
-        decay: control[Control::LR] * op.weight_decay,
-        grad_scale: control[Control::GRAD_SCALE],
-    };
-    let param_type = op.param.dtype();
-    let Data::F32(w) = &mut op.param.data else {
+    for tensor in op.tensors {
+        let step = Step {
+            lr: control[Control::LR],
+            beta1: op.beta1,
+            beta2: op.beta2,
+            bias1: control[Control::BIAS1],
+            bias2: control[Control::BIAS2],
+            eps: op.eps,
+            decay: control[Control::LR] * tensor.weight_decay,
+            grad_scale: control[Control::GRAD_SCALE],
+        };
+        update(cpu, step, tensor)?;
+    }
+    Ok(())
+}
+
+fn update(cpu: &Cpu, step: Step, tensor: AdamWTensor<'_, Cpu>) -> Result<()> {
+    let param_type = tensor.param.dtype();
+    let Data::F32(w) = &mut tensor.param.data else {
         return Err(Error::shape(OP, "type of param", param_type, "f32"));
     };
     let w = w.as_mut_slice();
-    match (&op.grad.data, &mut op.exp_avg.data, &mut op.exp_avg_sq.data) {
+    match (&tensor.grad.data, &mut tensor.exp_avg.data, &mut tensor.exp_avg_sq.data) {
         (Data::F32(g), Data::F32(m), Data::F32(v)) => {
             run(cpu, step, g.as_slice(), w, m.as_mut_slice(), v.as_mut_slice(), update_f32_f32)
         }

@@ -8,7 +8,7 @@ use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
 use crate::sums::chunk_tree;
 use crate::{Buf, Cpu, Path};
 use half::bf16;
-use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares};
+use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
@@ -211,10 +211,13 @@ per_isa!(fn squares_bf16 = sum_squares_body::<bf16>; (x: &[bf16]) -> f64);
 
 /// Σ x² of each part; threads divide the chunks, never a sum.
 pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<()> {
-    let sums = &mut op.into.as_mut_slice()[op.at..][..op.parts];
-    match &op.x.data {
-        Data::F32(x) => part_squares(cpu, x.as_slice(), squares_f32, sums),
-        Data::Bf16(x) => part_squares(cpu, x.as_slice(), squares_bf16, sums),
+    let into = op.into.as_mut_slice();
+    for Squared { x, parts, at } in op.tensors {
+        let sums = &mut into[at..][..parts];
+        match &x.data {
+            Data::F32(x) => part_squares(cpu, x.as_slice(), squares_f32, sums),
+            Data::Bf16(x) => part_squares(cpu, x.as_slice(), squares_bf16, sums),
+        }
     }
     Ok(())
 }

@@ -1,12 +1,14 @@
 //! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
 
 use super::elementwise::cast;
-use crate::gemm::{self, Engine, GemmError, Group, Output, ScaleValues, Shape};
+use super::lowered::{gemm_element, sides};
+use super::quantize::planes::scales_of;
+use crate::gemm::{self, Engine, GemmError, Group, Output, Shape};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::formats::{BlockAxis, Element, Format};
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -14,7 +16,8 @@ pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let dims = op.check()?;
     let shape = Shape { m: dims.m, n: dims.n, k: dims.k };
     let (a, b) = (widened(cpu, op.a, op.b)?, widened(cpu, op.b, op.a)?);
-    let (a, b) = (view(OP, &a, 0)?, view(OP, &b, 0)?);
+    let (a, b) = sides(cpu, &a, &b)?;
+    let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
     product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(shape, &a, &b, out))
 }
 
@@ -23,8 +26,9 @@ pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor
     let dims = op.check()?;
     let groups = host_groups(op.groups);
     let (x, w) = (widened(cpu, op.x, op.w)?, widened(cpu, op.w, op.x)?);
-    let a = view(OP, &x, 0)?;
-    let b = (0..groups.len()).map(|g| view(OP, &w, g * dims.n)).collect::<Result<Vec<_>>>()?;
+    let (x, w) = sides(cpu, &x, &w)?;
+    let a = x.view(OP, 0)?;
+    let b = (0..groups.len()).map(|g| w.view(OP, g * dims.n)).collect::<Result<Vec<_>>>()?;
     // Rows of no group are zero.
     product(cpu, OP, op.out, (dims.m, dims.n), true, |engine, out| {
         engine.grouped(&groups, dims.n, dims.k, &a, &b, out)
@@ -36,7 +40,8 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     let dims = op.check()?;
     let groups = host_groups(op.groups);
     let (dy, x) = (widened(cpu, op.dy, op.x)?, widened(cpu, op.x, op.dy)?);
-    let (dy, x) = (down_rows(OP, &dy)?, down_rows(OP, &x)?);
+    let (dy, x) = sides(cpu, &dy, &x)?;
+    let (dy, x) = (dy.down_rows(OP)?, x.down_rows(OP)?);
     let engine = engine(cpu, OP)?;
     let out = match &mut op.grad.data {
         Data::F32(grad) => Output::f32(grad.as_mut_slice(), dims.n),
@@ -112,18 +117,11 @@ fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
 
 fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
     let codes = q.codes.as_slice();
-    match q.format {
-        Format::E4m3 => Ok(gemm::Data::E4m3(codes)),
-        Format::E5m2 => Ok(gemm::Data::E5m2(codes)),
-        Format::Mxfp4 => Ok(gemm::Data::E2m1(codes)),
-        Format::F32 | Format::Bf16 => Err(Error::unsupported(op, q.format, "it has no codes")),
-    }
-}
-
-fn scale_values(scales: &Scales<Cpu>) -> ScaleValues<'_> {
-    match scales {
-        Scales::E8m0(s) => ScaleValues::E8m0(s.as_slice()),
-        Scales::F32(s) => ScaleValues::F32(s.as_slice()),
+    match gemm_element(q) {
+        Some(Element::E4m3) => Ok(gemm::Data::E4m3(codes)),
+        Some(Element::E5m2) => Ok(gemm::Data::E5m2(codes)),
+        Some(Element::E2m1) => Ok(gemm::Data::E2m1(codes)),
+        _ => Err(Error::unsupported(op, q.format, "the engine does not read its codes")),
     }
 }
 
@@ -135,7 +133,7 @@ pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> R
     };
     let block = q.format.spec().block;
     let stride = q.cols.div_ceil(block);
-    let values = scale_values(&q.scales);
+    let values = scales_of(q);
     let scales = match q.axis {
         BlockAxis::Tile => {
             let matrix_rows = q.rows / q.stack.max(1);
@@ -154,6 +152,6 @@ pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gem
         Operand::Block(q) => q,
     };
     let block = q.format.spec().block;
-    let scales = gemm::Scales::rows(scale_values(&q.scales), block, q.rows.div_ceil(block));
+    let scales = gemm::Scales::rows(scales_of(q), block, q.rows.div_ceil(block));
     Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
 }

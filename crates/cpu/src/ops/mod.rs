@@ -7,6 +7,7 @@ pub mod elementwise;
 pub mod embed;
 pub mod gemm;
 pub mod head_loss;
+mod lowered;
 pub mod norm_rope;
 pub mod permute;
 pub mod quantize;

@@ -8,8 +8,9 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Add, CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{
-    BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor, round_up,
+    BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor, round_up,
 };
+use nibble_formats::{Scale, ScalePlaneMut};
 
 /// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
@@ -137,17 +138,36 @@ fn gather(op: &'static str, cpu: &Cpu, rows: &Operand<Cpu>, index: &[i32]) -> Re
         Operand::Plain(x) => Operand::Plain(gather_plain(cpu, x, index)?),
         Operand::Block(x) => {
             x.check_rows_travel(op, "rows")?;
-            let width = x.format.scales_per_row(x.cols);
             let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
-            let scales = match &x.scales {
-                Scales::E8m0(s) => Scales::E8m0(gather_rows(cpu, s.as_slice(), width, index, 0)),
-                Scales::F32(s) => {
-                    Scales::F32(gather_rows(cpu, s.as_slice(), width, index, f32::MIN_POSITIVE))
-                }
-            };
-            Operand::Block(BlockScaled { rows: index.len(), stack: 1, codes, scales, ..x.clone() })
+            let scales = gather_scales(cpu, x, index);
+            let tensor_scale = x.tensor_scale.as_ref().map(|s| gather_rows(cpu, s.as_slice(), 1, index, 1.0));
+            Operand::Block(BlockScaled {
+                rows: index.len(),
+                stack: 1,
+                codes,
+                scales,
+                tensor_scale,
+                ..x.clone()
+            })
         }
     })
+}
+
+/// Records of scales move as they are; padding has the smallest.
+fn gather_scales(cpu: &Cpu, x: &BlockScaled<Cpu>, index: &[i32]) -> Buf<u8> {
+    let (kind, width) = (x.scale_kind(), x.format.scales_per_row(x.cols));
+    let mut scales = gather_rows(cpu, x.scales.as_slice(), width * kind.bytes(), index, 0);
+    // Where that is not zeros anyway.
+    if kind.least() != Scale(0) {
+        for_rows(cpu, scales.as_mut_slice(), width * kind.bytes(), |first, scales| {
+            for (bytes, &i) in scales.chunks_exact_mut(width * kind.bytes()).zip(&index[first..]) {
+                if i < 0 {
+                    ScalePlaneMut { kind, bytes }.fill(kind.least());
+                }
+            }
+        });
+    }
+    scales
 }
 
 /// Whether a negative index stands for padding.

@@ -22,10 +22,15 @@ use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_co
 use encode::Tile;
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
 use nibble_core::{Error, Groups, Result};
-use nibble_formats::{Codec, Stream};
+use nibble_formats::{Codec, Format, Stream};
 use source::Source;
 use spans::Spans;
 use spec::{Casting, Matrix};
+
+/// Whether vectorised code converts a format; the specification itself, on several threads, converts the others.
+pub fn is_vectorised(format: Format) -> bool {
+    !format.is_block() || encode::fast(format).is_some()
+}
 
 /// Columns of a tile where no blocks run down the columns.
 const ROW_COLS: usize = 1024;
@@ -67,15 +72,26 @@ fn encode(
     emit: Emit,
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
-    match (cpu.path(), op.planes) {
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
+    }
+    match (encode::path(cpu, [op.codec.format()]), op.planes) {
         (Path::Scalar, Planes::Tiles) => {
-            let casting = Casting { codec: op.codec, random, spans };
-            spec::tiles(cpu, &Matrix::of(op.x, spans), op.stack, &casting)
+            let (x, spans) = (Matrix::of(op.x, spans), Spans::stacked(op.stack, op.x.rows / op.stack.max(1)));
+            spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x))
         }
         (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, random),
         (Path::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
         (Path::Simd, _) => strips(cpu, op, random, emit, spans),
     }
+}
+
+/// The formats that these forms write.
+pub(crate) fn formats(emits: &[Emit]) -> impl Iterator<Item = Format> + '_ {
+    emits.iter().filter_map(|emit| match emit {
+        Emit::Plain(_) => None,
+        Emit::Block { codec, .. } => Some(codec.format()),
+    })
 }
 
 /// Rows, columns or both, vectorised.
@@ -159,7 +175,7 @@ fn column_block(
     for emit in emits {
         if let Emit::Block { codec, planes: Planes::Cols | Planes::Both } = emit {
             codec.format().check_contraction("rows", rows)?;
-            let block = codec.format().spec().block;
+            let block = codec.format().column_step();
             match groups {
                 Some(g) if g.align % block != 0 => {
                     return Err(Error::shape(op, "groups.align", g.align, format!("a multiple of {block}")));

@@ -46,7 +46,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         };
     }
     let [non_zero, inexact, non_finite] = match (codec, op.axis) {
-        (Some(codec), _) => spec::requantize_rows(op.x, codec, &spans, &mut out),
+        (Some(codec), _) => spec::requantize_rows(op.x, codec, &spans, &mut out)?,
         (None, BlockAxis::Col) => spec::to_cols(op.x, &spans, &mut out),
         (None, _) => spec::lift_rows(op.x, &spans, &mut out),
     };

@@ -12,13 +12,13 @@ const SQUARE: usize = 32;
 pub(crate) fn transpose(cpu: &Cpu, op: Transpose<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let (n, k) = (op.x.rows / op.stack.max(1), op.x.cols);
     let data = match &op.x.data {
-        Data::F32(x) => Data::F32(turn(cpu, x, n, k)),
-        Data::Bf16(x) => Data::Bf16(turn(cpu, x, n, k)),
+        Data::F32(x) => Data::F32(transposed(cpu, x, n, k)),
+        Data::Bf16(x) => Data::Bf16(transposed(cpu, x, n, k)),
     };
     Tensor::new(data, op.stack * k, n)
 }
 
-fn turn<T: Plain>(cpu: &Cpu, x: &Buf<T>, n: usize, k: usize) -> Buf<T> {
+fn transposed<T: Plain>(cpu: &Cpu, x: &Buf<T>, n: usize, k: usize) -> Buf<T> {
     let mut out = cpu.scratch::<T>(x.as_slice().len());
     if n * k == 0 {
         return out;

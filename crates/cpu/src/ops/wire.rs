@@ -4,36 +4,39 @@ use super::elementwise::for_rows;
 use super::permute::{Pads, check_index};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{DType, Data, Operand, Plain, Result, Scales, Tensor};
-use nibble_formats::{Format, ScaleRule};
+use nibble_core::{DType, Data, Operand, Plain, Result, Tensor};
+use nibble_formats::Format;
 
-/// Copies bytes; a record is codes ‖ scales ‖ zeros to a multiple of 16.
+/// Copies bytes; a record is codes ‖ scales ‖ the tensor's scale ‖ zeros to a multiple of 16.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
     let index = op.index.as_slice();
     check_index(OP, "index", index, op.rows.rows(), Pads::Refused)?;
-    let (codes, scales): (&[u8], &[u8]) = match op.rows {
+    let planes: [&[u8]; 3] = match op.rows {
         Operand::Plain(x) => match &x.data {
-            Data::F32(x) => (bytemuck::cast_slice(x.as_slice()), &[]),
-            Data::Bf16(x) => (bytemuck::cast_slice(x.as_slice()), &[]),
+            Data::F32(x) => [bytemuck::cast_slice(x.as_slice()), &[], &[]],
+            Data::Bf16(x) => [bytemuck::cast_slice(x.as_slice()), &[], &[]],
         },
-        Operand::Block(x) => match &x.scales {
-            Scales::E8m0(s) => (x.codes.as_slice(), s.as_slice()),
-            Scales::F32(s) => (x.codes.as_slice(), bytemuck::cast_slice(s.as_slice())),
-        },
+        Operand::Block(x) => {
+            let tensor_scale = x.tensor_scale.as_ref().map_or(&[][..], |s| s.as_slice());
+            [x.codes.as_slice(), x.scales.as_slice(), bytemuck::cast_slice(tensor_scale)]
+        }
     };
     let kind = op.rows.row_kind();
-    let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
+    let widths = [kind.code_bytes(), kind.scale_bytes(), kind.tensor_scale_bytes()];
+    let row_bytes = kind.row_bytes();
     let mut out = cpu.scratch::<u8>(index.len() * row_bytes);
     for_rows(cpu, out.as_mut_slice(), row_bytes, |first, out| {
         for (record, &row) in out.chunks_exact_mut(row_bytes).zip(&index[first..]) {
             let row = row as usize; // not negative: checked above
-            let (of_codes, rest) = record.split_at_mut(code_bytes);
-            let (of_scales, padding) = rest.split_at_mut(scale_bytes);
-            of_codes.copy_from_slice(&codes[row * code_bytes..][..code_bytes]);
-            of_scales.copy_from_slice(&scales[row * scale_bytes..][..scale_bytes]);
-            padding.fill(0);
+            let mut rest = record;
+            for (plane, width) in planes.iter().zip(widths) {
+                let (part, after) = rest.split_at_mut(width);
+                part.copy_from_slice(&plane[row * width..][..width]);
+                rest = after;
+            }
+            rest.fill(0);
         }
     });
     Ok(out)
@@ -59,12 +62,10 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
         return Ok(Operand::Plain(Tensor::new(data, rows, cols)?));
     }
     kind.check_rule(OP)?;
-    let scales = if kind.rule == ScaleRule::Amax {
-        Scales::F32(planes.plane(code_bytes, kind.scale_bytes()))
-    } else {
-        Scales::E8m0(planes.plane(code_bytes, kind.scale_bytes()))
-    };
-    Ok(Operand::Block(kind.block_rows(rows, planes.plane(0, code_bytes), scales)))
+    let scales = planes.plane(code_bytes, kind.scale_bytes());
+    let (at, tensor_bytes) = (code_bytes + kind.scale_bytes(), kind.tensor_scale_bytes());
+    let tensor_scale = (tensor_bytes > 0).then(|| planes.plane(at, tensor_bytes));
+    Ok(Operand::Block(kind.block_rows(rows, planes.plane(0, code_bytes), scales, tensor_scale)))
 }
 
 /// Messages, back to back.

@@ -2,8 +2,8 @@
 
 use half::bf16;
 use nibble_cuda::ops::products::grouped_product::{
-    Config, Desc, GroupBuffers, GroupedProduct, Kind, Operand, Order, Out, Ragged, ScaleValues, Scales,
-    ScalesB, Target,
+    GroupBuffers, GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Order, Out, Ragged,
+    ScaleValues, Scales, ScalesB, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -132,7 +132,7 @@ impl Large {
 #[derive(Debug, Clone)]
 pub struct Case {
     pub ragged: Ragged,
-    pub kind: Kind,
+    pub kind: OperandKind,
     pub out: Out,
     /// E8M0 scales rather than F32: of A, of B.
     pub e8m0: (bool, bool),
@@ -158,7 +158,7 @@ impl Case {
     /// First row of each group, and the end of the last.
     pub fn starts(&self) -> Vec<usize> {
         // Plain groups follow each other without padding; a single one needs none.
-        let align = if self.kind == Kind::Bf16 || self.is_dense() { 1 } else { 128 };
+        let align = if self.kind == OperandKind::Bf16 || self.is_dense() { 1 } else { 128 };
         let mut starts = vec![0];
         for &len in &self.lens {
             starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(align));
@@ -175,15 +175,15 @@ impl Case {
         self.starts()[self.lens.len()] + self.slack
     }
 
-    pub fn desc(&self) -> Desc {
+    pub fn desc(&self) -> GroupedDesc {
         let (m, k) = match self.ragged {
             Ragged::Rows => (self.capacity(), self.k),
             Ragged::Contraction => (self.m, self.capacity()),
         };
-        let powers = self.kind == Kind::Fp8(ScalesB::Floats) && self.e8m0.1;
-        Desc {
+        let powers = self.kind == OperandKind::Fp8(ScalesB::Floats) && self.e8m0.1;
+        GroupedDesc {
             ragged: self.ragged,
-            kind: if powers { Kind::Fp8(ScalesB::Powers) } else { self.kind },
+            kind: if powers { OperandKind::Fp8(ScalesB::Powers) } else { self.kind },
             out: self.out,
             accumulate: self.accumulate,
             transposed: self.transposed,
@@ -201,8 +201,8 @@ impl Case {
         };
         let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
         let operands = match self.desc().kind {
-            Kind::Bf16 => "bf16".to_owned(),
-            Kind::Fp8(scales_b) => {
+            OperandKind::Bf16 => "bf16".to_owned(),
+            OperandKind::Fp8(scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
                 format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
@@ -228,7 +228,7 @@ enum Plane {
 }
 
 impl Plane {
-    fn draw(kind: Kind, data: Data, random: &mut Random, len: usize) -> Self {
+    fn draw(kind: OperandKind, data: Data, random: &mut Random, len: usize) -> Self {
         let value: Vec<f32> = match data {
             Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
             Data::Normal | Data::OutlierColumns | Data::MassiveTokens => {
@@ -237,10 +237,10 @@ impl Plane {
             Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
         };
         match kind {
-            Kind::Bf16 => {
+            OperandKind::Bf16 => {
                 Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len))
             }
-            Kind::Fp8(_) => {
+            OperandKind::Fp8(_) => {
                 let codes: Vec<u8> = value.into_iter().map(|x| Element::E4m3.encode(x)).collect();
                 Self::Codes(random.draw(&codes, len))
             }
@@ -311,7 +311,7 @@ impl Operands {
         let desc = case.desc();
         let scales = |e8m0: bool| -> Vec<f32> {
             let value = |i: u32| match (data, e8m0) {
-                _ if desc.kind == Kind::Bf16 => 1.0,
+                _ if desc.kind == OperandKind::Bf16 => 1.0,
                 (Data::Integers, _) => 0.5 * (1 << (i % 4)) as f32,
                 (_, true) => f32::from_bits((118 + i % 8) << 23),
                 (_, false) => f32::from_bits((118 << 23) + i * (8 << 7)),
@@ -335,7 +335,7 @@ impl Operands {
             large.apply(a, scales_a, (desc.m, desc.k, 1));
         }
         if let Some(large) = &large[1] {
-            let share = if let Kind::Fp8(scales) = desc.kind { scales.rows() } else { 1 };
+            let share = if let OperandKind::Fp8(scales) = desc.kind { scales.rows() } else { 1 };
             large.apply(b, scales_b, (desc.n, desc.k, share));
         }
         operands.fill_pads(desc);
@@ -343,7 +343,7 @@ impl Operands {
     }
 
     /// Rows that belong to no group: NaN where they must not matter, zeros where they are promised.
-    fn fill_pads(&mut self, desc: Desc) {
+    fn fill_pads(&mut self, desc: GroupedDesc) {
         let starts = self.case.starts();
         let mut valid = vec![false; self.case.capacity()];
         for (start, len) in starts.iter().zip(&self.case.lens) {
@@ -360,7 +360,7 @@ impl Operands {
             }
             Ragged::Contraction => {
                 // BF16 rows outside the groups may hold anything.
-                let nan = desc.kind == Kind::Bf16;
+                let nan = desc.kind == OperandKind::Bf16;
                 for (plane, rows) in [(&mut self.a, desc.m), (&mut self.b, desc.n)] {
                     for row in 0..rows {
                         for (k, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
@@ -448,10 +448,10 @@ impl Operands {
         let blocks = desc.blocks_k();
         let Some((row_a, row_b, Range { start: from, end: to })) = self.terms(at) else { return 0.0 };
         let scale_row_b = match desc.kind {
-            Kind::Fp8(scales) => {
+            OperandKind::Fp8(scales) => {
                 row_b / desc.n * desc.n.div_ceil(scales.rows()) + row_b % desc.n / scales.rows()
             }
-            Kind::Bf16 => row_b,
+            OperandKind::Bf16 => row_b,
         };
         let mut total =
             if self.case.accumulate { self.before.get(at).map_or(0.0, |&x| f64::from(x)) } else { 0.0 };
@@ -498,8 +498,8 @@ impl OnDevice {
     pub fn run(&mut self) -> Result<()> {
         let desc = self.case.desc();
         let (rows_a, rows_b) = desc.scale_rows();
-        let chosen = Config::choose(&desc, self.start.device().info());
-        let config = Config { order: self.case.order.unwrap_or(chosen.order), ..chosen };
+        let chosen = GroupedConfig::choose(&desc, self.start.device().info());
+        let config = GroupedConfig { order: self.case.order.unwrap_or(chosen.order), ..chosen };
         GroupedProduct {
             desc,
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
@@ -517,8 +517,8 @@ impl OnDevice {
 impl Case {
     fn scales<'a>(&self, e8m0: bool, planes: &'a (Buffer<f32>, Buffer<u8>), rows: usize) -> Scales<'a> {
         let (values, bytes) = match e8m0 {
-            true => (ScaleValues::E8m0(&planes.1), 1),
-            false => (ScaleValues::F32(&planes.0), 4),
+            true => (ScaleValues::e8m0(&planes.1), 1),
+            false => (ScaleValues::f32(&planes.0), 4),
         };
         match self.mn_major {
             true => Scales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) },

@@ -5,7 +5,7 @@ use half::bf16;
 use nibble_core::Agreement;
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT};
 use nibble_cuda::Device;
-use nibble_cuda::ops::products::grouped_product::{Kind, Order, Out, Ragged, ScalesB};
+use nibble_cuda::ops::products::grouped_product::{OperandKind, Order, Out, Ragged, ScalesB};
 use nibble_formats::Element;
 use std::fmt;
 
@@ -19,7 +19,7 @@ const MANY: usize = 100;
 pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
     Case {
         ragged: Ragged::Rows,
-        kind: Kind::Fp8(ScalesB::Tile),
+        kind: OperandKind::Fp8(ScalesB::Tile),
         out: Out::Bf16,
         e8m0: (true, true),
         accumulate: false,
@@ -38,7 +38,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
     Case {
         ragged: Ragged::Contraction,
-        kind: Kind::Fp8(ScalesB::Floats),
+        kind: OperandKind::Fp8(ScalesB::Floats),
         out: Out::F32,
         m,
         ..rows(lens, n, 0)
@@ -47,7 +47,7 @@ pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
 
 /// The same of BF16 operands.
 pub fn bf16_of(case: Case) -> Case {
-    Case { kind: Kind::Bf16, ..case }
+    Case { kind: OperandKind::Bf16, ..case }
 }
 
 /// Sizes around every edge, in every kind of instance.
@@ -66,7 +66,7 @@ pub fn small() -> Vec<Case> {
         [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896), (768, 768)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [Kind::Fp8(ScalesB::Tile), Kind::Fp8(ScalesB::Floats), Kind::Bf16] {
+        for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats), OperandKind::Bf16] {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -79,17 +79,17 @@ pub fn small() -> Vec<Case> {
             let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
-                cases.push(Case { kind: Kind::Fp8(scales), ..case.clone() });
+                cases.push(Case { kind: OperandKind::Fp8(scales), ..case.clone() });
             }
             for scales in [ScalesB::Strips, ScalesB::Tile] {
-                let kind = Kind::Fp8(scales);
+                let kind = OperandKind::Fp8(scales);
                 cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
             }
         }
         for accumulate in [false, true] {
             let case = Case { out: Out::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
-            cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), ..case.clone() });
+            cases.push(Case { kind: OperandKind::Fp8(ScalesB::Tile), ..case.clone() });
             cases.push(case);
         }
     }
@@ -101,14 +101,14 @@ pub fn small() -> Vec<Case> {
     cases.push(wgrad(&many, 256, 128));
     // Qwen3's experts are 768 wide.
     for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
-        cases.push(Case { kind: Kind::Fp8(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
+        cases.push(Case { kind: OperandKind::Fp8(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
     }
     // Many tiles a cta, of short contractions and of none, added to what is there.
     let short: Vec<usize> = (0..40).map(|g| g * 137 % 1200).collect();
     let adding = Case { accumulate: true, ..wgrad(&short, 512, 640) };
-    cases.push(Case { kind: Kind::Fp8(ScalesB::Strips), ..adding.clone() });
-    cases.push(Case { kind: Kind::Fp8(ScalesB::Tile), transposed: true, ..adding.clone() });
-    cases.push(Case { out: Out::Bf16, kind: Kind::Fp8(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { kind: OperandKind::Fp8(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { kind: OperandKind::Fp8(ScalesB::Tile), transposed: true, ..adding.clone() });
+    cases.push(Case { out: Out::Bf16, kind: OperandKind::Fp8(ScalesB::Strips), ..adding.clone() });
     cases.push(Case { out: Out::Bf16, ..bf16_of(adding) });
     // Tiles of long and short groups mixed, in every layout of scales.
     let zipf: Vec<usize> = (0..200).map(|g| 3000 / (g + 1)).collect();
@@ -172,11 +172,11 @@ fn bound(case: &Case, data: Data) -> f64 {
         // Half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half of
         // that, but the smallest cases have eight.
         (Out::Bf16, ..) => 4e-3,
-        (Out::F32, Kind::Bf16, _) => owed(BF16_AGREEMENT),
+        (Out::F32, OperandKind::Bf16, _) => owed(BF16_AGREEMENT),
         // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen.
-        (Out::F32, Kind::Fp8(_), Data::HeavyTails) if three_rows => 4e-4,
-        (Out::F32, Kind::Fp8(_), _) if towers => owed(FP8_AGREEMENT),
-        (Out::F32, Kind::Fp8(_), _) => 3e-4,
+        (Out::F32, OperandKind::Fp8(_), Data::HeavyTails) if three_rows => 4e-4,
+        (Out::F32, OperandKind::Fp8(_), _) if towers => owed(FP8_AGREEMENT),
+        (Out::F32, OperandKind::Fp8(_), _) => 3e-4,
     }
 }
 
@@ -271,7 +271,7 @@ fn relative_error(device: &Device, case: &Case, data: Data) -> Result<f64, Strin
 }
 
 /// A NaN scale of A makes exactly its row NaN.
-pub fn nan_stays_in_its_row(device: &Device, kind: Kind) -> Result<(), String> {
+pub fn nan_stays_in_its_row(device: &Device, kind: OperandKind) -> Result<(), String> {
     let case = Case { kind, ..rows(&[300, 0, 129], 264, 400) };
     let row = 201;
     let mut operands = Operands::new(case.clone(), Data::Normal, 44);

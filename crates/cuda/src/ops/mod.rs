@@ -2,8 +2,8 @@
 //! can be printed and tested without a GPU; the launch.
 
 pub(crate) mod attention;
+mod buffer_check;
 pub(crate) mod convert;
-mod held;
 pub(crate) mod norm;
 pub(crate) mod plain;
 mod planes;
@@ -14,6 +14,7 @@ pub(crate) mod swiglu;
 pub(crate) mod vocabulary;
 
 pub use attention::attention_wgmma::DIMS as ATTENTION_DIMS;
+pub use planes::has_kernels;
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -33,6 +34,29 @@ pub struct Instance {
     pub spec: KernelSpec,
     /// Dynamic shared memory of its launch, in bytes.
     pub shared_bytes: usize,
+}
+
+/// Dynamic shared memory that a launch computes from the sizes of its problem, and how the device computes the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedSize {
+    /// The kernel's source.
+    pub source: &'static str,
+    /// A constant expression of the device.
+    pub expression: String,
+    /// What the launch asks for.
+    pub bytes: usize,
+}
+
+/// Such sizes of small, usual and the largest problems: the compile check goes through them all.
+pub fn shared_sizes() -> Vec<SharedSize> {
+    [
+        norm::rms_norm::shared_sizes(),
+        routing::route::shared_sizes(),
+        routing::plan_permute::shared_sizes(),
+        vocabulary::cross_entropy::shared_sizes(),
+        vocabulary::head_rows::shared_sizes(),
+    ]
+    .concat()
 }
 
 /// Every instance that operations launch, by operation: the compile check goes through them all.

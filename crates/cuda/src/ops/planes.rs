@@ -7,7 +7,15 @@ use crate::launch::KernelArg;
 use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
-use nibble_core::{BlockScaled, DType, Data, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Error, Result, Tensor};
+
+/// The device's name of a plain type.
+pub(super) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "nib::F32",
+        DType::Bf16 => "nib::Bf16",
+    }
+}
 
 /// The device's number of a rule (`csrc/formats/e8m0.cuh`).
 pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
@@ -17,6 +25,8 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
+        // Of formats that no kernel knows (`check_format`).
+        ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
 
@@ -41,8 +51,8 @@ pub(super) fn unwritten_columns(
 }
 
 /// Scales of columns from one strip to the next: the number of columns, padded to 16 bytes.
-pub(super) fn column_stride(rule: ScaleRule, cols: usize) -> usize {
-    mn_major_stride(cols, rule.kind().bytes())
+pub(super) fn column_stride(kind: ScaleKind, cols: usize) -> usize {
+    mn_major_stride(cols, kind.bytes())
 }
 
 fn unwritten_as(
@@ -52,8 +62,9 @@ fn unwritten_as(
     (rows, cols, stack): (usize, usize, usize),
     scale_layout: ScaleLayout,
 ) -> Result<BlockScaled<Cuda>> {
+    check_format("alloc", format)?;
     let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
-    let num_scales = scale_layout.len(lines, blocks, rule.kind().bytes());
+    let kind = format.scale_kind(rule);
     Ok(BlockScaled {
         format,
         axis,
@@ -62,22 +73,32 @@ fn unwritten_as(
         cols,
         stack,
         codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
-        scales: match rule.kind() {
-            ScaleKind::E8m0 => Scales::E8m0(Buf::new(device.alloc(num_scales)?)),
-            ScaleKind::F32 => Scales::F32(Buf::new(device.alloc(num_scales)?)),
-        },
+        scales: Buf::new(device.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?),
+        tensor_scale: None,
         scale_layout,
         shared_cols: 1,
     })
 }
 
+/// Whether kernels know a format: one power of two or one single a block.
+///
+/// # Errors
+/// [`Error::Unsupported`] if none does.
+pub(super) fn check_format(op: &'static str, format: Format) -> Result<()> {
+    if has_kernels(format) {
+        return Ok(());
+    }
+    Err(Error::unsupported(op, format, "it has no kernel on a GPU; the CPU takes it"))
+}
+
+/// Whether kernels take a format: plain numbers, and blocks under one power of two or one single.
+pub fn has_kernels(format: Format) -> bool {
+    matches!(format, Format::F32 | Format::Bf16 | Format::Mxfp4 | Format::E4m3 | Format::E5m2)
+}
+
 /// What a launch takes for a tensor's codes and scales.
 pub(super) fn plane_args(x: &BlockScaled<Cuda>) -> [&dyn KernelArg; 2] {
-    let scales: &dyn KernelArg = match &x.scales {
-        Scales::E8m0(scales) => scales.get(),
-        Scales::F32(scales) => scales.get(),
-    };
-    [x.codes.get(), scales]
+    [x.codes.get(), x.scales.get()]
 }
 
 /// The same; nulls for none.

@@ -2,6 +2,7 @@
 //! double precision.
 
 mod element;
+mod format;
 mod lift;
 mod math;
 mod oracle;

@@ -6,13 +6,19 @@ use nibble_formats::Element;
 pub fn magnitudes(element: Element) -> Vec<f64> {
     let (exponent_bits, mantissa_bits, bias) = match element {
         Element::E2m1 => (2, 1, 1),
+        Element::E2m3 => (2, 3, 1),
+        Element::E3m2 => (3, 2, 3),
         Element::E4m3 => (4, 3, 7),
         Element::E5m2 => (5, 2, 15),
+        Element::Int8 => return (0..128).map(|code| f64::from(code) / 64.0).collect(),
+        Element::S1p2 => return (0..8).map(|code| f64::from(code) / 4.0).collect(),
     };
     let codes = match element {
         Element::E2m1 => 8,
+        Element::E2m3 | Element::E3m2 => 32,
         Element::E4m3 => 127, // 0x7F is NaN
         Element::E5m2 => 124, // 0x7C.. are infinity and NaN
+        Element::Int8 | Element::S1p2 => unreachable!("returned above"),
     };
     assert!(codes <= 1 << (exponent_bits + mantissa_bits));
     let steps = f64::from(1 << mantissa_bits);
@@ -30,16 +36,25 @@ pub fn magnitudes(element: Element) -> Vec<f64> {
 /// Rounds by search: `(floor code, position of x relative to the midpoint)`.
 pub struct Oracle {
     pub magnitudes: Vec<f64>,
-    sign_bit: u8,
+    element: Element,
+}
+
+/// A magnitude's code with a sign: two's complement for integers, a bit for the others.
+pub fn with_sign(element: Element, code: usize, negative: bool) -> u8 {
+    match (element, negative) {
+        (_, false) => code as u8,
+        (Element::Int8, true) => (256 - code) as u8,
+        (_, true) => code as u8 | 1 << (element.code_bits() - 1),
+    }
 }
 
 impl Oracle {
     pub fn new(element: Element) -> Oracle {
-        Oracle { magnitudes: magnitudes(element), sign_bit: 1 << (element.code_bits() - 1) }
+        Oracle { magnitudes: magnitudes(element), element }
     }
 
     fn with_sign(&self, code: usize, x: f64) -> u8 {
-        code as u8 | if x.is_sign_negative() { self.sign_bit } else { 0 }
+        with_sign(self.element, code, x.is_sign_negative())
     }
 
     /// Code of the largest value not above |x|.

@@ -45,7 +45,8 @@ fn rceil_is_the_smallest_power_of_two_that_does_not_saturate() {
         for amax in amaxes(element) {
             let b = e8m0::encode(ScaleRule::Rceil, element, amax);
             let fits = |b: u8| f64::from(amax) <= max * 2f64.powi(i32::from(b) - 127);
-            assert!(b < 255 && fits(b), "{element}: {amax:e} -> {b}");
+            let largest = b == 254 && element.emax() == 0; // there is no scale beyond
+            assert!(b < 255 && (fits(b) || largest), "{element}: {amax:e} -> {b}");
             assert!(b == 0 || !fits(b - 1), "{element}: {amax:e} -> {b}, but {} would do", b - 1);
         }
     }
@@ -56,7 +57,7 @@ fn floor_ceil_and_even_follow_their_formulas() {
     for element in Element::ALL {
         for amax in amaxes(element).into_iter().filter(|&a| a >= f32::MIN_POSITIVE) {
             let x = f64::from(amax);
-            let byte = |log2: i32| (log2 - element.emax() + 127).max(0) as u8;
+            let byte = |log2: i32| (log2 - element.emax() + 127).clamp(0, 254) as u8;
             let encode = |rule| e8m0::encode(rule, element, amax);
             let floor = floor_log2(x);
             assert_eq!(encode(ScaleRule::Floor), byte(floor), "{element} {amax:e}");
@@ -75,7 +76,9 @@ fn floor_ceil_and_even_follow_their_formulas() {
 fn zero_subnormals_and_the_nonfinite() {
     for element in Element::ALL {
         for rule in ScaleRule::ALL {
-            for tiny in [0.0, -0.0, f32::from_bits(1), f32::from_bits(0x007F_FFFF)] {
+            // Just below 2⁻¹²⁶ does not fit the smallest scale of an element that ends below 2.
+            let below_normal = f32::from_bits(if element.emax() > 0 { 0x007F_FFFF } else { 0x0040_0000 });
+            for tiny in [0.0, -0.0, f32::from_bits(1), below_normal] {
                 assert_eq!(e8m0::encode(rule, element, tiny), 0, "{element} {rule} {tiny:e}");
             }
             for bad in [
@@ -89,6 +92,17 @@ fn zero_subnormals_and_the_nonfinite() {
             }
         }
     }
+}
+
+#[test]
+fn subnormal_magnitudes_above_the_smallest_scale_of_integers() {
+    let byte = |rule, bits| e8m0::encode(rule, Element::Int8, f32::from_bits(bits));
+    for (rule, bytes) in
+        [(ScaleRule::Floor, [0, 0, 0]), (ScaleRule::Rceil, [0, 0, 1]), (ScaleRule::Ceil, [0, 1, 1])]
+    {
+        assert_eq!([0x0040_0000, 0x0040_0001, 0x007F_0001].map(|bits| byte(rule, bits)), bytes, "{rule}");
+    }
+    assert_eq!(byte(ScaleRule::Rceil, 0x007F_0000), 0); // 127/64 · 2⁻¹²⁷
 }
 
 /// The table that tells the rules apart (scale exponents without bias).
@@ -127,5 +141,8 @@ fn names_go_there_and_back() {
         assert_eq!(rule.to_string().parse(), Ok(rule));
     }
     let e = "round".parse::<ScaleRule>().unwrap_err().to_string();
-    assert_eq!(e, "unknown scale rule `round`: expected one of amax, floor, rceil, ceil, even");
+    assert_eq!(
+        e,
+        "unknown scale rule `round`: expected one of amax, floor, rceil, ceil, even, tensor-amax, cann"
+    );
 }

@@ -73,6 +73,7 @@ class Element:
 
     def __init__(self, exponent_bits, mantissa_bits, bias, codes):
         self.sign = 1 << exponent_bits + mantissa_bits
+        self.mantissa_bits = mantissa_bits
         self.values = []
         for code in range(codes):
             exponent, mantissa = code >> mantissa_bits, code & (1 << mantissa_bits) - 1
@@ -91,14 +92,32 @@ class Element:
         """Of a finite float divided by nothing: sign and magnitude."""
         return (self.sign if is_negative(x) else 0) | self.encode(abs(Fraction(x)))
 
+    def coded(self, magnitude, negative):
+        """A magnitude's code with a sign."""
+        return magnitude | (self.sign if negative else 0)
+
     def decode(self, code):
         value = self.values[code & self.sign - 1]
         return -value if code & self.sign else value
 
 
+class Integer(Element):
+    """Sixty-fourths in two's complement."""
+
+    def __init__(self):
+        super().__init__(1, 6, 1, 128)
+
+    def coded(self, magnitude, negative):
+        return -magnitude % 256 if negative else magnitude
+
+
 E2M1 = Element(2, 1, 1, 8)
+E2M3 = Element(2, 3, 1, 32)
+E3M2 = Element(3, 2, 3, 32)
 E4M3 = Element(4, 3, 7, 127)
 E5M2 = Element(5, 2, 15, 124)
+S1P2 = Element(1, 2, 1, 8)
+INT8 = Integer()
 
 
 def signed(value, negative):
@@ -112,16 +131,18 @@ def smallest_scale(amax, largest):
     return e if amax <= largest * power(e) else e + 1
 
 
-def mx_exponent(rule, amax):
-    """The exponent of a block's scale: E2M1's largest power of two is 2^2, its largest value 6."""
-    e = floor_log2(amax)
+def mx_exponent(rule, element, amax):
+    """The exponent of a block's scale."""
+    e, largest = floor_log2(amax), element.values[-1]
     if rule == "rceil":
-        return smallest_scale(amax, 6)
-    up = {"floor": False, "ceil": amax > power(e), "even": amax >= power(e) * 7 / 4}[rule]
-    return e + up - 2
+        return smallest_scale(amax, largest)
+    # Half a step of the element's mantissa below the next power of two.
+    edge = power(e) * (2 - power(-1 - element.mantissa_bits))
+    up = {"floor": False, "ceil": amax > power(e), "even": amax >= edge}[rule]
+    return e + up - floor_log2(largest)
 
 
-def mxfp4(rule, x):
+def mx(element, rule, x):
     """Codes one a byte, scale bytes, values."""
     codes, scales, values = [], [], []
     for at in range(0, len(x), 32):
@@ -132,14 +153,52 @@ def mxfp4(rule, x):
             values += [NAN] * 32
             continue
         amax = max(abs(Fraction(v)) for v in block)
-        # Below the normal singles every exponent is that of the smallest scale.
-        byte = 0 if amax < power(-126) else max(0, min(254, mx_exponent(rule, amax) + 127))
+        byte = 0 if amax == 0 else max(0, min(254, mx_exponent(rule, element, amax) + 127))
         scales.append(byte)
         for v in block:
-            code = (8 if is_negative(v) else 0) | E2M1.encode(abs(Fraction(v)) / power(byte - 127))
-            codes.append(code)
-            values.append(signed(f32(E2M1.decode(code) * power(byte - 127)), code & 8))
+            magnitude = element.encode(abs(Fraction(v)) / power(byte - 127))
+            codes.append(element.coded(magnitude, is_negative(v)))
+            values.append(signed(f32(element.values[magnitude] * (-1) ** is_negative(v) * power(byte - 127)), is_negative(v)))
     return codes, scales, values
+
+
+def nvfp4(block, encode):
+    """Codes, the scale byte and values of a block; `encode` is the tensor's multiplier. Every operation in F32."""
+    amax = max(abs(Fraction(v)) for v in block)
+    byte = E4M3.encode(f32(amax * f32(encode * f32(Fraction(1, 6)))))
+    scale = f32(E4M3.values[byte] * f32(1 / encode))
+    most = (2 - power(-23)) * power(127)
+    inverse = most if scale == 0 else min(f32(1 / scale), most)
+    codes = [E2M1.coded(E2M1.encode(f32(abs(Fraction(v)) * inverse)), is_negative(v)) for v in block]
+    return codes, byte
+
+
+def e6m2(byte):
+    return (4 + byte % 4) * power(byte // 4 - 48 - 2)
+
+
+def hif4(block):
+    """Codes, the scale word and values of 64 numbers."""
+    top = lambda values: max(abs(Fraction(v)) for v in values)
+    wanted = rounded(top(block) * Fraction(73, 512), 7, -126) if any(block) else Fraction(0)
+    wanted = max(power(-48), min(Fraction(49152), wanted))
+    word = min(range(255), key=lambda byte: (abs(e6m2(byte) - wanted), byte % 2))
+    inverse = rounded(1 / e6m2(word), 7, -126)
+    scale, octaves = e6m2(word), [0] * 64
+    for g in range(8):
+        doubled = top(block[8 * g : 8 * g + 8]) * inverse >= 4
+        word |= doubled << 8 + g
+        for j in (2 * g, 2 * g + 1):
+            again = top(block[4 * j : 4 * j + 4]) * inverse / 2**doubled >= 2
+            word |= again << 16 + j
+            octaves[4 * j : 4 * j + 4] = [doubled + again] * 4
+    codes, values = [], []
+    for v, o in zip(block, octaves):
+        # Half away from zero.
+        magnitude = min(7, int(abs(Fraction(v)) * inverse / 2**o * 4 + Fraction(1, 2)))
+        codes.append(S1P2.coded(magnitude, is_negative(v)))
+        values.append(signed(magnitude * (-1) ** is_negative(v) * Fraction(2) ** o / 4 * scale, is_negative(v)))
+    return codes, word, values
 
 
 def packed(codes):
@@ -225,14 +284,14 @@ class Drawn:
         return x
 
 
-TYPES = {"U8": "B", "I8": "b", "F32": "f"}
+TYPES = {"U8": "B", "I8": "b", "U32": "I", "F32": "f"}
 
 
 def save(folder, name, tensors):
     """A safetensors file: of each tensor its type, shape and values."""
     header, data = {"__metadata__": {"generator": "crates/formats/tests/vectors/make.py"}}, b""
     # Values of wider types first, so that all are aligned.
-    for key, (dtype, shape, values) in sorted(tensors.items(), key=lambda t: ("F32 BF16 U8 I8".split().index(t[1][0]), t[0])):
+    for key, (dtype, shape, values) in sorted(tensors.items(), key=lambda t: ("F32 U32 BF16 U8 I8".split().index(t[1][0]), t[0])):
         if dtype == "BF16":
             raw = b"".join(struct.pack("<H", bits_of(v) >> 16) for v in values)
         else:
@@ -253,12 +312,12 @@ def main():
     for name, dtype, narrow in both:
         x = drawn.matrix(18, 64, 32, narrow, kinds)
         for rule in ("floor", "rceil", "ceil", "even"):
-            codes, scales, values = mxfp4(rule, x)
+            codes, scales, values = mx(E2M1, rule, x)
             tensors = {"x": (dtype, [18, 64], x), "codes": ("U8", [18, 32], packed(codes))}
             tensors |= {"scales": ("U8", [18, 2], scales), "dequant": ("F32", [18, 64], values)}
             save(folder, f"mxfp4_{rule}_{name}", tensors)
     x = drawn.matrix(64, 6, 6, True, kinds[:4])
-    codes, scales, values = mxfp4("floor", turned(x, 64, 6))
+    codes, scales, values = mx(E2M1, "floor", turned(x, 64, 6))
     tensors = {"x": ("BF16", [64, 6], x), "codes": ("U8", [6, 32], packed(codes))}
     tensors |= {"scales": ("U8", [6, 2], scales), "dequant": ("F32", [6, 64], values)}
     save(folder, "mxfp4_floor_axis0_bf16", tensors)
@@ -270,7 +329,7 @@ def main():
             x[64 * r + drawn.random.randrange(64)] = (NAN, INF, -INF)[r % 3]
         tensors[f"{name}.x"] = (dtype, [12, 64], x)
         for rule in ("floor", "rceil", "ceil", "even"):
-            tensors[f"{name}.{rule}.scales"] = ("U8", [12, 2], mxfp4(rule, x)[1])
+            tensors[f"{name}.{rule}.scales"] = ("U8", [12, 2], mx(E2M1, rule, x)[1])
     save(folder, "naninf_mxfp4", tensors)
 
     for name, dtype, narrow in both:
@@ -293,7 +352,7 @@ def main():
             tensors |= {f"{prefix}.codes": ("U8", [rows, columns], codes), f"{prefix}.scales": ("F32", shape, scales)}
         save(folder, f"fp8_e4m3_128x128{name}_bf16", tensors)
 
-    for name, element in (("fp4", E2M1), ("e4m3", E4M3), ("e5m2", E5M2)):
+    for name, element in (("fp4", E2M1), ("e4m3", E4M3), ("e5m2", E5M2), ("e2m3", E2M3), ("e3m2", E3M2)):
         patterns = {sign << 15 | p for sign in (0, 1) for p in range(0, 0x7F80, 61)}
         for low, high in zip(element.values, element.values[1:]):
             for v in (low, (low + high) / 2):
@@ -318,8 +377,12 @@ def main():
         "decode_fp4": table(E2M1),
         "decode_e4m3": table(E4M3),
         "decode_e5m2": table(E5M2, [INF]),
+        "decode_e2m3": table(E2M3),
+        "decode_e3m2": table(E3M2),
+        "decode_s1p2": table(S1P2),
     }
     tensors = {name: ("F32", [2 * len(half)], half + [-v for v in half]) for name, half in tables.items()}
+    tensors["decode_e6m2"] = ("F32", [256], [float(e6m2(byte)) for byte in range(255)] + [NAN])
     tensors["decode_e8m0"] = ("F32", [256], [2.0 ** (byte - 127) for byte in range(255)] + [NAN])
     x = [single(drawn.random.getrandbits(16) << 16 | low) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF) for _ in range(50)]
     x = [v for v in x if v == v]
@@ -353,6 +416,66 @@ def main():
         tensors |= {"x_rand": ("BF16", [2, n], x)}
         tensors["y_rand_fwht_f32"] = ("F32", [2, n], scaled(transformed([Fraction(v) for v in x], n)))
         save(folder, f"hadamard_{n}", tensors)
+
+    others(folder, drawn, kinds, both)
+
+
+def others(folder, drawn, kinds, both):
+    """The formats beside MXFP4 and FP8 in blocks."""
+    family = (("mxfp6_e2m3", E2M3), ("mxfp6_e3m2", E3M2), ("mxfp8_e4m3", E4M3), ("mxfp8_e5m2", E5M2), ("mxint8", INT8))
+    for prefix, element in family:
+        for name, dtype, narrow in both:
+            x = drawn.matrix(12, 64, 32, narrow, kinds)
+            for rule in ("floor", "rceil", "ceil", "even") if narrow else ("floor", "rceil"):
+                codes, scales, values = mx(element, rule, x)
+                tensors = {"x": (dtype, [12, 64], x), "codes": ("U8", [12, 64], codes)}
+                tensors |= {"scales": ("U8", [12, 2], scales), "dequant": ("F32", [12, 64], values)}
+                save(folder, f"{prefix}_{rule}_{name}", tensors)
+        tensors = {}
+        for name, dtype, narrow in both:
+            x = drawn.matrix(3, 64, 32, narrow, ("normal", "wide"))
+            for r in range(3):
+                x[64 * r + drawn.random.randrange(64)] = (NAN, INF, -INF)[r]
+            tensors[f"{name}.x"] = (dtype, [3, 64], x)
+            for rule in ("floor", "rceil", "ceil", "even"):
+                tensors[f"{name}.{rule}.scales"] = ("U8", [3, 2], mx(element, rule, x)[1])
+        save(folder, f"naninf_{prefix}", tensors)
+
+    for name, rows, tile, dtype, narrow, kind in (
+        ("1x16_normal_bf16", 8, 1, "BF16", True, ("normal", "wide", "ties")),
+        ("1x16_normal_f32", 8, 1, "F32", False, ("normal", "wide", "edge")),
+        ("1x16_tiny_bf16", 4, 1, "BF16", True, ("tiny",)),
+        ("16x16_normal_bf16", 32, 16, "BF16", True, ("normal", "wide")),
+    ):
+        x = drawn.matrix(rows, 64, 16, narrow, kind)
+        amax = max(abs(Fraction(v)) for v in x)
+        encode = min(f32(2688 / amax), (2 - power(-23)) * power(127))
+        codes, values = [0] * len(x), [0.0] * len(x)
+        scales = [0] * (rows * 4)
+        for top in range(0, rows, tile):
+            for left in range(0, 64, 16):
+                at = [r * 64 + c for r in range(top, top + tile) for c in range(left, left + 16)]
+                block, byte = nvfp4([x[i] for i in at], encode)
+                for r in range(top, top + tile):
+                    scales[r * 4 + left // 16] = byte
+                for i, code in zip(at, block):
+                    codes[i] = code
+                    values[i] = signed(f32(E2M1.decode(code) * E4M3.values[byte] * f32(amax / 2688)), code & 8)
+        tensors = {"x": (dtype, [rows, 64], x), "codes": ("U8", [rows, 32], packed(codes)), "scales": ("U8", [rows, 4], scales)}
+        tensors |= {"global_amax": ("F32", [1], [float(amax)]), "dequant": ("F32", [rows, 64], values)}
+        save(folder, f"nvfp4_te_{name}", tensors)
+
+    for name, dtype, narrow in both:
+        x = drawn.matrix(12, 128, 64, narrow, ("normal", "wide", "ties", "edge", "tiny", "normal"))
+        codes, words, values = [], [], []
+        for at in range(0, len(x), 64):
+            of_block, word, decoded = hif4(x[at : at + 64])
+            codes += of_block
+            words.append(word)
+            values += decoded
+        tensors = {"x": (dtype, [12, 128], x), "elem_codes": ("U8", [12, 128], codes), "codes_packed": ("U8", [12, 64], packed(codes))}
+        tensors |= {"scale_word": ("U32", [12, 2], words), "dequant": ("F32", [12, 128], values)}
+        save(folder, f"hif4_{name}", tensors)
 
 
 if __name__ == "__main__":

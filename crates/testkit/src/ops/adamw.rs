@@ -1,20 +1,48 @@
 use super::PLAIN;
-use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
-use nibble_core::ops::{AdamW, Control};
-use nibble_core::{Agreement, DType, Model, Result};
+use nibble_core::ops::{AdamW, AdamWTensor, Control};
+use nibble_core::{Agreement, Backend, DType, Model, Result, Tensor};
 
-#[derive(Debug)]
-struct Step {
+#[derive(Debug, Clone, Copy)]
+struct Parameter {
     rows: usize,
     cols: usize,
     grad: Input,
     grad_dtype: DType,
     moment_dtype: DType,
     weight_decay: f32,
+}
+
+#[derive(Debug, Clone)]
+struct Step {
+    parameters: Vec<Parameter>,
     grad_scale: f32,
     stop: bool,
+}
+
+/// A parameter, its gradient and its moments.
+struct State<B: Backend> {
+    param: Tensor<B>,
+    grad: Tensor<B>,
+    exp_avg: Tensor<B>,
+    exp_avg_sq: Tensor<B>,
+}
+
+impl Parameter {
+    fn state<B: Backend>(&self, b: &B) -> Result<State<B>> {
+        let tensor = |name: &str, f: fn(f32) -> f32, input: Input, dtype: DType| {
+            let x: Vec<f32> = input.values(&stream(name), self.rows * self.cols).into_iter().map(f).collect();
+            plain(b, dtype, &x, self.rows, self.cols)
+        };
+        Ok(State {
+            param: tensor("adamw.param", |x| x, Input::HeavyTailed, DType::F32)?,
+            grad: tensor("adamw.grad", |x| x, self.grad, self.grad_dtype)?,
+            exp_avg: tensor("adamw.exp_avg", |x| 0.1 * x, Input::Normal, self.moment_dtype)?,
+            exp_avg_sq: tensor("adamw.exp_avg_sq", |x| 0.01 * x * x, Input::Normal, self.moment_dtype)?,
+        })
+    }
 }
 
 /// A step's scalars, all but the clipping factor and whether it counts.
@@ -34,35 +62,29 @@ impl<B: Model> Case<B> for Step {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let tensor = |name: &str, f: fn(f32) -> f32, input: Input, dtype: DType| {
-            let x: Vec<f32> = input.values(&stream(name), self.rows * self.cols).into_iter().map(f).collect();
-            plain(b, dtype, &x, self.rows, self.cols)
-        };
-        let grad = tensor("adamw.grad", |x| x, self.grad, self.grad_dtype)?;
-        let mut exp_avg = tensor("adamw.exp_avg", |x| 0.1 * x, Input::Normal, self.moment_dtype)?;
-        let mut exp_avg_sq = tensor("adamw.exp_avg_sq", |x| 0.01 * x * x, Input::Normal, self.moment_dtype)?;
-        let param = tensor("adamw.param", |x| x, Input::HeavyTailed, DType::F32)?;
+        let states = self.parameters.iter().map(|parameter| parameter.state(b));
+        let mut states = states.collect::<Result<Vec<_>>>()?;
         let control = b.upload(&control(self.grad_scale, self.stop))?;
-        let before = param.to_f32_vec(b)?;
-        let (param, ()) = in_place(b, &param, |param| {
-            AdamW {
-                param,
-                grad: &grad,
-                exp_avg: &mut exp_avg,
-                exp_avg_sq: &mut exp_avg_sq,
-                control: &control,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                weight_decay: self.weight_decay,
-            }
-            .run(b)
-        })?;
-        let same = before.iter().zip(param.to_f32_vec(b)?).all(|(a, b)| a.to_bits() == b.to_bits());
-        assert!(same || !self.stop, "{self:?}: a step that does not count changed a weight");
+        // Other handles keep what was there: the operation copies before it writes.
+        let before: Vec<Tensor<B>> = states.iter().map(|state| state.param.clone()).collect();
+        let old = before.iter().map(|param| param.to_f32_vec(b)).collect::<Result<Vec<_>>>()?;
+        let tensors = states.iter_mut().zip(&self.parameters).map(|(state, parameter)| {
+            let State { param, grad, exp_avg, exp_avg_sq } = state;
+            AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay: parameter.weight_decay }
+        });
+        let tensors = tensors.collect();
+        AdamW { tensors, control: &control, beta1: 0.9, beta2: 0.95, eps: 1e-8 }.run(b)?;
         let mut out = Outputs::default();
-        for (name, x) in [("param", &param), ("exp_avg", &exp_avg), ("exp_avg_sq", &exp_avg_sq)] {
-            out.tensor(b, name, x)?;
+        for ((state, before), old) in states.iter().zip(&before).zip(&old) {
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&before.to_f32_vec(b)?) == bits(old), "{self:?}: a kept handle saw the step");
+            let same = bits(&state.param.to_f32_vec(b)?) == bits(old);
+            assert!(same || !self.stop, "{self:?}: a step that does not count changed a weight");
+            for (name, x) in
+                [("param", &state.param), ("exp_avg", &state.exp_avg), ("exp_avg_sq", &state.exp_avg_sq)]
+            {
+                out.tensor(b, name, x)?;
+            }
         }
         Ok(out)
     }
@@ -70,33 +92,27 @@ impl<B: Model> Case<B> for Step {
 
 /// Conformance of [`AdamW`].
 pub fn adamw<A: Model, B: Model>(pair: &Pair<A, B>) {
+    let types = || PLAIN.into_iter().flat_map(|grad| PLAIN.map(|moment| (grad, moment)));
     for (i, grad) in Input::ALL.into_iter().enumerate() {
         let (rows, cols) = [(1, 1), (3, 37), (448, 128)][i % 3];
-        for grad_dtype in PLAIN {
-            for moment_dtype in PLAIN {
-                let types = Step {
-                    rows,
-                    cols,
-                    grad,
-                    grad_dtype,
-                    moment_dtype,
-                    weight_decay: 0.1,
-                    grad_scale: 0.37,
-                    stop: false,
-                };
-                pair.check(&types);
-                pair.check(&Step { stop: true, ..types });
-            }
+        for (grad_dtype, moment_dtype) in types() {
+            let parameter = Parameter { rows, cols, grad, grad_dtype, moment_dtype, weight_decay: 0.1 };
+            let step = Step { parameters: vec![parameter], grad_scale: 0.37, stop: false };
+            pair.check(&step);
+            pair.check(&Step { stop: true, ..step });
         }
-        pair.check(&Step {
-            rows: 7,
-            cols: 19,
-            grad,
-            grad_dtype: DType::F32,
-            moment_dtype: DType::F32,
-            weight_decay: 0.0,
-            grad_scale: 1.0,
-            stop: false,
-        });
+        let (grad_dtype, moment_dtype) = (DType::F32, DType::F32);
+        let parameter = Parameter { rows: 7, cols: 19, grad, grad_dtype, moment_dtype, weight_decay: 0.0 };
+        pair.check(&Step { parameters: vec![parameter], grad_scale: 1.0, stop: false });
     }
+    // Types, sizes and decays beside each other, more of them than a launch takes; empty ones; none.
+    let all: Vec<_> = types().collect();
+    let several = (0..230).map(|i| {
+        let (grad_dtype, moment_dtype) = all[i % 4];
+        let (rows, cols) = [(1, 1), (3, 37), (64, 128), (0, 5), (2, 2049)][i % 5];
+        let weight_decay = if i % 3 == 0 { 0.0 } else { 0.1 };
+        Parameter { rows, cols, grad: Input::Normal, grad_dtype, moment_dtype, weight_decay }
+    });
+    pair.check(&Step { parameters: several.collect(), grad_scale: 0.5, stop: false });
+    pair.check(&Step { parameters: Vec::new(), grad_scale: 0.5, stop: false });
 }

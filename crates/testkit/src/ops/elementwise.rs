@@ -4,7 +4,7 @@ use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::shapes::WIDTHS;
 use nibble_core::formats::{Purpose, Stream};
-use nibble_core::ops::{Add, Cast, InitNormal, SumShards, SumSquares, Transpose};
+use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};
 use nibble_core::{Agreement, Backend, Convert, DType, Model, Result, Tensor};
 
 /// A matrix of a kind of values.
@@ -184,8 +184,8 @@ pub fn sum_shards<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Squares {
-    x: Matrix,
-    parts: usize,
+    /// Tensors and their parts.
+    tensors: Vec<(Matrix, usize)>,
     at: usize,
 }
 
@@ -195,10 +195,19 @@ impl<B: Model> Case<B> for Squares {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let x = self.x.upload(b, "sum_squares")?;
-        // What lies around the place of the sums stays as it is.
-        let mut into = b.upload(&vec![-1.0f32; self.at + self.parts + 2])?;
-        SumSquares { x: &x, parts: self.parts, into: &mut into, at: self.at }.run(b)?;
+        let xs = self.tensors.iter().map(|(x, _)| x.upload(b, "sum_squares"));
+        let xs = xs.collect::<Result<Vec<_>>>()?;
+        let mut end = self.at;
+        // A place nobody writes lies between the tensors' sums.
+        let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts))| {
+            let at = end;
+            end += parts + 1;
+            Squared { x, parts, at }
+        });
+        let tensors: Vec<_> = tensors.collect();
+        // What lies around the places of the sums stays as it is.
+        let mut into = b.upload(&vec![-1.0f32; end + 1])?;
+        SumSquares { tensors, into: &mut into }.run(b)?;
         let mut out = Outputs::default();
         out.values("sums", b.download(&into)?);
         Ok(out)
@@ -207,16 +216,22 @@ impl<B: Model> Case<B> for Squares {
 
 /// Conformance of [`SumSquares`].
 pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
+    const SIZES: [(usize, usize, usize); 6] =
+        [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)];
+    let matrix =
+        |(parts, rows, cols), dtype, input| (Matrix { dtype, rows: parts * rows, cols, input }, parts);
     for (i, input) in Input::ALL.into_iter().enumerate() {
-        for (parts, rows, cols) in
-            [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)]
-        {
+        for size in SIZES {
             for dtype in PLAIN {
-                pair.check(&Squares { x: Matrix { dtype, rows: parts * rows, cols, input }, parts, at: i });
+                pair.check(&Squares { tensors: vec![matrix(size, dtype, input)], at: i });
             }
         }
     }
-    // More chunks than a GPU's cta closes.
-    let x = Matrix { dtype: DType::Bf16, rows: 2051, cols: 4096, input: Input::Integers };
-    pair.check(&Squares { x, parts: 1, at: 0 });
+    // More chunks than a GPU's cta closes, beside a tensor with few; none; more tensors than a launch takes.
+    let large = |dtype| matrix((1, 2051, 4096), dtype, Input::Integers);
+    let small = |i: usize| matrix(SIZES[i % 5], PLAIN[i % 2], Input::Normal);
+    pair.check(&Squares { tensors: vec![large(DType::Bf16)], at: 0 });
+    pair.check(&Squares { tensors: vec![small(4), large(DType::F32), small(2), large(DType::Bf16)], at: 3 });
+    pair.check(&Squares { tensors: Vec::new(), at: 1 });
+    pair.check(&Squares { tensors: (0..203).map(small).collect(), at: 0 });
 }

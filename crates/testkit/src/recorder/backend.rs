@@ -3,7 +3,7 @@
 use super::call::{Taken, open};
 use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Traffic};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic};
 use std::ops::Range;
 
 impl<B: Backend> Backend for Recorder<B> {
@@ -54,6 +54,10 @@ impl<B: Backend> Backend for Recorder<B> {
 
     fn memory(&self) -> MemoryStats {
         self.inner.memory()
+    }
+
+    fn room(&self) -> Option<Room> {
+        self.inner.room()
     }
 
     fn traffic(&self) -> Traffic {

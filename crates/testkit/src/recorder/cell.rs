@@ -2,6 +2,7 @@
 
 use super::device;
 use half::bf16;
+use nibble_core::formats::ScaleKind;
 use nibble_core::{Backend, Plain, Result};
 use std::any::TypeId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,8 +26,8 @@ pub(super) enum Element {
     F32,
     F64,
     Bf16,
-    /// Power-of-two scales; 0xFF is NaN.
-    E8m0,
+    /// Records of scales.
+    Scales(ScaleKind),
     /// Codes, counts, indices.
     Other,
 }

@@ -56,7 +56,10 @@ pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
             Element::F32 => first(b, cell, f32::NAN)?,
             Element::F64 => first(b, cell, f64::NAN)?,
             Element::Bf16 => first(b, cell, bf16::NAN)?,
-            Element::E8m0 => first(b, cell, 0xFFu8)?,
+            Element::Scales(kind) => {
+                let nan = kind.nan().0.to_le_bytes();
+                (0..kind.bytes()).try_fold(false, |_, i| at(b, cell, i, nan[i]))?
+            }
             Element::Other => false,
         };
         if spoiled {
@@ -68,9 +71,14 @@ pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
 
 /// Writes element 0, if there is one.
 fn first<T: Plain, B: Backend>(b: &B, cell: &Cell<B>, value: T) -> Result<bool> {
+    at(b, cell, 0, value)
+}
+
+/// Writes element `i`, if there is one.
+fn at<T: Plain, B: Backend>(b: &B, cell: &Cell<B>, i: usize, value: T) -> Result<bool> {
     let mut buf = b.reinterpret::<u8, T>(&cell.take()?)?;
-    let there = B::len(&buf) > 0;
-    let written = if there { b.write(&mut buf, 0, &[value]) } else { Ok(()) };
+    let there = B::len(&buf) > i;
+    let written = if there { b.write(&mut buf, i, &[value]) } else { Ok(()) };
     cell.put(b.reinterpret(&buf)?);
     written.map(|()| there)
 }

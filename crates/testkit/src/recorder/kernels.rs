@@ -133,17 +133,53 @@ impl<B: Model> Model for Recorder<B> {
     op!(begin_micro_batch(BeginMicroBatch {
         reads inputs; writes clock, ids, targets, row_id; plain layout, rank, ranks;
     }) -> ());
-    op!(sum_squares(SumSquares { reads x; writes into; plain parts, at; }) -> ());
     op!(end_step(EndStep {
         reads squares, order, tables;
         writes clock, control, reports;
         plain ranks, alarms, finite, clip_norm;
     }) -> ());
-    op!(adamw(AdamW {
-        reads grad, control;
-        writes param, exp_avg, exp_avg_sq;
-        plain beta1, beta2, eps, weight_decay;
-    }) -> ());
+    fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
+        let mut call = self.call("sum_squares", &op);
+        let tensors = op.tensors.iter().map(|tensor| Ok((call.reads(tensor.x)?, tensor.parts, tensor.at)));
+        let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
+        let into = call.writes(op.into)?;
+        call.issue(move |b: &B, run| {
+            let opened = tensors.iter().map(|(x, parts, at)| Ok((open(b, x)?, *parts, *at)));
+            let opened: Vec<_> = opened.collect::<Result<_>>()?;
+            let tensors = opened.iter().map(|&(ref x, parts, at)| Squared { x, parts, at });
+            let tensors = tensors.collect();
+            b.sum_squares(SumSquares { tensors, into: &mut *Taken::new(b, &into, run)? })
+        })
+    }
+
+    fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
+        let mut call = self.call("adamw", &op);
+        let AdamW { tensors, control, beta1, beta2, eps } = op;
+        let control = call.reads(control)?;
+        let tensors = tensors.into_iter().map(|tensor| {
+            let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
+            let grad = call.reads(grad)?;
+            Ok(([call.writes(param)?, call.writes(exp_avg)?, call.writes(exp_avg_sq)?], grad, weight_decay))
+        });
+        let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
+        call.issue(move |b: &B, run| {
+            let control = open(b, &control)?;
+            let opened = tensors.iter().map(|([param, exp_avg, exp_avg_sq], grad, weight_decay)| {
+                let [param, exp_avg, exp_avg_sq] = [
+                    Taken::new(b, param, run)?,
+                    Taken::new(b, exp_avg, run)?,
+                    Taken::new(b, exp_avg_sq, run)?,
+                ];
+                Ok((param, exp_avg, exp_avg_sq, open(b, grad)?, *weight_decay))
+            });
+            let mut opened: Vec<_> = opened.collect::<Result<_>>()?;
+            let tensors = opened.iter_mut().map(|(param, exp_avg, exp_avg_sq, grad, weight_decay)| {
+                AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay: *weight_decay }
+            });
+            let tensors = tensors.collect();
+            b.adamw(AdamW { tensors, control: &control, beta1, beta2, eps })
+        })
+    }
 
     fn head_loss(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let mut call = self.call("head_loss", &op);

@@ -3,10 +3,11 @@
 use super::buf::Buf;
 use super::cell::{Cell, Element, Output};
 use super::{Recorder, device};
+use nibble_core::formats::ScaleKind;
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
 use nibble_core::{
-    Backend, BlockScaled, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Scales, Tensor,
+    Backend, BlockScaled, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor,
 };
 use std::sync::Arc;
 
@@ -15,8 +16,8 @@ pub(super) trait Mapping<A: Backend, C: Backend> {
     fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
     /// The buffer that comes next holds the elements of a tensor of this form.
     fn elements(&mut self, _form: Form) {}
-    /// A plane of E8M0 scales.
-    fn e8m0(&mut self, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
+    /// A plane of records of scales.
+    fn scales(&mut self, _kind: ScaleKind, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
         self.buf(buf)
     }
 }
@@ -82,12 +83,22 @@ over!(Tensor, |x, m| {
 over!(BlockScaled, |x, m| {
     m.elements(Form::new(x.format, x.axis));
     let codes = m.buf(&x.codes)?;
-    let scales = match &x.scales {
-        Scales::E8m0(scales) => Scales::E8m0(m.e8m0(scales)?),
-        Scales::F32(scales) => Scales::F32(m.buf(scales)?),
-    };
+    let scales = m.scales(x.scale_kind(), &x.scales)?;
+    let tensor_scale = x.tensor_scale.as_ref().map(|scale| m.buf(scale)).transpose()?;
     let &BlockScaled { format, axis, rule, rows, cols, stack, scale_layout, shared_cols, .. } = x;
-    BlockScaled { format, axis, rule, rows, cols, stack, codes, scales, scale_layout, shared_cols }
+    BlockScaled {
+        format,
+        axis,
+        rule,
+        rows,
+        cols,
+        stack,
+        codes,
+        scales,
+        tensor_scale,
+        scale_layout,
+        shared_cols,
+    }
 });
 over!(Operand, |x, m| match x {
     Operand::Plain(x) => Operand::Plain(x.mapped(m)?),
@@ -248,9 +259,9 @@ impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
         self.forms.push((self.made.len(), form));
     }
 
-    fn e8m0(&mut self, buf: &B::Buf<u8>) -> Result<Buf<u8, B>> {
+    fn scales(&mut self, kind: ScaleKind, buf: &B::Buf<u8>) -> Result<Buf<u8, B>> {
         let wrapped = Buf::new(self.recorder, buf)?;
-        self.made.push(Output { element: Element::E8m0, ..wrapped.output() });
+        self.made.push(Output { element: Element::Scales(kind), ..wrapped.output() });
         Ok(wrapped)
     }
 }

@@ -175,7 +175,7 @@ impl Store {
         next: &mut dyn FnMut() -> Result<P>,
         keep: usize,
     ) -> Result<PathBuf> {
-        let name = format!("{PREFIX}{:08}", outline.position.step);
+        let name = name_of(outline.position.step);
         let tmp = self.dir.join(format!("{TMP_PREFIX}{name}"));
         remove(&tmp)?;
         let written = write_all(&tmp, outline, next).and_then(|()| self.publish(&tmp, &name));
@@ -191,7 +191,7 @@ impl Store {
 
     /// The error of a checkpoint whose values stop coming: whoever sent them has failed, and tells why.
     pub(crate) fn given_up(&self, outline: &Outline) -> Error {
-        let path = self.dir.join(format!("{PREFIX}{:08}", outline.position.step));
+        let path = self.dir.join(name_of(outline.position.step));
         Error::checkpoint(&path, "was given up before all of its values had come")
     }
 
@@ -202,9 +202,18 @@ impl Store {
         if path.exists() {
             remove(&replaced)?;
             fs::rename(&path, &replaced).map_err(Error::io(&path))?;
-            reach(Point::MovedAside)?;
         }
-        fs::rename(tmp, &path).map_err(Error::io(&path))?;
+        let moved = || {
+            if replaced.exists() {
+                reach(Point::MovedAside)?;
+            }
+            fs::rename(tmp, &path).map_err(Error::io(&path))
+        };
+        if let Err(error) = moved() {
+            // Back at once; where that fails, too, it is put back when the store is next opened.
+            let _ = fs::rename(&replaced, &path);
+            return Err(error);
+        }
         reach(Point::Renamed)?;
         sync_dir(&self.dir)?;
         remove(&replaced)?;
@@ -302,6 +311,19 @@ fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(all)
 }
 
+/// The name of the checkpoint of a step.
+fn name_of(step: u64) -> String {
+    format!("{PREFIX}{step:08}")
+}
+
+/// What `state.json` of a checkpoint says.
+fn read_state(dir: &Path) -> Result<State> {
+    let path = dir.join(STATE_FILE);
+    let bytes = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
+    let text = String::from_utf8(bytes).map_err(|e| Error::checkpoint(&path, format!("is altered: {e}")))?;
+    State::from_json(&text, &path)
+}
+
 /// Whether a run's directory has a checkpoint, whole or not.
 #[must_use]
 pub fn has_checkpoints(run_dir: &Path) -> bool {
@@ -313,6 +335,8 @@ pub fn has_checkpoints(run_dir: &Path) -> bool {
 pub struct Checkpoint {
     path: PathBuf,
     state: State,
+    /// Whether files are compared with their checksums as they are read, too.
+    checks: bool,
 }
 
 impl Checkpoint {
@@ -321,13 +345,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Checkpoint`] naming the first file that is missing, truncated or altered.
     pub fn open(path: &Path) -> Result<Self> {
-        let state_path = path.join(STATE_FILE);
-        let text = match fs::read(&state_path) {
-            Ok(bytes) => String::from_utf8(bytes)
-                .map_err(|e| Error::checkpoint(&state_path, format!("is altered: {e}")))?,
-            Err(e) => return Err(Error::checkpoint(&state_path, format!("cannot be read: {e}"))),
-        };
-        let state = State::from_json(&text, &state_path)?;
+        let state = read_state(path)?;
         std::thread::scope(|scope| {
             let verifying: Vec<_> =
                 state.files.iter().map(|entry| scope.spawn(|| verify(path, entry))).collect();
@@ -337,7 +355,18 @@ impl Checkpoint {
             };
             verifying.into_iter().try_for_each(join)
         })?;
-        Ok(Self { path: path.to_path_buf(), state })
+        Ok(Self { path: path.to_path_buf(), state, checks: true })
+    }
+
+    /// Opens the checkpoint of this step of the run in `run_dir`, whose files another rank compares with their checksums: when it
+    /// opens it, and as it reads them.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where `state.json` is missing or altered.
+    pub(crate) fn open_verified(run_dir: &Path, step: u64) -> Result<Self> {
+        let path = run_dir.join(DIR).join(name_of(step));
+        let state = read_state(&path)?;
+        Ok(Self { path, state, checks: false })
     }
 
     /// The checkpoint's directory.
@@ -358,7 +387,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] where the file cannot be read, or holds no tensors of F32. Whether it is what was written
     /// [`Tensors::finish`] says.
     pub fn model(&self) -> Result<Tensors> {
-        Tensors::open(&self.path, self.entry(MODEL_FILE)?)
+        Tensors::open(&self.path, self.entry(MODEL_FILE)?, self.checks)
     }
 
     /// The optimizer's moments.
@@ -366,7 +395,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
-        Tensors::open(&self.path, self.entry(OPTIM_FILE)?)
+        Tensors::open(&self.path, self.entry(OPTIM_FILE)?, self.checks)
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.

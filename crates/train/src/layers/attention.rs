@@ -1,13 +1,13 @@
 //! Causal self-attention with grouped query heads, RMSNorm on each query and key head, and RoPE (Qwen3).
 //! t tokens, d model, h heads, g key/value heads, c head_dim.
 
-use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, Turn, wgrad_x};
+use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, Rotation, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::formats::double;
 use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionDecode, AttentionOut};
-use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
 
@@ -168,7 +168,7 @@ impl<B: Kernels> Attention<B> {
         let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
             let weight_name = format!("{name}.{part}.weight");
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: Kind::Linear })
+            Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: LayerKind::Linear })
         };
         let (d, q_cols, kv_cols) =
             (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
@@ -225,9 +225,10 @@ impl<B: Kernels> Attention<B> {
         let [q, k, v] = [product(&self.q, 0)?, product(&self.k, 1)?, product(&self.v, 2)?];
         let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
         drop(inputs);
-        let turn = Turn { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
-        let (q, q_norm) = self.q_norm.heads(cx, q, &turn)?;
-        let (k, k_norm) = self.k_norm.heads(cx, k, &turn)?;
+        let rotation =
+            Rotation { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
+        let (q, q_norm) = self.q_norm.heads(cx, q, &rotation)?;
+        let (k, k_norm) = self.k_norm.heads(cx, k, &rotation)?;
         Ok(Projected { x, q, q_norm, k, k_norm, v })
     }
 
@@ -285,13 +286,13 @@ impl<B: Kernels> Layer<B> for Attention<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
-        let turn = Turn { table: &self.rope, seq_len, first_position: 0 };
+        let rotation = Rotation { table: &self.rope, seq_len, first_position: 0 };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let [q, k] = match saved.heads {
             Some(heads) => heads,
             None => [
-                self.q_norm.heads_again(cx, &saved.q_norm, &turn)?,
-                self.k_norm.heads_again(cx, &saved.k_norm, &turn)?,
+                self.q_norm.heads_again(cx, &saved.q_norm, &rotation)?,
+                self.k_norm.heads_again(cx, &saved.k_norm, &rotation)?,
             ],
         };
         let op = AttentionBackward {
@@ -305,8 +306,8 @@ impl<B: Kernels> Layer<B> for Attention<B> {
             seq_len,
         };
         let grads = op.run(cx.b)?;
-        let dq = self.q_norm.heads_gradient(cx, saved.q_norm, grads.dq, &turn)?;
-        let dk = self.k_norm.heads_gradient(cx, saved.k_norm, grads.dk, &turn)?;
+        let dq = self.q_norm.heads_gradient(cx, saved.q_norm, grads.dq, &rotation)?;
+        let dk = self.k_norm.heads_gradient(cx, saved.k_norm, grads.dk, &rotation)?;
         // One lift for all whose recipes agree. It has a name of its own, and so random bits, should it draw any.
         let whole = format!("{}.qkv", self.name);
         let mut inputs: Vec<Operand<B>> = Vec::with_capacity(3);

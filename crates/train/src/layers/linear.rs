@@ -5,7 +5,7 @@ use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Gemm;
-use nibble_core::recipe::{Kind, Section, Site};
+use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{DType, Groups, LayerKernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
@@ -50,7 +50,7 @@ pub struct Linear<B: LayerKernels> {
     /// Type of the output.
     pub out: DType,
     /// Which of the recipe's sections applies: `[linear]`, or that of the output head.
-    pub kind: Kind,
+    pub kind: LayerKind,
 }
 
 /// The input in the form the recipe keeps.

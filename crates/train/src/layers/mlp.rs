@@ -5,7 +5,7 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
-use nibble_core::recipe::{Kind, Site};
+use nibble_core::recipe::{LayerKind, Site};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
@@ -52,7 +52,7 @@ impl<B: Kernels> Mlp<B> {
             let layer = format!("{name}.{part}");
             let weight =
                 Param::normal(b, seed, format!("{layer}.weight"), (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: layer, out: activations, kind: Kind::Linear })
+            Ok(Linear { weight, name: layer, out: activations, kind: LayerKind::Linear })
         };
         Ok(Self {
             name: name.to_owned(),

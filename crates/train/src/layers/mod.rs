@@ -11,7 +11,7 @@ pub use head::{HeadInput, HeadSaved};
 pub(crate) use linear::wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
-pub use norm::{Norm, NormSaved, Residual, Turn};
+pub use norm::{Norm, NormSaved, Residual, Rotation};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;

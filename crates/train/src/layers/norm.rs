@@ -45,7 +45,7 @@ impl<B: Kernels> From<Tensor<B>> for Residual<B> {
 
 /// The rotation of heads.
 #[derive(Debug)]
-pub struct Turn<'a, B: Kernels> {
+pub struct Rotation<'a, B: Kernels> {
     /// As [`nibble_core::ops::Rope`] has it.
     pub table: &'a Tensor<B>,
     /// Tokens of a sequence.
@@ -105,19 +105,24 @@ impl<B: Kernels> Norm<B> {
         &self,
         cx: &Cx<'_, B>,
         x: Tensor<B>,
-        turn: &Turn<'_, B>,
+        rotation: &Rotation<'_, B>,
     ) -> Result<(Tensor<B>, NormSaved<B>)> {
-        let out = self.turned(&x, turn).run(cx.b)?;
+        let out = self.rotated(&x, rotation).run(cx.b)?;
         Ok((out.y, NormSaved { layer: self.layer(), x, inv_rms: out.inv_rms }))
     }
 
     /// The heads again, from what was saved.
-    pub fn heads_again(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>, turn: &Turn<'_, B>) -> Result<Tensor<B>> {
-        Ok(self.turned(&saved.x, turn).run(cx.b)?.y)
+    pub fn heads_again(
+        &self,
+        cx: &Cx<'_, B>,
+        saved: &NormSaved<B>,
+        rotation: &Rotation<'_, B>,
+    ) -> Result<Tensor<B>> {
+        Ok(self.rotated(&saved.x, rotation).run(cx.b)?.y)
     }
 
-    fn turned<'a>(&'a self, x: &'a Tensor<B>, turn: &Turn<'a, B>) -> NormRope<'a, B> {
-        let &Turn { table, seq_len, first_position } = turn;
+    fn rotated<'a>(&'a self, x: &'a Tensor<B>, rotation: &Rotation<'a, B>) -> NormRope<'a, B> {
+        let &Rotation { table, seq_len, first_position } = rotation;
         NormRope { x, weight: &self.weight.master, eps: self.eps, table, seq_len, first_position }
     }
 
@@ -127,7 +132,7 @@ impl<B: Kernels> Norm<B> {
         cx: &Cx<'_, B>,
         saved: NormSaved<B>,
         dy: Tensor<B>,
-        &Turn { table, seq_len, first_position }: &Turn<'_, B>,
+        &Rotation { table, seq_len, first_position }: &Rotation<'_, B>,
     ) -> Result<Tensor<B>> {
         let weight = self.weight.master.clone();
         self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {

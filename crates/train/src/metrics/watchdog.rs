@@ -63,7 +63,7 @@ impl Watchdog {
                     100.0 * dead
                 )
             };
-            begun.extend(self.turn(0, settled && dead >= 0.5, dead < 0.25, text));
+            begun.extend(self.switch(0, settled && dead >= 0.5, dead < 0.25, text));
         }
         if let Some(loss) = metrics.loss.filter(|loss| loss.is_finite()) {
             let Usual { mean, distance, .. } = self.loss;
@@ -75,7 +75,7 @@ impl Watchdog {
                 )
             };
             let is_spike = self.loss.is_settled() && above > 8.0 * distance && above > 0.2;
-            begun.extend(self.turn(1, is_spike, above < 4.0 * distance, text));
+            begun.extend(self.switch(1, is_spike, above < 4.0 * distance, text));
             self.loss.take(loss);
         }
         let shares = [
@@ -100,7 +100,7 @@ impl Watchdog {
                 )
             };
             let has_risen = usual.is_settled() && share > 0.1 && share > 2.0 * mean;
-            begun.extend(self.turn(finding, has_risen, share < 1.5 * mean, text));
+            begun.extend(self.switch(finding, has_risen, share < 1.5 * mean, text));
             if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }.take(share);
         }
         self.steps += 1;
@@ -108,7 +108,13 @@ impl Watchdog {
     }
 
     /// Switches a finding on or off; its text if that is when it begins.
-    fn turn(&mut self, finding: usize, on: bool, off: bool, text: impl FnOnce() -> String) -> Option<String> {
+    fn switch(
+        &mut self,
+        finding: usize,
+        on: bool,
+        off: bool,
+        text: impl FnOnce() -> String,
+    ) -> Option<String> {
         let was_on = self.is_on[finding];
         self.is_on[finding] = on || was_on && !off;
         (on && !was_on).then(text)

@@ -18,7 +18,7 @@ use crate::moe::{Moe, MoeShape};
 use crate::param::{Param, Placement, Writes};
 use crate::recompute::Scope;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
-use nibble_core::recipe::{self, Kind};
+use nibble_core::recipe::{self, LayerKind};
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
@@ -33,18 +33,18 @@ const HEAD: &str = "lm_head";
 pub fn layer_names(config: &ModelConfig) -> Vec<recipe::Layer> {
     let named = |kind, name: String| recipe::Layer { kind, gated: name.ends_with("gate_up_proj"), name };
     let parts = |i: usize| {
-        let linear = |part: &str| named(Kind::Linear, format!("model.layers.{i}.{part}"));
+        let linear = |part: &str| named(LayerKind::Linear, format!("model.layers.{i}.{part}"));
         let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| linear(&format!("self_attn.{p}")));
         let mut layers = attention.to_vec();
-        layers.push(named(Kind::Router, format!("model.layers.{i}.mlp.gate")));
-        layers.push(named(Kind::Expert, format!("model.layers.{i}.mlp.experts")));
+        layers.push(named(LayerKind::Router, format!("model.layers.{i}.mlp.gate")));
+        layers.push(named(LayerKind::Expert, format!("model.layers.{i}.mlp.experts")));
         if config.shared_ffn > 0 {
             layers.extend(["gate_up_proj", "down_proj"].map(|p| linear(&format!("mlp.shared_expert.{p}"))));
         }
         layers
     };
     let head = if config.tie_embeddings { EMBED } else { HEAD };
-    (0..config.layers).flat_map(parts).chain([named(Kind::Head, head.to_owned())]).collect()
+    (0..config.layers).flat_map(parts).chain([named(LayerKind::Head, head.to_owned())]).collect()
 }
 
 /// The whole decoder.
@@ -135,7 +135,7 @@ impl<B: Kernels> Decoder<B> {
         let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
             let weight =
                 Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, kind: Kind::Head })
+            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, kind: LayerKind::Head })
         };
         let attention = AttentionShape {
             d_model: d,

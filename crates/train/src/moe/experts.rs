@@ -8,7 +8,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use crate::record::Conversion;
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
-use nibble_core::recipe::{Kind, Precision, Section, Site};
+use nibble_core::recipe::{LayerKind, Precision, Section, Site};
 use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
@@ -69,7 +69,7 @@ impl<B: LayerKernels> Experts<B> {
 
     /// Makes the weights' copies for this step.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let section = cx.section(Kind::Expert, &self.name);
+        let section = cx.section(LayerKind::Expert, &self.name);
         self.gate_up.prepare(cx, &section)?;
         self.down.prepare(cx, &section)
     }

@@ -15,7 +15,7 @@ use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{Kind, Precision, Section, Site};
+use nibble_core::recipe::{LayerKind, Precision, Section, Site};
 use nibble_core::{LayerKernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
@@ -144,7 +144,7 @@ impl<B: LayerKernels> Moe<B> {
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
-        let section = cx.section(Kind::Expert, &self.experts.name);
+        let section = cx.section(LayerKind::Expert, &self.experts.name);
         let router = self.router.forward(cx, x_td)?;
         let align = if section.has_blocks() { 128 } else { 1 };
         let plan = self.exchange(cx).plan(&router.routing, align)?;
@@ -204,7 +204,7 @@ impl<B: LayerKernels> Moe<B> {
         x_td: &Tensor<B>,
         dy_td: &Tensor<B>,
     ) -> Result<Tensor<B>> {
-        let section = cx.section(Kind::Expert, &self.experts.name);
+        let section = cx.section(LayerKind::Expert, &self.experts.name);
         let exchange = self.exchange(cx);
         if saved.experts.x.is_none() {
             saved.experts.x = Some(self.kept_input(cx, &section, x_td, &saved.plan)?);

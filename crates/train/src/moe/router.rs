@@ -5,7 +5,7 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
-use nibble_core::recipe::Kind;
+use nibble_core::recipe::LayerKind;
 use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, softmax, top-k.
@@ -52,7 +52,7 @@ impl<B: LayerKernels> Router<B> {
 
     /// Makes the weight's copies for this step: F32 unless the recipe says BF16.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let section = cx.section(Kind::Router, self.layer());
+        let section = cx.section(LayerKind::Router, self.layer());
         self.weight.prepare(cx, &section)
     }
 

@@ -5,9 +5,11 @@
 //! exchange rows, each is taken to get as many as the others. The same step says what its operations must move and multiply
 //! ([`work_of_step`]).
 
+mod largest;
 mod search;
 mod sizes;
 
+use largest::largest;
 pub use nibble_dry::{Call, Flops, Work};
 pub use sizes::check_sizes;
 
@@ -16,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::param::Placement;
 use crate::trainer::{RunMemory, Trainer};
-use nibble_core::{Backend, Comm, DeviceKind, Recipe, SoloComm};
+use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room, SoloComm};
 use nibble_dry::{Dry, DryComm};
 
 /// What a run takes on one rank.
@@ -136,7 +138,11 @@ fn on_shapes<R>(
         Err(_) if dry.has_overflowed() => Err(Error::Memory {
             needed: usize::MAX,
             settings: Vec::new(),
-            why: format!("a run takes more than {}, and no device has that", in_words(Dry::MOST_BYTES)),
+            why: format!(
+                "a run takes more than {}, and no device has that; {}",
+                in_words(Dry::MOST_BYTES),
+                largest(config, None)
+            ),
         }),
         done => done,
     }
@@ -149,40 +155,30 @@ fn gathered_bytes(trainer: &mut Trainer<'_, Dry>, ranks: usize) -> usize {
     if ranks == 1 { 0 } else { largest * (1 + ranks) }
 }
 
-/// Predicts the run, if this device has room for it.
+/// Predicts the run, if this device has room for it now: what other processes hold is not to be had.
 ///
 /// # Errors
-/// [`Error::Memory`] if not, with the shortest list of settings that would make it fit.
+/// [`Error::Memory`] if not, with what needs the most of it and the shortest list of settings that would make it fit.
 pub fn require_room<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    let there = b.memory().total_bytes.unwrap_or(usize::MAX);
-    require_bytes(b.kind(), ranks, config, recipe, (&b.name(), there))
-}
-
-/// [`require_room`] on a device of this name and size.
-///
-/// # Errors
-/// As [`require_room`].
-pub fn require_bytes(
-    kind: DeviceKind,
-    ranks: usize,
-    config: &Config,
-    recipe: &Recipe,
-    (device, there): (&str, usize),
-) -> Result<Prediction> {
-    let predicted = predict(kind, ranks, config, recipe);
-    let (needed, parts) = match &predicted {
-        Ok(prediction) if prediction.device_bytes() <= there => return predicted,
-        Ok(prediction) => (prediction.device_bytes(), format!(" ({})", prediction.summary())),
-        Err(Error::Memory { .. }) => (usize::MAX, String::new()),
+    let device = Device { name: b.name(), room: b.room() };
+    let predicted = predict(b.kind(), ranks, config, recipe);
+    let (needed, prediction) = match &predicted {
+        Ok(prediction) if prediction.device_bytes() <= device.bytes() => return predicted,
+        Ok(prediction) => (prediction.device_bytes(), Some(prediction)),
+        Err(Error::Memory { .. }) => (usize::MAX, None),
         Err(_) => return predicted,
     };
-    let found = search::shortest(kind, ranks, config, there)?;
+    // What is beyond counting is so with every setting.
+    let found = match needed {
+        usize::MAX => None,
+        _ => search::shortest(b.kind(), ranks, config, device.bytes())?,
+    };
     let settings = match &found {
-        Some(found) if found.bytes <= there => found.settings.clone(),
+        Some(found) if found.bytes <= device.bytes() => found.settings.clone(),
         _ => Vec::new(),
     };
     let advice = match found {
-        Some(found) if found.bytes <= there => {
+        Some(found) if found.bytes <= device.bytes() => {
             format!("it would fit, in {}, with {}", in_words(found.bytes), overrides(&found.settings))
         }
         Some(found) if found.bytes < needed => {
@@ -193,12 +189,56 @@ pub fn require_bytes(
         }
         _ => "no setting makes it smaller; make the model or the batch smaller".to_owned(),
     };
-    let takes = match needed {
-        usize::MAX => format!("more than {}", in_words(Dry::MOST_BYTES)),
-        bytes => in_words(bytes),
-    };
-    let why = format!("the run takes {takes}{parts}, and {device} has {}; {advice}", in_words(there));
+    let why = device.refusal("the run", needed, prediction, &largest(config, prediction), &advice);
     Err(Error::Memory { needed, settings, why })
+}
+
+/// Who refuses.
+struct Device {
+    name: String,
+    room: Option<Room>,
+}
+
+impl Device {
+    /// What a run may take.
+    fn bytes(&self) -> usize {
+        self.room.map_or(usize::MAX, |room| room.bytes())
+    }
+
+    /// `the run takes 30.1 GiB (weights ...), and NVIDIA H200 has 23.4 GiB of its 139.8 GiB free ...`.
+    fn refusal(
+        &self,
+        what: &str,
+        needed: usize,
+        prediction: Option<&Prediction>,
+        largest: &str,
+        advice: &str,
+    ) -> String {
+        let takes = match needed {
+            usize::MAX => format!("more than {}", in_words(Dry::MOST_BYTES)),
+            bytes => in_words(bytes),
+        };
+        let parts = prediction.map_or(String::new(), |prediction| format!(" ({})", prediction.summary()));
+        let (name, has) = (&self.name, in_words(self.bytes()));
+        let has = match self.room {
+            Some(Room { total_bytes, others_bytes }) if others_bytes > 0 => {
+                let [others, all] = [others_bytes, total_bytes].map(in_words);
+                format!("has {has} for it: {others} of its {all} are in use by other processes")
+            }
+            _ => format!("has {has}"),
+        };
+        format!("{what} takes {takes}{parts}, and {name} {has}; {largest}; {advice}")
+    }
+}
+
+/// What needs the most memory of a run that got none, a sentence and a space; empty where that cannot be said.
+pub(crate) fn sizes_of<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &Recipe) -> String {
+    let largest = match predict(b.kind(), ranks, config, recipe) {
+        Ok(prediction) => largest(config, Some(&prediction)),
+        Err(Error::Memory { .. }) => largest(config, None),
+        Err(_) => return String::new(),
+    };
+    format!("By the prediction {largest}. ")
 }
 
 /// As the command line takes them.
@@ -220,14 +260,15 @@ pub(crate) fn require_room_for_state<B: Backend>(
     config: &Config,
     recipe: &Recipe,
 ) -> Result<()> {
-    let there = b.memory().total_bytes.unwrap_or(usize::MAX);
+    let device = Device { name: b.name(), room: b.room() };
     let predicted = predict_state(b.kind(), ranks, config, recipe)?;
     let needed = predicted.device_bytes();
-    if needed <= there {
+    if needed <= device.bytes() {
         return Ok(());
     }
-    let (takes, parts, has) = (in_words(needed), predicted.summary(), in_words(there));
-    let why = format!("the model's state takes {takes} ({parts}), and {} has {has}", b.name());
+    let largest = largest(config, Some(&predicted));
+    let why =
+        device.refusal("the model's state", needed, Some(&predicted), &largest, "make the model smaller");
     Err(Error::Memory { needed, settings: Vec::new(), why })
 }
 

@@ -1,5 +1,6 @@
 //! Sizes that can be counted at all: everything after this multiplies them without looking.
 
+use super::largest::{listed, parameters};
 use crate::config::Config;
 use crate::error::{Error, Result};
 
@@ -19,21 +20,15 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let wide = |n: usize| n as u128;
     let times =
         |factors: &[usize]| factors.iter().try_fold(1u128, |product, n| product.checked_mul(wide(*n)));
-    // All weights but norms; none where the product is beyond 128 bits.
-    let parts = [
-        times(&[m.vocab_size, m.d_model]),
-        times(&[m.layers, m.d_model, m.heads, m.head_dim, 4]),
-        times(&[m.layers, m.d_model, m.shared_ffn, 3]),
-        times(&[m.layers, m.experts, m.d_model, m.expert_ffn, 3]),
-        times(&[m.layers, m.experts, m.d_model]),
-    ];
-    let parameters = parts.into_iter().try_fold(0u128, |sum, part| sum.checked_add(part?));
-    if parameters.is_none_or(|n| n > MOST_PARAMETERS) {
-        let why = format!(
-            "with {} columns, {} layers and {} experts of {} the model has more than 2^48 parameters",
-            m.d_model, m.layers, m.experts, m.expert_ffn
-        );
-        return Err(Error::config("model", why));
+    let parts = parameters(m);
+    let count = parts.iter().try_fold(0u128, |sum, part| sum.checked_add(part.count()?));
+    if count.is_none_or(|n| n > MOST_PARAMETERS) {
+        // Beyond counting is the largest.
+        let most = parts.iter().max_by_key(|part| part.count().unwrap_or(u128::MAX));
+        let most = most.map_or(String::new(), |part| {
+            format!("; most of them are of {}: {}", part.what, listed(&part.sizes))
+        });
+        return Err(Error::config("model", format!("has more than 2^48 parameters{most}")));
     }
     let tokens = times(&[t.batch_size / ranks, config.data.seq_len]);
     if tokens.is_none_or(|n| n > wide(MOST_TOKENS)) {

@@ -7,6 +7,7 @@ mod outputs;
 mod pieces;
 mod recorded;
 mod rehearse;
+mod resume;
 mod run;
 mod run_dir;
 mod saving;
@@ -133,16 +134,25 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
         let (m, seq_len) = (&config.model, config.data.seq_len);
-        Self::assemble(b, comm, config, recipe, |b| rope_table(b, seq_len, m.head_dim, m.rope_theta))
+        let rope = |b: &B| rope_table(b, seq_len, m.head_dim, m.rope_theta);
+        Self::assemble(b, comm, config, recipe.clone(), rope).map_err(|error| {
+            error.without_room("making the model", || plan::sizes_of(b, comm.world(), config, &recipe))
+        })
     }
 
     /// The same with the configuration's data.
     ///
     /// # Errors
     /// For data that cannot be read.
-    pub fn with_data(mut self) -> Result<Self> {
-        self.setup.data = Some(Arc::new(Dataset::of(&self.setup.config)?));
-        Ok(self)
+    pub fn with_data(self) -> Result<Self> {
+        let data = Dataset::of(&self.setup.config)?;
+        Ok(self.with(data))
+    }
+
+    /// The same with these data.
+    pub(crate) fn with(mut self, data: Dataset) -> Self {
+        self.setup.data = Some(Arc::new(data));
+        self
     }
 
     /// A trainer whose RoPE table is made by `rope`. Nothing is checked.
@@ -181,6 +191,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Steps issued whose record has not been read.
     pub fn unread(&self) -> usize {
         self.issued.len()
+    }
+
+    /// Where it computes, and with whom.
+    fn backend(&self) -> (&'a B, &'a dyn Comm<B>) {
+        (self.setup.b, self.setup.comm)
     }
 
     /// The run's configuration.
@@ -251,7 +266,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.setup.step;
-        self.issue_whole(how).map_err(|error| error.in_step(step))
+        self.issue_whole(how).map_err(|error| self.setup.without_room(error, format!("step {step}")))
     }
 
     fn issue_whole(&mut self, how: Issue) -> Result<()> {
@@ -363,7 +378,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// or all of it (0), the shorter tail included.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
+    /// [`crate::Error::Diverged`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         self.evaluate_telling(batches, &mut |_, _| {})
     }
@@ -373,9 +388,31 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::evaluate`].
     pub fn evaluate_telling(&mut self, batches: usize, tell: &mut dyn FnMut(usize, usize)) -> Result<f64> {
+        let mut go_on = |done, of| {
+            tell(done, of);
+            Ok(true)
+        };
+        // An evaluation that is not cut short has a loss.
+        Ok(self.evaluate_while(batches, &mut go_on)?.unwrap_or(f64::NAN))
+    }
+
+    /// [`Trainer::evaluate`], asking after every batch whether to go on, of how many; none once the answer was no. Every rank asks
+    /// after the same batches, and owes the same answer.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`]; what `go_on` returns.
+    pub fn evaluate_while(
+        &mut self,
+        batches: usize,
+        go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
+    ) -> Result<Option<f64>> {
         self.require_settled("evaluate")?;
         let Self { setup, model, activations, .. } = self;
-        setup.b.within(activations, || Ok(setup.evaluate(model, batches, tell)))?
+        let evaluated = setup.b.within(activations, || Ok(setup.evaluate(model, batches, go_on)))?;
+        evaluated.map_err(|error| {
+            let error = error.of_divergence(&self.setup.config, true);
+            self.setup.without_room(error, "the held-out loss")
+        })
     }
 
     /// Logits of the last of these tokens, one sequence, every rank alike.

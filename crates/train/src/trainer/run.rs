@@ -1,16 +1,17 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
+use super::Trainer;
 use super::outputs::Outputs;
-use super::run_dir::{METRICS_FILE, has_begun};
-use super::{Trainer, checked_recipe};
-use crate::checkpoint::{Checkpoint, Store, latest_valid};
+use super::resume::Origin;
+use crate::checkpoint::Store;
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::metrics::{Metrics, Watchdog, read_metrics};
+use crate::metrics::{Metrics, Watchdog};
 use crate::plan::{self, Prediction};
 use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats, Recipe};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -56,7 +57,8 @@ pub struct Options {
     pub resume: bool,
     /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
     pub numbered: bool,
-    /// Not 0 once the run is to end after the step under way: it saves, draws, and leaves out the last evaluation.
+    /// Not 0 once the run is to end after the step, or the batch of an evaluation, under way: it saves, draws, and leaves out the last
+    /// evaluation, or the rest of it.
     pub stop: Option<&'static AtomicUsize>,
 }
 
@@ -73,7 +75,7 @@ pub struct Summary {
     pub entropy: Option<Entropy>,
     /// The run's directory.
     pub dir: PathBuf,
-    /// The last checkpoint, if the run wrote one.
+    /// The last checkpoint, if the run has one.
     pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
     pub picture: PathBuf,
@@ -104,12 +106,50 @@ fn run_rank<B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
-    let (mut trainer, mut outputs) = set_up(b, comm, config, options, observer)?;
-    let (mut loss, mut saved, mut stopped) = (None, None, false);
+    let origin = Origin::find(b, comm, config, options.resume, observer)?;
+    if let ControlFlow::Break(summary) = origin.finished(b, comm, config, observer)? {
+        return Ok(summary);
+    }
+    let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
+    let (mut trainer, mut outputs) = set_up(b, comm, config, origin, options, observer)?;
+    let done = train(&mut trainer, &mut outputs, config, options, resumed, observer);
+    if let (Err(_), Some(outputs)) = (&done, &outputs) {
+        // The first error is the one to tell.
+        let _ = outputs.draw();
+    }
+    let done = done?;
+    reach(Point::RunEnds)?;
+    let entropy = trainer.data()?.entropy();
+    let Some(outputs) = outputs else { return Ok(None) };
+    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
+    let Done { loss, valid_loss, checkpoint } = done;
+    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture }))
+}
+
+/// What a rank's steps have given.
+struct Done {
+    loss: Option<f64>,
+    valid_loss: Option<f64>,
+    checkpoint: Option<PathBuf>,
+}
+
+/// The steps, after those of the checkpoint that was loaded, if one was, and what comes after the last one.
+fn train<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    outputs: &mut Option<Outputs>,
+    config: &Config,
+    options: Options,
+    resumed: Option<(u64, PathBuf)>,
+    observer: &mut dyn Observer,
+) -> Result<Done> {
+    let (resumed_at, mut saved) = resumed.unzip();
+    let mut loss = None;
+    let mut stopped = !evaluate_what_is_owed(trainer, outputs, resumed_at, options, observer)?;
     let mut watchdog = Watchdog::default();
     while trainer.step() < config.train.steps && !stopped {
         let issued = trainer.issue_step();
         let step = trainer.step();
+        let (b, comm) = trainer.backend();
         stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
         let last = stopped || step == config.train.steps;
         let evaluate = !last && due(step, config.eval.every);
@@ -117,14 +157,14 @@ fn run_rank<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| diverged(error, config));
-            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), &mut outputs) {
+            let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
+            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
             let Some(mut metrics) = settled? else { break };
             loss = metrics.loss;
             reach(Point::StepSettled)?;
-            if let Some(outputs) = &mut outputs {
+            if let Some(outputs) = outputs {
                 note_memory(&mut metrics, b.memory());
                 record(metrics, outputs, &mut watchdog, observer)?;
             }
@@ -139,7 +179,7 @@ fn run_rank<B: Kernels>(
         }
         saved = tell(done, observer).or(saved);
         if evaluate {
-            self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
+            stopped = self::evaluate(trainer, config.eval.batches, outputs, options, observer)?.is_none();
             reach(Point::Evaluated)?;
         }
     }
@@ -147,18 +187,14 @@ fn run_rank<B: Kernels>(
     reach(Point::StepsDone)?;
     // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
     let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
-    if wanted && (loss.is_some() || saved.is_none()) {
+    if wanted && resumed_at != Some(trainer.step()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
     let valid_loss = match stopped {
         true => None,
-        false => Some(evaluate(&mut trainer, 0, &mut outputs, observer)?),
+        false => evaluate(trainer, 0, outputs, options, observer)?,
     };
-    reach(Point::RunEnds)?;
-    let entropy = trainer.data()?.entropy();
-    let Some(outputs) = outputs else { return Ok(None) };
-    let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
-    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint: saved, picture }))
+    Ok(Done { loss, valid_loss, checkpoint: saved })
 }
 
 /// A trainer where the run begins or goes on, and on the first rank its files.
@@ -166,59 +202,48 @@ fn set_up<'a, B: Kernels>(
     b: &'a B,
     comm: &'a dyn Comm<B>,
     config: &Config,
+    origin: Origin,
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
     let first = comm.rank() == 0;
-    let (mut store, mut checkpoint) = (None, None);
-    if options.resume {
-        // Before anybody looks for a checkpoint: what a killed writer had moved aside is put back.
-        let dir = Path::new(&config.run.dir);
-        if first && has_begun(dir) {
-            store = Some(Store::open(dir)?);
-        }
-        comm.barrier()?;
-        checkpoint = latest(config, observer, first)?;
-    }
-    // A run goes on under the recipe that it began with, whatever has become of the file.
-    let recipe = match &checkpoint {
-        Some(checkpoint) => checkpoint.position().resolved_recipe()?,
-        None => checked_recipe(config)?,
-    };
+    let Origin { store, checkpoint, recipe, data } = origin;
     let prediction = plan::require_room(b, comm.world(), config, &recipe)?;
-    let mut trainer = Trainer::under(b, comm, config, recipe)?.with_data()?;
+    let trainer = Trainer::under(b, comm, config, recipe)?;
+    let mut trainer = match data {
+        Some(data) => trainer.with(data),
+        None => trainer.with_data()?,
+    };
     if let Some(checkpoint) = &checkpoint {
-        resume(&mut trainer, checkpoint, observer, first)?;
+        trainer.load(checkpoint)?;
     }
-    let mut outputs =
+    let outputs =
         if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
     // No rank does a step of a run that has no directory yet.
     comm.barrier()?;
     if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
-    let step = trainer.step();
-    // Its checkpoint was on the disk before its held-out loss.
-    let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
-    if checkpoint.is_some()
-        && step < config.train.steps
-        && due(step, config.eval.every)
-        && any(b, comm, owes)?
-    {
-        self::evaluate(&mut trainer, config.eval.batches, &mut outputs, observer)?;
-    }
     Ok((trainer, outputs))
 }
 
-/// What to do about a step whose numbers are none.
-fn diverged(error: Error, config: &Config) -> Error {
-    match error {
-        Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
-            let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
-            Error::Diverged { lr, warmup_steps, source }
-        }
-        other => other,
+/// The held-out loss of the step that a run goes on from, if it is missing: the checkpoint was on the disk before it. False if the run
+/// was asked to stop meanwhile.
+fn evaluate_what_is_owed<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    outputs: &mut Option<Outputs>,
+    resumed_at: Option<u64>,
+    options: Options,
+    observer: &mut dyn Observer,
+) -> Result<bool> {
+    let (step, (b, comm), config) = (trainer.step(), trainer.backend(), trainer.config());
+    let (steps, eval) = (config.train.steps, config.eval.clone());
+    let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
+    let may = resumed_at.is_some() && step < steps && due(step, eval.every);
+    if !may || !any(b, comm, owes)? {
+        return Ok(true);
     }
+    Ok(evaluate(trainer, eval.batches, outputs, options, observer)?.is_some())
 }
 
 impl Options {
@@ -230,7 +255,7 @@ impl Options {
 }
 
 /// Whether it is so on any rank.
-fn any<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Result<bool> {
+pub(super) fn any<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Result<bool> {
     if comm.world() == 1 {
         return Ok(here);
     }
@@ -270,26 +295,30 @@ fn record(
     Ok(())
 }
 
-/// A held-out loss over so many batches (0: all there are), written, drawn and told.
+/// A held-out loss over so many batches (0: all there are), written, drawn and told; none if the run was asked to stop before it had
+/// them all.
 fn evaluate<B: Kernels>(
     trainer: &mut Trainer<'_, B>,
     batches: usize,
     outputs: &mut Option<Outputs>,
+    options: Options,
     observer: &mut dyn Observer,
-) -> Result<f64> {
-    let first = outputs.is_some();
-    let valid_loss = trainer.evaluate_telling(batches, &mut |done, of| {
+) -> Result<Option<f64>> {
+    let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
+    let evaluated = trainer.evaluate_while(batches, &mut |done, of| {
         if first {
             observer.evaluating(done, of);
         }
+        Ok(done == of || !options.asked_to_stop(b, comm)?)
     })?;
+    let Some(valid_loss) = evaluated else { return Ok(None) };
     if let Some(outputs) = outputs {
         let step = trainer.step();
         outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
         outputs.draw()?;
         observer.evaluation(step, valid_loss);
     }
-    Ok(valid_loss)
+    Ok(Some(valid_loss))
 }
 
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
@@ -305,89 +334,4 @@ fn due(step: u64, every: u64) -> bool {
 /// Tells of a checkpoint that has got into its place.
 fn tell(saved: Option<PathBuf>, observer: &mut dyn Observer) -> Option<PathBuf> {
     saved.inspect(|path| observer.checkpoint(path))
-}
-
-/// The newest whole checkpoint of the run; none where it has begun and has had none yet.
-fn latest(config: &Config, observer: &mut dyn Observer, first: bool) -> Result<Option<Checkpoint>> {
-    let dir = PathBuf::from(&config.run.dir);
-    let latest = latest_valid(&dir)?;
-    if first {
-        latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
-    }
-    if latest.checkpoint.is_none() {
-        // To begin again would overwrite what may yet be mended.
-        if !latest.rejected.is_empty() {
-            return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
-        }
-        require_nothing_to_lose(&dir, config.checkpoint.every)?;
-        if first {
-            observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
-        }
-    }
-    Ok(latest.checkpoint)
-}
-
-/// Goes on from a checkpoint, if its configuration is this run's.
-fn resume<B: Kernels>(
-    trainer: &mut Trainer<'_, B>,
-    checkpoint: &Checkpoint,
-    observer: &mut dyn Observer,
-    first: bool,
-) -> Result<()> {
-    let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
-    let mut changes = trainer.config().changes_since(&earlier)?;
-    let (then, now) = (&checkpoint.position().data_sha256, &trainer.position()?.data_sha256);
-    // Another path of the same content changes nothing.
-    if then == now {
-        changes.retain(|change| !change.starts_with("data.source: "));
-    } else {
-        let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
-        changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
-    }
-    let is_of_recipe = |change: &String| change.starts_with("recipe: ");
-    if changes.iter().any(is_of_recipe) {
-        let (stored, named) = (trainer.recipe(), checked_recipe(trainer.config())?);
-        let (name, description) = (stored.name.clone(), stored.description.clone());
-        if (Recipe { name, description, ..named }).to_toml() == stored.to_toml() {
-            changes.retain(|change| !is_of_recipe(change));
-        }
-    }
-    if trainer.config().train.steps > earlier.train.steps {
-        changes.retain(|change| !change.starts_with("train.steps: "));
-        if first {
-            observer.note(&format!(
-                "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
-                earlier.train.steps,
-                trainer.config().train.steps
-            ));
-        }
-    }
-    if !changes.is_empty() {
-        let why = format!(
-            "differs from that of the run to be resumed ({}): {}",
-            checkpoint.path().display(),
-            changes.join("; ")
-        );
-        return Err(Error::config("configuration", why));
-    }
-    trainer.load(checkpoint)
-}
-
-/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
-fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
-    if !has_begun(dir) {
-        let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
-        return Err(Error::config("run.dir", why));
-    }
-    let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
-    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
-    // One may be on its way to the disk while the steps up to the next are done.
-    if steps > 2 * every {
-        let dir = dir.display();
-        let why = format!(
-            "{dir} has metrics of {steps} steps and no checkpoint to go on from; nothing was changed"
-        );
-        return Err(Error::config("run.dir", why));
-    }
-    Ok(())
 }

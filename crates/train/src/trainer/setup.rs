@@ -3,8 +3,9 @@
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Decoder;
+use crate::plan;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use std::sync::Arc;
 
@@ -25,6 +26,12 @@ impl<B: Kernels> Setup<'_, B> {
         self.data.as_deref().ok_or_else(no_data)
     }
 
+    /// An error of this run, which says what needs the memory where there is none.
+    pub fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
+        let Self { b, comm, config, recipe, .. } = self;
+        error.without_room(when, || plan::sizes_of(*b, comm.world(), config, recipe))
+    }
+
     /// Step / steps.
     pub fn progress(&self) -> f64 {
         self.step as f64 / self.config.train.steps.max(1) as f64
@@ -38,14 +45,14 @@ impl<B: Kernels> Setup<'_, B> {
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
-    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `tell` hears how many batches are done, of how
-    /// many.
+    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
+    /// are done, of how many; none once it has said no.
     pub fn evaluate(
         &self,
         model: &mut Decoder<B>,
         batches: usize,
-        tell: &mut dyn FnMut(usize, usize),
-    ) -> Result<f64> {
+        go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
+    ) -> Result<Option<f64>> {
         let size = self.config.train.batch_size;
         let data = self.data()?;
         let windows = data.valid_windows();
@@ -59,7 +66,10 @@ impl<B: Kernels> Setup<'_, B> {
             let batch = data.valid_batch(first, size.min(windows - first));
             nats += self.held_out_nats(model, &batch)?;
             tokens += batch.tokens();
-            tell(i + 1, taken);
+            if !go_on(i + 1, taken)? {
+                model.release();
+                return Ok(None);
+            }
         }
         if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
             nats += self.held_out_nats(model, &tail)?;
@@ -70,7 +80,7 @@ impl<B: Kernels> Setup<'_, B> {
             let site = "held-out loss".into();
             return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
         }
-        Ok(nats / tokens.max(1) as f64)
+        Ok(Some(nats / tokens.max(1) as f64))
     }
 
     /// The context of a forward pass alone over so many tokens.
@@ -100,6 +110,6 @@ impl<B: Kernels> Setup<'_, B> {
     }
 }
 
-fn no_data() -> crate::Error {
-    crate::Error::config("data.source", "was not opened")
+fn no_data() -> Error {
+    Error::config("data.source", "was not opened")
 }

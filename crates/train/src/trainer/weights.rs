@@ -104,7 +104,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// written. Some tensors may have been taken by then: the trainer is of no further use.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
-        self.make_buffers()?;
+        self.make_buffers().map_err(|error| self.setup.without_room(error, "loading a checkpoint"))?;
         let (b, rank, mut optim) = (self.setup.b, self.setup.comm.rank(), checkpoint.optim()?);
         let named = self.model.named_tensors();
         for (param, named) in self.model.params().into_iter().zip(&named) {

@@ -18,15 +18,17 @@ fn trained(cpu: &Cpu, len: usize, steps: u32) -> [Tensor<Cpu>; 3] {
         let bias = |beta: f32| 1.0 / (1.0 - beta.powi(step as i32));
         let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
         let op = AdamW {
-            param: &mut param,
-            grad: &grad,
-            exp_avg: &mut exp_avg,
-            exp_avg_sq: &mut exp_avg_sq,
+            tensors: vec![AdamWTensor {
+                param: &mut param,
+                grad: &grad,
+                exp_avg: &mut exp_avg,
+                exp_avg_sq: &mut exp_avg_sq,
+                weight_decay: DECAY,
+            }],
             control: &control,
             beta1: BETAS[0],
             beta2: BETAS[1],
             eps: EPS,
-            weight_decay: DECAY,
         };
         op.check().unwrap();
         adamw(cpu, op).unwrap();
@@ -67,16 +69,19 @@ fn a_shared_parameter_is_copied_before_it_changes() {
     let [mut param, mut exp_avg, mut exp_avg_sq] = trained(&cpu, 40, 1);
     let (kept, before) = (param.clone(), bits(&param));
     let grad = Tensor::from_f32(&cpu, &[1.0; 40], 1, 40).unwrap();
+    let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
     let op = AdamW {
-        param: &mut param,
-        grad: &grad,
-        exp_avg: &mut exp_avg,
-        exp_avg_sq: &mut exp_avg_sq,
-        control: &cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap(),
+        tensors: vec![AdamWTensor {
+            param: &mut param,
+            grad: &grad,
+            exp_avg: &mut exp_avg,
+            exp_avg_sq: &mut exp_avg_sq,
+            weight_decay: 0.0,
+        }],
+        control: &control,
         beta1: 0.9,
         beta2: 0.95,
         eps: EPS,
-        weight_decay: 0.0,
     };
     adamw(&cpu, op).unwrap();
     assert!(bits(&kept) == before && bits(&param) != before);
@@ -86,17 +91,21 @@ fn a_shared_parameter_is_copied_before_it_changes() {
 fn a_moment_of_another_type_is_named() {
     let cpu = Cpu::new(1).unwrap();
     let f32s = || Tensor::zeros(&cpu, DType::F32, 1, 4).unwrap();
-    let (mut param, mut exp_avg) = (f32s(), f32s());
+    let (mut param, grad, mut exp_avg) = (f32s(), f32s(), f32s());
+    let mut exp_avg_sq = Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap();
+    let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
     let op = AdamW {
-        param: &mut param,
-        grad: &f32s(),
-        exp_avg: &mut exp_avg,
-        exp_avg_sq: &mut Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap(),
-        control: &cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap(),
+        tensors: vec![AdamWTensor {
+            param: &mut param,
+            grad: &grad,
+            exp_avg: &mut exp_avg,
+            exp_avg_sq: &mut exp_avg_sq,
+            weight_decay: 0.0,
+        }],
+        control: &control,
         beta1: 0.9,
         beta2: 0.95,
         eps: EPS,
-        weight_decay: 0.0,
     };
     let error = op.run(&cpu).unwrap_err().to_string();
     assert_eq!(error, "adamw: `type of exp_avg_sq` is Bf16, expected F32");
@@ -111,17 +120,20 @@ fn moments_in_bf16_are_rounded_once_a_step() {
     let mut param = Tensor::from_f32(&cpu, &normals(1, len), 1, len).unwrap();
     let zeros = || Tensor::zeros(&cpu, DType::Bf16, 1, len).unwrap();
     let (mut exp_avg, mut exp_avg_sq) = (zeros(), zeros());
+    let grad = Tensor::from_f32(&cpu, &normals(11, len), 1, len).unwrap();
     let bias = |beta: f32| 1.0 / (1.0 - beta);
     let op = AdamW {
-        param: &mut param,
-        grad: &Tensor::from_f32(&cpu, &normals(11, len), 1, len).unwrap(),
-        exp_avg: &mut exp_avg,
-        exp_avg_sq: &mut exp_avg_sq,
+        tensors: vec![AdamWTensor {
+            param: &mut param,
+            grad: &grad,
+            exp_avg: &mut exp_avg,
+            exp_avg_sq: &mut exp_avg_sq,
+            weight_decay: DECAY,
+        }],
         control: &cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap(),
         beta1: BETAS[0],
         beta2: BETAS[1],
         eps: EPS,
-        weight_decay: DECAY,
     };
     op.run(&cpu).unwrap();
     assert_eq!(bits(&param), bits(&w));

@@ -183,7 +183,7 @@ fn squares_are_summed_in_double_precision_part_by_part() {
         let got = same_everywhere(|cpu| {
             let t = Tensor::from_f32(cpu, &x, parts, len).unwrap();
             let mut sums = cpu.zeros::<f32>(parts + 1).unwrap();
-            SumSquares { x: &t, parts, into: &mut sums, at: 1 }.run(cpu).unwrap();
+            SumSquares { tensors: vec![Squared { x: &t, parts, at: 1 }], into: &mut sums }.run(cpu).unwrap();
             sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
@@ -209,6 +209,8 @@ fn squares_are_summed_in_double_precision_part_by_part() {
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[1.0; 6], 6, 1).unwrap();
     let mut into = cpu.zeros(4).unwrap();
-    let e = SumSquares { x: &t, parts: 4, into: &mut into, at: 0 }.run(&cpu).unwrap_err();
+    let e = SumSquares { tensors: vec![Squared { x: &t, parts: 4, at: 0 }], into: &mut into }
+        .run(&cpu)
+        .unwrap_err();
     assert!(e.to_string().contains("`parts` is 4"), "{e}");
 }

@@ -1,7 +1,7 @@
 use super::super::elementwise::tests::{below, bits, every_cpu, normals, same_everywhere};
 use super::*;
 use nibble_core::Backend;
-use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScalePlane, ScaleRule};
 use std::collections::BTreeSet;
 
 /// A received batch in which each slot is of this rank with some probability.
@@ -191,10 +191,9 @@ pub(in crate::ops) fn any_blocks(
 ) -> BlockScaled<Cpu> {
     let (axis, count) = (BlockAxis::Row, rows * format.scales_per_row(cols));
     let bytes = |site, len| below(site, 256, len).into_iter().map(|b| b as u8).collect::<Vec<_>>();
-    let scales = match rule {
-        ScaleRule::Amax => Scales::F32(cpu.upload(&normals(12, count)).unwrap()),
-        _ => Scales::E8m0(cpu.upload(&bytes(12, count)).unwrap()),
-    };
+    let kind = format.scale_kind(rule);
+    let scales = cpu.upload(&bytes(12, count * kind.bytes())).unwrap();
+    let tensor_scale = kind.has_tensor_scale().then(|| cpu.upload(&normals(13, rows)).unwrap());
     let codes = cpu.upload(&bytes(11, rows * format.row_code_bytes(cols))).unwrap();
     BlockScaled {
         format,
@@ -205,17 +204,16 @@ pub(in crate::ops) fn any_blocks(
         stack: 1,
         codes,
         scales,
+        tensor_scale,
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
     }
 }
 
-/// The scales as bytes.
-pub(in crate::ops) fn scale_bytes(scales: &Scales<Cpu>) -> Vec<u8> {
-    match scales {
-        Scales::E8m0(s) => s.as_slice().to_vec(),
-        Scales::F32(s) => bytemuck::cast_slice(s.as_slice()).to_vec(),
-    }
+/// All scales as bytes, the tensor's last.
+pub(in crate::ops) fn scale_bytes(x: &BlockScaled<Cpu>) -> Vec<u8> {
+    let tensor_scale = x.tensor_scale.as_ref().map_or(&[][..], |s| s.as_slice());
+    [x.scales.as_slice(), bytemuck::cast_slice(tensor_scale)].concat()
 }
 
 #[test]
@@ -232,12 +230,13 @@ fn codes_and_scales_move_together_for_every_block_format_and_rule() {
                     let out = permute(cpu, Permute { rows: &rows, map: &case.plan(cpu) }).unwrap();
                     let out = out.block("test").unwrap();
                     assert_eq!((out.rows, out.cols, out.rule), (case.capacity(), cols, rule));
-                    (out.codes.as_slice().to_vec(), scale_bytes(&out.scales))
+                    (out.codes.as_slice().to_vec(), scale_bytes(out))
                 });
                 let cpu = Cpu::new(1).unwrap();
                 let from = any_blocks(&cpu, format, rule, case.tokens, cols);
-                let one = if rule == ScaleRule::Amax { 4 } else { 1 };
-                let from_scales = scale_bytes(&from.scales);
+                let kind = format.scale_kind(rule);
+                let one = kind.bytes();
+                let from_scales = scale_bytes(&from);
                 for (row, &source) in case.plan(&cpu).source_row.as_slice().iter().enumerate() {
                     let (codes, moved) =
                         (&codes[row * width..][..width], &moved[row * scales * one..][..scales * one]);
@@ -248,8 +247,8 @@ fn codes_and_scales_move_together_for_every_block_format_and_rule() {
                         }
                         Err(_) => {
                             assert!(codes.iter().all(|&c| c == 0));
-                            let tiny = 2.0f32.powi(-126).to_ne_bytes();
-                            assert!(moved.chunks(one).all(|s| if one == 1 { s == [0] } else { s == tiny }));
+                            let scales = ScalePlane { kind, bytes: moved };
+                            assert!((0..scales.len()).all(|i| scales.get(i) == kind.least()));
                         }
                     }
                 }

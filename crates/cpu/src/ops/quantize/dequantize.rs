@@ -1,24 +1,24 @@
 //! Decoding a quantized tensor.
 
 use super::emit::{STRIP_ROWS, Sink, SinkWork, TILE_COLS, for_strips};
-use super::encode::Tile;
+use super::encode::{Tile, path};
 use super::source::{Lines, Source};
 use super::spans::Spans;
 use super::spec;
 use crate::{Cpu, Path};
 use nibble_core::ops::{Dequantize, Emit};
-use nibble_core::{Backend, BlockScaled, Error, Result, Scales, Tensor};
-use nibble_formats::{BlockAxis, Element, ScaleLayout};
+use nibble_core::{Backend, BlockScaled, Error, Result, Tensor};
+use nibble_formats::{BlockAxis, ScaleLayout};
 
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "dequantize";
     let x = op.x;
-    let element = decodable(OP, x)?;
-    if cpu.path() == Path::Scalar {
-        return spec::plain(cpu, &spec::decode(x, element, 0..x.rows), op.dtype, x.rows);
+    decodable(OP, x)?;
+    if path(cpu, [x.format]) == Path::Scalar {
+        return spec::plain(cpu, &spec::decode(cpu, x, 0..x.rows)?, op.dtype, x.rows);
     }
-    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(x, element)));
+    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(OP, x)?));
     let spans = Spans::new(OP, x.rows, None, 1)?;
     let sink = Sink::new(cpu, &spans, x.cols, Emit::Plain(op.dtype), None);
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], vec![0.0; STRIP_ROWS]);
@@ -48,14 +48,14 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     Ok(sink.finish(cpu)?.take_rows(OP)?.plain(OP)?.clone())
 }
 
-/// The element of a tensor whose planes have the lengths that its shape asks for.
+/// Checks that a tensor has scales to decode by, and planes of the lengths that its shape asks for.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a plain format or scales in another order, [`Error::Shape`] for planes of other lengths.
-pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<Element> {
-    let Some(element) = x.format.spec().element else {
+pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
+    if !x.format.is_block() {
         return Err(Error::unsupported(op, x.format, "it has no block scales to decode by"));
-    };
+    }
     if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
         return Err(Error::shape(op, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
     }
@@ -63,18 +63,11 @@ pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<Elemen
         let why = format!("its scales are {}; row-major here", x.scale_layout);
         return Err(Error::unsupported(op, x.format, why));
     }
-    let scales = match &x.scales {
-        Scales::E8m0(s) => Cpu::len(s),
-        Scales::F32(s) => Cpu::len(s),
-    };
-    let got = (Cpu::len(&x.codes), scales);
-    let expected = (
-        BlockScaled::<Cpu>::code_bytes(x.format, x.axis, x.rows, x.cols),
-        BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack),
-    );
+    let got = (Cpu::len(&x.codes), Cpu::len(&x.scales));
+    let expected = (BlockScaled::<Cpu>::code_bytes(x.format, x.axis, x.rows, x.cols), x.scale_bytes());
     if got != expected {
-        let say = |(bytes, scales)| format!("{bytes} bytes of codes and {scales} scales");
+        let say = |(codes, scales)| format!("{codes} bytes of codes and {scales} of scales");
         return Err(Error::shape(op, "planes", say(got), say(expected)));
     }
-    Ok(element)
+    Ok(())
 }

@@ -5,11 +5,10 @@
 //! groups.
 
 use super::encode::{
-    ScalesMut, Tile, Work, encode_cols, encode_row, encode_square, fill_random, fixed_bits, reads_bits,
-    transpose,
+    Tile, Work, encode_cols, encode_row, encode_square, fill_random, fixed_bits, reads_bits, transpose,
 };
 use super::planes::{unwritten, unwritten_as};
-use super::shared::{Shared, SharedScales};
+use super::shared::Shared;
 use super::spans::Spans;
 use super::spec::Tally;
 use crate::gemm::Isa;
@@ -18,7 +17,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Scale, ScaleRule, Stream};
+use nibble_formats::{BlockAxis, Codec, Format, Scale, ScaleKind, ScalePlaneMut, ScaleRule, Stream};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -82,14 +81,16 @@ pub(crate) fn for_strips<S>(
 pub(crate) struct Target {
     tensor: BlockScaled<Cpu>,
     codes: Shared<u8>,
-    scales: SharedScales,
+    scales: Shared<u8>,
+    kind: ScaleKind,
 }
 
 impl Target {
     /// Opens a tensor for writing.
     pub fn new(mut tensor: BlockScaled<Cpu>) -> Self {
-        let (codes, scales) = (Shared::of(&mut tensor.codes), SharedScales::of(&mut tensor.scales));
-        Self { tensor, codes, scales }
+        let (codes, scales) = (Shared::of(&mut tensor.codes), Shared::of(&mut tensor.scales));
+        let kind = tensor.scale_kind();
+        Self { tensor, codes, scales, kind }
     }
 
     /// The tensor, written.
@@ -120,10 +121,20 @@ impl Target {
     ///
     /// # Safety
     /// As [`row_codes`](Self::row_codes).
-    pub unsafe fn row_scales(&self, row: usize, col: usize, width: usize) -> ScalesMut<'_> {
+    pub unsafe fn row_scales(&self, row: usize, col: usize, width: usize) -> ScalePlaneMut<'_> {
         let start = row * self.blocks(self.tensor.cols) + self.blocks(col);
         // SAFETY: as above.
-        unsafe { self.scales.slice_mut(start, self.blocks(width)) }
+        unsafe { self.records(start, self.blocks(width)) }
+    }
+
+    /// `len` records of scales from `start` on.
+    ///
+    /// # Safety
+    /// As [`row_codes`](Self::row_codes).
+    unsafe fn records(&self, start: usize, len: usize) -> ScalePlaneMut<'_> {
+        let bytes = self.kind.bytes();
+        // SAFETY: the caller's promise is the same.
+        ScalePlaneMut { kind: self.kind, bytes: unsafe { self.scales.slice_mut(start * bytes, len * bytes) } }
     }
 
     /// Writes zeros to a row of padding.
@@ -134,7 +145,7 @@ impl Target {
         // SAFETY: the caller's promise is the same.
         unsafe {
             self.row_codes(row, col, width).fill(0);
-            self.row_scales(row, col, width).fill_zero_blocks();
+            self.row_scales(row, col, width).fill(self.kind.least());
         }
     }
 
@@ -164,7 +175,7 @@ impl Target {
         for i in 0..width {
             let start = (col + i) * per_line + self.blocks(row);
             // SAFETY: as above.
-            let mut line = unsafe { self.scales.slice_mut(start, blocks) };
+            let mut line = unsafe { self.records(start, blocks) };
             for b in 0..blocks {
                 line.set(b, scales[b * width + i]);
             }
@@ -410,8 +421,8 @@ impl SquareTarget {
                 let line = matrix * k + col + i;
                 self.turned.codes.slice_mut(line * n + first, rows).copy_from_slice(codes);
             }
-            self.upright.scales.slice_mut(scale_at, 1).set(0, scale);
-            self.turned.scales.slice_mut(turned_scale_at, 1).set(0, scale);
+            self.upright.records(scale_at, 1).set(0, scale);
+            self.turned.records(turned_scale_at, 1).set(0, scale);
         }
     }
 

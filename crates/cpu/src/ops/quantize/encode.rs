@@ -5,8 +5,9 @@
 
 use super::spec::Tally;
 use crate::simd::per_isa;
+use crate::{Cpu, Path};
 use nibble_core::ops::Counts;
-use nibble_formats::{Codec, Element, Rounding, Scale, Stream};
+use nibble_formats::{Codec, Element, Format, Rounding, Scale, ScalePlaneMut, Stream};
 
 /// What the encoder needs to know of an element format, as constants.
 pub(crate) trait Small {
@@ -121,32 +122,27 @@ pub(crate) fn reads_bits(rounding: Rounding) -> bool {
     rounding != Rounding::NearestEven
 }
 
-/// A run of scales, for writing.
-pub(crate) enum ScalesMut<'a> {
-    E8m0(&'a mut [u8]),
-    F32(&'a mut [f32]),
+/// What the vectorised code knows: an element in blocks of one length, under one power of two or one single a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fast {
+    E2m1,
+    E4m3,
+    E5m2,
 }
 
-impl ScalesMut<'_> {
-    /// Writes scale `i`, of the kind that the plane's rule makes.
-    #[inline(always)]
-    pub fn set(&mut self, i: usize, scale: Scale) {
-        match (self, scale) {
-            (Self::E8m0(s), Scale::E8M0(byte)) => s[i] = byte,
-            (Self::F32(s), Scale::F32(value)) => s[i] = value,
-            (Self::E8m0(_), Scale::F32(_)) | (Self::F32(_), Scale::E8M0(_)) => {
-                unreachable!("planes are allocated by the rule that makes the scales")
-            }
-        }
+/// How the vectorised code takes a format; `None` where only the general path does, that of the specification.
+pub(crate) fn fast(format: Format) -> Option<Fast> {
+    match format {
+        Format::Mxfp4 => Some(Fast::E2m1),
+        Format::E4m3 => Some(Fast::E4m3),
+        Format::E5m2 => Some(Fast::E5m2),
+        _ => None,
     }
+}
 
-    /// The scales of blocks of zeros.
-    pub fn fill_zero_blocks(&mut self) {
-        match self {
-            Self::E8m0(s) => s.fill(0),
-            Self::F32(s) => s.fill(f32::MIN_POSITIVE),
-        }
-    }
+/// The path that serves all of these formats.
+pub(crate) fn path(cpu: &Cpu, formats: impl IntoIterator<Item = Format>) -> Path {
+    if formats.into_iter().all(|format| fast(format).is_some()) { cpu.path() } else { Path::Scalar }
 }
 
 /// Calls `$body::<E, R>(rounding, args)` for the codec's element and rounding.
@@ -155,10 +151,11 @@ macro_rules! with_codec {
         with_codec!(@element $codec, $codec.rounding(), $body($($arg),*))
     };
     (@element $codec:expr, $rounding:expr, $body:ident($($arg:expr),*)) => {
-        match $codec.element() {
-            Element::E2m1 => with_codec!(@rounding E2m1, $rounding, $body($($arg),*)),
-            Element::E4m3 => with_codec!(@rounding E4m3, $rounding, $body($($arg),*)),
-            Element::E5m2 => with_codec!(@rounding E5m2, $rounding, $body($($arg),*)),
+        match fast($codec.format()) {
+            Some(Fast::E2m1) => with_codec!(@rounding E2m1, $rounding, $body($($arg),*)),
+            Some(Fast::E4m3) => with_codec!(@rounding E4m3, $rounding, $body($($arg),*)),
+            Some(Fast::E5m2) => with_codec!(@rounding E5m2, $rounding, $body($($arg),*)),
+            None => unreachable!("`path` sends other formats to the specification"),
         }
     };
     (@rounding $element:ty, $rounding:expr, $body:ident($($arg:expr),*)) => {
@@ -211,7 +208,7 @@ fn row_blocks<E: Small, R: Round, const B: usize>(
     codec: Codec,
     (x, bits): (&[f32], &[u16]),
     codes: &mut [u8],
-    scales: &mut ScalesMut,
+    scales: &mut ScalePlaneMut,
     tally: &mut Tally,
 ) {
     let bytes = B * E::ELEMENT.code_bits() as usize / 8;
@@ -224,15 +221,15 @@ fn row_blocks<E: Small, R: Round, const B: usize>(
                 &extended
             }
         };
-        let scale = codec.scale(f32::from_bits(amax_bits(x)), false);
-        scales.set(b, scale);
+        let scale = codec.scale_of(f32::from_bits(amax_bits(x)));
+        scales.set(b, scale.record);
         if scale.is_nan() {
             out.fill(0);
             tally[Counts::<crate::Cpu>::NON_FINITE] += 1;
             continue;
         }
         let bits = if R::READS_BITS { &bits[b * B..] } else { bits };
-        let block = encode_block::<E, R, B>(&round, x, scale.inv(), bits);
+        let block = encode_block::<E, R, B>(&round, x, scale.inv, bits);
         let any = block.iter().fold(0, |any, code| any | code);
         tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any & E::MAGNITUDE != 0);
         if E::ELEMENT.code_bits() == 4 {
@@ -249,7 +246,7 @@ fn row_as<E: Small, R: Round>(
     codec: Codec,
     x: (&[f32], &[u16]),
     codes: &mut [u8],
-    scales: &mut ScalesMut,
+    scales: &mut ScalePlaneMut,
     tally: &mut Tally,
 ) {
     if E::BLOCK == 32 {
@@ -265,7 +262,7 @@ fn encode_row_body(
     x: &[f32],
     bits: &[u16],
     codes: &mut [u8],
-    scales: &mut ScalesMut,
+    scales: &mut ScalePlaneMut,
     tally: &mut Tally,
 ) {
     with_codec!(codec, row_as(codec, (x, bits), codes, scales, tally));
@@ -273,7 +270,7 @@ fn encode_row_body(
 
 per_isa! {
     pub(crate) fn encode_row = encode_row_body;
-    (codec: Codec, x: &[f32], bits: &[u16], codes: &mut [u8], scales: &mut ScalesMut, tally: &mut Tally)
+    (codec: Codec, x: &[f32], bits: &[u16], codes: &mut [u8], scales: &mut ScalePlaneMut, tally: &mut Tally)
 }
 
 /// A tile of values `[rows][width]`, `stride` apart from row to row.
@@ -355,9 +352,9 @@ fn cols_as<E: Small, R: Round>(
         work.inv.clear();
         work.keep.clear();
         for &amax in &work.amax {
-            let scale = codec.scale(f32::from_bits(amax), false);
-            work.scales.push(scale);
-            work.inv.push(scale.inv());
+            let scale = codec.scale_of(f32::from_bits(amax));
+            work.scales.push(scale.record);
+            work.inv.push(scale.inv);
             work.keep.push(if scale.is_nan() { 0 } else { 0xFF });
             tally[Counts::<crate::Cpu>::NON_FINITE] += u64::from(scale.is_nan());
         }
@@ -428,9 +425,9 @@ fn square_as<E: Small, R: Round>(
 ) {
     let width = tile.width;
     let amax = (0..tile.rows).fold(0, |amax, row| amax.max(amax_bits(tile.row(row))));
-    let scale = codec.scale(f32::from_bits(amax), false);
+    let scale = codec.scale_of(f32::from_bits(amax));
     work.scales.clear();
-    work.scales.push(scale);
+    work.scales.push(scale.record);
     work.codes.clear();
     work.codes.resize(tile.rows * width, 0);
     if scale.is_nan() {
@@ -438,7 +435,7 @@ fn square_as<E: Small, R: Round>(
         return;
     }
     work.inv.clear();
-    work.inv.resize(width, scale.inv());
+    work.inv.resize(width, scale.inv);
     work.keep.clear();
     work.keep.resize(width, 0xFF);
     for row in 0..tile.rows {

@@ -1,13 +1,13 @@
 //! What the tests of the conversions share: inputs, ragged groups with poisoned padding, every backend to compare, and
 //! comparisons bit by bit.
 
-use super::planes::ScalesRef;
+use super::planes::scales_of;
 use crate::gemm::Isa;
 use crate::{Cpu, Path};
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{Backend, BlockScaled, Data, Groups, Operand, Tensor};
-use nibble_formats::{Codec, Format, Purpose, Rounding, Scale, Stream};
+use nibble_formats::{Codec, Format, Purpose, Rounding, Stream};
 
 /// Every vectorised backend of this machine, with one to three threads.
 pub(crate) fn simd_backends() -> Vec<Cpu> {
@@ -134,15 +134,12 @@ pub(crate) fn poisoned(x: &Tensor<Cpu>, groups: &Groups<Cpu>) -> Tensor<Cpu> {
 
 /// [`poisoned`] for a row-blocked tensor: every byte 0xFF.
 pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> BlockScaled<Cpu> {
-    use nibble_core::Scales;
     let mut x = x.clone();
-    let (bytes, blocks) = (x.format.row_code_bytes(x.cols), x.format.scales_per_row(x.cols));
+    let bytes = x.format.row_code_bytes(x.cols);
+    let scale_bytes = x.format.scales_per_row(x.cols) * x.scale_kind().bytes();
     for (row, _) in valid_rows(groups).into_iter().enumerate().filter(|(_, valid)| !valid) {
         x.codes.as_mut_slice()[row * bytes..][..bytes].fill(0xFF);
-        match &mut x.scales {
-            Scales::E8m0(s) => s.as_mut_slice()[row * blocks..][..blocks].fill(0xFF),
-            Scales::F32(s) => s.as_mut_slice()[row * blocks..][..blocks].fill(f32::NAN),
-        }
+        x.scales.as_mut_slice()[row * scale_bytes..][..scale_bytes].fill(0xFF);
     }
     x
 }
@@ -150,12 +147,8 @@ pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> Bloc
 /// Bits of a scale plane, NaNs made equal.
 pub(crate) fn scale_bits(x: &BlockScaled<Cpu>) -> Vec<u32> {
     let num = BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
-    let bits = |scale| match scale {
-        Scale::E8M0(byte) => u32::from(byte),
-        Scale::F32(scale) if scale.is_nan() => f32::NAN.to_bits(),
-        Scale::F32(scale) => scale.to_bits(),
-    };
-    (0..num).map(|i| bits(ScalesRef::of(x).get(i))).collect()
+    let (kind, scales) = (x.scale_kind(), scales_of(x));
+    (0..num).map(|i| scales.get(i)).map(|s| if kind.is_nan(s) { kind.nan().0 } else { s.0 }).collect()
 }
 
 /// Bits of a plain tensor, NaNs made equal.

@@ -1,8 +1,7 @@
 //! Output planes that several threads write at once, each its own part.
 
-use super::encode::ScalesMut;
-use crate::{Buf, Cpu};
-use nibble_core::{Plain, Scales};
+use crate::Buf;
+use nibble_core::Plain;
 
 /// A buffer's values, open to writers on several threads. The owner keeps the buffer alive and untouched meanwhile.
 pub(crate) struct Shared<T> {
@@ -32,35 +31,5 @@ impl<T: Plain> Shared<T> {
         assert!(start <= self.len && len <= self.len - start, "{start} + {len} of {}", self.len);
         // SAFETY: within the buffer, as just asserted; alive and unaliased, as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.first.add(start), len) }
-    }
-}
-
-/// [`Shared`] for a plane of scales.
-pub(crate) enum SharedScales {
-    E8m0(Shared<u8>),
-    F32(Shared<f32>),
-}
-
-impl SharedScales {
-    /// Opens a plane.
-    pub fn of(scales: &mut Scales<Cpu>) -> Self {
-        match scales {
-            Scales::E8m0(s) => Self::E8m0(Shared::of(s)),
-            Scales::F32(s) => Self::F32(Shared::of(s)),
-        }
-    }
-
-    /// As [`Shared::slice_mut`].
-    ///
-    /// # Safety
-    /// As there.
-    pub unsafe fn slice_mut(&self, start: usize, len: usize) -> ScalesMut<'_> {
-        // SAFETY: the caller's promise is the same.
-        unsafe {
-            match self {
-                Self::E8m0(s) => ScalesMut::E8m0(s.slice_mut(start, len)),
-                Self::F32(s) => ScalesMut::F32(s.slice_mut(start, len)),
-            }
-        }
     }
 }

@@ -1,20 +1,20 @@
 //! Rows of F32 values out of a plain or row-quantized matrix, vectorised.
 
-use super::encode::{E2m1, E4m3, E5m2, Small};
-use super::planes::ScalesRef;
+use super::encode::{E2m1, E4m3, E5m2, Fast, Small, fast};
+use super::planes::scales_of;
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa};
 use half::bf16;
-use nibble_core::{BlockScaled, Data, Tensor};
-use nibble_formats::{Element, Scale};
+use nibble_core::{BlockScaled, Data, Error, Result, Tensor};
+use nibble_formats::{Format, ScalePlane};
 
 /// Codes and scales of consecutive values, the first one at the start of a block.
 #[derive(Clone, Copy)]
 pub(crate) struct Coded<'a> {
-    pub element: Element,
+    pub fast: Fast,
     pub codes: &'a [u8],
-    pub scales: ScalesRef<'a>,
+    pub scales: ScalePlane<'a>,
     /// Index of the first block's scale.
     pub first_scale: usize,
 }
@@ -45,10 +45,7 @@ fn decode_blocks<E: Small>(from: Coded, out: &mut [f32]) {
     let bytes = E::BLOCK * E::ELEMENT.code_bits() as usize / 8;
     let blocks = out.chunks_mut(E::BLOCK).zip(from.codes.chunks(bytes));
     for (b, (out, codes)) in blocks.enumerate() {
-        let scale = match from.scales.get(from.first_scale + b) {
-            Scale::E8M0(byte) => Scale::E8M0(byte).decode(),
-            Scale::F32(scale) => scale,
-        };
+        let scale = from.scales.value(from.first_scale + b);
         let mut unpacked = [0; 128];
         let codes = if E::ELEMENT.code_bits() == 4 {
             unpack(codes, &mut unpacked[..2 * codes.len()]);
@@ -64,10 +61,10 @@ fn decode_blocks<E: Small>(from: Coded, out: &mut [f32]) {
 
 #[inline(always)]
 fn decode_row_body(from: Coded, out: &mut [f32]) {
-    match from.element {
-        Element::E2m1 => decode_blocks::<E2m1>(from, out),
-        Element::E4m3 => decode_blocks::<E4m3>(from, out),
-        Element::E5m2 => decode_blocks::<E5m2>(from, out),
+    match from.fast {
+        Fast::E2m1 => decode_blocks::<E2m1>(from, out),
+        Fast::E4m3 => decode_blocks::<E4m3>(from, out),
+        Fast::E5m2 => decode_blocks::<E5m2>(from, out),
     }
 }
 
@@ -101,9 +98,10 @@ pub(crate) enum Source<'a> {
 /// Lines of codes.
 #[derive(Clone, Copy)]
 pub(crate) struct Lines<'a> {
-    element: Element,
+    fast: Fast,
+    format: Format,
     codes: &'a [u8],
-    scales: ScalesRef<'a>,
+    scales: ScalePlane<'a>,
     len: usize,
     line_bytes: usize,
     block: usize,
@@ -115,7 +113,10 @@ pub(crate) struct Lines<'a> {
 
 impl<'a> Lines<'a> {
     /// The lines of a tensor as they are stored.
-    pub fn of(x: &'a BlockScaled<Cpu>, element: Element) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if its format has no vectorised code.
+    pub fn of(op: &'static str, x: &'a BlockScaled<Cpu>) -> Result<Self> {
         use nibble_formats::BlockAxis::{Col, Row, Tile};
         let block = x.format.spec().block;
         let len = if x.axis == Col { x.rows } else { x.cols };
@@ -123,23 +124,25 @@ impl<'a> Lines<'a> {
             Tile => (block, x.rows / x.stack.max(1)),
             Row | Col => (1, usize::MAX),
         };
-        Self {
-            element,
+        let general = || Error::unsupported(op, x.format, "it has no vectorised code");
+        Ok(Self {
+            fast: fast(x.format).ok_or_else(general)?,
+            format: x.format,
             codes: x.codes.as_slice(),
-            scales: ScalesRef::of(x),
+            scales: scales_of(x),
             len,
             line_bytes: x.format.row_code_bytes(len),
             block,
             blocks: len.div_ceil(block),
             lines_per_scale,
             lines_per_matrix: lines_per_matrix.max(1),
-        }
+        })
     }
 
     /// Codes of `width` values of a line from `first` on, whole bytes.
     pub fn codes(&self, line: usize, first: usize, width: usize) -> &'a [u8] {
-        let bits = self.element.code_bits() as usize;
-        &self.codes[line * self.line_bytes + first * bits / 8..][..width * bits / 8]
+        let start = line * self.line_bytes + self.format.row_code_bytes(first);
+        &self.codes[start..][..self.format.row_code_bytes(width)]
     }
 
     /// Values `first..` of a line.
@@ -153,9 +156,9 @@ impl<'a> Lines<'a> {
         let scale_line = matrix * per_matrix + in_matrix / self.lines_per_scale;
         let end = first + out.len();
         let from_block = |b: usize| {
-            let start = line * self.line_bytes + b * self.block * self.element.code_bits() as usize / 8;
+            let start = line * self.line_bytes + self.format.row_code_bytes(b * self.block);
             Coded {
-                element: self.element,
+                fast: self.fast,
                 codes: &self.codes[start..(line + 1) * self.line_bytes],
                 scales: self.scales,
                 first_scale: scale_line * self.blocks + b,

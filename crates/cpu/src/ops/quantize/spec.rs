@@ -1,12 +1,15 @@
 //! The specification of every op that writes quantized or plain results: one block after the other through
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
-use super::planes::{ScalesRef, get_code, put_codes, put_scale, unwritten_as};
+use super::planes::{get_code, put_codes, put_scale, scales_of, unwritten_as};
 use super::spans::Spans;
 use crate::Cpu;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Element, Stream, bf16};
+use nibble_formats::{
+    BlockAxis, Codec, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes,
+};
+use rayon::prelude::*;
 
 /// F32 values `[rows, cols]` with zeros on padding.
 pub(crate) struct Matrix {
@@ -38,16 +41,46 @@ pub(crate) fn value(x: &Tensor<Cpu>, i: usize) -> f32 {
 
 /// What decides a quantization beside the values.
 pub(crate) struct Casting<'a> {
-    pub codec: Codec,
-    pub random: Option<Stream>,
-    pub spans: &'a Spans<'a>,
+    codec: Codec,
+    /// Where there is a scale for a whole tensor: the codec of each row. The rows of a span, a group's or a matrix's, share one.
+    of_rows: Vec<Codec>,
+    random: Option<Stream>,
+    spans: &'a Spans<'a>,
 }
 
-impl Casting<'_> {
+impl<'a> Casting<'a> {
+    /// Measures the values, where the tensor has a scale of its own.
+    pub fn new(codec: Codec, random: Option<Stream>, spans: &'a Spans<'a>, x: &Matrix) -> Self {
+        let mut of_rows = Vec::new();
+        if codec.scale_kind().has_tensor_scale() {
+            of_rows = vec![codec.for_tensor(0.0); spans.capacity];
+            for span in &spans.spans {
+                let rows = span.start * x.cols..(span.start + span.len).min(spans.rows) * x.cols;
+                let measured = codec.for_tensor(codec.tensor_amax(x.values[rows].iter().copied()));
+                of_rows[span.start..span.end.min(spans.capacity)].fill(measured);
+            }
+        }
+        Self { codec, of_rows, random, spans }
+    }
+
+    /// The codec of a row's values.
+    fn codec(&self, row: usize) -> Codec {
+        self.of_rows.get(row).copied().unwrap_or(self.codec)
+    }
+
     /// Sixteen random bits of an element; the random roundings are only let in with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
         let element = self.spans.row_index(row) * cols as u64 + col as u64;
         self.random.map_or(0, |stream| stream.u16_at(element))
+    }
+
+    /// Writes the tensor's scale of each row.
+    fn put_tensor_scale(&self, out: &mut BlockScaled<Cpu>, codec: impl Fn(usize) -> Codec) {
+        if let Some(scales) = &mut out.tensor_scale {
+            for (row, scale) in scales.as_mut_slice().iter_mut().enumerate() {
+                *scale = codec(row).tensor_scale();
+            }
+        }
     }
 }
 
@@ -55,8 +88,7 @@ impl Casting<'_> {
 pub(crate) type Tally = [u64; 3];
 
 fn count(tally: &mut Tally, codec: Codec, codes: &[u8], nonfinite: bool) {
-    let magnitude = (1u8 << (codec.format().spec().code_bits - 1)) - 1;
-    tally[Counts::<Cpu>::NON_ZERO] += u64::from(codes.iter().any(|code| code & magnitude != 0));
+    tally[Counts::<Cpu>::NON_ZERO] += u64::from(codes.iter().any(|&code| !codec.element().is_zero(code)));
     tally[Counts::<Cpu>::NON_FINITE] += u64::from(nonfinite);
 }
 
@@ -74,9 +106,10 @@ pub(crate) fn emit(
             Ok(Emitted { rows, cols: None, counts: None })
         }
         Emit::Block { codec, planes } => {
-            let casting = Casting { codec, random, spans };
-            let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| rows(cpu, x, &casting));
-            let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| cols(cpu, x, &casting));
+            let casting = Casting::new(codec, random, spans, x);
+            let lines = |axis| lines(cpu, x, &casting, axis);
+            let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
+            let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
             let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
             let [non_zero, inexact, non_finite] = tally;
             Ok(Emitted {
@@ -99,50 +132,55 @@ pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<
     }
 }
 
-/// Blocks along the rows.
-fn rows(cpu: &Cpu, x: &Matrix, casting: &Casting) -> (BlockScaled<Cpu>, Tally) {
-    let Casting { codec, spans, .. } = *casting;
-    let mut out = unwritten_as(cpu, codec, BlockAxis::Row, (spans.rows, x.cols, 1));
-    let mut tally = Tally::default();
-    let mut codes = vec![0; codec.format().spec().block];
-    for row in 0..spans.rows {
-        let blocks = x.values[row * x.cols..(row + 1) * x.cols].chunks(codes.len());
-        let per_row = blocks.len();
-        for (b, block) in blocks.enumerate() {
-            let first = b * codes.len();
-            let codes = &mut codes[..block.len()];
-            let random = |i| casting.bits(row, first + i, x.cols);
-            let (scale, nonfinite) = codec.quantize_block(block, random, codes);
-            put_codes(&mut out.codes, codec.format(), (row, x.cols), first, codes);
-            put_scale(&mut out.scales, row * per_row + b, scale);
+/// Blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks follow one another.
+fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockScaled<Cpu>, Tally) {
+    let Casting { codec, spans, .. } = casting;
+    let down = axis == BlockAxis::Col;
+    let (rows, len) = if down { (spans.capacity, spans.capacity) } else { (spans.rows, x.cols) };
+    let mut out = unwritten_as(cpu, *codec, axis, (rows, x.cols, 1));
+    casting.put_tensor_scale(&mut out, |row| casting.codec(row));
+    let (format, kind) = (codec.format(), codec.scale_kind());
+    let (line_bytes, scale_bytes) = (format.row_code_bytes(len), format.scales_per_row(len) * kind.bytes());
+    let mut scales = out.scales.as_mut_slice();
+    let lines: Vec<_> = out
+        .codes
+        .as_mut_slice()
+        .chunks_mut(line_bytes.max(1))
+        .map(|codes| {
+            let (of_line, rest) = std::mem::take(&mut scales).split_at_mut(scale_bytes);
+            scales = rest;
+            (codes, ScalePlaneMut { kind, bytes: of_line })
+        })
+        .collect();
+    let one = |(line, (plane, mut scales)): (usize, (&mut [u8], ScalePlaneMut<'_>))| {
+        // Rows past the matrix read as zero: `quantize_block` extends a short block.
+        let values: Vec<f32> = match axis {
+            BlockAxis::Col => (0..spans.rows).map(|row| x.values[row * x.cols + line]).collect(),
+            BlockAxis::Row | BlockAxis::Tile => x.values[line * x.cols..][..x.cols].to_vec(),
+        };
+        let mut codes = vec![0; len];
+        let mut tally = Tally::default();
+        let block = format.spec().block;
+        for (b, codes) in codes.chunks_mut(block).enumerate() {
+            let first = b * block;
+            let place = |i| if down { (first + i, line) } else { (line, first + i) };
+            let codec = casting.codec(place(0).0);
+            let random = |i| casting.bits(place(i).0, place(i).1, x.cols);
+            let values = values.get(first..).map_or(&[][..], |v| &v[..v.len().min(block)]);
+            let (scale, nonfinite) = codec.quantize_block(values, random, codes);
+            scales.set(b, scale);
             count(&mut tally, codec, codes, nonfinite);
         }
-    }
+        pack_codes(format.spec().code_bits, &codes, plane)
+            .unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
+        tally
+    };
+    let tally = cpu.pool().install(|| lines.into_par_iter().enumerate().map(one).reduce(Tally::default, sum));
     (out, tally)
 }
 
-/// Blocks down the columns, stored transposed.
-fn cols(cpu: &Cpu, x: &Matrix, casting: &Casting) -> (BlockScaled<Cpu>, Tally) {
-    let Casting { codec, spans, .. } = *casting;
-    let capacity = spans.capacity;
-    let mut out = unwritten_as(cpu, codec, BlockAxis::Col, (capacity, x.cols, 1));
-    let mut tally = Tally::default();
-    let block = codec.format().spec().block;
-    let mut codes = vec![0; block];
-    for col in 0..x.cols {
-        for (b, first) in (0..capacity).step_by(block).enumerate() {
-            // Rows past the matrix read as zero: `quantize_block` extends a short block.
-            let column: Vec<f32> =
-                (first..spans.rows.min(first + block)).map(|row| x.values[row * x.cols + col]).collect();
-            let codes = &mut codes[..block.min(capacity - first)];
-            let random = |i| casting.bits(first + i, col, x.cols);
-            let (scale, nonfinite) = codec.quantize_block(&column, random, codes);
-            put_codes(&mut out.codes, codec.format(), (col, capacity), first, codes);
-            put_scale(&mut out.scales, col * capacity.div_ceil(block) + b, scale);
-            count(&mut tally, codec, codes, nonfinite);
-        }
-    }
-    (out, tally)
+fn sum(a: Tally, b: Tally) -> Tally {
+    std::array::from_fn(|i| a[i] + b[i])
 }
 
 /// Square tiles of `stack` matrices, as they stand and transposed.
@@ -151,6 +189,8 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
     let (n, k) = (spans.rows / stack, x.cols);
     let mut rows = unwritten_as(cpu, codec, BlockAxis::Tile, (stack * n, k, stack));
     let mut cols = unwritten_as(cpu, codec, BlockAxis::Tile, (stack * k, n, stack));
+    casting.put_tensor_scale(&mut rows, |row| casting.codec(row));
+    casting.put_tensor_scale(&mut cols, |row| casting.codec(row / k.max(1) * n));
     let mut tally = Tally::default();
     let (format, block) = (codec.format(), codec.format().spec().block);
     let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
@@ -162,7 +202,7 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
             (0..height * width).map(place).map(|(row, col)| x.values[row * k + col]).collect();
         let mut codes = vec![0; tile.len()];
         let random = |i| casting.bits(place(i).0, place(i).1, k);
-        let (scale, nonfinite) = codec.quantize_block(&tile, random, &mut codes);
+        let (scale, nonfinite) = casting.codec(place(0).0).quantize_block(&tile, random, &mut codes);
         for (i, line) in codes.chunks(width).enumerate() {
             put_codes(&mut rows.codes, format, (matrix * n + n0 + i, k), k0, line);
         }
@@ -170,11 +210,28 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
             let line: Vec<u8> = codes.iter().skip(i).step_by(width).copied().collect();
             put_codes(&mut cols.codes, format, (matrix * k + k0 + i, n), n0, &line);
         }
-        put_scale(&mut rows.scales, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
-        put_scale(&mut cols.scales, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
+        put_scale(&mut rows, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
+        put_scale(&mut cols, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
         count(&mut tally, codec, &codes, nonfinite);
     }
     let [non_zero, inexact, non_finite] = tally;
+    Ok(Emitted {
+        rows: Some(Operand::Block(rows)),
+        cols: Some(Operand::Block(cols)),
+        counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+    })
+}
+
+/// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
+pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec)) -> Result<Emitted<Cpu>> {
+    let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
+    let plane = |x: &Matrix, rows: usize| {
+        let spans = Spans::stacked(stack, rows);
+        lines(cpu, x, &Casting::new(codec, None, &spans, x), BlockAxis::Row)
+    };
+    let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
+    let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
+    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) = (plane(x, n), plane(&turned, k));
     Ok(Emitted {
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
@@ -191,29 +248,81 @@ pub(crate) fn tile_indices(
     (0..stack * tiles_n * tiles_k).map(move |i| (i / tiles_k / tiles_n, i / tiles_k % tiles_n, i % tiles_k))
 }
 
-/// Element (row, col) of a quantized tensor, `element` being that of its format.
-pub(crate) fn decoded(x: &BlockScaled<Cpu>, element: Element, row: usize, col: usize) -> f32 {
-    let block = x.format.spec().block;
-    let (line, len, i, scale) = match x.axis {
-        BlockAxis::Row => (row, x.cols, col, row * x.cols.div_ceil(block) + col / block),
-        BlockAxis::Col => (col, x.rows, row, col * x.rows.div_ceil(block) + row / block),
-        BlockAxis::Tile => {
-            let (n, per_row) = (x.rows / x.stack, x.cols.div_ceil(block));
-            let tile_row = row / n * n.div_ceil(block) + row % n / block;
-            (row, x.cols, col, tile_row * per_row + col / block)
+/// Reads the elements of a quantized tensor one by one.
+pub(crate) struct Decoder<'a> {
+    x: &'a BlockScaled<Cpu>,
+    scales: ScalePlane<'a>,
+    codec: Codec,
+    block: usize,
+}
+
+impl<'a> Decoder<'a> {
+    /// # Errors
+    /// If format and rule do not go together.
+    pub fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
+        let codec = Codec::new(x.format, x.rule, Rounding::NearestEven)?;
+        Ok(Self { x, scales: scales_of(x), codec, block: x.format.spec().block })
+    }
+
+    /// Element (row, col) of the logical matrix.
+    pub fn value(&self, row: usize, col: usize) -> f32 {
+        let (code, i, record) = self.at(row, col);
+        self.of_row(row).decode(code, i, record)
+    }
+
+    /// The same without its F32 scales, those of [`beside`](Self::beside): a BF16 number in every format.
+    pub fn exact(&self, row: usize, col: usize) -> f32 {
+        let (code, i, record) = self.at(row, col);
+        match self.x.scale_kind() == ScaleKind::F32 {
+            true => self.codec.element().decode(code),
+            false => self.codec.under(1.0).decode(code, i, record),
         }
-    };
-    let code = get_code(x.codes.as_slice(), x.format, (line, len), i);
-    element.decode(code) * ScalesRef::of(x).get(scale).decode()
+    }
+
+    /// The F32 scales over an element: that of its block, if it is one, times the tensor's.
+    pub fn beside(&self, row: usize, col: usize) -> f32 {
+        let of_block = match self.x.scale_kind() == ScaleKind::F32 {
+            true => f32::from_bits(self.at(row, col).2.0),
+            false => 1.0,
+        };
+        of_block * self.of_row(row).tensor_scale()
+    }
+
+    /// The codec under the tensor's scale of a row.
+    fn of_row(&self, row: usize) -> Codec {
+        self.x.tensor_scale.as_ref().map_or(self.codec, |s| self.codec.under(s.as_slice()[row]))
+    }
+
+    /// The code of an element, its place in its block, and the block's record.
+    fn at(&self, row: usize, col: usize) -> (u8, usize, Scale) {
+        let (x, block) = (self.x, self.block);
+        let (line, len, i, scale) = match x.axis {
+            BlockAxis::Row => (row, x.cols, col, row * x.cols.div_ceil(block) + col / block),
+            BlockAxis::Col => (col, x.rows, row, col * x.rows.div_ceil(block) + row / block),
+            BlockAxis::Tile => {
+                let (n, per_row) = (x.rows / x.stack, x.cols.div_ceil(block));
+                let tile_row = row / n * n.div_ceil(block) + row % n / block;
+                (row, x.cols, col, tile_row * per_row + col / block)
+            }
+        };
+        let code = get_code(x.codes.as_slice(), x.format, (line, len), i);
+        (code, i % block, self.scales.get(scale))
+    }
 }
 
 /// Decodes the rows of a quantized tensor that count.
-pub(crate) fn decode(x: &BlockScaled<Cpu>, element: Element, valid: impl Iterator<Item = usize>) -> Matrix {
-    let mut values = vec![0.0; x.rows * x.cols];
-    for row in valid {
-        for col in 0..x.cols {
-            values[row * x.cols + col] = decoded(x, element, row, col);
-        }
-    }
-    Matrix { values, cols: x.cols }
+///
+/// # Errors
+/// As [`Decoder::of`].
+pub(crate) fn decode(cpu: &Cpu, x: &BlockScaled<Cpu>, valid: impl Iterator<Item = usize>) -> Result<Matrix> {
+    let (decoder, cols) = (Decoder::of(x)?, x.cols);
+    let mut values = vec![0.0; x.rows * cols];
+    let mut rows: Vec<Option<&mut [f32]>> = values.chunks_mut(cols.max(1)).map(Some).collect();
+    let valid: Vec<_> = valid.filter_map(|row| Some((row, rows.get_mut(row)?.take()?))).collect();
+    cpu.pool().install(|| {
+        valid.into_par_iter().for_each(|(row, out)| {
+            out.iter_mut().enumerate().for_each(|(col, out)| *out = decoder.value(row, col));
+        });
+    });
+    Ok(Matrix { values, cols })
 }

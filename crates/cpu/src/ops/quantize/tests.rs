@@ -3,7 +3,7 @@ use super::{dequantize, quantize};
 use crate::Cpu;
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
-use nibble_formats::{Codec, Format, Rounding, ScaleRule, hadamard};
+use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScaleRule, hadamard};
 
 fn block(operand: &Option<Operand<Cpu>>) -> &BlockScaled<Cpu> {
     operand.as_ref().unwrap().block("test").unwrap()
@@ -151,7 +151,9 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
 #[test]
 fn decoded_values_are_as_near_as_the_format_allows() {
     for cpu in simd_backends() {
-        for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven) {
+        // Formats of one number a block; the others' scales are held to their own definitions.
+        let one_number = |c: &Codec| [ScaleKind::E8M0, ScaleKind::F32].contains(&c.scale_kind());
+        for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven && one_number(c)) {
             let x = tensor(&cpu, true, 64, 128, 3, false);
             let out = quantize(&cpu, op(&x, codec, Planes::Rows, None)).unwrap();
             let q = block(&out.rows);
@@ -161,7 +163,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
             let element = codec.element();
             let b = codec.format().spec().block;
             for (i, (&x, &y)) in values.iter().zip(&got).enumerate() {
-                let scale = super::planes::ScalesRef::of(q).get(i / b).decode();
+                let scale = super::planes::scales_of(q).value(i / 128 * 128usize.div_ceil(b) + i % 128 / b);
                 let scaled = (f64::from(x) / f64::from(scale)).abs().min(f64::from(element.max()));
                 let exponent = scaled.log2().floor().max(f64::from(1 - element.bias()));
                 let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();

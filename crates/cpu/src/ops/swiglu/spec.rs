@@ -1,7 +1,6 @@
 //! The specification: element by element into matrices of F32, then written as every quantization is.
 
 use super::{PART, part_dot};
-use crate::ops::quantize::decodable;
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Matrix, decode, emit};
 use crate::{Buf, Cpu};
@@ -44,7 +43,7 @@ pub(super) fn taken_block(emitted: Emitted<Cpu>) -> Result<Option<BlockScaled<Cp
 pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
     let h = match op.h {
         Operand::Plain(h) => Matrix::of(h, spans),
-        Operand::Block(h) => decode(h, decodable("swiglu_backward", h)?, spans.valid()),
+        Operand::Block(h) => decode(cpu, h, spans.valid())?,
     };
     let da = Matrix::of(op.da, spans);
     let f = da.cols;

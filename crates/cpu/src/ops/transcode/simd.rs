@@ -5,14 +5,13 @@ use crate::Cpu;
 use crate::ops::quantize::emit::{
     STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
 };
-use crate::ops::quantize::encode::{ScalesMut, encode_row, transpose};
-use crate::ops::quantize::planes::ScalesRef;
+use crate::ops::quantize::encode::{encode_row, fast, transpose};
 use crate::ops::quantize::source::{Coded, Lines, decode_row};
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::Tally;
 use nibble_core::ops::{Counts, Transcoded};
-use nibble_core::{BlockScaled, Result};
-use nibble_formats::{Codec, Element, Format, Scale, lift_target, shift_target};
+use nibble_core::{BlockScaled, Error, Result};
+use nibble_formats::{Codec, Format, Scale, ScalePlane, lift_target, shift_target};
 use std::sync::atomic::AtomicU64;
 
 /// A row-blocked source with E8M0 scales.
@@ -79,9 +78,7 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
-                if let ScalesMut::E8m0(scales) = scales {
-                    lift_row(isa, lifts, from, (scales, codes), &mut tally);
-                }
+                lift_row(isa, lifts, from, (scales.bytes, codes), &mut tally);
             }
             clear_padding(&out, strip, x.cols);
             add_tally(&sum, tally);
@@ -129,7 +126,7 @@ pub(super) fn to_cols(
                 let of_row = |i: usize| rows.scales(strip.row + i, col + first, block)[0];
                 let bytes = (0..strip.rows).map(of_row);
                 let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
-                scales.resize(first + block, Scale::E8M0(target));
+                scales.resize(first + block, Scale::byte(target));
                 if x.format == Format::Mxfp4 {
                     let from = rows.column(strip, col + first);
                     lift_column(isa, lifts, from, target, (&mut codes[first..], width), &mut tally);
@@ -176,7 +173,7 @@ pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<C
             transpose(isa, codes, strip.rows, width, turned);
             // SAFETY: each tile is written once.
             unsafe {
-                out.put((strip.row, col), (strip.rows, width), [codes, turned], Scale::E8M0(target));
+                out.put((strip.row, col), (strip.rows, width), [codes, turned], Scale::byte(target));
             }
         }
         add_tally(&sum, tally);
@@ -193,7 +190,10 @@ pub(super) fn requantize_rows(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lines, out) = (cpu.isa(), Lines::of(x, Element::E4m3), Target::new(out));
+    let (isa, lines, out) = (cpu.isa(), Lines::of("transcode", x)?, Target::new(out));
+    let Some(fast) = fast(codec.format()) else {
+        return Err(Error::unsupported("transcode", codec.format(), "it has no vectorised code"));
+    };
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -214,15 +214,9 @@ pub(super) fn requantize_rows(
                         unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
                     let mut blocks = Tally::default();
                     encode_row(isa, codec, values, &[], codes, &mut scales, &mut blocks);
-                    if let ScalesMut::E8m0(scales) = &scales {
-                        let coded = Coded {
-                            element: codec.element(),
-                            codes,
-                            scales: ScalesRef::E8m0(scales),
-                            first_scale: 0,
-                        };
-                        decode_row(isa, coded, again);
-                    }
+                    let scales = ScalePlane { kind: scales.kind, bytes: scales.bytes };
+                    let coded = Coded { fast, codes, scales, first_scale: 0 };
+                    decode_row(isa, coded, again);
                     let source = lines.codes(row, col, width);
                     let non_zero = source.iter().any(|code| code & 0x7F != 0);
                     // A NaN in `again` is a block marked so, and counted as that.

@@ -1,27 +1,24 @@
 //! The specification: one code after the other through the formats' own functions.
 
 use crate::Cpu;
-use crate::ops::quantize::planes::{ScalesRef, get_code, put_codes, put_scale};
+use crate::ops::quantize::planes::{get_code, put_codes, put_scale, scales_of};
 use crate::ops::quantize::spans::Spans;
-use crate::ops::quantize::spec::{Tally, decoded, tile_indices};
-use nibble_core::BlockScaled;
+use crate::ops::quantize::spec::{Decoder, Tally, tile_indices};
 use nibble_core::ops::Counts;
+use nibble_core::{BlockScaled, Result};
 use nibble_formats::{Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target};
 
-/// Scale byte of a row's block; 0 for F32 scales, which the caller's check keeps out.
+/// Scale byte of a row's block; the callers' checks let powers of two in alone.
 fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
     let per_row = x.format.scales_per_row(x.cols);
-    match ScalesRef::of(x).get(row * per_row + block) {
-        Scale::E8M0(byte) => byte,
-        Scale::F32(_) => 0,
-    }
+    scales_of(x).get(row * per_row + block).0 as u8
 }
 
 /// Counts one block of the source: its codes, whether one of them changed, whether it holds a NaN.
 fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, inexact: bool, nan: bool) {
-    let magnitude = (1u8 << (format.spec().code_bits - 1)) - 1;
-    let mut codes = codes.map(|code| code & magnitude);
-    tally[Counts::<Cpu>::NON_ZERO] += u64::from(codes.any(|code| code != 0));
+    let element = format.spec().element.unwrap_or(Element::E4m3);
+    let non_zero = codes.filter(|&code| !element.is_zero(code)).count();
+    tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero > 0);
     tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
     tally[Counts::<Cpu>::NON_FINITE] += u64::from(nan);
 }
@@ -54,7 +51,7 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
             let scale_idx = row * x.cols.div_ceil(to) + target_block;
             if !valid {
                 put_codes(&mut out.codes, out.format, (row, x.cols), first, &vec![0; width]);
-                put_scale(&mut out.scales, scale_idx, Scale::E8M0(0));
+                put_scale(out, scale_idx, Scale::byte(0));
                 continue;
             }
             let target = lift_target(sources.clone().map(|b| scale_byte(x, row, b)));
@@ -62,7 +59,7 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
                 let codes = lift_block(x, (row, b), target, &mut tally);
                 put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &codes);
             }
-            put_scale(&mut out.scales, scale_idx, Scale::E8M0(target));
+            put_scale(out, scale_idx, Scale::byte(target));
         }
     }
     tally
@@ -91,9 +88,9 @@ pub(super) fn lift_tiles(
                 put_codes(&mut transposed.codes, out.format, (line, n), row, &[code]);
             }
         }
-        let scale = Scale::E8M0(target);
-        put_scale(&mut out.scales, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
-        put_scale(&mut transposed.scales, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
+        let scale = Scale::byte(target);
+        put_scale(out, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
+        put_scale(transposed, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
     }
     tally
 }
@@ -121,7 +118,7 @@ pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled
                     all.clone().map(|row| if valid[row] { convert(row, col).0 } else { 0 }).collect();
                 put_codes(&mut out.codes, out.format, (col, spans.capacity), first_row, &column);
                 let scale_idx = col * spans.capacity.div_ceil(to) + first_row / to;
-                put_scale(&mut out.scales, scale_idx, Scale::E8M0(target));
+                put_scale(out, scale_idx, Scale::byte(target));
             }
             for &row in &rows {
                 let inexact = cols.clone().any(|col| convert(row, col).1);
@@ -140,8 +137,8 @@ pub(super) fn requantize_rows(
     codec: Codec,
     spans: &Spans,
     out: &mut BlockScaled<Cpu>,
-) -> Tally {
-    let mut tally = Tally::default();
+) -> Result<Tally> {
+    let (mut tally, decoder) = (Tally::default(), Decoder::of(x)?);
     let mut valid = vec![false; x.rows];
     spans.valid().for_each(|row| valid[row] = true);
     let (from, to) = (x.format.spec().block, codec.format().spec().block);
@@ -150,14 +147,14 @@ pub(super) fn requantize_rows(
             let cols = first..x.cols.min(first + from);
             let (mut inexact, mut nan) = (false, false);
             for block in cols.clone().step_by(to) {
-                let value = |col| if valid { decoded(x, Element::E4m3, row, col) } else { 0.0 };
+                let value = |col| if valid { decoder.value(row, col) } else { 0.0 };
                 let values: Vec<f32> = (block..block + to).map(value).collect();
                 let mut codes = vec![0; to];
                 let (scale, nonfinite) = codec.quantize_block(&values, |_| 0, &mut codes);
                 put_codes(&mut out.codes, out.format, (row, x.cols), block, &codes);
-                put_scale(&mut out.scales, row * (x.cols / to) + block / to, scale);
+                put_scale(out, row * (x.cols / to) + block / to, scale);
                 nan |= nonfinite;
-                let changed = |(&code, &value)| codec.decode_element(code, scale) != value;
+                let changed = |(&code, &value)| codec.decode(code, 0, scale) != value;
                 inexact |= !nonfinite && codes.iter().zip(&values).any(changed);
             }
             if valid {
@@ -166,5 +163,5 @@ pub(super) fn requantize_rows(
             }
         }
     }
-    tally
+    Ok(tally)
 }

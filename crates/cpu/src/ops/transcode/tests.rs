@@ -4,8 +4,8 @@ use crate::ops::quantize::fixture::*;
 use crate::ops::quantize::planes::put_codes;
 use crate::ops::quantize::{dequantize, quantize};
 use nibble_core::ops::{Dequantize, Planes, Quantize, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, RowKind, Scales};
-use nibble_formats::{BlockAxis, Codec, Element, Format, Rounding, Scale, ScaleRule, e8m0};
+use nibble_core::{Backend, BlockScaled, DType, Groups, RowKind};
+use nibble_formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleRule, e8m0};
 
 fn op<'a>(
     x: &'a BlockScaled<Cpu>,
@@ -41,8 +41,8 @@ fn random_rows(
             _ => (centre + words.next() % (2 * spread + 1)).saturating_sub(spread).min(254) as u8,
         })
         .collect();
-    let scales = Scales::E8m0(cpu.upload(&scales).unwrap());
-    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, cpu.upload(&codes).unwrap(), scales)
+    let (codes, scales) = (cpu.upload(&codes).unwrap(), cpu.upload(&scales).unwrap());
+    RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, codes, scales, None)
 }
 
 /// What the paths are compared on: (centre, spread) of scale bytes.
@@ -133,8 +133,7 @@ fn tiles_decode_to_the_source_both_ways() {
         let mut x =
             BlockScaled { stack, ..random_rows(&cpu, Format::Mxfp4, (stack * n, k), (127, 7), false) };
         // Each tile far from its neighbours.
-        let Scales::E8m0(scales) = &mut x.scales else { unreachable!("MXFP4") };
-        for (i, byte) in scales.as_mut_slice().iter_mut().enumerate() {
+        for (i, byte) in x.scales.as_mut_slice().iter_mut().enumerate() {
             let (row, col) = (i / (k / 32), i % (k / 32) * 32);
             let tile = row / n * 4 + row % n / 128 * 2 + col / 128;
             *byte = (usize::from(*byte) + 14 * tile - 40) as u8;
@@ -164,7 +163,7 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
         let scales: Vec<u8> = (0..256).flat_map(|source| [source as u8, largest, 0, 0]).collect();
         let x = BlockScaled {
             codes: codes.clone(),
-            scales: Scales::E8m0(spec.upload(&scales).unwrap()),
+            scales: spec.upload(&scales).unwrap(),
             ..random_rows(&spec, Format::Mxfp4, (256, 128), (127, 0), false)
         };
         let lifted = transcode(&spec, op(&x, Format::E4m3, BlockAxis::Row, None)).unwrap();
@@ -222,7 +221,7 @@ fn inexact_blocks_are_counted() {
     for cpu in simd_backends().into_iter().chain([spec()]) {
         let mut x = random_rows(&cpu, Format::Mxfp4, (1, 128), (127, 0), false);
         put_codes(&mut x.codes, x.format, (0, 128), 0, &[[1; 32], [1; 32], [8; 32], [2; 32]].concat());
-        x.scales = Scales::E8m0(cpu.upload(&[127u8 - 15, 127, 0, 0xFF]).unwrap());
+        x.scales = cpu.upload(&[127u8 - 15, 127, 0, 0xFF]).unwrap();
         for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
             // As columns each block of columns has a scale of its own, so nothing changes.
             let inexact = u64::from(axis != BlockAxis::Col);
@@ -292,7 +291,7 @@ fn every_code_decodes() {
                 let len = x.codes.as_slice().len();
                 x.codes = cpu.upload(&bytes[256 - len..]).unwrap();
                 let scales = vec![byte; 2 * format.scales_per_row(128)];
-                x.scales = Scales::E8m0(cpu.upload(&scales).unwrap());
+                x.scales = cpu.upload(&scales).unwrap();
                 let got = plain_bits(&dequantize(&cpu, Dequantize { x: &x, dtype: DType::F32 }).unwrap());
                 for (i, got) in got.into_iter().enumerate() {
                     let code = crate::ops::quantize::planes::get_code(
@@ -301,7 +300,7 @@ fn every_code_decodes() {
                         (i / 128, 128),
                         i % 128,
                     );
-                    let value = element.decode(code) * Scale::E8M0(byte).decode();
+                    let value = element.decode(code) * e8m0::decode(byte);
                     let expected = if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() };
                     assert_eq!(got, expected, "{format} {code:#x} under {byte}");
                 }

@@ -3,7 +3,7 @@ use super::super::permute::tests::{any_blocks, scale_bytes};
 use super::*;
 use half::bf16;
 use nibble_core::{Backend, BlockScaled, RowKind};
-use nibble_formats::{BlockAxis, ScaleLayout};
+use nibble_formats::{BlockAxis, ScaleLayout, ScaleRule};
 
 /// Rows of a format: plain numbers, or arbitrary codes and scales.
 fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {
@@ -22,7 +22,7 @@ fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize)
 fn contents(x: &Operand<Cpu>) -> (Format, usize, usize, Vec<u32>, Vec<u8>) {
     let (elements, scales) = match x {
         Operand::Plain(t) => (bits(t), Vec::new()),
-        Operand::Block(q) => (q.codes.as_slice().iter().map(|&c| c.into()).collect(), scale_bytes(&q.scales)),
+        Operand::Block(q) => (q.codes.as_slice().iter().map(|&c| c.into()).collect(), scale_bytes(q)),
     };
     (x.format(), x.rows(), x.cols(), elements, scales)
 }
@@ -72,15 +72,20 @@ fn a_record_is_codes_then_scales_then_zeros() {
                 Data::F32(x) => (bytemuck::cast_slice(x.as_slice()).to_vec(), Vec::new()),
                 Data::Bf16(x) => (bytemuck::cast_slice(x.as_slice()).to_vec(), Vec::new()),
             },
-            Operand::Block(q) => (q.codes.as_slice().to_vec(), scale_bytes(&q.scales)),
+            Operand::Block(q) => (q.codes.as_slice().to_vec(), scale_bytes(q)),
         };
         let (c, s) = (elements.len() / 50, scales.len() / 50);
+        // The tensor's scales lie behind those of all blocks.
+        let of_blocks = x.row_kind().scale_bytes();
+        let (blocks, of_tensor) = scales.split_at(50 * of_blocks);
         let row_bytes = (c + s).div_ceil(16) * 16;
         assert_eq!(packed.as_slice().len(), 400 * row_bytes, "{format} {rule}");
         for (record, &row) in packed.as_slice().chunks(row_bytes).zip(&index) {
             let row = row as usize;
             assert_eq!(record[..c], elements[row * c..][..c], "{format} {rule}");
-            assert_eq!(record[c..c + s], scales[row * s..][..s], "{format} {rule}");
+            assert_eq!(record[c..][..of_blocks], blocks[row * of_blocks..][..of_blocks], "{format} {rule}");
+            let rest = s - of_blocks;
+            assert_eq!(record[c + of_blocks..][..rest], of_tensor[row * rest..][..rest], "{format} {rule}");
             assert!(record[c + s..].iter().all(|&b| b == 0), "{format} {rule}");
         }
     }
@@ -123,7 +128,7 @@ fn mistakes_are_errors() {
     let e = refused(BlockScaled { scale_layout: ScaleLayout::MnMajor, ..q.clone() });
     assert!(e.contains("mn-major"), "{e}");
     let e = refused(BlockScaled { rule: ScaleRule::Floor, ..q });
-    assert_eq!(e, "pack_rows: `kind of x.scales (against x.rule)` is F32, expected E8m0");
+    assert_eq!(e, "pack_rows: `bytes of x.scales (against x.rule)` is 12, expected 3");
     let bytes = cpu.zeros::<u8>(64).unwrap();
     let unpack = |format, rule, cols| {
         let kind = RowKind { format, rule, cols };

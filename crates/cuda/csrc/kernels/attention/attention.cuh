@@ -5,8 +5,8 @@
 //   (2 · kDim + 64) · 68 · 4 bytes. A cta has 64 queries of a head and goes over their keys 64 at a time, in order, with the softmax's
 //   sums so far (Milakov and Gimelshein). Everything is F32; P is not rounded.
 #pragma once
-#include "pieces/attention/attention_tile.cuh"
 #include "math/log.cuh"
+#include "pieces/attention/attention_tile.cuh"
 
 namespace nib {
 

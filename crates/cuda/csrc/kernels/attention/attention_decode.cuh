@@ -7,8 +7,8 @@
 //   added in order. So the bits do not depend on the device.
 #pragma once
 #include "formats/plain.cuh"
-#include "pieces/attention/attention_sizes.cuh"
 #include "math/exp.cuh"
+#include "pieces/attention/attention_sizes.cuh"
 #include "ptx/packed.cuh"
 
 namespace nib {

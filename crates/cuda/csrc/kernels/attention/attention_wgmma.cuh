@@ -9,8 +9,8 @@
 //
 // Measured on an H200, sustained: 550 to 599 TFLOP/s at heads of 128 and 4096 tokens, 627 to 668 at 16384, 433 to 454 at heads of 64.
 #pragma once
-#include "pieces/attention/attention_ring.cuh"
 #include "math/log.cuh"
+#include "pieces/attention/attention_ring.cuh"
 
 namespace nib {
 

@@ -18,8 +18,8 @@
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "formats/plain.cuh"
-#include "pieces/convert/column_tile.cuh"
 #include "math/reduce.cuh"
+#include "pieces/convert/column_tile.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 

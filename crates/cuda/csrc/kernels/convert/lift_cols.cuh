@@ -12,7 +12,7 @@
 //   75 %; 4096 x 7168 64 %; one to four points more without an allocation in the window.
 //   A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %. ncu: the L2 88 % busy.
 #pragma once
-#include "pieces/convert/turn.cuh"
+#include "pieces/convert/rows_to_cols.cuh"
 
 namespace nib {
 

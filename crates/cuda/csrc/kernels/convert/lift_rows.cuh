@@ -12,9 +12,9 @@
 // 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen: 94, - and 80 %. The next segment fetched ahead gains where there
 // is padding; one segment a warp is best where there is none.
 #pragma once
+#include "math/reduce.cuh"
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_tasks.cuh"
-#include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 

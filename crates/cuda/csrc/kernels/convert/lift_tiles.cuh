@@ -14,9 +14,9 @@
 // one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather than in bands of four strips. Three
 // ctas a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
 #pragma once
+#include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
 #include "pieces/convert/lift.cuh"
-#include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 

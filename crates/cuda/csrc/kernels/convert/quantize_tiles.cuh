@@ -11,9 +11,9 @@
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
 #include "formats/rounding.cuh"
-#include "pieces/convert/column_tile.cuh"
-#include "kernels/convert/quantize_cols.cuh"
 #include "math/reduce.cuh"
+#include "pieces/convert/column_codes.cuh"
+#include "pieces/convert/column_tile.cuh"
 
 namespace nib {
 

@@ -16,7 +16,7 @@
 //   A copy from and to the same places without scales: 95, 93, 91, 88 and 78 %.
 #pragma once
 #include "formats/e4m3.cuh"
-#include "pieces/convert/turn.cuh"
+#include "pieces/convert/rows_to_cols.cuh"
 
 namespace nib {
 

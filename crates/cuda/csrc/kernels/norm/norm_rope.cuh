@@ -8,9 +8,9 @@
 //   ceil(rows / (4 * 128 / kThreads)).
 // norm_rope_backward<T, kThreads>: as `rms_backward_short`, of the gradients rotated back and rounded.
 #pragma once
-#include "kernels/norm/rms_norm.cuh"
-#include "kernels/norm/rms_norm_backward.cuh"
 #include "math/reduce.cuh"
+#include "pieces/norm/gradient_rows.cuh"
+#include "pieces/norm/norm_rows.cuh"
 
 namespace nib {
 

@@ -7,40 +7,9 @@
 //   128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
 // rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8. 128 threads, a warp a row; grid ceil(rows / 4).
 #pragma once
-#include "formats/plain.cuh"
-#include "math/lanes.cuh"
+#include "pieces/norm/norm_rows.cuh"
 
 namespace nib {
-
-constexpr int kNormThreads = 128;
-
-/// 1 / sqrt(sum / d + eps).
-__device__ __forceinline__ float inverse_rms(float sum, u32 d, float eps) {
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(d)), eps)));
-}
-
-template <typename T>
-__device__ __forceinline__ void add_squares(float (&lane)[8], const typename T::Eight& x) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) lane[i] = __fmaf_rn(T::value(x, i), T::value(x, i), lane[i]);
-}
-
-/// x + plus as it is stored.
-template <typename T, bool kAligned>
-__device__ __forceinline__ typename T::Eight store_sum(u8* to, const typename T::Eight& x, const typename T::Eight& plus, int left) {
-    float sum[8];
-    add_eight<T>(sum, x, plus);
-    store_eight<T, kAligned>(to, sum, left);
-    return rounded_eight<T>(sum);
-}
-
-template <typename T, bool kAligned>
-__device__ __forceinline__ void store_normal(u8* to, const typename T::Eight& x, float inv, const F32::Eight& weight, int left) {
-    float y[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(__fmul_rn(T::value(x, i), inv), weight.number[i]);
-    store_eight<T, kAligned>(to, y, left);
-}
 
 template <typename T, int kThreads, int kBlocks, int kRows, bool kPlus>
 __global__ void __launch_bounds__(kNormThreads)

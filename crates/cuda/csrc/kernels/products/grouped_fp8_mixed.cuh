@@ -7,7 +7,7 @@
 //
 // Grid, cta and shared memory: as there, but that one warp finds the tiles for the others, and A comes by waves of 64 rows.
 #pragma once
-#include "kernels/products/grouped_fp8_block.cuh"
+#include "pieces/products/fp8_block.cuh"
 #include "pieces/products/grouped_mixed_schedule.cuh"
 
 namespace nib {

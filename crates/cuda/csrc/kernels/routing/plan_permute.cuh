@@ -161,6 +161,13 @@ __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* st
         rows.set(row, -1, -1, -1);
 }
 
+/// Dynamic shared memory of plan_place: four numbers a column, a number a token of a pass; and, one after the other, the counts of
+/// several chunks, and the sorted slots of a pass with each warp's counts.
+__device__ constexpr u64 plan_place_shared_bytes(u64 columns, u64 count_rows) {
+    const u64 sorted = sizeof(u32) * kPassSlots + sizeof(u16) * kPlanWarps * columns, counted = 2 * count_rows * columns * sizeof(int);
+    return sizeof(int) * (4 * columns + kPassSlots + 4) + (sorted > counted ? sorted : counted);
+}
+
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     plan_place(const int* __restrict__ expert, const int* __restrict__ token_id, const u16* __restrict__ counts, int* __restrict__ start_out,

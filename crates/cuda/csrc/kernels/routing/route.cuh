@@ -324,6 +324,19 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
     return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
+/// Dynamic shared memory of route_tokens: rows of logits and one number of each, a count an expert, the slots of the tokens at work.
+template <int kLanes, int kPerLane>
+__device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * top_k);
+}
+
+/// Of route_backward: rows of probabilities, one that they share, three numbers a slot.
+template <int kLanes, int kPerLane>
+__device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
+    return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
+}
+
 template <int kLanes, int kPerLane>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,

@@ -1,11 +1,13 @@
 // One AdamW step in place, every operation rounded: with g = grad * grad_scale,
 //   m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w - decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
 //
-// adamw<G, M>: w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even when written, used
-//   unrounded). control: the step's scalars (`Control` of nibble-core); where its STOP is set nothing changes.
-//   256 threads; grid ceil(len / 2048); any len; buffers on 16 bytes.
+// adamw<G, M>: of each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even when
+//   written, used unrounded). control: the step's scalars (`Control` of nibble-core); where its STOP is set nothing changes. Tensor i has ctas
+//   first_cta[i] up to the next one's, ceil(len / 2048) of them.
+//   256 threads; grid: the ctas of all tensors; any len but 0; buffers on 16 bytes.
 #pragma once
 #include "formats/plain.cuh"
+#include "kernels/step/tensor_list.cuh"
 
 namespace nib {
 
@@ -18,7 +20,23 @@ struct AdamArg {
     float beta1, rest1;
     float beta2, rest2;
     float eps;
+};
+
+/// One tensor.
+struct AdamTensor {
+    u8* w;
+    const u8* grad;
+    u8* m;
+    u8* v;
+    u64 len;
     float weight_decay;
+    u32 first_cta;
+};
+
+/// As many as the arguments of a launch hold.
+struct AdamTensors {
+    AdamTensor tensor[kListedTensors];
+    u64 count;
 };
 
 /// A step's scalars.
@@ -56,16 +74,19 @@ struct AdamUnit {
 
 template <typename G, typename M>
 __global__ void __launch_bounds__(kAdamThreads)
-    adamw(u8* w, const u8* __restrict__ grad, u8* m, u8* v, const float* __restrict__ control, u64 len, const __grid_constant__ AdamArg arg) {
+    adamw(const __grid_constant__ AdamTensors tensors, const float* __restrict__ control, const __grid_constant__ AdamArg arg) {
     // `Control`: LR, BIAS1, BIAS2, GRAD_SCALE, STOP.
     if (__ldg(control + 4) != 0.0f) return;
+    const u32 number = tensor_of_cta(tensors);
+    const auto& [w, grad, m, v, len, weight_decay, first_cta] = tensors.tensor[number];
+    const u32 last_cta = (number + 1 < tensors.count ? tensors.tensor[number + 1].first_cta : gridDim.x) - 1;
     const float lr = __ldg(control);
-    const AdamStep step = {lr, __ldg(control + 1), __ldg(control + 2), __ldg(control + 3), __fmul_rn(lr, arg.weight_decay)};
+    const AdamStep step = {lr, __ldg(control + 1), __ldg(control + 2), __ldg(control + 3), __fmul_rn(lr, weight_decay)};
     using Unit = AdamUnit<G, M, kAdamCount>;
     const u64 units = len / kAdamCount;
-    const u64 first = u64(blockIdx.x) * (kAdamThreads * kAdamUnits) + threadIdx.x;
+    const u64 first = u64(blockIdx.x - first_cta) * (kAdamThreads * kAdamUnits) + threadIdx.x;
     const u64 left = units * kAdamCount + threadIdx.x;
-    if (blockIdx.x == gridDim.x - 1 && left < len)
+    if (blockIdx.x == last_cta && left < len)
         AdamUnit<G, M, 1>::load(w, grad, m, v, left).step(w, m, v, left, arg, step);
     if (first + (kAdamUnits - 1) * kAdamThreads < units) {
         Unit unit[kAdamUnits];

@@ -1,13 +1,16 @@
 // Sums of squares of equal parts of a matrix, in F64: chunks of 4096 numbers over 16 lanes in order, closed by the tree 8, 4, 2, 1; then the
 // chunks' sums by the tree over neighbours.
 //
-// sum_squares<T>: x [parts * len] of type T (Bf16 or F32), sums [parts * chunks] F64, chunks = ceil(len / 4096). Eight threads a chunk, two
-//   lanes each. 256 threads; grid ceil(parts * chunks / 32).
-// close_squares<kThreads>: kThreads is kSquaresThreads; from sums [parts * count], each kSquaresGroup neighbours to one: out [parts * groups] F64; or, where there is one group a
-//   part, its sum rounded to F32: into[at + part] (out is null then). 256 threads; grid parts * groups; may be launched early.
+// sum_squares<T>: of each tensor of the list x [parts * len] of type T (Bf16 or F32), sums [parts * chunks] F64, chunks = ceil(len / 4096). Eight
+//   threads a chunk, two lanes each. Tensor i has ctas first_cta[i] up to the next one's, ceil(parts * chunks / 32) of them. 256 threads; grid:
+//   the ctas of all tensors.
+// close_squares<kThreads>: kThreads is kSquaresThreads; from each tensor's sums [parts * count], each kSquaresGroup neighbours to one:
+//   out [parts * groups] F64; or, where there is one group a part, its sum rounded to F32: into[at + part] (out is null then). 256 threads;
+//   grid: parts * groups of all tensors; may be launched early.
 //   No sum is -0, so that places past the last one are zeros.
 #pragma once
 #include "formats/plain.cuh"
+#include "kernels/step/tensor_list.cuh"
 #include "ptx/thread.cuh"
 
 namespace nib {
@@ -45,10 +48,26 @@ __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&
         for (int k = 0; k < 2; ++k) lane[k] = add_square(lane[k], T::number(from + (round * kSquaresLanes + k) * T::kBytes));
 }
 
+/// Chunks of one tensor.
+struct SquaresTensor {
+    const u8* x;
+    double* sums;
+    u64 len;  // of a part
+    u32 chunks;
+    u32 all_chunks;
+    u32 first_cta;
+    u32 unused;
+};
+
+struct SquaresTensors {
+    SquaresTensor tensor[kListedTensors];
+    u64 count;
+};
+
 template <typename T>
-__global__ void __launch_bounds__(kSquaresThreads)
-    sum_squares(const u8* __restrict__ x, double* __restrict__ sums, u64 len, u32 chunks, u32 all_chunks) {
-    const u32 index = threadIdx.x % 8, number = blockIdx.x * (kSquaresThreads / 8) + threadIdx.x / 8;
+__global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_constant__ SquaresTensors tensors) {
+    const auto& [x, sums, len, chunks, all_chunks, first_cta, unused] = tensors.tensor[tensor_of_cta(tensors)];
+    const u32 index = threadIdx.x % 8, number = (blockIdx.x - first_cta) * (kSquaresThreads / 8) + threadIdx.x / 8;
     double lane[2] = {};
     if (number < all_chunks) {
         const u32 part = number / chunks;
@@ -77,12 +96,27 @@ __device__ __forceinline__ double close_eight_sums(const double (&x)[8]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
+/// Sums of one tensor.
+struct SumsTensor {
+    const double* sums;
+    double* out;
+    u32 count;
+    u32 groups;
+    u32 at;
+    u32 first_cta;
+};
+
+struct SumsTensors {
+    SumsTensor tensor[kListedTensors];
+    u64 count;
+};
+
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
-    close_squares(const double* sums, double* out, float* into, u32 count, u32 groups, u32 at) {
+__global__ void __launch_bounds__(kThreads) close_squares(const __grid_constant__ SumsTensors tensors, float* into) {
     __shared__ double of_warp[kSquaresThreads / 32];
     static_assert(kSquaresEach == 8 && kThreads == kSquaresThreads && kThreads == 256);
-    const u32 part = blockIdx.x / groups, group = blockIdx.x - part * groups;
+    const auto& [sums, out, count, groups, at, first_cta] = tensors.tensor[tensor_of_cta(tensors)];
+    const u32 cta = blockIdx.x - first_cta, part = cta / groups, group = cta - part * groups;
     const u32 first = group * kSquaresGroup + threadIdx.x * kSquaresEach;
     ptx::grid_wait();
     double x[8];
@@ -100,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
     if (out == nullptr)
         into[at + part] = float(sum);
     else
-        out[blockIdx.x] = sum;
+        out[cta] = sum;
 }
 
 }  // namespace nib

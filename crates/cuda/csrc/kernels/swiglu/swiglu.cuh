@@ -14,11 +14,11 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "formats/either.cuh"
-#include "kernels/convert/quantize.cuh"
-#include "pieces/convert/strip_tile.cuh"
+#include "formats/f32_or_bf16.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "pieces/convert/row_codes.cuh"
+#include "pieces/convert/strip_tile.cuh"
 
 namespace nib {
 

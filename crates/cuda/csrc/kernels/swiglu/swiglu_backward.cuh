@@ -6,7 +6,7 @@
 //   zeros from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
 //   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; planes start on 16 bytes.
 //   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
-//   memory: 231424 and 232448. kernels/swiglu/add_parts.cuh adds the parts.
+//   memory: 231424 and 232448. kernels/swiglu/add_partial_sums.cuh adds the parts.
 //
 // The launch makes maps of boxes of 32 rows: SavedH, MXFP4 codes [rows][f], of 64 bytes in the swizzle of as many (scales
 // [rows][2f / 32]); PlainH, BF16 [rows][2f], of 128 numbers, not swizzled; da, of 128, likewise. And of what is written down
@@ -22,10 +22,10 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "pieces/convert/strip_tile.cuh"
-#include "pieces/swiglu/swiglu_grad.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "pieces/convert/strip_tile.cuh"
+#include "pieces/swiglu/swiglu_grad.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/thread.cuh"

@@ -5,10 +5,10 @@
 // else the flags say which.
 // 256 threads, a warp a row; any grid, best, if kBf16, four ctas a multiprocessor; sizeof(SigmoidTable) dynamic shared memory if kBf16.
 #pragma once
-#include "formats/either.cuh"
-#include "pieces/swiglu/swiglu_grad.cuh"
+#include "formats/f32_or_bf16.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "pieces/swiglu/swiglu_grad.cuh"
 
 namespace nib {
 
@@ -29,9 +29,9 @@ struct PlainChunk {
 
     __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
         const int left = counted ? of.f - col : 0;
-        gate = load_either(of.h, of.h_bf16, u64(row) * 2 * of.f + col, left);
-        up = load_either(of.h, of.h_bf16, u64(row) * 2 * of.f + of.f + col, left);
-        da = load_either(of.da, of.da_bf16, u64(row) * of.f + col, left);
+        gate = load_f32_or_bf16(of.h, of.h_bf16, u64(row) * 2 * of.f + col, left);
+        up = load_f32_or_bf16(of.h, of.h_bf16, u64(row) * 2 * of.f + of.f + col, left);
+        da = load_f32_or_bf16(of.da, of.da_bf16, u64(row) * of.f + col, left);
     }
     __device__ __forceinline__ static float value(const Eight& x, int i) { return x.number[i]; }
     __device__ __forceinline__ void sigmoids(u32, float (&s)[8]) const {
@@ -39,7 +39,7 @@ struct PlainChunk {
         for (int i = 0; i < 8; ++i) s[i] = sigmoid(gate.number[i]);
     }
     __device__ __forceinline__ static void store(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
-        store_either(to, is_bf16, at, left, x);
+        store_f32_or_bf16(to, is_bf16, at, left, x);
     }
 };
 

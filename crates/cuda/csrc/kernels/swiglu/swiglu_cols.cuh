@@ -15,10 +15,10 @@
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "kernels/convert/quantize.cuh"
-#include "pieces/convert/strip_tile.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
+#include "pieces/convert/row_codes.cuh"
+#include "pieces/convert/strip_tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 

@@ -5,7 +5,7 @@
 // Matrices start on 16 bytes. A thread takes eight columns at a time; chunks = ceil(f / 8), and `by_chunks` divides by it.
 // 256 threads; any grid, best ceil(rows · chunks / 256).
 #pragma once
-#include "formats/either.cuh"
+#include "formats/f32_or_bf16.cuh"
 #include "math/exp.cuh"
 #include "math/reduce.cuh"
 
@@ -22,13 +22,13 @@ __global__ void __launch_bounds__(kPlainThreads)
         const int col = (task - row * chunks) * 8;
         const bool counted = row_id == nullptr || __ldg(row_id + row) >= 0;
         const int left = f - col, present = counted ? left : 0;
-        const F32::Eight gate = load_either(h, h_bf16, u64(row) * 2 * f + col, present);
-        const F32::Eight up = load_either(h, h_bf16, u64(row) * 2 * f + f + col, present);
+        const F32::Eight gate = load_f32_or_bf16(h, h_bf16, u64(row) * 2 * f + col, present);
+        const F32::Eight up = load_f32_or_bf16(h, h_bf16, u64(row) * 2 * f + f + col, present);
         const float w = counted && weight != nullptr ? __ldg(weight + row) : 1.0f;
         F32::Eight out;
 #pragma unroll
         for (int i = 0; i < 8; ++i) out.number[i] = __fmul_rn(__fmul_rn(silu(gate.number[i]), up.number[i]), w);
-        store_either(a, a_bf16, u64(row) * f + col, left, out);
+        store_f32_or_bf16(a, a_bf16, u64(row) * f + col, left, out);
     }
 }
 

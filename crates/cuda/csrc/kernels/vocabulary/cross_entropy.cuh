@@ -31,6 +31,12 @@ struct alignas(16) EntropyRoom {
     float sum;
 };
 
+/// Dynamic shared memory of a row's cta: the room, and its part of the logits.
+template <int kLanes>
+__device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
+    return sizeof(EntropyRoom) + (vocab + kSumOver - 1) / kSumOver * kLanes * sizeof(float);
+}
+
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
 
 /// Sums numbers that lie kHalf apart, then kHalf / 2, ..., to the first one.

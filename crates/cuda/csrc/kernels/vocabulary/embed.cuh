@@ -17,8 +17,8 @@
 //   blocks = ceil(d / (32 * kCount)).
 #pragma once
 #include "formats/plain.cuh"
-#include "kernels/plain/row_tree.cuh"
 #include "math/reduce.cuh"
+#include "pieces/plain/row_sums.cuh"
 
 namespace nib {
 

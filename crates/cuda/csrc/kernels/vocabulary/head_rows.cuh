@@ -28,6 +28,9 @@ struct alignas(16) HeadRoom {
     float sums[2][8];
 };
 
+/// Dynamic shared memory of a cta: the room, and its part of two rows.
+__device__ constexpr u64 head_rows_shared_bytes(u64 part) { return sizeof(HeadRoom) + 2 * part * sizeof(float); }
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) x = ptx::max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, half));

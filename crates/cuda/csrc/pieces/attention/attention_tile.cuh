@@ -5,8 +5,8 @@
 // few, its columns thread % 16 + 16c. Every sum is one chain of fused multiply-adds in a fixed order.
 #pragma once
 #include "formats/plain.cuh"
-#include "pieces/attention/attention_sizes.cuh"
 #include "math/exp.cuh"
+#include "pieces/attention/attention_sizes.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {

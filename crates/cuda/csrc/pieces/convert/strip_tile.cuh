@@ -5,8 +5,8 @@
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
-#include "pieces/convert/column_tile.cuh"
 #include "math/reduce.cuh"
+#include "pieces/convert/column_tile.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/thread.cuh"
 

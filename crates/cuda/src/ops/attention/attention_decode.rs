@@ -4,9 +4,8 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::{plain_arg, unwritten_plain};
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
 use nibble_core::ops::AttentionDecode;
 use nibble_core::{DType, Error, Result, Tensor};
 
@@ -20,9 +19,9 @@ const MOST_KEYS: usize = 48 << 10;
 /// See [`AttentionDecode`].
 pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
+    let buffers = BufferCheck::by(OP, cuda);
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
-        held.tensor(argument, x)?;
+        buffers.tensor(argument, x)?;
     }
     let AttentionDecode { q, k, v, head_dim, len } = op;
     if head_dim > LARGEST_HEAD {
@@ -43,7 +42,7 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
     let scale = 1.0 / (head_dim as f32).sqrt();
     let kernel = device.kernel(&spec(q.dtype()))?;
     let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
-    // SAFETY: `check` and `Held` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out
+    // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out
     // was made like q and is not yet shared.
     unsafe { kernel.launch(launch, &[q, k, v, to, &keys, &group, &kv_heads, &head_dim_arg, &scale]) }?;
     Ok(out)

@@ -10,9 +10,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::{plain_arg, unwritten_plain};
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
 use crate::{Buffer, Cuda, Device};
 use attention_wgmma::Wgmma;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
@@ -128,9 +127,9 @@ impl Sizes {
 /// See [`Attention`].
 pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<AttentionOut<Cuda>> {
     op.check()?;
-    let held = Held::by(FORWARD, cuda);
+    let buffers = BufferCheck::by(FORWARD, cuda);
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
-        held.tensor(argument, x)?;
+        buffers.tensor(argument, x)?;
     }
     let device = cuda.device();
     let out = unwritten_plain(device, op.q.dtype(), op.q.rows, op.q.cols)?;
@@ -150,7 +149,7 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
         };
         let [q, k, v, to] = [op.q, op.k, op.v, &out].map(|x| plain_arg(x).0);
         let kernel = device.kernel(&forward_spec(op.q.dtype(), dim))?;
-        // SAFETY: `check` and `Held` held q, k and v to the sizes and to the instance's type, out and lse were made so and are not yet
+        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, out and lse were made so and are not yet
         // shared.
         unsafe { kernel.launch(launch, &[q, k, v, to, &lse, &sizes]) }?;
     }
@@ -175,11 +174,11 @@ pub(crate) fn attention_backward(
     op: AttentionBackward<'_, Cuda>,
 ) -> Result<AttentionGrads<Cuda>> {
     op.check()?;
-    let held = Held::by(BACKWARD, cuda);
+    let buffers = BufferCheck::by(BACKWARD, cuda);
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v), ("out", op.out), ("dout", op.dout)] {
-        held.tensor(argument, x)?;
+        buffers.tensor(argument, x)?;
     }
-    held.buffer("lse", op.lse)?;
+    buffers.buffer("lse", op.lse)?;
     let device = cuda.device();
     let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
     let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
@@ -247,7 +246,7 @@ impl QueryRows {
         let [out, dout] = [op.out, op.dout].map(|x| plain_arg(x).0);
         let factor = cores.lse_factor();
         let kernel = device.kernel(&rows_spec(op.q.dtype(), lanes, each))?;
-        // SAFETY: `check` and `Held` held out, dout and lse to the sizes and to the instance's type; the planes were made of `len`.
+        // SAFETY: `check` and `BufferCheck` held out, dout and lse to the sizes and to the instance's type; the planes were made of `len`.
         unsafe { kernel.launch(launch, &[out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes]) }?;
         Ok(rows)
     }
@@ -294,7 +293,7 @@ fn backward_on_ordinary_cores(
     let dtype = op.q.dtype();
     if sizes.heads > 0 {
         let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim))?;
-        // SAFETY: `check` and `Held` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
+        // SAFETY: `check` and `BufferCheck` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
         unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes]) }?;
     }
     let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim))?;

@@ -5,14 +5,13 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{DecodeArg, Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::column_stride;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{column_stride, type_name};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::Dequantize;
-use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Scales, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleLayout};
+use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Tensor};
+use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
 
 const OP: &str = "dequantize";
 const THREADS: u32 = 256;
@@ -28,7 +27,7 @@ const ONE_ROW: usize = 1 << 30;
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    Held::by(OP, cuda).blocks("x", op.x)?;
+    BufferCheck::by(OP, cuda).blocks("x", op.x)?;
     let desc = Desc::of(op.x, op.dtype)?;
     let data = match op.dtype {
         DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
@@ -109,11 +108,11 @@ impl Desc {
     fn decode_arg(&self, x: &BlockScaled<Cuda>) -> DecodeArg {
         let (block, matrix_lines) = (self.format.spec().block, self.rows / self.stack);
         let (line_stride, block_stride) = match x.scale_layout {
-            ScaleLayout::MnMajor => (1, column_stride(x.rule, x.cols)),
+            ScaleLayout::MnMajor => (1, column_stride(x.scale_kind(), x.cols)),
             _ => (x.shape_of_scales().1, 1),
         };
         DecodeArg {
-            is_f32: matches!(x.scales, Scales::F32(_)).into(),
+            is_f32: (x.scale_kind() == ScaleKind::F32).into(),
             line_stride: line_stride as u32,
             block_stride: block_stride as u32,
             is_e5m2: (self.format == Format::E5m2).into(),
@@ -166,24 +165,20 @@ fn decode<T: Plain>(device: &Device, desc: &Desc, x: &BlockScaled<Cuda>) -> Resu
     let Some(config) = desc.config(device.info().num_sms)? else {
         return Ok(Buf::new(out));
     };
-    match &x.scales {
-        Scales::E8m0(scales) => launch(device, desc, &config, x, scales.get(), &out)?,
-        Scales::F32(scales) => launch(device, desc, &config, x, scales.get(), &out)?,
-    }
+    launch(device, desc, &config, x, &out)?;
     Ok(Buf::new(out))
 }
 
-fn launch<S: Plain, T: Plain>(
+fn launch<T: Plain>(
     device: &Device,
     desc: &Desc,
     config: &Config,
     x: &BlockScaled<Cuda>,
-    scales: &Buffer<S>,
     out: &Buffer<T>,
 ) -> Result<()> {
     let kernel = device.kernel(&config.kind.spec())?;
     let launch = Launch { ctas: config.ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let (arg, codes) = (desc.decode_arg(x), x.codes.get());
+    let (arg, codes, scales) = (desc.decode_arg(x), x.codes.get(), x.scales.get());
     let [rows, cols] = [config.rows as i32, config.cols as i32];
     let by_segments = Divider::by(config.segments.max(1));
     let shape: &[&dyn KernelArg] = if config.kind.down {
@@ -192,7 +187,7 @@ fn launch<S: Plain, T: Plain>(
         &[&rows, &cols, &by_segments, &config.segments]
     };
     let args = [&[codes as &dyn KernelArg, scales, out, &arg], shape].concat();
-    // SAFETY: `Held` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
+    // SAFETY: `BufferCheck` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
     // within the shape. Pieces of 16 bytes are taken only where every row and line consists of them.
     unsafe { kernel.launch(launch, &args) }
 }

@@ -6,14 +6,16 @@ pub(crate) use config::instances;
 
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
-use crate::ops::held::Held;
-use crate::ops::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{
+    check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
+};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{Desc, Path, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -43,7 +45,9 @@ impl PowerRule {
         const MANTISSA: u32 = 0x7F_FFFF;
         let up = match rule {
             ScaleRule::Floor => 0,
-            ScaleRule::Rceil | ScaleRule::Amax => MANTISSA - (element.max().to_bits() & MANTISSA),
+            ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => {
+                MANTISSA - (element.max().to_bits() & MANTISSA)
+            }
             ScaleRule::Ceil => MANTISSA,
             ScaleRule::Even => 1 << (22 - element.mantissa_bits()),
         };
@@ -64,11 +68,19 @@ pub(crate) fn quantize_counting(
     counts: Counts<Cuda>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
-    let (device, held) = (cuda.device(), Held::by(OP, cuda));
-    held.tensor("x", op.x)?;
-    held.groups(op.groups)?;
+    check_format(OP, op.codec.format())?;
+    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
+        return Err(Error::unsupported(
+            OP,
+            op.codec.format(),
+            "it has no square tiles, and weights here have",
+        ));
+    }
+    let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
+    buffers.tensor("x", op.x)?;
+    buffers.groups(op.groups)?;
     if let Some(step) = op.random.and_then(|random| random.step) {
-        held.buffer("random.step", step)?;
+        buffers.buffer("random.step", step)?;
     }
     let desc = Desc::of(&op);
     desc.check()?;
@@ -147,7 +159,7 @@ fn transform_first(
     let Source { x, row_id, start, num_groups, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
     let hadamard = HadamardArg::new(transform)?;
-    // SAFETY: `Held` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
         if desc.planes == Planes::Rows {
             let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
@@ -227,12 +239,12 @@ fn launch(
     let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];
     let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
     let launch = |args: &[&[&dyn KernelArg]]| {
-        // SAFETY: planes have the lengths that follow from the sizes passed, `Held` held x and the groups to them, and the
+        // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, and the
         // planes and counts are new, so that nobody else writes or reads them.
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
-    let scale_stride = column_stride(op.codec.rule(), desc.cols) as i32;
+    let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
     match config.path {
         Path::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();

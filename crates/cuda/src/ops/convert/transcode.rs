@@ -7,10 +7,10 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
 use nibble_core::ops::{Transcode, Transcoded};
-use nibble_core::{BlockScaled, Error, Result, Scales};
+use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
 
 const OP: &str = "transcode";
@@ -74,7 +74,7 @@ impl Conversion {
             let [few, many] = LIFT_CHUNKS.map(|chunks| Self::LiftRows { whole, chunks });
             [few, many, Self::LiftCols { whole }, Self::ShiftCols { whole }]
         });
-        let requantize = [ScaleKind::E8m0, ScaleKind::F32]
+        let requantize = [ScaleKind::E8M0, ScaleKind::F32]
             .into_iter()
             .flat_map(|source| Self::RULES.map(|rule| Self::RequantizeRows { source, rule }));
         lifts.chain(requantize).collect()
@@ -95,10 +95,7 @@ impl Conversion {
                 ("kernels/convert/shift_cols.cuh", "nib::shift_cols", turn(whole, SHIFT_PANELS))
             }
             Self::RequantizeRows { source, rule } => {
-                let scale = match source {
-                    ScaleKind::E8m0 => "nib::u8",
-                    ScaleKind::F32 => "float",
-                };
+                let scale = if source == ScaleKind::F32 { "float" } else { "nib::u8" };
                 let args = vec![("Scale", TemplateArg::Type(scale)), ("kRule", rule_arg(rule))];
                 ("kernels/convert/requantize_rows.cuh", "nib::requantize_rows", args)
             }
@@ -209,10 +206,10 @@ fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     op.check()?;
-    let (x, held) = (op.x, Held::by(OP, cuda));
-    held.blocks("x", x)?;
-    held.groups(op.groups)?;
-    if op.to == Format::Mxfp4 && op.rule.kind() != ScaleKind::E8m0 {
+    let (x, buffers) = (op.x, BufferCheck::by(OP, cuda));
+    buffers.blocks("x", x)?;
+    buffers.groups(op.groups)?;
+    if op.to == Format::Mxfp4 && op.to.scale_kind(op.rule) != ScaleKind::E8M0 {
         return Err(Error::unsupported(
             OP,
             op.to,
@@ -258,10 +255,7 @@ fn launch(
     counts: &Buffer<u64>,
 ) -> Result<()> {
     let x = op.x;
-    let source = match x.scales {
-        Scales::E8m0(_) => ScaleKind::E8m0,
-        Scales::F32(_) => ScaleKind::F32,
-    };
+    let source = x.scale_kind();
     let (rows, cols) = if op.axis == BlockAxis::Row && row_id.is_none() && x.cols.is_multiple_of(TILE) {
         RowPlan::joined(x.rows, x.cols)
     } else {
@@ -296,7 +290,7 @@ fn launch(
     let mut args: Vec<&dyn KernelArg> =
         vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
     args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
-    // SAFETY: `Held` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
+    // SAFETY: `BufferCheck` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
     unsafe { kernel.launch(shape, &args) }
@@ -315,7 +309,7 @@ fn launch_cols(
     let scales = x.e8m0_scales(OP)?.get();
     let (out_codes, out_scales) = (out.codes.get(), out.e8m0_scales(OP)?.get());
     let ColPlan { rows, cols, capacity, depth, ctas, threads } = plan;
-    let scale_stride = column_stride(out.rule, x.cols) as i32;
+    let scale_stride = column_stride(out.scale_kind(), x.cols) as i32;
     let shape = Launch { ctas, threads, cluster: 1, shared_bytes: conversion.shared_bytes() };
     // SAFETY: as in `launch`; the output's scales lie a strip together, `scale_stride` apart.
     unsafe {
@@ -353,7 +347,7 @@ mod tests {
     fn every_choice_is_built() {
         let built = Conversion::all();
         for cols in [32, 40, 96, 128, 7168] {
-            for source in [ScaleKind::E8m0, ScaleKind::F32] {
+            for source in [ScaleKind::E8M0, ScaleKind::F32] {
                 for rule in Conversion::RULES {
                     for (from, to, axis) in [
                         (Format::Mxfp4, Format::E4m3, BlockAxis::Row),

@@ -8,9 +8,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::{plain_arg, unwritten_plain};
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{DType, Result, Tensor};
 
@@ -21,13 +20,13 @@ const ROWS: usize = 4;
 
 /// The instance for heads of so many columns, if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct NormRopeConfig {
     dtype: DType,
     /// Of a head.
     threads: usize,
 }
 
-impl Config {
+impl NormRopeConfig {
     fn choose(dtype: DType, head_dim: usize) -> Option<Self> {
         let threads = HEAD_THREADS.into_iter().find(|threads| 8 * threads == head_dim)?;
         Some(Self { dtype, threads })
@@ -85,16 +84,16 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     op.check()?;
     let NormRope { x, weight, eps, table, seq_len, first_position } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
-    let Some(config) = Config::choose(dtype, head_dim) else {
+    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         let normed = rms_norm::rms_norm(cuda, RmsNorm::new(&head_rows(x, head_dim)?, weight, eps))?;
         let y = normed.y.reshape(x.rows, x.cols)?;
         let y = rope(cuda, Rope { x: &y, table, seq_len, first_position, inverse: false })?;
         return Ok(RmsNormOut { y, ..normed });
     };
-    let held = Held::by(OP, cuda);
-    held.tensor("x", x)?;
-    held.tensor("weight", weight)?;
-    held.tensor("table", table)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", x)?;
+    buffers.tensor("weight", weight)?;
+    buffers.tensor("table", table)?;
     let heads = x.cols / head_dim;
     let rows = x.rows.saturating_mul(heads);
     check_size(OP, rows, head_dim)?;
@@ -119,7 +118,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
             &by_seq_len,
         ];
         let kernel = cuda.device().kernel(&config.forward())?;
-        // SAFETY: `Held` held x, which y is as large as, to `rows` heads, and weight to one; inv_rms has a value a head; `check` held
+        // SAFETY: `BufferCheck` held x, which y is as large as, to `rows` heads, and weight to one; inv_rms has a value a head; `check` held
         // `seq_len` positions from the first one on to the table.
         unsafe { kernel.launch(config.forward_launch(rows), &args) }?;
     }
@@ -138,20 +137,20 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     let rows = op.heads();
     let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
-    let Some(config) = Config::choose(dtype, head_dim) else {
+    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         let dy = rope(cuda, Rope { x: dy, table, seq_len, first_position, inverse: true })?;
         let (heads, dy) = (head_rows(x, head_dim)?, head_rows(&dy, head_dim)?);
         let op = RmsNormBackward { x: &heads, weight, inv_rms, dy: &dy, plus: None, dweight };
         return rms_norm::rms_norm_backward(cuda, op)?.reshape(x.rows, x.cols);
     };
     check_size(OP, rows, head_dim)?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", x)?;
-    held.tensor("weight", weight)?;
-    held.tensor("dy", dy)?;
-    held.tensor("table", table)?;
-    held.tensor("dweight", dweight)?;
-    held.values("inv_rms", inv_rms, rows)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", x)?;
+    buffers.tensor("weight", weight)?;
+    buffers.tensor("dy", dy)?;
+    buffers.tensor("table", table)?;
+    buffers.tensor("dweight", dweight)?;
+    buffers.values("inv_rms", inv_rms, rows)?;
     let dx = unwritten_plain(cuda.device(), dtype, x.rows, x.cols)?;
     let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(x.cols / head_dim, seq_len);
     let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
@@ -176,7 +175,7 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
             &by_seq_len,
         ];
         let kernel = cuda.device().kernel(&config.backward())?;
-        // SAFETY: `Held` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one and inv_rms to a value a
+        // SAFETY: `BufferCheck` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one and inv_rms to a value a
         // head, and `seq_len` positions from the first one on to the table; `sums` has a row for each chunk.
         unsafe { kernel.launch(config.backward_launch(*all as usize), &args) }
     })?;
@@ -185,7 +184,8 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    let configs = TYPES.into_iter().flat_map(|dtype| HEAD_THREADS.map(|threads| Config { dtype, threads }));
+    let configs =
+        TYPES.into_iter().flat_map(|dtype| HEAD_THREADS.map(|threads| NormRopeConfig { dtype, threads }));
     let specs = configs.flat_map(|config| [config.forward(), config.backward()]);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
@@ -197,14 +197,14 @@ mod tests {
     #[test]
     fn usual_heads_have_an_instance_and_ctas_cover_them() {
         for (head_dim, forward, backward) in [(64, 2, 1), (128, 3, 1), (256, 6, 2)] {
-            let config = Config::choose(DType::Bf16, head_dim).unwrap();
+            let config = NormRopeConfig::choose(DType::Bf16, head_dim).unwrap();
             assert_eq!(config.forward_launch(96).ctas, forward, "{config:?}");
             assert_eq!(config.backward_launch(96_usize.div_ceil(rms_norm::CHUNK) + 3).ctas, backward);
             for spec in [config.forward(), config.backward()] {
                 assert!(instances().iter().any(|instance| instance.spec == spec), "{spec}");
             }
         }
-        assert_eq!(Config::choose(DType::F32, 96), None);
-        assert_eq!(Config::choose(DType::F32, 32), None);
+        assert_eq!(NormRopeConfig::choose(DType::F32, 96), None);
+        assert_eq!(NormRopeConfig::choose(DType::F32, 32), None);
     }
 }

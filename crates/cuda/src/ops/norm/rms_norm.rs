@@ -4,16 +4,16 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
-use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::plain::row_tree::Stack;
-use crate::ops::planes::{plain_arg, plain_or_null, unwritten_plain};
-use crate::ops::routing::permute::type_name;
+use crate::ops::planes::{plain_arg, plain_or_null, type_name, unwritten_plain};
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 
 pub(crate) const THREADS: usize = 128;
+const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
 /// Batches of rows in shared memory.
 const WIDE_STAGES: usize = 3;
 /// Columns of a block: eight of each thread of a warp.
@@ -46,24 +46,24 @@ pub(crate) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Forward {
     /// A row in the registers of so many threads, in so many blocks; a thread has several rows.
-    Held { threads: usize, blocks: usize, rows: usize },
+    InRegisters { threads: usize, blocks: usize, rows: usize },
     /// Any width.
     Long { aligned: bool },
 }
 
 impl Forward {
     fn choose(dtype: DType, d: usize) -> Self {
-        Self::held(dtype)
+        Self::in_registers(dtype)
             .find(|config| config.holds(d))
             .unwrap_or(Self::Long { aligned: d.is_multiple_of(8) })
     }
 
     /// From the smallest to the largest. Short rows come several a thread, so that loads enough are in flight.
-    fn held(dtype: DType) -> impl Iterator<Item = Self> {
+    fn in_registers(dtype: DType) -> impl Iterator<Item = Self> {
         let most = 32 * DType::Bf16.size_bytes() / dtype.size_bytes();
         let wide = BLOCKS.into_iter().filter(move |&blocks| blocks <= most);
-        let short = SHORT.into_iter().map(|threads| Self::Held { threads, blocks: 1, rows: 4 });
-        short.chain(wide.map(|blocks| Self::Held {
+        let short = SHORT.into_iter().map(|threads| Self::InRegisters { threads, blocks: 1, rows: 4 });
+        short.chain(wide.map(|blocks| Self::InRegisters {
             threads: 32,
             blocks,
             rows: if blocks <= 4 { 2 } else { 1 },
@@ -72,7 +72,7 @@ impl Forward {
 
     fn holds(&self, d: usize) -> bool {
         match *self {
-            Self::Held { threads, blocks, .. } => d.is_multiple_of(8) && d <= 8 * threads * blocks,
+            Self::InRegisters { threads, blocks, .. } => d.is_multiple_of(8) && d <= 8 * threads * blocks,
             Self::Long { .. } => true,
         }
     }
@@ -83,7 +83,7 @@ impl Forward {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
         match *self {
-            Self::Held { threads, blocks, rows } => KernelSpec {
+            Self::InRegisters { threads, blocks, rows } => KernelSpec {
                 source,
                 name: "nib::rms_norm",
                 args: vec![
@@ -104,7 +104,7 @@ impl Forward {
 
     fn launch(&self, rows: usize) -> Launch {
         let rows_per_cta = match *self {
-            Self::Held { threads, rows, .. } => THREADS / threads * rows,
+            Self::InRegisters { threads, rows, .. } => THREADS / threads * rows,
             Self::Long { .. } => THREADS / 32,
         };
         plain_launch(rows.div_ceil(rows_per_cta), THREADS)
@@ -119,10 +119,10 @@ pub(crate) fn plain_launch(ctas: usize, threads: usize) -> Launch {
 pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "rms_norm";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.tensor("weight", op.weight)?;
-    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.tensor("weight", op.weight)?;
+    op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (rows, d) = op.x.shape();
     check_size(OP, rows, d)?;
     let (device, dtype) = (cuda.device(), op.x.dtype());
@@ -137,7 +137,7 @@ pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<
         let weight = op.weight.f32(OP, "weight")?.get();
         let args: [&dyn KernelArg; 9] =
             [x, plus, weight, y, sum, &inv_rms, &(rows as u32), &(d as u32), &op.eps];
-        // SAFETY: `Held` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
+        // SAFETY: `BufferCheck` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
         // a value a row; the instance is one that holds d, and that adds if there is something to add.
         unsafe { kernel.launch(config.launch(rows), &args) }?;
     }
@@ -186,7 +186,7 @@ impl Backward {
     fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
-        let spec = |name, args| KernelSpec { source: "kernels/norm/rms_norm_backward.cuh", name, args };
+        let spec = |name, args| KernelSpec { source: BACKWARD_SOURCE, name, args };
         match *self {
             Self::Short { threads } => {
                 vec![spec("nib::rms_backward_short", vec![t, ("kThreads", int(threads)), plus])]
@@ -232,13 +232,13 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
     op.check()?;
     let (rows, d) = op.x.shape();
     check_size(OP, rows, d)?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.tensor("weight", op.weight)?;
-    held.tensor("dy", op.dy)?;
-    held.tensor("dweight", op.dweight)?;
-    held.values("inv_rms", op.inv_rms, rows)?;
-    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.tensor("weight", op.weight)?;
+    buffers.tensor("dy", op.dy)?;
+    buffers.tensor("dweight", op.dweight)?;
+    buffers.values("inv_rms", op.inv_rms, rows)?;
+    op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (dtype, weight) = (op.x.dtype(), op.weight.f32(OP, "weight")?.get());
     let inv_rms = op.inv_rms.get();
     let dx = unwritten_plain(cuda.device(), dtype, rows, d)?;
@@ -279,7 +279,7 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
             }
         };
         for (spec, (launch, args)) in config.specs(dtype, op.plus.is_some()).iter().zip(launches) {
-            // SAFETY: `Held` and `check` held x, dy and plus to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as
+            // SAFETY: `BufferCheck` and `check` held x, dy and plus to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as
             // large as x, `sums` has a row of d for each chunk; the instance is one that holds d, and that adds if there is
             // something to add.
             unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
@@ -334,7 +334,7 @@ pub(crate) fn add_chunks(
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |(dtype, plus)| {
         let long = [true, false].map(|aligned| Forward::Long { aligned });
-        let forward = Forward::held(dtype).chain(long);
+        let forward = Forward::in_registers(dtype).chain(long);
         let forward = forward.map(move |config| Instance { spec: config.spec(dtype, plus), shared_bytes: 0 });
         let backward = Backward::fused(dtype).chain([true, false].map(|aligned| Backward::Apart { aligned }));
         let backward = backward.flat_map(move |config| {
@@ -358,6 +358,21 @@ pub(crate) fn instances() -> Vec<Instance> {
     all
 }
 
+/// Of every instance that has rows there, for its longest.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |dtype| {
+        Backward::fused(dtype).filter_map(move |config| {
+            let (Backward::Wide { blocks, rows } | Backward::Long { blocks, rows }) = config else {
+                return None;
+            };
+            let (name, d) = (type_name(dtype), BLOCK * blocks);
+            let expression = format!("nib::norm_ring_shared_bytes<{name}, {rows}>({d})");
+            Some(SharedSize { source: BACKWARD_SOURCE, expression, bytes: config.shared_bytes(dtype, d) })
+        })
+    };
+    TYPES.into_iter().flat_map(of).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -366,13 +381,13 @@ mod tests {
     fn every_width_gets_the_smallest_instance_that_holds_it() {
         let forward = |dtype, d| Forward::choose(dtype, d);
         let bf16 = |d| forward(DType::Bf16, d);
-        assert_eq!(bf16(64), Forward::Held { threads: 8, blocks: 1, rows: 4 });
-        assert_eq!(bf16(128), Forward::Held { threads: 16, blocks: 1, rows: 4 });
-        assert_eq!(bf16(2048), Forward::Held { threads: 32, blocks: 8, rows: 1 });
-        assert_eq!(bf16(7168), Forward::Held { threads: 32, blocks: 28, rows: 1 });
+        assert_eq!(bf16(64), Forward::InRegisters { threads: 8, blocks: 1, rows: 4 });
+        assert_eq!(bf16(128), Forward::InRegisters { threads: 16, blocks: 1, rows: 4 });
+        assert_eq!(bf16(2048), Forward::InRegisters { threads: 32, blocks: 8, rows: 1 });
+        assert_eq!(bf16(7168), Forward::InRegisters { threads: 32, blocks: 28, rows: 1 });
         assert_eq!(bf16(8200), Forward::Long { aligned: true });
         assert_eq!(bf16(33), Forward::Long { aligned: false });
-        assert_eq!(forward(DType::F32, 4096), Forward::Held { threads: 32, blocks: 16, rows: 1 });
+        assert_eq!(forward(DType::F32, 4096), Forward::InRegisters { threads: 32, blocks: 16, rows: 1 });
         assert_eq!(forward(DType::F32, 5120), Forward::Long { aligned: true });
         let backward = |d| Backward::choose(DType::Bf16, d);
         assert_eq!(backward(128), Backward::Short { threads: 16 });

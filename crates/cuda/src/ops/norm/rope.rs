@@ -4,8 +4,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::Rope;
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
@@ -17,7 +17,7 @@ const HEADS: usize = 4;
 
 /// How [`Rope`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct RopeConfig {
     dtype: DType,
     /// Pairs a thread turns in a head.
     count: usize,
@@ -28,7 +28,7 @@ struct Config {
     tasks: u32,
 }
 
-impl Config {
+impl RopeConfig {
     /// 16 bytes a load, where both halves of a head are whole numbers of those.
     fn choose(dtype: DType, rows: usize, heads: usize, half: usize) -> Result<Self> {
         let whole = widest(dtype);
@@ -62,24 +62,24 @@ fn widest(dtype: DType) -> usize {
 /// See [`Rope`].
 pub(crate) fn rope(cuda: &Cuda, op: Rope<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.tensor("table", op.table)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.tensor("table", op.table)?;
     let data = match &op.x.data {
-        Data::F32(x) => Data::F32(turn(cuda.device(), &op, x.get())?),
-        Data::Bf16(x) => Data::Bf16(turn(cuda.device(), &op, x.get())?),
+        Data::F32(x) => Data::F32(rotated(cuda.device(), &op, x.get())?),
+        Data::Bf16(x) => Data::Bf16(rotated(cuda.device(), &op, x.get())?),
     };
     Tensor::new(data, op.x.rows, op.x.cols)
 }
 
-fn turn<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result<Buf<T>> {
+fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result<Buf<T>> {
     let y = device.alloc::<T>(x.len())?;
     if x.is_empty() {
         return Ok(Buf::new(y));
     }
     let head_dim = op.table.cols;
     let heads = op.x.cols / head_dim;
-    let config = Config::choose(op.x.dtype(), op.x.rows, heads, head_dim / 2)?;
+    let config = RopeConfig::choose(op.x.dtype(), op.x.rows, heads, head_dim / 2)?;
     let launch =
         Launch { ctas: config.tasks.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let [units, groups, heads, seq_len] =
@@ -88,7 +88,7 @@ fn turn<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result
     let first = (op.first_position * head_dim) as u64;
     let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
     let (table, kernel) = (op.table.f32(OP, "table")?.get(), device.kernel(&config.spec())?);
-    // SAFETY: `Held` held x to rows · heads · head_dim values, as many as y has; `check` held `seq_len` positions from the first one
+    // SAFETY: `BufferCheck` held x to rows · heads · head_dim values, as many as y has; `check` held `seq_len` positions from the first one
     // on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
     unsafe {
         kernel.launch(
@@ -116,7 +116,7 @@ fn turn<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
-        let config = |count| Config { dtype, count, units: 1, head_groups: 1, tasks: 1 };
+        let config = |count| RopeConfig { dtype, count, units: 1, head_groups: 1, tasks: 1 };
         [widest(dtype), 1].map(|count| Instance { spec: config(count).spec(), shared_bytes: 0 })
     };
     [DType::F32, DType::Bf16].into_iter().flat_map(of).collect()
@@ -134,10 +134,10 @@ mod tests {
             (DType::F32, 7, 1, 32, 4, 7 * 8),
             (DType::F32, 1, 1, 1, 1, 1),
         ] {
-            let config = Config::choose(dtype, rows, heads, half).unwrap();
+            let config = RopeConfig::choose(dtype, rows, heads, half).unwrap();
             assert_eq!((config.count, config.tasks), (count, tasks), "{config:?}");
             assert!(instances().iter().any(|instance| instance.spec == config.spec()));
         }
-        assert!(Config::choose(DType::Bf16, 1 << 28, 32, 64).is_err());
+        assert!(RopeConfig::choose(DType::Bf16, 1 << 28, 32, 64).is_err());
     }
 }

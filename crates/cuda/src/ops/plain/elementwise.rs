@@ -5,9 +5,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::planes::{plain_arg, plain_or_null, unwritten_plain};
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{plain_arg, plain_or_null, type_name, unwritten_plain};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, SumShards, Transpose};
@@ -25,7 +24,7 @@ const UNIT: usize = 16;
 
 /// See [`Cast`]. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    Held::by("cast", cuda).tensor("x", op.x)?;
+    BufferCheck::by("cast", cuda).tensor("x", op.x)?;
     let device = cuda.device();
     let data = match (&op.x.data, op.dtype) {
         (Data::F32(x), DType::Bf16) => Data::Bf16(cast_values::<f32, bf16>(device, x.get(), DType::Bf16)?),
@@ -44,7 +43,7 @@ pub(crate) fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to
         .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&cast_spec(to))?;
-    // SAFETY: both buffers have `x.len()` values of the types of the instance; `Held` held x to this device.
+    // SAFETY: both buffers have `x.len()` values of the types of the instance; `BufferCheck` held x to this device.
     unsafe { kernel.launch(launch, &[x, &out, &(x.len() as u64)]) }?;
     Ok(Buf::new(out))
 }
@@ -64,10 +63,10 @@ fn cast_spec(to: DType) -> KernelSpec {
 /// See [`Add`].
 pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    let held = Held::by("add", cuda);
-    held.tensor("a", op.a)?;
-    held.tensor("b", op.b)?;
-    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let buffers = BufferCheck::by("add", cuda);
+    buffers.tensor("a", op.a)?;
+    buffers.tensor("b", op.b)?;
+    op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (dtype, len) = (op.a.dtype(), op.a.rows * op.a.cols);
     let out = unwritten_plain(cuda.device(), dtype, op.a.rows, op.a.cols)?;
     if len == 0 {
@@ -78,7 +77,7 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&add_spec(dtype, op.plus.is_some()))?;
     let [a, b, sum] = [op.a, op.b, &out].map(|x| plain_arg(x).0);
-    // SAFETY: all buffers have `len` values of the instance's type (`check`, `Held`), on this device; the instance reads a third
+    // SAFETY: all buffers have `len` values of the instance's type (`check`, `BufferCheck`), on this device; the instance reads a third
     // term if there is one.
     unsafe { kernel.launch(launch, &[a, b, plain_or_null(op.plus), sum, &(len as u64)]) }?;
     Ok(out)
@@ -103,9 +102,9 @@ fn sums_per_cta(shards: usize) -> usize {
 pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_shards";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.tensor("into", op.into)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.tensor("into", op.into)?;
     if !SHARDS.contains(&op.shards) {
         return Err(Error::shape(OP, "shards", op.shards, format!("one of {SHARDS:?} a rank on a GPU")));
     }
@@ -133,7 +132,7 @@ fn sum_values<T: Plain, U: Plain>(
         .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(spec)?;
-    // SAFETY: x has the instance's number of shards of `into.len()` values each (`check`, `Held`), both of its types, on this device.
+    // SAFETY: x has the instance's number of shards of `into.len()` values each (`check`, `BufferCheck`), both of its types, on this device.
     unsafe { kernel.launch(launch, &[x, &*into, &(into.len() as u64)]) }
 }
 
@@ -151,7 +150,7 @@ fn sum_spec(from: DType, to: DType, shards: usize) -> KernelSpec {
 
 /// How [`Transpose`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Turn {
+struct TransposeConfig {
     dtype: DType,
     /// Rows and columns of each matrix.
     n: usize,
@@ -161,7 +160,7 @@ struct Turn {
     aligned: bool,
 }
 
-impl Turn {
+impl TransposeConfig {
     fn choose(dtype: DType, stack: usize, n: usize, k: usize) -> Self {
         let unit = UNIT / dtype.size_bytes();
         Self { dtype, n, k, stack, aligned: n.is_multiple_of(unit) && k.is_multiple_of(unit) }
@@ -201,7 +200,7 @@ impl Turn {
         let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
         let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
         let kernel = device.kernel(&self.spec())?;
-        // SAFETY: `Held` held x to stack · n · k values of the instance's type, `out` is as long, and no cta leaves its tile of one
+        // SAFETY: `BufferCheck` held x to stack · n · k values of the instance's type, `out` is as long, and no cta leaves its tile of one
         // matrix.
         unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
         Ok(Buf::new(out))
@@ -214,12 +213,12 @@ pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<C
     if op.stack == 0 || !op.x.rows.is_multiple_of(op.stack) {
         return Err(Error::shape(OP, "stack", op.stack, format!("a divisor of the {} rows", op.x.rows)));
     }
-    Held::by(OP, cuda).tensor("x", op.x)?;
+    BufferCheck::by(OP, cuda).tensor("x", op.x)?;
     let (n, k) = (op.x.rows / op.stack, op.x.cols);
-    let turn = Turn::choose(op.x.dtype(), op.stack, n, k);
+    let transpose = TransposeConfig::choose(op.x.dtype(), op.stack, n, k);
     let data = match &op.x.data {
-        Data::F32(x) => Data::F32(turn.run(cuda.device(), x.get())?),
-        Data::Bf16(x) => Data::Bf16(turn.run(cuda.device(), x.get())?),
+        Data::F32(x) => Data::F32(transpose.run(cuda.device(), x.get())?),
+        Data::Bf16(x) => Data::Bf16(transpose.run(cuda.device(), x.get())?),
     };
     Tensor::new(data, op.stack * k, n)
 }
@@ -227,9 +226,9 @@ pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<C
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
     let types = [DType::F32, DType::Bf16];
-    let turns = types
-        .into_iter()
-        .flat_map(|dtype| [true, false].map(|aligned| Turn { dtype, n: 1, k: 1, stack: 1, aligned }.spec()));
+    let turns = types.into_iter().flat_map(|dtype| {
+        [true, false].map(|aligned| TransposeConfig { dtype, n: 1, k: 1, stack: 1, aligned }.spec())
+    });
     let pairs = types.into_iter().flat_map(|from| types.map(|to| (from, to)));
     let sums = pairs.flat_map(|(from, to)| SHARDS.map(|shards| sum_spec(from, to, shards)));
     let adds = types.into_iter().flat_map(|dtype| [false, true].map(|plus| add_spec(dtype, plus)));
@@ -249,9 +248,9 @@ mod tests {
             (DType::F32, 65, 64, (2, 1), false),
             (DType::F32, 64, 68, (1, 2), true),
         ] {
-            let turn = Turn::choose(dtype, 3, n, k);
-            assert_eq!((turn.tiles(), turn.aligned), (tiles, aligned), "{turn:?}");
-            assert!(instances().iter().any(|instance| instance.spec == turn.spec()));
+            let transpose = TransposeConfig::choose(dtype, 3, n, k);
+            assert_eq!((transpose.tiles(), transpose.aligned), (tiles, aligned), "{transpose:?}");
+            assert!(instances().iter().any(|instance| instance.spec == transpose.spec()));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
 
-use super::grouped_desc::{Desc, Kind, Out, ScalesB};
+use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::grouped_product::{self, GroupedProduct};
 use super::product::{GroupBuffers, Product, Ragged, ScaleValues, Scales, Target};
 use super::product_parts::Parts;
@@ -10,7 +10,7 @@ use crate::Cuda;
 use crate::ops::plain::elementwise::cast_values;
 use half::bf16;
 use nibble_core::formats::layout::mn_major_stride;
-use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
+use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
 use nibble_core::ops::Gemm;
 use nibble_core::{BlockScaled, DType, Data, Error, Operand, Result, Tensor};
 
@@ -34,13 +34,13 @@ impl Product<'_> {
         b: &Operand<Cuda>,
         out: DType,
         accumulate: bool,
-    ) -> Option<Desc> {
+    ) -> Option<GroupedDesc> {
         let kind = match (a.format(), b.format()) {
-            (Format::E4m3, Format::E4m3) => Kind::Fp8(scales_b(b)),
-            (Format::Bf16, Format::Bf16) => Kind::Bf16,
+            (Format::E4m3, Format::E4m3) => OperandKind::Fp8(scales_b(b)),
+            (Format::Bf16, Format::Bf16) => OperandKind::Bf16,
             _ => return None,
         };
-        let desc = Desc {
+        let desc = GroupedDesc {
             ragged: self.ragged,
             kind,
             out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
@@ -51,8 +51,14 @@ impl Product<'_> {
             n: self.n,
             k: self.k,
         };
-        let turned = Desc { kind: Kind::Fp8(scales_b(a)), transposed: true, m: self.n, n: self.m, ..desc };
-        let shared = |kind| matches!(kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let turned = GroupedDesc {
+            kind: OperandKind::Fp8(scales_b(a)),
+            transposed: true,
+            m: self.n,
+            n: self.m,
+            ..desc
+        };
+        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
         let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
     }
@@ -104,12 +110,12 @@ impl Product<'_> {
     /// The same for a contraction in runs of rows: a D for each, and their sum.
     fn run_cut(
         &self,
-        desc: Desc,
+        desc: GroupedDesc,
         runs: &Runs,
         (a, b): (&Operand<Cuda>, &Operand<Cuda>),
         d: Target<'_>,
     ) -> Result<()> {
-        let desc = Desc { groups: desc.groups * runs.each, ..desc };
+        let desc = GroupedDesc { groups: desc.groups * runs.each, ..desc };
         let mut all = d.device().alloc(desc.d())?;
         let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
         let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
@@ -184,8 +190,8 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(BlockScaled { axis, shared_cols, scales: nibble_core::Scales::E8m0(_), .. }) => {
-            ScalesB::repeating(if *axis == BlockAxis::Col { *shared_cols } else { 1 })
+        Operand::Block(q) if q.scale_kind() == ScaleKind::E8M0 => {
+            ScalesB::repeating(if q.axis == BlockAxis::Col { q.shared_cols } else { 1 })
         }
         _ => ScalesB::Floats,
     }
@@ -193,10 +199,7 @@ fn scales_b(x: &Operand<Cuda>) -> ScalesB {
 
 /// Where the scales of a quantized operand lie.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> {
-    let (values, bytes) = match &q.scales {
-        nibble_core::Scales::F32(values) => (ScaleValues::F32(values.get()), size_of::<f32>()),
-        nibble_core::Scales::E8m0(values) => (ScaleValues::E8m0(values.get()), 1),
-    };
+    let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),

@@ -1,7 +1,7 @@
 //! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D. Nothing but the product's sizes and
 //! the GPU may decide.
 
-use super::grouped_desc::{Desc, Kind, Out, ScalesB};
+use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::product::Ragged;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
@@ -56,7 +56,7 @@ pub enum Order {
 
 /// An instance of a kernel template, and the raster it walks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Config {
+pub struct GroupedConfig {
     /// Stages of the ring.
     pub stages: usize,
     /// Ctas of a cluster, side by side, which share rows of A: 1 or 2.
@@ -73,7 +73,7 @@ pub struct Config {
     pub band: usize,
 }
 
-impl fmt::Display for Config {
+impl fmt::Display for GroupedConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { stages, cluster, out_buffers, out_boxes, adds, order, band } = self;
         write!(
@@ -83,7 +83,7 @@ impl fmt::Display for Config {
     }
 }
 
-impl Config {
+impl GroupedConfig {
     /// What most products run on.
     pub const USUAL: Self = Self {
         stages: 4,
@@ -102,9 +102,9 @@ impl Config {
     /// tile of D, or a whole one of BF16, that comes under the products.
     ///
     /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
-    pub const fn choose(desc: &Desc, _gpu: &GpuInfo) -> Self {
+    pub const fn choose(desc: &GroupedDesc, _gpu: &GpuInfo) -> Self {
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
-        let shared = matches!(desc.kind, Kind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let shared = matches!(desc.kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
         match desc.out {
             Out::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
             Out::F32 if desc.accumulate && shared && desc.k / SHORT < desc.groups => {
@@ -118,15 +118,15 @@ impl Config {
     }
 
     /// Whether there is an instance that mixes tiles.
-    const fn can_mix(desc: &Desc) -> bool {
-        let by_rows = matches!((desc.ragged, desc.kind), (Ragged::Rows, Kind::Fp8(ScalesB::Tile)));
+    const fn can_mix(desc: &GroupedDesc) -> bool {
+        let by_rows = matches!((desc.ragged, desc.kind), (Ragged::Rows, OperandKind::Fp8(ScalesB::Tile)));
         by_rows && desc.groups > 1
     }
 
     /// What may be tried beside the choice, which is the first: [`GroupedProduct::run_with`] takes any of them.
     ///
     /// [`GroupedProduct::run_with`]: super::grouped_product::GroupedProduct::run_with
-    pub fn candidates(desc: &Desc, gpu: &GpuInfo) -> Vec<Self> {
+    pub fn candidates(desc: &GroupedDesc, gpu: &GpuInfo) -> Vec<Self> {
         let chosen = Self::choose(desc, gpu);
         let others =
             [2, 1].into_iter().flat_map(|cluster| BANDS.map(|band| Self { cluster, band, ..chosen }));
@@ -150,7 +150,7 @@ impl Config {
 
     /// What the product wants of the instance: tiles are mixed where that can be done, and the way of adding wants something of the
     /// buffers, which go through a tile's parts of D: the device's `Stores`.
-    pub(crate) fn check_for(&self, desc: &Desc) -> Result<()> {
+    pub(crate) fn check_for(&self, desc: &GroupedDesc) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
             let expected = "full tiles, but for several groups of rows in FP8 with a scale a tile of B";
             return Err(Error::shape("grouped_product", "config", self.to_string(), expected));
@@ -175,14 +175,14 @@ impl Config {
     }
 
     /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
-    pub const fn shared_bytes(&self, desc: &Desc) -> usize {
+    pub const fn shared_bytes(&self, desc: &GroupedDesc) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind {
-            Kind::Fp8(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
+            OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
             // B's in four parts, each padded by 4; powers of two as BF16.
-            Kind::Fp8(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
-            Kind::Fp8(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
-            Kind::Bf16 => 0,
+            OperandKind::Fp8(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
+            OperandKind::Fp8(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
+            OperandKind::Bf16 => 0,
         };
         let barriers = 2 * size_of::<u64>();
         let out =
@@ -192,7 +192,7 @@ impl Config {
     }
 
     /// The device's name for how totals come to D.
-    fn adds(&self, desc: &Desc) -> &'static str {
+    fn adds(&self, desc: &GroupedDesc) -> &'static str {
         match self.adds {
             _ if !desc.accumulate => "nib::Adds::kNone",
             Adds::InL2 => "nib::Adds::kInL2",
@@ -201,7 +201,7 @@ impl Config {
     }
 
     /// The instance.
-    pub fn spec(&self, desc: &Desc) -> KernelSpec {
+    pub fn spec(&self, desc: &GroupedDesc) -> KernelSpec {
         let int = |value: usize| TemplateArg::Int(value as i64);
         let mut args = vec![
             ("kRagged", TemplateArg::Type(desc.ragged.name())),
@@ -217,12 +217,12 @@ impl Config {
                 args.retain(|(name, _)| !matches!(*name, "kRagged" | "kAdds"));
                 ("kernels/products/grouped_fp8_mixed.cuh", "nib::grouped_fp8_mixed")
             }
-            Kind::Fp8(scales_b) => {
+            OperandKind::Fp8(scales_b) => {
                 args.push(("kScalesB", TemplateArg::Type(scales_b.name())));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
                 ("kernels/products/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
             }
-            Kind::Bf16 => ("kernels/products/grouped_bf16.cuh", "nib::grouped_bf16"),
+            OperandKind::Bf16 => ("kernels/products/grouped_bf16.cuh", "nib::grouped_bf16"),
         };
         KernelSpec { source, name, args }
     }
@@ -244,7 +244,7 @@ impl Config {
     }
 
     /// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
-    pub(crate) const fn launch(&self, desc: &Desc, clusters: usize) -> Launch {
+    pub(crate) const fn launch(&self, desc: &GroupedDesc, clusters: usize) -> Launch {
         let clusters = if clusters == 0 { 1 } else { clusters };
         Launch {
             ctas: (clusters * self.cluster) as u32,
@@ -271,12 +271,12 @@ fn hopper() -> GpuInfo {
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
-    let fp8 = Kind::Fp8;
+    let fp8 = OperandKind::Fp8;
     let mut cases = Vec::new();
-    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats), Kind::Bf16] {
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16] {
         cases.extend([Out::Bf16, Out::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
     }
-    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), Kind::Bf16];
+    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16];
     for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strips)].into_iter().chain(own) {
         for accumulate in [false, true] {
             cases.push((Ragged::Contraction, kind, Out::Bf16, accumulate, false));
@@ -292,8 +292,8 @@ pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     for (ragged, kind, out, accumulate, transposed) in cases {
         for (groups, k) in [(1, 128), (1, SHORT), (MIXED_GROUPS, 128)] {
             let (m, n) = (BLOCK_M, BLOCK_N);
-            let desc = Desc { ragged, kind, out, accumulate, transposed, groups, m, n, k };
-            let config = Config::choose(&desc, &gpu);
+            let desc = GroupedDesc { ragged, kind, out, accumulate, transposed, groups, m, n, k };
+            let config = GroupedConfig::choose(&desc, &gpu);
             let (spec, shared_bytes) = (config.spec(&desc), config.shared_bytes(&desc));
             if instances.iter().all(|instance| instance.spec != spec) {
                 instances.push(crate::ops::Instance { spec, shared_bytes });
@@ -307,9 +307,9 @@ pub(crate) fn instances() -> Vec<crate::ops::Instance> {
 mod tests {
     use super::*;
 
-    const DESC: Desc = Desc {
+    const DESC: GroupedDesc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: Kind::Fp8(ScalesB::Tile),
+        kind: OperandKind::Fp8(ScalesB::Tile),
         out: Out::Bf16,
         accumulate: false,
         transposed: false,
@@ -329,12 +329,12 @@ mod tests {
 
     #[test]
     fn the_choice_is_printed_and_stands_before_what_may_be_tried() {
-        let (gpu, chosen) = (hopper(), Config::choose(&DESC, &hopper()));
+        let (gpu, chosen) = (hopper(), GroupedConfig::choose(&DESC, &hopper()));
         assert_eq!(
             chosen.to_string(),
             "256x128, cluster 2, 4 stages, 3 x 1 KiB out, adds InL2, FullFirst, band 8"
         );
-        let candidates = Config::candidates(&DESC, &gpu);
+        let candidates = GroupedConfig::candidates(&DESC, &gpu);
         assert_eq!(candidates[0], chosen);
         assert!(candidates.len() > 4);
         for (i, config) in candidates.iter().enumerate() {
@@ -342,28 +342,29 @@ mod tests {
             assert!(config.shared_bytes(&DESC) <= gpu.shared_bytes_per_cta);
             assert!(!candidates[..i].contains(config), "{config} twice");
         }
-        assert!(Config { cluster: 4, ..chosen }.check().is_err());
+        assert!(GroupedConfig { cluster: 4, ..chosen }.check().is_err());
     }
 
     #[test]
     fn tiles_come_mixed_where_many_groups_are_short() {
-        let tiles = |desc: &Desc| {
-            let config = Config::choose(desc, &hopper());
+        let tiles = |desc: &GroupedDesc| {
+            let config = GroupedConfig::choose(desc, &hopper());
             config.check_for(desc).unwrap();
             config.order
         };
-        let zipf = Desc { groups: 256, m: 32768 + 256 * 127, ..DESC };
+        let zipf = GroupedDesc { groups: 256, m: 32768 + 256 * 127, ..DESC };
         assert_eq!((tiles(&DESC), tiles(&zipf)), (Order::FullFirst, Order::Mixed));
-        let longer = Desc { m: 256 * MIXED_ROWS, ..zipf };
-        let few = Desc { groups: 8, m: 1024, ..DESC };
-        let others = [Kind::Bf16, Kind::Fp8(ScalesB::Powers)].map(|kind| Desc { kind, ..zipf });
-        let gradient = Desc { ragged: Ragged::Contraction, ..zipf };
+        let longer = GroupedDesc { m: 256 * MIXED_ROWS, ..zipf };
+        let few = GroupedDesc { groups: 8, m: 1024, ..DESC };
+        let others =
+            [OperandKind::Bf16, OperandKind::Fp8(ScalesB::Powers)].map(|kind| GroupedDesc { kind, ..zipf });
+        let gradient = GroupedDesc { ragged: Ragged::Contraction, ..zipf };
         for desc in [longer, few, gradient].iter().chain(&others) {
             assert_eq!(tiles(desc), Order::FullFirst, "{desc:?}");
         }
-        let mixed = Config { order: Order::Mixed, ..Config::choose(&DESC, &hopper()) };
+        let mixed = GroupedConfig { order: Order::Mixed, ..GroupedConfig::choose(&DESC, &hopper()) };
         mixed.check_for(&few).unwrap();
-        for desc in [Desc { groups: 1, ..zipf }, gradient].iter().chain(&others) {
+        for desc in [GroupedDesc { groups: 1, ..zipf }, gradient].iter().chain(&others) {
             assert!(mixed.check_for(desc).unwrap_err().to_string().contains("Mixed"), "{desc:?}");
         }
     }
@@ -371,16 +372,19 @@ mod tests {
     #[test]
     fn short_contractions_and_bf16_gradients_are_added_by_the_warps() {
         let adding = |k, out| {
-            let desc = Desc { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
-            let config = Config::choose(&desc, &hopper());
+            let desc = GroupedDesc { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
+            let config = GroupedConfig::choose(&desc, &hopper());
             assert!(config.shared_bytes(&desc) <= hopper().shared_bytes_per_cta);
             config.check_for(&desc).unwrap();
             let wrong = [
-                Config { out_buffers: 3, adds: Adds::InWarp, ..config },
-                Config { out_buffers: 8, out_boxes: 4, adds: Adds::InWarp, ..config },
+                GroupedConfig { out_buffers: 3, adds: Adds::InWarp, ..config },
+                GroupedConfig { out_buffers: 8, out_boxes: 4, adds: Adds::InWarp, ..config },
             ];
             assert!(wrong.iter().all(|config| config.check_for(&desc).is_err()));
-            assert_eq!(Config { adds: Adds::InL2, ..config }.check_for(&desc).is_ok(), out == Out::F32);
+            assert_eq!(
+                GroupedConfig { adds: Adds::InL2, ..config }.check_for(&desc).is_ok(),
+                out == Out::F32
+            );
             config.spec(&desc).to_string().contains("kInWarp")
         };
         assert!(adding(8 * 512, Out::F32) && !adding(8 * SHORT, Out::F32));

@@ -11,7 +11,7 @@ const MAX_EXTENT: usize = i32::MAX as usize - 512;
 
 /// What the operands are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum OperandKind {
     /// E4M3; A's scales 1 × 128, and these of B.
     Fp8(ScalesB),
     /// BF16.
@@ -72,11 +72,11 @@ pub enum Out {
 
 /// The sizes of a product, and what it is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Desc {
+pub struct GroupedDesc {
     /// What a group's rows are.
     pub ragged: Ragged,
     /// What the operands are.
-    pub kind: Kind,
+    pub kind: OperandKind,
     /// The type of D.
     pub out: Out,
     /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
@@ -100,7 +100,7 @@ pub const fn row_unit(value_bytes: usize) -> usize {
     16 / value_bytes
 }
 
-impl Desc {
+impl GroupedDesc {
     /// Length of A.
     pub const fn a(&self) -> usize {
         self.m * self.k
@@ -141,11 +141,11 @@ impl Desc {
     /// Rows of A's and B's matrices of scales.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
-            Kind::Fp8(scales) => {
+            OperandKind::Fp8(scales) => {
                 let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
                 matrices.saturating_mul(self.n.div_ceil(scales.rows()))
             }
-            Kind::Bf16 => self.rows_b(),
+            OperandKind::Bf16 => self.rows_b(),
         };
         (self.m, rows_b)
     }
@@ -155,10 +155,10 @@ impl Desc {
         let of_d = row_unit(if self.out == Out::Bf16 { 2 } else { 4 });
         let (fp8, bf16) = (row_unit(1), row_unit(2));
         let (m, n, k) = match (self.ragged, self.kind) {
-            (_, Kind::Fp8(_)) if self.transposed => (of_d, 1, fp8),
-            (_, Kind::Fp8(_)) => (1, of_d, fp8),
-            (Ragged::Rows, Kind::Bf16) => (1, of_d, bf16),
-            (Ragged::Contraction, Kind::Bf16) => (bf16, bf16, 1),
+            (_, OperandKind::Fp8(_)) if self.transposed => (of_d, 1, fp8),
+            (_, OperandKind::Fp8(_)) => (1, of_d, fp8),
+            (Ragged::Rows, OperandKind::Bf16) => (1, of_d, bf16),
+            (Ragged::Contraction, OperandKind::Bf16) => (bf16, bf16, 1),
         };
         for (argument, value, multiple) in
             [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
@@ -169,8 +169,8 @@ impl Desc {
             }
         }
         let scales = match self.kind {
-            Kind::Fp8(_) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
-            Kind::Bf16 => 0,
+            OperandKind::Fp8(_) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
+            OperandKind::Bf16 => 0,
         };
         let [matrices, rows_d, _] = self.shape_d();
         for (argument, value) in
@@ -182,14 +182,14 @@ impl Desc {
         }
         let by_rows = self.ragged == Ragged::Rows;
         let adds = self.accumulate && by_rows;
-        let turns = self.transposed && (by_rows || self.kind == Kind::Bf16 || self.out == Out::Bf16);
+        let turns = self.transposed && (by_rows || self.kind == OperandKind::Bf16 || self.out == Out::Bf16);
         for (argument, wrong) in [("accumulate", adds), ("transposed", turns)] {
             if wrong {
                 let got = format!("true with {:?}, {:?}, {:?}", self.ragged, self.kind, self.out);
                 return Err(Error::shape(OP, argument, got, "a gradient"));
             }
         }
-        if by_rows && self.kind == Kind::Fp8(ScalesB::Strips) {
+        if by_rows && self.kind == OperandKind::Fp8(ScalesB::Strips) {
             return Err(Error::shape(OP, "kind", "Strips with Ragged::Rows", "another"));
         }
         Ok(())

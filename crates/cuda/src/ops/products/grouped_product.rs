@@ -1,10 +1,10 @@
 //! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
 //! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/products/grouped_bf16.cuh`). One group is the dense product.
 
-pub use super::grouped_config::{Adds, Config, Order};
+pub use super::grouped_config::{Adds, GroupedConfig, Order};
 use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 use super::grouped_desc::OP;
-pub use super::grouped_desc::{Desc, Kind, Out, ScalesB, row_unit};
+pub use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB, row_unit};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::launch::KernelArg;
@@ -36,7 +36,7 @@ impl Operand<'_> {
     fn check(
         &self,
         argument: &'static str,
-        desc: &Desc,
+        desc: &GroupedDesc,
         len: usize,
         scale_rows: usize,
         on: &Device,
@@ -49,7 +49,7 @@ impl Operand<'_> {
             }
             Self::Bf16(values) => (values.len(), "BF16"),
         };
-        let expected = if desc.kind == Kind::Bf16 { "BF16" } else { "FP8" };
+        let expected = if desc.kind == OperandKind::Bf16 { "BF16" } else { "FP8" };
         if (got, kind) != (len, expected) {
             let (got, expected) = (format!("{got} values of {kind}"), format!("{len} values of {expected}"));
             return Err(Error::shape(OP, argument, got, expected));
@@ -58,7 +58,7 @@ impl Operand<'_> {
     }
 
     /// Tiles of `tile_rows` rows, as a stage has them.
-    fn map(&self, desc: &Desc, rows: usize, tile_rows: usize, fetch: Fetch) -> Result<TensorMap> {
+    fn map(&self, desc: &GroupedDesc, rows: usize, tile_rows: usize, fetch: Fetch) -> Result<TensorMap> {
         let (element, address, bytes) = match self {
             Self::Fp8(codes, _) => (Element::U8, codes.address(), size_of::<u8>()),
             Self::Bf16(values) => (Element::Bf16, values.address(), size_of::<bf16>()),
@@ -86,7 +86,7 @@ impl Operand<'_> {
 #[derive(Debug)]
 pub struct GroupedProduct<'a> {
     /// The sizes.
-    pub desc: Desc,
+    pub desc: GroupedDesc,
     /// The groups; none where there is one group of all rows.
     pub groups: Option<GroupBuffers<'a>>,
     /// `[m][k]`.
@@ -115,8 +115,9 @@ impl GroupedProduct<'_> {
         let (rows_a, rows_b) = desc.scale_rows();
         self.a.check("a", desc, desc.a(), rows_a, device)?;
         self.b.check("b", desc, desc.b(), rows_b, device)?;
-        if let (Kind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values: ScaleValues::F32(_), .. })) =
+        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values, .. })) =
             (desc.kind, &self.b)
+            && values.is_f32()
         {
             return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
         }
@@ -139,14 +140,14 @@ impl GroupedProduct<'_> {
         Ok(device)
     }
 
-    /// Runs with the instance that [`Config::choose`] picks.
+    /// Runs with the instance that [`GroupedConfig::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = super::trial::config(&self.desc, self.a.device().info());
+        let config = super::tuning::config(&self.desc, self.a.device().info());
         self.run_with(config)
     }
 
     /// Runs with this instance.
-    pub fn run_with(self, config: Config) -> Result<()> {
+    pub fn run_with(self, config: GroupedConfig) -> Result<()> {
         let device = self.check()?;
         config.check()?;
         let desc = &self.desc;
@@ -177,7 +178,7 @@ impl GroupedProduct<'_> {
 }
 
 /// Pieces of D as a warp stores them.
-fn store_map(desc: &Desc, element: Element, address: u64) -> Result<TensorMap> {
+fn store_map(desc: &GroupedDesc, element: Element, address: u64) -> Result<TensorMap> {
     let [matrices, rows, cols] = desc.shape_d();
     // Of a transposed product, 64 bytes of a row are 16 rows of the product, and there are as many columns of it.
     Tiles {
@@ -197,9 +198,9 @@ fn store_map(desc: &Desc, element: Element, address: u64) -> Result<TensorMap> {
 mod tests {
     use super::*;
 
-    const GOOD: Desc = Desc {
+    const GOOD: GroupedDesc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: Kind::Fp8(ScalesB::Tile),
+        kind: OperandKind::Fp8(ScalesB::Tile),
         out: Out::Bf16,
         accumulate: false,
         transposed: false,
@@ -212,23 +213,24 @@ mod tests {
     #[test]
     fn sizes_are_checked_and_named() {
         GOOD.check().unwrap();
-        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Bf16, out: Out::F32, ..GOOD };
-        Desc { accumulate: true, k: 401, ..wgrad }.check().unwrap();
-        Desc { accumulate: true, out: Out::Bf16, ..wgrad }.check().unwrap();
+        let wgrad =
+            GroupedDesc { ragged: Ragged::Contraction, kind: OperandKind::Bf16, out: Out::F32, ..GOOD };
+        GroupedDesc { accumulate: true, k: 401, ..wgrad }.check().unwrap();
+        GroupedDesc { accumulate: true, out: Out::Bf16, ..wgrad }.check().unwrap();
         for (desc, argument) in [
-            (Desc { m: 0, ..GOOD }, "m"),
-            (Desc { groups: 0, ..GOOD }, "groups"),
-            (Desc { n: 12, ..GOOD }, "n"),
-            (Desc { k: 24, ..GOOD }, "k"),
-            (Desc { k: 12, kind: Kind::Bf16, ..GOOD }, "k"),
-            (Desc { m: 1 << 31, ..GOOD }, "m"),
-            (Desc { groups: 1 << 24, ..GOOD }, "rows of b"),
-            (Desc { m: 1 << 30, ..GOOD }, "scales"),
-            (Desc { accumulate: true, ..GOOD }, "accumulate"),
-            (Desc { transposed: true, ..GOOD }, "transposed"),
-            (Desc { kind: Kind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
-            (Desc { transposed: true, ..wgrad }, "transposed"),
-            (Desc { m: 12, ..wgrad }, "m"),
+            (GroupedDesc { m: 0, ..GOOD }, "m"),
+            (GroupedDesc { groups: 0, ..GOOD }, "groups"),
+            (GroupedDesc { n: 12, ..GOOD }, "n"),
+            (GroupedDesc { k: 24, ..GOOD }, "k"),
+            (GroupedDesc { k: 12, kind: OperandKind::Bf16, ..GOOD }, "k"),
+            (GroupedDesc { m: 1 << 31, ..GOOD }, "m"),
+            (GroupedDesc { groups: 1 << 24, ..GOOD }, "rows of b"),
+            (GroupedDesc { m: 1 << 30, ..GOOD }, "scales"),
+            (GroupedDesc { accumulate: true, ..GOOD }, "accumulate"),
+            (GroupedDesc { transposed: true, ..GOOD }, "transposed"),
+            (GroupedDesc { kind: OperandKind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
+            (GroupedDesc { transposed: true, ..wgrad }, "transposed"),
+            (GroupedDesc { m: 12, ..wgrad }, "m"),
         ] {
             let error = desc.check().expect_err(argument).to_string();
             assert!(error.contains(&format!("`{argument}`")), "{error}");
@@ -239,9 +241,10 @@ mod tests {
     fn lengths_follow_the_layout() {
         assert_eq!((GOOD.blocks_k(), GOOD.scale_rows()), (4, (384, 3 * 3)));
         assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
-        let wgrad = Desc { ragged: Ragged::Contraction, kind: Kind::Fp8(ScalesB::Floats), ..GOOD };
+        let wgrad =
+            GroupedDesc { ragged: Ragged::Contraction, kind: OperandKind::Fp8(ScalesB::Floats), ..GOOD };
         assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
-        let strips = Desc { kind: Kind::Fp8(ScalesB::Strips), transposed: true, ..wgrad };
+        let strips = GroupedDesc { kind: OperandKind::Fp8(ScalesB::Strips), transposed: true, ..wgrad };
         assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
         let of_bytes = [ScalesB::Tile, ScalesB::Strips, ScalesB::Powers];
         assert!(of_bytes.iter().all(|&b| ScalesB::repeating(b.rows()) == b));

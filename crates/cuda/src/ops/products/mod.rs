@@ -10,4 +10,4 @@ pub(crate) mod product;
 pub(crate) mod product_parts;
 pub(crate) mod product_runs;
 pub(crate) mod product_simt;
-pub mod trial;
+pub mod tuning;

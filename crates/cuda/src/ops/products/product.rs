@@ -2,9 +2,10 @@
 
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
+use nibble_core::formats::ScaleKind;
 use nibble_core::{Error, Groups, Result};
 
-/// A product of two operands as the operations pass them; sizes as for [`Desc`](super::grouped_desc::Desc).
+/// A product of two operands as the operations pass them; sizes as for [`GroupedDesc`](super::grouped_desc::GroupedDesc).
 pub(crate) struct Product<'a> {
     pub op: &'static str,
     pub ragged: Ragged,
@@ -33,13 +34,36 @@ impl Ragged {
     }
 }
 
-/// The values of a matrix of scales.
+/// The values of a matrix of scales: singles, or powers of two.
 #[derive(Debug, Clone, Copy)]
-pub enum ScaleValues<'a> {
-    /// F32.
-    F32(&'a Buffer<f32>),
+pub struct ScaleValues<'a> {
+    address: u64,
+    len: usize,
+    device: &'a Device,
+    is_f32: bool,
+}
+
+impl<'a> ScaleValues<'a> {
+    /// Singles.
+    pub fn f32(values: &'a Buffer<f32>) -> Self {
+        Self { address: values.address(), len: values.len(), device: values.device(), is_f32: true }
+    }
+
     /// Powers of two.
-    E8m0(&'a Buffer<u8>),
+    pub fn e8m0(values: &'a Buffer<u8>) -> Self {
+        Self { address: values.address(), len: values.len(), device: values.device(), is_f32: false }
+    }
+
+    /// A plane of records of this kind, one of these two.
+    pub(super) fn of(kind: ScaleKind, plane: &'a Buffer<u8>) -> Self {
+        let is_f32 = kind == ScaleKind::F32;
+        Self { len: plane.len() / kind.bytes().max(1), is_f32, ..Self::e8m0(plane) }
+    }
+
+    /// Whether they are singles.
+    pub(super) const fn is_f32(&self) -> bool {
+        self.is_f32
+    }
 }
 
 /// A matrix of scales: that of (row, block of the contraction) lies at `row · row_stride + block · block_stride`.
@@ -60,17 +84,11 @@ impl<'a> Scales<'a> {
     }
 
     fn len(&self) -> usize {
-        match self.values {
-            ScaleValues::F32(values) => values.len(),
-            ScaleValues::E8m0(values) => values.len(),
-        }
+        self.values.len
     }
 
     pub(crate) fn device(&self) -> &'a Device {
-        match self.values {
-            ScaleValues::F32(values) => values.device(),
-            ScaleValues::E8m0(values) => values.device(),
-        }
+        self.values.device
     }
 
     /// Whether it holds the scales of so many rows and blocks.
@@ -92,15 +110,11 @@ impl<'a> Scales<'a> {
     }
 
     pub(crate) fn arg(&self) -> ScalesArg {
-        let (values, is_f32) = match self.values {
-            ScaleValues::F32(values) => (values.address(), 1),
-            ScaleValues::E8m0(values) => (values.address(), 0),
-        };
         ScalesArg {
-            values,
+            values: self.values.address,
             row_stride: self.row_stride as u32,
             block_stride: self.block_stride as u32,
-            is_f32,
+            is_f32: self.values.is_f32.into(),
             pad: 0,
         }
     }

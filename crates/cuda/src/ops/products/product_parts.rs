@@ -1,7 +1,7 @@
-//! Products of F32 operands on the tensor cores (`csrc/kernels/products/parts.cuh`): an F32 number is the sum of three BF16 numbers
+//! Products of F32 operands on the tensor cores (`csrc/kernels/products/bf16_parts.cuh`): an F32 number is the sum of three BF16 numbers
 //! exactly, and the products of those are exact, so that only the order of the sums is another.
 
-use super::grouped_desc::{Desc, Kind, Out};
+use super::grouped_desc::{GroupedDesc, OperandKind, Out};
 use super::grouped_product::{GroupedProduct, Operand as Factor};
 use super::product::{GroupBuffers, Product, Ragged, Target};
 use super::product_runs::{PARTS, Runs, UNIT, Units, runs_of, sum, sum_to};
@@ -72,10 +72,10 @@ impl<'a> Parts<'a> {
     }
 
     /// The BF16 product.
-    fn desc(&self, product: &Product<'_>) -> Desc {
-        let desc = Desc {
+    fn desc(&self, product: &Product<'_>) -> GroupedDesc {
+        let desc = GroupedDesc {
             ragged: product.ragged,
-            kind: Kind::Bf16,
+            kind: OperandKind::Bf16,
             out: Out::F32,
             accumulate: false,
             transposed: false,
@@ -85,9 +85,11 @@ impl<'a> Parts<'a> {
             k: product.k,
         };
         match self {
-            Self::Right { .. } => Desc { n: PARTS * desc.n, ..desc },
-            Self::Both { .. } => Desc { k: LEFT.len() * desc.k, out: Out::Bf16, ..desc },
-            Self::Left { .. } => Desc { m: PARTS * desc.m, groups: desc.groups * runs_of(product), ..desc },
+            Self::Right { .. } => GroupedDesc { n: PARTS * desc.n, ..desc },
+            Self::Both { .. } => GroupedDesc { k: LEFT.len() * desc.k, out: Out::Bf16, ..desc },
+            Self::Left { .. } => {
+                GroupedDesc { m: PARTS * desc.m, groups: desc.groups * runs_of(product), ..desc }
+            }
         }
     }
 
@@ -142,7 +144,7 @@ fn split(values: &Buffer<f32>, cols: usize, order: &[u32]) -> Result<Buffer<bf16
 }
 
 fn spec() -> KernelSpec {
-    KernelSpec { source: "kernels/products/parts.cuh", name: "nib::split_parts", args: Vec::new() }
+    KernelSpec { source: "kernels/products/bf16_parts.cuh", name: "nib::split_parts", args: Vec::new() }
 }
 
 /// The instances built for it.

@@ -1,5 +1,5 @@
 //! Contractions cut into runs of rows, where D alone has too few tiles for the GPU, and the sums of what the runs give
-//! (`csrc/kernels/products/parts.cuh`).
+//! (`csrc/kernels/products/bf16_parts.cuh`).
 //!
 //! The number of runs is a function of D's size and of the rows of a group, and of nothing else: the same bits for any number of
 //! groups, and so of ranks.
@@ -8,7 +8,7 @@ use super::product::{GroupBuffers, Product, Ragged, Target};
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
-use crate::ops::routing::permute::type_name;
+use crate::ops::planes::type_name;
 use half::bf16;
 use nibble_core::ops::ProductDims;
 use nibble_core::{DType, Error, Result};
@@ -121,7 +121,7 @@ impl Summed for bf16 {
 }
 
 fn spec(name: &'static str, args: Vec<(&'static str, TemplateArg)>) -> KernelSpec {
-    KernelSpec { source: "kernels/products/parts.cuh", name, args }
+    KernelSpec { source: "kernels/products/bf16_parts.cuh", name, args }
 }
 
 fn sum_spec(out: DType, parts: usize) -> KernelSpec {

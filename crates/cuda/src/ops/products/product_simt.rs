@@ -127,7 +127,7 @@ impl Side<'_> {
     }
 }
 
-/// A product; sizes as for [`super::grouped_product::Desc`].
+/// A product; sizes as for [`super::grouped_product::GroupedDesc`].
 #[derive(Debug)]
 pub(crate) struct ProductSimt<'a> {
     pub ragged: Ragged,

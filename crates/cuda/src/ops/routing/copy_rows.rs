@@ -8,7 +8,7 @@ use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::{Buffer, Device};
 use bytemuck::Pod;
-use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
@@ -283,7 +283,7 @@ impl Reorder<'_> {
     fn copy(&self, rows_in: usize, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows: self.rows, rows_in };
         // SAFETY: the planes were made by `plane`: they write new buffers, which their owner keeps, and read borrowed ones, which
-        // the operation has held to this device (`Held`).
+        // the operation has held to this device (`BufferCheck`).
         unsafe { copy.run(self.device) }
     }
 
@@ -316,20 +316,11 @@ impl Reorder<'_> {
     /// smallest normal number.
     fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
         x.check_rows_travel(self.op, "rows")?;
-        let width = x.format.scales_per_row(x.cols);
+        let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
         let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
-        let scales = match &x.scales {
-            Scales::E8m0(s) => {
-                let (to, scales) = self.plane(s, width, 0)?;
-                self.copy(x.rows, plane, Some(scales))?;
-                Scales::E8m0(Buf::new(to))
-            }
-            Scales::F32(s) => {
-                let (to, scales) = self.plane(s, width, f32::MIN_POSITIVE.to_bits())?;
-                self.copy(x.rows, plane, Some(scales))?;
-                Scales::F32(Buf::new(to))
-            }
-        };
+        let (to, scales) = self.plane(&x.scales, blocks * kind.bytes(), kind.least().0)?;
+        self.copy(x.rows, plane, Some(scales))?;
+        let scales = Buf::new(to);
         Ok(BlockScaled { rows: self.rows, stack: 1, codes: Buf::new(codes), scales, ..x.clone() })
     }
 }

@@ -10,7 +10,8 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 
@@ -25,10 +26,10 @@ const FEW_SLOTS_UNITS: usize = 4;
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
     op.check()?;
-    let (held, map, capacity) = (Held::by(OP, cuda), op.map, op.map.groups.capacity);
-    held.operand("rows", op.rows)?;
-    let source_row = held.values("map.source_row", &map.source_row, capacity)?;
-    let slot_row = held.values("map.slot_row", &map.slot_row, map.num_slots)?;
+    let (buffers, map, capacity) = (BufferCheck::by(OP, cuda), op.map, op.map.groups.capacity);
+    buffers.operand("rows", op.rows)?;
+    let source_row = buffers.values("map.source_row", &map.source_row, capacity)?;
+    let slot_row = buffers.values("map.slot_row", &map.slot_row, map.num_slots)?;
     let order = match slot_row.len() > op.rows.rows() {
         true => Order::Spread { source_row, slot_row },
         false => Order::Gather(source_row),
@@ -40,9 +41,9 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
 pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpermute";
     op.check()?;
-    let (held, map) = (Held::by(OP, cuda), op.map);
-    held.operand("rows", op.rows)?;
-    let order = Order::Gather(held.values("map.slot_row", &map.slot_row, map.num_slots)?);
+    let (buffers, map) = (BufferCheck::by(OP, cuda), op.map);
+    buffers.operand("rows", op.rows)?;
+    let order = Order::Gather(buffers.values("map.slot_row", &map.slot_row, map.num_slots)?);
     Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.run(op.rows)
 }
 
@@ -57,8 +58,8 @@ fn ctas(op: &'static str, threads: usize) -> Result<u32> {
 /// See [`GatherScalars`].
 pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
     const OP: &str = "gather_scalars";
-    let held = Held::by(OP, cuda);
-    let (values, index) = (held.buffer("values", op.values)?, held.buffer("index", op.index)?);
+    let buffers = BufferCheck::by(OP, cuda);
+    let (values, index) = (buffers.buffer("values", op.values)?, buffers.buffer("index", op.index)?);
     let out = cuda.device().alloc::<f32>(index.len())?;
     if index.is_empty() {
         return Ok(Buf::new(out));
@@ -67,7 +68,7 @@ pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result
     // No index reaches past 2^31, so a longer buffer is as good as one of that length.
     let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
     let kernel = cuda.device().kernel(&gather_spec())?;
-    // SAFETY: `index` and `out` have `len` values, all on this device (`Held`); the kernel reads `values` below `num_values` only.
+    // SAFETY: `index` and `out` have `len` values, all on this device (`BufferCheck`); the kernel reads `values` below `num_values` only.
     unsafe { kernel.launch(launch, &[values, index, &out, &len, &num_values]) }?;
     Ok(Buf::new(out))
 }
@@ -155,7 +156,7 @@ impl Combine {
         let kernel = device.kernel(&self.spec())?;
         let by_units_per_row = Divider::by(units_per_row);
         let index = op.index.map(Buf::get);
-        // SAFETY: `Held` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
+        // SAFETY: `BufferCheck` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
         // kernel reads no other row and writes `units` times `count`.
         unsafe {
             let args: [&dyn KernelArg; 9] =
@@ -166,21 +167,13 @@ impl Combine {
     }
 }
 
-/// The device's name of a plain type.
-pub(crate) fn type_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "nib::F32",
-        DType::Bf16 => "nib::Bf16",
-    }
-}
-
 /// See [`CombineSlots`].
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
-    let held = Held::by("combine_slots", cuda);
-    held.tensor("rows", op.rows)?;
-    op.index.map_or(Ok(()), |index| held.buffer("index", index).map(drop))?;
-    op.plus.map_or(Ok(()), |plus| held.tensor("plus", plus))?;
+    let buffers = BufferCheck::by("combine_slots", cuda);
+    buffers.tensor("rows", op.rows)?;
+    op.index.map_or(Ok(()), |index| buffers.buffer("index", index).map(drop))?;
+    op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (tokens, cols) = (op.tokens(), op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols, op.top_k)?;
     let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {

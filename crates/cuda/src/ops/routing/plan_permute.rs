@@ -4,12 +4,13 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
-use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::{Instance, SharedSize};
 use nibble_core::ops::PlanPermute;
 use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result, round_up};
 use std::ffi::c_void;
 
+const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
 /// Slots a cta sorts at once.
@@ -52,7 +53,7 @@ unsafe impl KernelArg for Sizes {
 
 /// What there is to sort.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Desc {
+struct PlanDesc {
     slots: usize,
     top_k: usize,
     num_slots: usize,
@@ -62,8 +63,8 @@ struct Desc {
 }
 
 impl Sizes {
-    fn new(desc: &Desc) -> Result<Self> {
-        let Desc { slots, top_k, num_slots, groups, align, capacity } = *desc;
+    fn new(desc: &PlanDesc) -> Result<Self> {
+        let PlanDesc { slots, top_k, num_slots, groups, align, capacity } = *desc;
         if groups > MOST_GROUPS {
             return Err(Error::Unsupported {
                 op: OP,
@@ -116,15 +117,15 @@ impl Sizes {
 
 fn spec(name: &'static str) -> KernelSpec {
     let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
-    KernelSpec { source: "kernels/routing/plan_permute.cuh", name, args }
+    KernelSpec { source: SOURCE, name, args }
 }
 
 /// See [`PlanPermute`]. An expert out of range counts as a slot that is not occupied; the order of tokens is the caller's.
 pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    let (expert, token_id) = (held.buffer("expert", op.expert)?, held.buffer("token_id", op.token_id)?);
-    let sizes = Sizes::new(&Desc {
+    let buffers = BufferCheck::by(OP, cuda);
+    let (expert, token_id) = (buffers.buffer("expert", op.expert)?, buffers.buffer("token_id", op.token_id)?);
+    let sizes = Sizes::new(&PlanDesc {
         slots: expert.len(),
         top_k: op.top_k,
         num_slots: op.num_slots,
@@ -139,7 +140,7 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     let (row_id, source_row, row_slot) = (row_id?, source_row?, row_slot?);
     let (slot_row, found) = (device.alloc::<i32>(op.num_slots)?, device.alloc::<i32>(2)?);
     if sizes.chunks > 0 {
-        // SAFETY: `expert`, on this device (`Held`), has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
+        // SAFETY: `expert`, on this device (`BufferCheck`), has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
         unsafe {
             device.kernel(&spec("nib::plan_count"))?.launch(sizes.count(), &[expert, &counts, &sizes])?
         };
@@ -195,12 +196,25 @@ pub(crate) fn instances() -> Vec<Instance> {
     vec![instance("nib::plan_count", most.count()), instance("nib::plan_place", most.place())]
 }
 
+/// Of few groups, and of the most.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |(columns, count_rows)| {
+        let sizes = Sizes { columns, count_rows, ..Sizes::default() };
+        SharedSize {
+            source: SOURCE,
+            expression: format!("nib::plan_place_shared_bytes({columns}, {count_rows})"),
+            bytes: sizes.place().shared_bytes,
+        }
+    };
+    [(8, 32), (128, 32), (256, 16), (MOST_GROUPS as i32, 1)].map(of).to_vec()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn sizes(slots: usize, groups: usize) -> Result<Sizes> {
-        Sizes::new(&Desc {
+        Sizes::new(&PlanDesc {
             slots,
             top_k: 8,
             num_slots: slots,
@@ -230,7 +244,7 @@ mod tests {
 
     #[test]
     fn more_slots_a_token_than_the_device_can_count_are_an_error() {
-        let desc = Desc { slots: 0, top_k: 1 << 31, num_slots: 0, groups: 8, align: 1, capacity: 0 };
+        let desc = PlanDesc { slots: 0, top_k: 1 << 31, num_slots: 0, groups: 8, align: 1, capacity: 0 };
         assert!(Sizes::new(&desc).unwrap_err().to_string().contains("`top_k`"));
     }
 }

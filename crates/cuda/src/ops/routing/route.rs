@@ -3,8 +3,8 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
-use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
@@ -16,17 +16,17 @@ const LOSS_EXPERTS: usize = 64;
 
 /// The sizes of a routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Desc {
+struct RouteDesc {
     tokens_per_shard: usize,
     shards: usize,
     experts: usize,
     top_k: usize,
 }
 
-impl Desc {
+impl RouteDesc {
     /// Indices of tokens and slots are `i32` on the device; and what is routed can be brought back: both passes' chunks fit
     /// the shared memory.
-    fn check(self, op: &'static str, config: &Config, shared_bytes: usize) -> Result<Self> {
+    fn check(self, op: &'static str, config: &RouteConfig, shared_bytes: usize) -> Result<Self> {
         let Self { tokens_per_shard, shards, experts, top_k } = self;
         let tokens = tokens_per_shard * shards;
         if tokens.max(shards).saturating_mul(top_k.max(experts)) >= 1 << 31 {
@@ -49,23 +49,23 @@ impl Desc {
 
 /// Lanes that share a token, and the most experts one lane has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct RouteConfig {
     lanes: usize,
     per_lane: usize,
 }
 
-impl Config {
+impl RouteConfig {
     /// Fewer lanes a token take fewer instructions a token; sixteen probabilities a lane still fit its registers well.
-    const ALL: [Config; 5] = [
-        Config { lanes: 2, per_lane: 8 },
-        Config { lanes: 4, per_lane: 16 },
-        Config { lanes: 8, per_lane: 16 },
-        Config { lanes: 16, per_lane: 16 },
-        Config { lanes: 16, per_lane: 32 },
+    const ALL: [RouteConfig; 5] = [
+        RouteConfig { lanes: 2, per_lane: 8 },
+        RouteConfig { lanes: 4, per_lane: 16 },
+        RouteConfig { lanes: 8, per_lane: 16 },
+        RouteConfig { lanes: 16, per_lane: 16 },
+        RouteConfig { lanes: 16, per_lane: 32 },
     ];
 
     fn choose(op: &'static str, experts: usize) -> Result<Self> {
-        let fits = |config: &Config| experts <= config.lanes * config.per_lane;
+        let fits = |config: &RouteConfig| experts <= config.lanes * config.per_lane;
         Self::ALL.into_iter().find(fits).ok_or_else(|| Error::Unsupported {
             op,
             format: format!("a router of {experts} experts"),
@@ -84,27 +84,27 @@ impl Config {
     }
 
     /// A cta a chunk.
-    fn launch(&self, desc: &Desc, words: usize) -> Launch {
+    fn launch(&self, desc: &RouteDesc, words: usize) -> Launch {
         let (ctas, threads) = (desc.shards * desc.chunks(), self.threads() as u32);
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
     /// The chunk's probabilities, in rows half the banks apart; a count an expert; the slots of the tokens at work.
-    fn tokens(&self, desc: &Desc) -> Launch {
+    fn tokens(&self, desc: &RouteDesc) -> Launch {
         let row = self.lanes * self.per_lane + 16 + 1;
         let slots = self.threads() / self.lanes * desc.top_k;
         self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
     }
 
     /// The chunk's probabilities, a row that they share, three numbers a slot.
-    fn backward(&self, desc: &Desc) -> Launch {
+    fn backward(&self, desc: &RouteDesc) -> Launch {
         let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
         self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
 /// A cluster a shard.
-fn losses_launch(desc: &Desc) -> Launch {
+fn losses_launch(desc: &RouteDesc) -> Launch {
     let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
     Launch { ctas: desc.shards as u32 * cluster, threads: LOSS_THREADS as u32, cluster, shared_bytes: 0 }
 }
@@ -125,12 +125,12 @@ struct Chunks {
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
     op.check()?;
-    Held::by(OP, cuda).tensor("logits", op.logits)?;
+    BufferCheck::by(OP, cuda).tensor("logits", op.logits)?;
     let (tokens, experts) = op.logits.shape();
     let (top_k, shards) = (op.top_k, op.shards);
-    let config = Config::choose(OP, experts)?;
+    let config = RouteConfig::choose(OP, experts)?;
     let shared_bytes = cuda.device().info().shared_bytes_per_cta;
-    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = RouteDesc { tokens_per_shard: tokens / shards, shards, experts, top_k };
     let desc = desc.check(OP, &config, shared_bytes)?;
     let logits = op.logits.f32(OP, "logits")?.get();
     let device = cuda.device();
@@ -149,7 +149,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     if tokens > 0 {
         let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
         let normalize = i32::from(op.normalize);
-        // SAFETY: `Held` held logits to tokens · experts values, as many as probs has; expert and weight were made for
+        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as probs has; expert and weight were made for
         // tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each cta takes a chunk.
         unsafe {
             kernel.launch(
@@ -203,15 +203,15 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
 
 /// What [`RouteBackward`] borrows.
 fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
-    let (held, routing) = (Held::by("route_backward", cuda), op.routing);
+    let (buffers, routing) = (BufferCheck::by("route_backward", cuda), op.routing);
     let (tokens, experts) = routing.probs.shape();
     let slots = tokens * op.top_k;
-    held.tensor("routing.probs", &routing.probs)?;
-    held.values("routing.expert", &routing.expert, slots)?;
-    held.values("routing.weight", &routing.weight, slots)?;
-    held.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
-    held.values("routing.load", &routing.load, op.shards * experts)?;
-    held.values("dweight", op.dweight, slots).map(drop)
+    buffers.tensor("routing.probs", &routing.probs)?;
+    buffers.values("routing.expert", &routing.expert, slots)?;
+    buffers.values("routing.weight", &routing.weight, slots)?;
+    buffers.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
+    buffers.values("routing.load", &routing.load, op.shards * experts)?;
+    buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
 /// See [`RouteBackward`]. An expert past the last one is passed over: its index never came from [`Route`].
@@ -221,9 +221,9 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
     let (tokens, experts) = op.routing.probs.shape();
     let (top_k, shards) = (op.top_k, op.shards);
     hold(cuda, &op)?;
-    let config = Config::choose(OP, experts)?;
+    let config = RouteConfig::choose(OP, experts)?;
     let shared_bytes = cuda.device().info().shared_bytes_per_cta;
-    let desc = Desc { tokens_per_shard: tokens / shards, shards, experts, top_k };
+    let desc = RouteDesc { tokens_per_shard: tokens / shards, shards, experts, top_k };
     let desc = desc.check(OP, &config, shared_bytes)?;
     let probs = op.routing.probs.f32(OP, "routing.probs")?.get();
     let device = cuda.device();
@@ -264,11 +264,11 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
-    let sizes = |config: &Config| {
+    let sizes = |config: &RouteConfig| {
         let experts = config.lanes * config.per_lane;
-        Desc { tokens_per_shard: 1, shards: 1, experts, top_k: experts.min(8) }
+        RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k: experts.min(8) }
     };
-    let of = |config: &Config| {
+    let of = |config: &RouteConfig| {
         let desc = sizes(config);
         let instance =
             |name, launch: Launch| Instance { spec: config.spec(name), shared_bytes: launch.shared_bytes };
@@ -277,9 +277,26 @@ pub(crate) fn instances() -> Vec<Instance> {
             instance("nib::route_backward", config.backward(&desc)),
         ]
     };
-    let largest = sizes(&Config::ALL[Config::ALL.len() - 1]);
+    let largest = sizes(&RouteConfig::ALL[RouteConfig::ALL.len() - 1]);
     let losses = Instance { spec: losses_spec(), shared_bytes: losses_launch(&largest).shared_bytes };
-    Config::ALL.iter().flat_map(of).chain([losses]).collect()
+    RouteConfig::ALL.iter().flat_map(of).chain([losses]).collect()
+}
+
+/// Of every instance, for few and all of its experts.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |config: RouteConfig| {
+        let RouteConfig { lanes, per_lane } = config;
+        let most = lanes * per_lane;
+        [(1, 1), (most / 2 + 1, 2), (most, most.min(8))].into_iter().flat_map(move |(experts, top_k)| {
+            let desc = RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k };
+            let tokens = format!("nib::route_tokens_shared_bytes<{lanes}, {per_lane}>({experts}, {top_k})");
+            let backward = format!("nib::route_backward_shared_bytes<{lanes}, {per_lane}>({top_k})");
+            [(tokens, config.tokens(&desc)), (backward, config.backward(&desc))].map(
+                |(expression, launch)| SharedSize { source: SOURCE, expression, bytes: launch.shared_bytes },
+            )
+        })
+    };
+    RouteConfig::ALL.into_iter().flat_map(of).collect()
 }
 
 #[cfg(test)]
@@ -288,7 +305,7 @@ mod tests {
 
     #[test]
     fn every_number_of_experts_gets_the_smallest_instance_that_holds_it() {
-        let of = |experts| Config::choose("route", experts).map(|c| (c.lanes, c.per_lane));
+        let of = |experts| RouteConfig::choose("route", experts).map(|c| (c.lanes, c.per_lane));
         let expected = [(1, 2, 8), (17, 4, 16), (64, 4, 16), (128, 8, 16), (256, 16, 16), (512, 16, 32)];
         for (experts, lanes, per_lane) in expected {
             assert_eq!(of(experts).unwrap(), (lanes, per_lane), "{experts}");
@@ -299,8 +316,8 @@ mod tests {
     #[test]
     fn a_choice_that_overflows_shared_memory_is_an_error_that_names_it() {
         let check = |experts, top_k| {
-            let desc = Desc { tokens_per_shard: 64, shards: 1, experts, top_k };
-            desc.check("route", &Config::choose("route", experts).unwrap(), 232_448)
+            let desc = RouteDesc { tokens_per_shard: 64, shards: 1, experts, top_k };
+            desc.check("route", &RouteConfig::choose("route", experts).unwrap(), 232_448)
         };
         for (experts, top_k) in [(1, 1), (16, 16), (128, 128), (256, 216), (512, 129)] {
             check(experts, top_k).unwrap();
@@ -314,8 +331,8 @@ mod tests {
 
     #[test]
     fn the_largest_instance_fits_shared_memory() {
-        let desc = Desc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
-        let config = Config::choose("route", 512).unwrap();
+        let desc = RouteDesc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
+        let config = RouteConfig::choose("route", 512).unwrap();
         assert_eq!(config.tokens(&desc).ctas, 512);
         let all = [config.tokens(&desc), config.backward(&desc), losses_launch(&desc)];
         assert!(all.iter().all(|launch| launch.shared_bytes <= 232_448), "{all:?}");

@@ -5,7 +5,7 @@ use crate::backend::Buf;
 use crate::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 use nibble_core::{Error, Result};
 
@@ -40,7 +40,7 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
             why: format!("the kernel counts up to {MOST_RANKS}"),
         });
     }
-    let expert = Held::by(OP, cuda).buffer("expert", op.expert)?;
+    let expert = BufferCheck::by(OP, cuda).buffer("expert", op.expert)?;
     let (device, len) = (cuda.device(), expert.len());
     let (rank, first) = (device.alloc::<i32>(len)?, device.alloc::<i32>(len)?);
     let counts = device.filled::<i32>(2 * op.world, 0)?;
@@ -53,7 +53,7 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
         let experts = experts_each * world;
         let args: [&dyn KernelArg; 10] =
             [expert, &rank, &first, &counts, &slots, &top_k, &by_top_k, &experts, &by_experts_each, &world];
-        // SAFETY: `expert` is on this device (`Held`); `rank` and `first` have as many values, `slots`, and `counts` two a rank, of
+        // SAFETY: `expert` is on this device (`BufferCheck`); `rank` and `first` have as many values, `slots`, and `counts` two a rank, of
         // which there are `experts / experts_each` at most. A slot's earlier ones are of its token.
         unsafe { device.kernel(&spec("nib::assign_ranks"))?.launch(launch, &args) }?;
     }
@@ -63,10 +63,10 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
 /// See [`PackSlots`].
 pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
-    let held = Held::by("pack_slots", cuda);
-    let (slot, expert) = (held.buffer("slot", op.slot)?, held.buffer("expert", op.expert)?);
-    let weight = held.values("weight", op.weight, expert.len())?;
-    let token_id = held.values("token_id", op.token_id, expert.len() / op.top_k)?;
+    let buffers = BufferCheck::by("pack_slots", cuda);
+    let (slot, expert) = (buffers.buffer("slot", op.slot)?, buffers.buffer("expert", op.expert)?);
+    let weight = buffers.values("weight", op.weight, expert.len())?;
+    let token_id = buffers.values("token_id", op.token_id, expert.len() / op.top_k)?;
     let (device, per_record) = (cuda.device(), record_words(op.top_k));
     let records = device.alloc::<i32>(slot.len() * per_record)?;
     if !records.is_empty() {
@@ -88,7 +88,7 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
             &experts_each,
             &by_experts_each,
         ];
-        // SAFETY: all on this device (`Held`); `records` has `words` values, as many records as `slot` has slots. Whatever those are,
+        // SAFETY: all on this device (`BufferCheck`); `records` has `words` values, as many records as `slot` has slots. Whatever those are,
         // the kernel reads `expert`, `weight` and `token_id` within the token of one below `slots`, a multiple of `top_k` by `check`.
         unsafe {
             device.kernel(&spec("nib::pack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
@@ -100,7 +100,7 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
 /// See [`UnpackSlots`].
 pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<ReceivedSlots<Cuda>> {
     op.check()?;
-    let records = Held::by("unpack_slots", cuda).buffer("records", op.records)?;
+    let records = BufferCheck::by("unpack_slots", cuda).buffer("records", op.records)?;
     let (device, tokens) = (cuda.device(), op.records());
     let slots = tokens * op.top_k;
     let (token_id, expert) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(slots)?);
@@ -110,7 +110,7 @@ pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<Rec
         let [words, top_k, per_record] = [records.len(), op.top_k, record_words(op.top_k)].map(|n| n as u32);
         let by_words = Divider::by(per_record);
         let args: [&dyn KernelArg; 7] = [records, &token_id, &expert, &weight, &words, &top_k, &by_words];
-        // SAFETY: `records`, on this device (`Held`), has `words` values, a whole number of records by `check`; `token_id` has a value a
+        // SAFETY: `records`, on this device (`BufferCheck`), has `words` values, a whole number of records by `check`; `token_id` has a value a
         // record, `expert` and `weight` `top_k`.
         unsafe {
             device.kernel(&spec("nib::unpack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;

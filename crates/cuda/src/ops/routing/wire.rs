@@ -4,18 +4,19 @@ use super::copy_rows::{CopyRows, Order, Plane, Span};
 use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::check_format;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Scales, Tensor};
-use nibble_formats::{Format, ScaleRule};
+use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Tensor};
+use nibble_formats::Format;
 
 /// See [`PackRows`].
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.operand("rows", op.rows)?;
-    let index = held.buffer("index", op.index)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.operand("rows", op.rows)?;
+    let index = buffers.buffer("index", op.index)?;
     let kind = op.rows.row_kind();
     let (code_bytes, scale_bytes, row_bytes) = (kind.code_bytes(), kind.scale_bytes(), kind.row_bytes());
     let (codes, scales) = match op.rows {
@@ -24,11 +25,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             Data::Bf16(x) => (Span::of(x.get(), code_bytes), None),
         },
         Operand::Block(x) => {
-            let scales = match &x.scales {
-                Scales::E8m0(s) => Span::of(s.get(), scale_bytes),
-                Scales::F32(s) => Span::of(s.get(), scale_bytes),
-            };
-            (Span::of(x.codes.get(), code_bytes), Some(scales))
+            (Span::of(x.codes.get(), code_bytes), Some(Span::of(x.scales.get(), scale_bytes)))
         }
     };
     let len = index.len().checked_mul(row_bytes);
@@ -49,7 +46,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
         rows: index.len(),
         rows_in: op.rows.rows(),
     };
-    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`Held`).
+    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`BufferCheck`).
     unsafe { copy.run(cuda.device()) }?;
     Ok(Buf::new(out))
 }
@@ -59,7 +56,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
     const OP: &str = "unpack_rows";
     op.check()?;
     let (kind, format) = (op.kind, op.kind.format);
-    let bytes = Held::by(OP, cuda).buffer("bytes", op.bytes)?;
+    let bytes = BufferCheck::by(OP, cuda).buffer("bytes", op.bytes)?;
     let records = Records { cuda, bytes, kind, rows: bytes.len() / kind.row_bytes() };
     let (rows, cols) = (records.rows, kind.cols);
     match format {
@@ -68,14 +65,9 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         _ => {}
     }
     kind.check_rule(OP)?;
-    let (codes, scales) = if kind.rule == ScaleRule::Amax {
-        let (codes, scales) = records.blocks()?;
-        (codes, Scales::F32(scales))
-    } else {
-        let (codes, scales) = records.blocks()?;
-        (codes, Scales::E8m0(scales))
-    };
-    Ok(Operand::Block(kind.block_rows(rows, codes, scales)))
+    check_format(OP, format)?;
+    let (codes, scales) = records.blocks()?;
+    Ok(Operand::Block(kind.block_rows(rows, codes, scales, None)))
 }
 
 /// Messages, back to back.
@@ -98,7 +90,7 @@ impl Records<'_> {
     fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
         let (rows, rows_in) = (self.rows, self.rows);
         let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
-        // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`Held`).
+        // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`BufferCheck`).
         unsafe { copy.run(self.cuda.device()) }
     }
 
@@ -108,7 +100,7 @@ impl Records<'_> {
         Ok(Buf::new(to))
     }
 
-    fn blocks<S: Plain>(&self) -> Result<(Buf<u8>, Buf<S>)> {
+    fn blocks(&self) -> Result<(Buf<u8>, Buf<u8>)> {
         let (codes, of_codes) = self.plane(0, self.kind.code_bytes())?;
         let (scales, of_scales) = self.plane(self.kind.code_bytes(), self.kind.scale_bytes())?;
         self.copy(of_codes, Some(of_scales))?;

@@ -1,13 +1,14 @@
 //! `adamw` on a GPU (`csrc/kernels/step/adamw.cuh`).
 
+use super::tensor_list::{Listed, each_list};
+use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::routing::permute::type_name;
-use crate::{Buffer, Cuda, Device};
-use nibble_core::ops::{AdamW, Control};
-use nibble_core::{DType, Data, Error, Plain, Result};
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
+use nibble_core::ops::{AdamW, AdamWTensor, Control};
+use nibble_core::{DType, Data, Result, Tensor};
 
 const OP: &str = "adamw";
 const THREADS: u32 = 256;
@@ -27,9 +28,28 @@ struct Arg {
     beta2: f32,
     rest2: f32,
     eps: f32,
-    weight_decay: f32,
 }
 plain_args!(Arg);
+
+/// `AdamTensor` of the kernel.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct TensorArg {
+    w: u64,
+    grad: u64,
+    m: u64,
+    v: u64,
+    len: u64,
+    weight_decay: f32,
+    first_cta: u32,
+}
+
+// SAFETY: five words of 8 bytes and two of 4.
+unsafe impl Listed for TensorArg {
+    fn begin_at(&mut self, cta: u32) {
+        self.first_cta = cta;
+    }
+}
 
 fn spec(grad: DType, moment: DType) -> KernelSpec {
     KernelSpec {
@@ -39,74 +59,64 @@ fn spec(grad: DType, moment: DType) -> KernelSpec {
     }
 }
 
-/// See [`AdamW`].
+/// See [`AdamW`]. A launch for every 72 tensors of the same types.
 pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("param", op.param)?;
-    held.tensor("grad", op.grad)?;
-    held.tensor("exp_avg", op.exp_avg)?;
-    held.tensor("exp_avg_sq", op.exp_avg_sq)?;
-    let control = held.values("control", op.control, Control::LEN)?;
-    let step = Step {
-        spec: spec(op.grad.dtype(), op.exp_avg.dtype()),
-        device: cuda.device(),
-        control,
-        arg: Arg {
-            beta1: op.beta1,
-            rest1: 1.0 - op.beta1,
-            beta2: op.beta2,
-            rest2: 1.0 - op.beta2,
-            eps: op.eps,
-            weight_decay: op.weight_decay,
-        },
-    };
-    let param_type = op.param.dtype();
-    let Data::F32(w) = &mut op.param.data else {
-        return Err(Error::shape(OP, "type of param", param_type, DType::F32));
-    };
-    let w = w.make_mut()?;
-    match (&op.grad.data, &mut op.exp_avg.data, &mut op.exp_avg_sq.data) {
-        (Data::F32(g), Data::F32(m), Data::F32(v)) => step.run(w, g.get(), m.make_mut()?, v.make_mut()?),
-        (Data::F32(g), Data::Bf16(m), Data::Bf16(v)) => step.run(w, g.get(), m.make_mut()?, v.make_mut()?),
-        (Data::Bf16(g), Data::F32(m), Data::F32(v)) => step.run(w, g.get(), m.make_mut()?, v.make_mut()?),
-        (Data::Bf16(g), Data::Bf16(m), Data::Bf16(v)) => step.run(w, g.get(), m.make_mut()?, v.make_mut()?),
-        _ => Err(Error::shape(OP, "type of exp_avg_sq", "another", "that of exp_avg")),
-    }
-}
-
-/// What is the same for any tensor of these types.
-struct Step<'a> {
-    spec: KernelSpec,
-    device: &'a Device,
-    control: &'a Buffer<f32>,
-    arg: Arg,
-}
-
-impl Step<'_> {
-    fn run<G: Plain, M: Plain>(
-        &self,
-        w: &mut Buffer<f32>,
-        grad: &Buffer<G>,
-        m: &mut Buffer<M>,
-        v: &mut Buffer<M>,
-    ) -> Result<()> {
-        if w.is_empty() {
-            return Ok(());
+    let buffers = BufferCheck::by(OP, cuda);
+    let control = buffers.values("control", op.control, Control::LEN)?;
+    let arg =
+        Arg { beta1: op.beta1, rest1: 1.0 - op.beta1, beta2: op.beta2, rest2: 1.0 - op.beta2, eps: op.eps };
+    let mut of_types: [Vec<(TensorArg, usize)>; 4] = Default::default();
+    for tensor in op.tensors {
+        buffers.tensor("param", tensor.param)?;
+        buffers.tensor("grad", tensor.grad)?;
+        buffers.tensor("exp_avg", tensor.exp_avg)?;
+        buffers.tensor("exp_avg_sq", tensor.exp_avg_sq)?;
+        let types = (tensor.grad.dtype(), tensor.exp_avg.dtype());
+        let arg = tensor_arg(tensor)?;
+        if arg.len > 0 {
+            let place = pairs().position(|pair| pair == types);
+            of_types[place.unwrap_or_default()].push((arg, (arg.len as usize).div_ceil(PER_CTA)));
         }
-        let ctas = u32::try_from(w.len().div_ceil(PER_CTA))
-            .map_err(|_| Error::shape(OP, "values of param", w.len(), "below 2^43"))?;
-        let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-        let kernel = self.device.kernel(&self.spec)?;
-        let len = w.len() as u64;
-        // SAFETY: `Held` and `check` held all four tensors to one shape, and their types are the instance's; those that are written are
-        // each the only handle of their bytes; control has its `Control::LEN` values.
-        unsafe { kernel.launch(launch, &[&*w, grad, &*m, &*v, self.control, &len, &self.arg]) }
     }
+    for ((grad, moment), tensors) in pairs().zip(&of_types) {
+        each_list(OP, tensors, |list, ctas| {
+            let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+            let kernel = cuda.device().kernel(&spec(grad, moment))?;
+            // SAFETY: `BufferCheck` and `check` held all four buffers of each tensor to one shape, and their types are the instance's; those
+            // that are written are each the only handle of their bytes; control has its `Control::LEN` values.
+            unsafe { kernel.launch(launch, &[list, control, &arg]) }
+        })?;
+    }
+    Ok(())
+}
+
+/// Types of gradients and moments, in the order in which they are launched.
+fn pairs() -> impl Iterator<Item = (DType, DType)> {
+    TYPES.into_iter().flat_map(|grad| TYPES.map(|moment| (grad, moment)))
+}
+
+/// A tensor's buffers, of which those that are written become the only handles of their bytes.
+fn tensor_arg(tensor: AdamWTensor<'_, Cuda>) -> Result<TensorArg> {
+    let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
+    let len = (param.rows * param.cols) as u64;
+    let [w, m, v] = [writable(param)?, writable(exp_avg)?, writable(exp_avg_sq)?];
+    let grad = match &grad.data {
+        Data::F32(grad) => grad.get().address(),
+        Data::Bf16(grad) => grad.get().address(),
+    };
+    Ok(TensorArg { w, grad, m, v, len, weight_decay, first_cta: 0 })
+}
+
+fn writable(x: &mut Tensor<Cuda>) -> Result<u64> {
+    Ok(match &mut x.data {
+        Data::F32(x) => x.make_mut()?.address(),
+        Data::Bf16(x) => x.make_mut()?.address(),
+    })
 }
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    let pairs = TYPES.into_iter().flat_map(|grad| TYPES.map(|moment| spec(grad, moment)));
-    pairs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+    let specs = pairs().map(|(grad, moment)| spec(grad, moment));
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }

@@ -3,11 +3,12 @@
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
 pub(crate) mod sum_squares;
+mod tensor_list;
 
 use crate::jit::KernelSpec;
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, InputLayout, Source,
@@ -31,11 +32,11 @@ fn spec(name: &'static str) -> KernelSpec {
 pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_step";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    let inputs = held.buffer("inputs", op.inputs)?;
-    held.buffer("clock", op.clock)?;
-    held.buffer("control", op.control)?;
-    held.buffer("table", op.table)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    let inputs = buffers.buffer("inputs", op.inputs)?;
+    buffers.buffer("clock", op.clock)?;
+    buffers.buffer("control", op.control)?;
+    buffers.buffer("table", op.table)?;
     let (clock, control, table) = (op.clock.make_mut()?, op.control.make_mut()?, op.table.make_mut()?);
     let ctas = u32::try_from(table.len().div_ceil(BEGIN_THREADS as usize).max(1))
         .map_err(|_| Error::shape(OP, "table.len()", table.len(), "below 2^40"))?;
@@ -78,11 +79,11 @@ pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> R
         rank: small("rank", op.rank)?,
         ranks: small("ranks", op.ranks)?,
     };
-    let held = Held::by(OP, cuda);
-    let inputs = held.buffer("inputs", op.inputs)?;
-    held.buffer("clock", op.clock)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    let inputs = buffers.buffer("inputs", op.inputs)?;
+    buffers.buffer("clock", op.clock)?;
     for (argument, buf) in [("ids", &*op.ids), ("targets", &*op.targets), ("row_id", &*op.row_id)] {
-        held.values(argument, buf, tokens)?;
+        buffers.values(argument, buf, tokens)?;
     }
     let clock = op.clock.make_mut()?;
     let (ids, targets, row_id) = (op.ids.make_mut()?, op.targets.make_mut()?, op.row_id.make_mut()?);
@@ -113,16 +114,20 @@ impl EntryArg {
         Self { source: 0, kind: 0, values: 0, at: 0, cells: 0, stride: 0, capacity: 0, slots: 0, found: 0 };
 
     /// `entry` lies within its table.
-    fn new(held: &Held<'_>, entry: &Entry<'_, Cuda>) -> Result<Self> {
-        fn plane<T: Plain>(held: &Held<'_>, kind: i32, x: &crate::backend::Buf<T>) -> Result<(i32, u64)> {
-            Ok((kind, held.buffer("entry.source", x)?.address()))
+    fn new(buffers: &BufferCheck<'_>, entry: &Entry<'_, Cuda>) -> Result<Self> {
+        fn plane<T: Plain>(
+            buffers: &BufferCheck<'_>,
+            kind: i32,
+            x: &crate::backend::Buf<T>,
+        ) -> Result<(i32, u64)> {
+            Ok((kind, buffers.buffer("entry.source", x)?.address()))
         }
         let ((kind, source), occupancy) = match &entry.source {
-            Source::U64(x) => (plane(held, 0, x)?, None),
-            Source::I32(x) => (plane(held, 1, x)?, None),
-            Source::F32(x) => (plane(held, 2, x)?, None),
-            Source::F64(x) => (plane(held, 3, x)?, None),
-            Source::Occupancy(x) => (plane(held, 4, &x.found)?, Some(x)),
+            Source::U64(x) => (plane(buffers, 0, x)?, None),
+            Source::I32(x) => (plane(buffers, 1, x)?, None),
+            Source::F32(x) => (plane(buffers, 2, x)?, None),
+            Source::F64(x) => (plane(buffers, 3, x)?, None),
+            Source::Occupancy(x) => (plane(buffers, 4, &x.found)?, Some(x)),
         };
         let [capacity, slots, found] =
             occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);
@@ -169,10 +174,11 @@ fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
 pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     const OP: &str = "collect";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.buffer("table", op.table)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.buffer("table", op.table)?;
     let entries = op.entries.iter().filter(|entry| !entry.source.is_empty() && entry.cells > 0);
-    let entries: Vec<EntryArg> = entries.map(|entry| EntryArg::new(&held, entry)).collect::<Result<_>>()?;
+    let entries: Vec<EntryArg> =
+        entries.map(|entry| EntryArg::new(&buffers, entry)).collect::<Result<_>>()?;
     if entries.is_empty() {
         return Ok(());
     }
@@ -212,13 +218,13 @@ struct StepEndArg {
 pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "end_step";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    let squares = held.buffer("squares", op.squares)?;
-    let order = held.buffer("order", op.order)?;
-    let tables = held.buffer("tables", op.tables)?;
-    held.buffer("clock", op.clock)?;
-    held.buffer("control", op.control)?;
-    held.buffer("reports", op.reports)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    let squares = buffers.buffer("squares", op.squares)?;
+    let order = buffers.buffer("order", op.order)?;
+    let tables = buffers.buffer("tables", op.tables)?;
+    buffers.buffer("clock", op.clock)?;
+    buffers.buffer("control", op.control)?;
+    buffers.buffer("reports", op.reports)?;
     let range = |range: &std::ops::Range<usize>| [range.start as u64, range.end as u64];
     let end = StepEndArg {
         squares: squares.len() as u64,

@@ -1,12 +1,14 @@
 //! `sum_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): chunks, then their tree, a level of 2048 neighbours a launch.
 
+use super::tensor_list::{Listed, each_list};
+use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
-use crate::ops::held::Held;
-use crate::ops::routing::permute::type_name;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda};
-use nibble_core::ops::SumSquares;
+use nibble_core::ops::{Squared, SumSquares};
 use nibble_core::{DType, Data, Error, Result};
 
 const OP: &str = "sum_squares";
@@ -33,54 +35,152 @@ fn close_spec() -> KernelSpec {
     }
 }
 
-fn launch(ctas: usize) -> Launch {
-    Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 }
+fn launch(ctas: u32) -> Launch {
+    Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`SumSquares`].
+/// `SquaresTensor` of the kernel: chunks of one tensor.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct ChunksArg {
+    x: u64,
+    sums: u64,
+    len: u64,
+    chunks: u32,
+    all_chunks: u32,
+    first_cta: u32,
+    unused: u32,
+}
+
+// SAFETY: three words of 8 bytes and four of 4.
+unsafe impl Listed for ChunksArg {
+    fn begin_at(&mut self, cta: u32) {
+        self.first_cta = cta;
+    }
+}
+
+/// `SumsTensor` of the kernel: sums of one tensor.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct SumsArg {
+    sums: u64,
+    out: u64,
+    count: u32,
+    groups: u32,
+    at: u32,
+    first_cta: u32,
+}
+
+// SAFETY: two words of 8 bytes and four of 4.
+unsafe impl Listed for SumsArg {
+    fn begin_at(&mut self, cta: u32) {
+        self.first_cta = cta;
+    }
+}
+
+/// Sums of a tensor's parts that are yet to be closed: `count` of each, from `first` on in the buffer of all.
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    parts: usize,
+    count: usize,
+    at: usize,
+    first: usize,
+}
+
+impl Open {
+    fn groups(&self) -> usize {
+        self.count.div_ceil(GROUP).max(1)
+    }
+}
+
+/// See [`SumSquares`]. A launch for every 72 tensors of a type, and a level of their trees.
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.buffer("into", op.into)?;
-    let (device, parts) = (cuda.device(), op.parts);
-    let len = op.x.rows * op.x.cols / parts;
-    let chunks = len.div_ceil(CHUNK);
-    if parts.max(parts.saturating_mul(chunks)).max(op.at) >= 1 << 31 {
-        let got = format!("{parts} parts of {len} numbers");
-        return Err(Error::shape(OP, "x", got, "fewer than 2^31 chunks of 4096"));
-    }
-    let mut sums = device.alloc::<f64>(parts * chunks)?;
-    if !sums.is_empty() {
-        let kernel = device.kernel(&chunks_spec(op.x.dtype()))?;
-        let (len, chunks, all) = (len as u64, chunks as u32, (parts * chunks) as u32);
-        let launch = launch(sums.len().div_ceil(CHUNKS_PER_CTA));
-        // SAFETY: `Held` held x to parts · len values of the instance's type; `sums` has one for each part's each chunk.
-        unsafe {
-            match &op.x.data {
-                Data::F32(x) => kernel.launch(launch, &[x.get(), &sums, &len, &chunks, &all])?,
-                Data::Bf16(x) => kernel.launch(launch, &[x.get(), &sums, &len, &chunks, &all])?,
-            }
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.buffer("into", op.into)?;
+    let (mut open, mut all) = (Vec::with_capacity(op.tensors.len()), 0);
+    for &Squared { x, parts, at } in &op.tensors {
+        buffers.tensor("x", x)?;
+        let len = x.rows * x.cols / parts;
+        let count = len.div_ceil(CHUNK);
+        if parts.max(parts.saturating_mul(count)).max(at) >= 1 << 31 {
+            let got = format!("{parts} parts of {len} numbers");
+            return Err(Error::shape(OP, "x", got, "fewer than 2^31 chunks of 4096"));
         }
+        open.push(Open { parts, count, at, first: all });
+        all += parts * count;
     }
-    let (into, kernel) = (op.into.make_mut()?, device.kernel(&close_spec())?);
-    let mut count = chunks;
-    loop {
-        let groups = count.div_ceil(GROUP).max(1);
-        let next = if groups > 1 { Some(device.alloc::<f64>(parts * groups)?) } else { None };
-        let out: Option<&Buffer<f64>> = next.as_ref();
-        let [count_arg, groups_arg, at] = [count, groups, op.at].map(|n| n as u32);
-        // SAFETY: `sums` has `count` values a part, `out` `groups`; without it `into` has a place for each part from `at` on (`check`).
-        // The kernel waits for those before it.
-        unsafe {
-            kernel
-                .launch_early(launch(parts * groups), &[&sums, &out, &*into, &count_arg, &groups_arg, &at])?;
-        }
-        match next {
-            Some(next) => (sums, count) = (next, groups),
-            None => return Ok(()),
-        }
+    let sums = cuda.device().alloc::<f64>(all)?;
+    sum_chunks(cuda, &op.tensors, &open, &sums)?;
+    close(cuda, open, sums, op.into)
+}
+
+/// Each chunk's sum, of all tensors.
+fn sum_chunks(cuda: &Cuda, tensors: &[Squared<'_, Cuda>], open: &[Open], sums: &Buffer<f64>) -> Result<()> {
+    for dtype in [DType::F32, DType::Bf16] {
+        let of_type =
+            tensors.iter().zip(open).filter(|(tensor, open)| tensor.x.dtype() == dtype && open.count > 0);
+        let args = of_type.map(|(&Squared { x, parts, .. }, open)| {
+            let all_chunks = parts * open.count;
+            let arg = ChunksArg {
+                x: match &x.data {
+                    Data::F32(x) => x.get().address(),
+                    Data::Bf16(x) => x.get().address(),
+                },
+                sums: address_of(sums, open.first),
+                len: (x.rows * x.cols / parts) as u64,
+                chunks: open.count as u32,
+                all_chunks: all_chunks as u32,
+                first_cta: 0,
+                unused: 0,
+            };
+            (arg, all_chunks.div_ceil(CHUNKS_PER_CTA))
+        });
+        each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
+            let kernel = cuda.device().kernel(&chunks_spec(dtype))?;
+            // SAFETY: `BufferCheck` held each x to parts · len values of the instance's type; `sums` has one for each part's each chunk.
+            unsafe { kernel.launch(launch(ctas), &[list]) }
+        })?;
     }
+    Ok(())
+}
+
+/// Closes the sums of all tensors, a level at a time.
+fn close(cuda: &Cuda, mut open: Vec<Open>, mut sums: Buffer<f64>, into: &mut Buf<f32>) -> Result<()> {
+    let (device, into) = (cuda.device(), into.make_mut()?);
+    while !open.is_empty() {
+        let (mut later, mut all) = (Vec::new(), 0);
+        for tensor in open.iter().filter(|tensor| tensor.groups() > 1) {
+            later.push(Open { count: tensor.groups(), first: all, ..*tensor });
+            all += tensor.parts * tensor.groups();
+        }
+        let next = device.alloc::<f64>(all)?;
+        let mut places = later.iter().map(|tensor| address_of(&next, tensor.first));
+        let args = open.iter().map(|tensor| {
+            let groups = tensor.groups();
+            let arg = SumsArg {
+                sums: address_of(&sums, tensor.first),
+                out: if groups > 1 { places.next().unwrap_or_default() } else { 0 },
+                count: tensor.count as u32,
+                groups: groups as u32,
+                at: tensor.at as u32,
+                first_cta: 0,
+            };
+            (arg, tensor.parts * groups)
+        });
+        each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
+            let kernel = device.kernel(&close_spec())?;
+            // SAFETY: each tensor has `count` sums a part, and `groups` places a part in `next`, or, without one, a place for each part in
+            // `into` from `at` on, which no other has (`check`). The kernel waits for those before it.
+            unsafe { kernel.launch_early(launch(ctas), &[list, &*into]) }
+        })?;
+        (open, sums) = (later, next);
+    }
+    Ok(())
+}
+
+fn address_of(sums: &Buffer<f64>, first: usize) -> u64 {
+    sums.address() + (first * size_of::<f64>()) as u64
 }
 
 /// The instances.

@@ -9,7 +9,7 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{
     column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_columns,
     unwritten_plain,
@@ -25,10 +25,10 @@ const OP: &str = "swiglu";
 /// See [`Swiglu`].
 pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("h", op.h)?;
-    held.weight(op.weight, op.h.rows)?;
-    held.groups(op.groups)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("h", op.h)?;
+    buffers.weight(op.weight, op.h.rows)?;
+    buffers.groups(op.groups)?;
     let num_sms = cuda.device().info().num_sms;
     if let Some(rows) = Rows::choose(&op, num_sms) {
         return rows.run(cuda, &op);
@@ -136,7 +136,7 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
     let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
     let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
     let kernel = device.kernel(&plain_spec())?;
-    // SAFETY: `Held` held h to `[rows, 2f]` and weights and groups to `rows`, and `a` was made `[rows, f]` and is not yet shared;
+    // SAFETY: `BufferCheck` held h to `[rows, 2f]` and weights and groups to `rows`, and `a` was made `[rows, f]` and is not yet shared;
     // the flags say the types.
     unsafe {
         kernel.launch(
@@ -250,7 +250,7 @@ impl Rows {
             &by_segments,
             &self.segments,
         ];
-        // SAFETY: `Held` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the caller made what is
+        // SAFETY: `BufferCheck` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the caller made what is
         // written for these sizes and rules, and has not yet shared it.
         unsafe { kernel.launch(launch, &args) }
     }
@@ -351,10 +351,10 @@ impl RowsCols {
             &(rows as i32),
             &(f as i32),
             &(self.capacity as i32),
-            &(column_stride(self.codec.rule(), f) as u32),
+            &(column_stride(self.codec.scale_kind(), f) as u32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
-        // SAFETY: the map is that of h, which `Held` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
+        // SAFETY: the map is that of h, which `BufferCheck` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
         // `rows`; the planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
         let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane)));

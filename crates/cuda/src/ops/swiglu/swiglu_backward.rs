@@ -11,24 +11,24 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
-use nibble_core::{BlockScaled, DType, Error, Operand, Result, Scales};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
 
 /// See [`SwigluBackward`].
 pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.operand("h", op.h)?;
-    held.tensor("da", op.da)?;
-    held.weight(op.weight, op.da.rows)?;
-    held.groups(op.groups)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.operand("h", op.h)?;
+    buffers.tensor("da", op.da)?;
+    buffers.weight(op.weight, op.da.rows)?;
+    buffers.groups(op.groups)?;
     if let Operand::Block(h) = op.h
         && h.axis != BlockAxis::Row
     {
@@ -108,7 +108,7 @@ fn fused_spec(source: Source, rule: ScaleRule) -> KernelSpec {
 }
 
 fn parts_spec() -> KernelSpec {
-    KernelSpec { source: "kernels/swiglu/add_parts.cuh", name: "nib::add_parts", args: vec![] }
+    KernelSpec { source: "kernels/swiglu/add_partial_sums.cuh", name: "nib::add_partial_sums", args: vec![] }
 }
 
 /// A launch of the kernel that writes everything.
@@ -157,10 +157,7 @@ impl Fused {
         let no_scales = None::<&Buffer<u8>>;
         let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
             Operand::Plain(h) => (bf16_tiles(OP, h)?, &no_scales),
-            Operand::Block(h) => match &h.scales {
-                Scales::E8m0(scales) => (code_tiles(h)?, scales.get()),
-                Scales::F32(_) => return Err(Error::shape(OP, "h.scales", "F32", "E8M0: h is MXFP4")),
-            },
+            Operand::Block(h) => (code_tiles(h)?, h.e8m0_scales(OP)?.get()),
         };
         let da = bf16_tiles(OP, op.da)?;
         let [dh_col_tiles, a_tiles] = [turned_tiles(&dh_cols)?, turned_tiles(&a)?];
@@ -193,7 +190,7 @@ impl Fused {
             &(self.capacity as i32),
             &Divider::by((f / TILE) as u32),
         ];
-        // SAFETY: `Held` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
+        // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
         // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
         let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts) };
@@ -201,7 +198,7 @@ impl Fused {
         Ok(SwigluGrads {
             dh: emitted(dh_rows, dh_cols, dh_counts),
             a: Some(emitted(None, a, a_counts)),
-            dweight: Buf::new(add_parts(device, &parts, rows, f / TILE)?),
+            dweight: Buf::new(add_partial_sums(device, &parts, rows, f / TILE)?),
         })
     }
 }
@@ -225,7 +222,12 @@ fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
 const PARTS_THREADS: usize = 256;
 
 /// The gate weights' gradients from those of the parts, `[parts][rows]`.
-fn add_parts(device: &Device, parts: &Buffer<f32>, rows: usize, num_parts: usize) -> Result<Buffer<f32>> {
+fn add_partial_sums(
+    device: &Device,
+    parts: &Buffer<f32>,
+    rows: usize,
+    num_parts: usize,
+) -> Result<Buffer<f32>> {
     let dweight = device.alloc::<f32>(rows)?;
     let ctas = rows.div_ceil(PARTS_THREADS) as u32;
     let launch = Launch { ctas, threads: PARTS_THREADS as u32, cluster: 1, shared_bytes: 0 };
@@ -282,7 +284,7 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>, to: Emit) -> Resu
         let args: [&dyn KernelArg; 13] =
             [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
         let kernel = device.kernel(&plain_spec(bf16))?;
-        // SAFETY: `Held` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
+        // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
         // the flags say the types, and the instance is for them and f.
         // What is written was made for these sizes and is not yet shared.
         unsafe { kernel.launch(launch, &args) }?;

@@ -3,9 +3,9 @@
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
-use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::products::gemm::Output;
+use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result};
@@ -24,10 +24,10 @@ const NATS_THREADS: u32 = 512;
 pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<CrossEntropyOut<Cuda>> {
     const OP: &str = "cross_entropy";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("logits", op.logits)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("logits", op.logits)?;
     let (rows, vocab) = op.logits.shape();
-    let targets = held.values("targets", op.targets, rows)?;
+    let targets = buffers.values("targets", op.targets, rows)?;
     let device = cuda.device();
     let loss = device.alloc::<f32>(rows)?;
     let bad_ids = device.counters(1)?;
@@ -48,7 +48,7 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
 
 /// How a row is divided, by the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct EntropyConfig {
     /// Lanes of a cta; those of a row's ctas are 1024.
     lanes: usize,
     /// Neighbouring lanes of a thread.
@@ -57,7 +57,7 @@ struct Config {
     groups: usize,
 }
 
-impl Config {
+impl EntropyConfig {
     /// As few ctas a row as leave each multiprocessor three of them; eight of a long one.
     fn choose(vocab: usize) -> Self {
         let fits = |lanes: &usize| Self::part_bytes(*lanes, vocab) <= PART_BYTES;
@@ -129,7 +129,7 @@ impl Rows<'_> {
             return Ok(());
         }
         let device = logits.device();
-        let config = Config::choose(vocab);
+        let config = EntropyConfig::choose(vocab);
         let launch = config.launch(op, rows, vocab, device.info().shared_bytes_per_cta)?;
         let vocab = vocab as i32;
         let kernel = device.kernel(&config.spec())?;
@@ -170,7 +170,7 @@ const VOCABULARIES: [usize; 7] = [17_407, 17_408, 35_839, 35_840, 71_679, 71_680
 pub(crate) fn instances() -> Vec<Instance> {
     let mut instances = vec![Instance { spec: nats_spec(), shared_bytes: 0 }];
     for vocab in VOCABULARIES {
-        let config = Config::choose(vocab);
+        let config = EntropyConfig::choose(vocab);
         let instance = Instance { spec: config.spec(), shared_bytes: config.shared_bytes(vocab) };
         match instances.iter_mut().find(|known| known.spec == instance.spec) {
             Some(known) => known.shared_bytes = known.shared_bytes.max(instance.shared_bytes),
@@ -180,6 +180,16 @@ pub(crate) fn instances() -> Vec<Instance> {
     instances
 }
 
+/// Of every instance, for the longest rows that it is chosen for.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |vocab| {
+        let config = EntropyConfig::choose(vocab);
+        let expression = format!("nib::cross_entropy_shared_bytes<{}>({vocab})", config.lanes);
+        SharedSize { source: SOURCE, expression, bytes: config.shared_bytes(vocab) }
+    };
+    [1, 1025].into_iter().chain(VOCABULARIES).map(of).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -187,7 +197,7 @@ mod tests {
     #[test]
     fn three_ctas_fit_a_multiprocessor_unless_rows_are_very_long() {
         let of = |vocab| {
-            let config = Config::choose(vocab);
+            let config = EntropyConfig::choose(vocab);
             assert!(instances().iter().any(|instance| instance.spec == config.spec()), "{vocab}");
             (config.lanes, config.wide, config.groups)
         };
@@ -202,15 +212,16 @@ mod tests {
             (151_936, (128, 1, 4)),
         ] {
             assert_eq!(of(vocab), config, "{vocab}");
-            let (chosen, reserved, all) = (Config::choose(vocab), 1024, 228 << 10);
-            let held = all / (chosen.shared_bytes(vocab) + reserved);
-            assert!(held >= if vocab < 100_000 { 3 } else { 2 }, "{vocab}: {held}");
+            let (chosen, reserved, all) = (EntropyConfig::choose(vocab), 1024, 228 << 10);
+            let ctas = all / (chosen.shared_bytes(vocab) + reserved);
+            assert!(ctas >= if vocab < 100_000 { 3 } else { 2 }, "{vocab}: {ctas}");
         }
     }
 
     #[test]
     fn rows_that_no_cluster_holds_are_refused() {
-        let launch = |rows, vocab: usize| Config::choose(vocab).launch("cross_entropy", rows, vocab, 232_448);
+        let launch =
+            |rows, vocab: usize| EntropyConfig::choose(vocab).launch("cross_entropy", rows, vocab, 232_448);
         assert_eq!(launch(10, 151_936).unwrap().ctas, 80);
         assert_eq!(launch(10, 262_144).unwrap().threads, 512);
         assert!(launch(1, 1 << 20).unwrap_err().to_string().contains("columns of logits"));

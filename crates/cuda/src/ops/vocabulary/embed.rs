@@ -5,9 +5,9 @@ use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::held::Held;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::plain::row_tree;
-use crate::ops::routing::permute::type_name;
+use crate::ops::planes::type_name;
 use crate::ops::routing::plan_permute::plan_permute;
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, PlanPermute};
@@ -46,9 +46,9 @@ fn launch(ctas: usize) -> Launch {
 pub(crate) fn embed(cuda: &Cuda, op: Embed<'_, Cuda>) -> Result<EmbedOut<Cuda>> {
     const OP: &str = "embed";
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("table", op.table)?;
-    let ids = held.buffer("ids", op.ids)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("table", op.table)?;
+    let ids = buffers.buffer("ids", op.ids)?;
     let (device, table) = (cuda.device(), op.table.f32(OP, "table")?.get());
     let bad_ids = device.counters(1)?;
     let data = match op.dtype {
@@ -81,7 +81,7 @@ fn look_up<T: Plain>(
     let [tasks_arg, units, vocab, d] = [tasks, units, vocab, d].map(|n| n as u32);
     let by_units = Divider::by(units);
     let kernel = device.kernel(&spec("nib::embed", Some(op.dtype), count))?;
-    // SAFETY: `Held` held the table to `[vocab, d]`, with which ids are compared; x has a row for each id.
+    // SAFETY: `BufferCheck` held the table to `[vocab, d]`, with which ids are compared; x has a row for each id.
     unsafe {
         kernel.launch(
             launch(tasks.div_ceil(UNITS_PER_CTA)),
@@ -163,10 +163,10 @@ pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result
     if op.shards == 0 {
         return Err(Error::shape(OP, "shards", 0, "at least 1"));
     }
-    let held = Held::by(OP, cuda);
-    held.tensor("dy", op.dy)?;
-    held.tensor("grad", op.grad)?;
-    let ids = held.values("ids", op.ids, op.dy.rows)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("dy", op.dy)?;
+    buffers.tensor("grad", op.grad)?;
+    let ids = buffers.values("ids", op.ids, op.dy.rows)?;
     let (tokens, d) = op.dy.shape();
     let (vocab, grad_type) = (op.grad.rows / op.shards, op.grad.dtype());
     if tokens == 0 || d == 0 || vocab == 0 {
@@ -233,7 +233,7 @@ impl<'a> Tasks<'a> {
         let sums = device.kernel(&spec("nib::embed_sums", Some(dtype), count))?;
         let close = device.kernel(&spec("nib::embed_close", None, count))?;
         let [d_arg, blocks_arg, close_arg] = [d, blocks, close_blocks].map(|n| n as u32);
-        // SAFETY: `check` and `Held` held dy to a row a token and grad to a row a key, of d values each; the tasks were made of the same
+        // SAFETY: `check` and `BufferCheck` held dy to a row a token and grad to a row a key, of d values each; the tasks were made of the same
         // tokens and keys; the rows of `partial` that they name are below a 32nd of the tokens, rounded up.
         unsafe {
             sums.launch(

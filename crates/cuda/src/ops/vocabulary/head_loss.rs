@@ -6,8 +6,8 @@ use crate::backend::Buf;
 use crate::jit::KernelSpec;
 use crate::launch::Launch;
 use crate::ops::Instance;
+use crate::ops::buffer_check::BufferCheck;
 use crate::ops::convert::quantize::quantize_counting;
-use crate::ops::held::Held;
 use crate::ops::products::gemm::Output;
 use crate::ops::products::product::{Product, Ragged, Target};
 use crate::{Buffer, Cuda};
@@ -27,11 +27,11 @@ const ROUNDED_PER_CTA: usize = 1024;
 /// See [`HeadLoss`].
 pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
     op.check()?;
-    let held = Held::by(OP, cuda);
-    held.tensor("x", op.x)?;
-    held.operand("w", op.w)?;
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.operand("w", op.w)?;
     let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
-    let targets = held.values("targets", op.targets, tokens)?;
+    let targets = buffers.values("targets", op.targets, tokens)?;
     if tokens > i32::MAX as usize {
         return Err(Error::shape(OP, "tokens", tokens, "below 2^31"));
     }
@@ -200,9 +200,9 @@ impl Gradients {
         chunks: &[HeadLossChunk],
         block: usize,
     ) -> Result<Self> {
-        let held = Held::by(OP, cuda);
-        held.operand("wt", grad.wt)?;
-        held.tensor("dw", grad.dw)?;
+        let buffers = BufferCheck::by(OP, cuda);
+        buffers.operand("wt", grad.wt)?;
+        buffers.tensor("dw", grad.dw)?;
         let ((tokens, d), dtype) = (x.shape(), x.dtype());
         let is_cut = chunks.iter().any(|chunk| !chunk.is_last);
         let apart = is_cut && grad.dw.dtype() == DType::Bf16;

@@ -5,13 +5,14 @@ use super::cross_entropy::Rows;
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
-use crate::ops::Instance;
 use crate::ops::products::gemm::Output;
+use crate::ops::{Instance, SharedSize};
 use nibble_core::Result;
 
 const THREADS: u32 = 512;
 /// The device's `HeadRoom`.
 const ROOM_BYTES: usize = 272;
+const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 /// Elements that a cta's part of a row is a multiple of.
 const UNIT: usize = 8;
 /// Ctas a row, at most.
@@ -21,14 +22,14 @@ const SHORTEST: usize = 4096;
 
 /// How a row is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Config {
+struct HeadRowsConfig {
     /// Ctas that take a row.
     cluster: usize,
     /// Elements of each.
     part: usize,
 }
 
-impl Config {
+impl HeadRowsConfig {
     /// As few ctas a row as hold two rows at once; none for a vocabulary that this kernel does not take.
     fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
         if vocab < SHORTEST || !vocab.is_multiple_of(UNIT) || vocab > i32::MAX as usize {
@@ -64,7 +65,7 @@ pub(crate) fn run(
     };
     let whole = logits.len() == count * rows.vocab && loss.len() == count && rows.bad_ids.len() == 1;
     let fits = (1..=i32::MAX as usize).contains(&count);
-    match Config::choose(rows.vocab, device.info().shared_bytes_per_cta).filter(|_| whole && fits) {
+    match HeadRowsConfig::choose(rows.vocab, device.info().shared_bytes_per_cta).filter(|_| whole && fits) {
         None => rows.run(logits, loss, dlogits),
         Some(config) => {
             let kernel = device.kernel(&spec(config.cluster))?;
@@ -85,12 +86,22 @@ pub(crate) fn run(
 
 fn spec(cluster: usize) -> KernelSpec {
     let args = vec![("kCluster", TemplateArg::Int(cluster as i64))];
-    KernelSpec { source: "kernels/vocabulary/head_rows.cuh", name: "nib::head_rows", args }
+    KernelSpec { source: SOURCE, name: "nib::head_rows", args }
 }
 
 /// The instances built for it, with the shared memory of the longest rows that a cluster takes.
 pub(crate) fn instances() -> Vec<Instance> {
     CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
+}
+
+/// Of a short row, and of a long one.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let of = |part| {
+        let config = HeadRowsConfig { cluster: 1, part };
+        let expression = format!("nib::head_rows_shared_bytes({part})");
+        SharedSize { source: SOURCE, expression, bytes: config.shared_bytes() }
+    };
+    [UNIT, SHORTEST, 7 * SHORTEST].map(of).to_vec()
 }
 
 #[cfg(test)]
@@ -99,7 +110,7 @@ mod tests {
 
     #[test]
     fn rows_are_divided_among_as_few_ctas_as_hold_them() {
-        let of = |vocab| Config::choose(vocab, 232_448).map(|config| (config.cluster, config.part));
+        let of = |vocab| HeadRowsConfig::choose(vocab, 232_448).map(|config| (config.cluster, config.part));
         assert_eq!(of(4096), Some((1, 4096)));
         assert_eq!(of(32_768), Some((2, 16_384)));
         assert_eq!(of(50_304), Some((2, 25_152)));

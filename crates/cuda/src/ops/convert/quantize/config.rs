@@ -90,8 +90,8 @@ impl Variant {
     /// rounded stochastically and transformed; weights are F32.
     fn all() -> impl Iterator<Item = Self> {
         let formats = [
-            (Format::Mxfp4, Element::E2m1, ScaleKind::E8m0),
-            (Format::E4m3, Element::E4m3, ScaleKind::E8m0),
+            (Format::Mxfp4, Element::E2m1, ScaleKind::E8M0),
+            (Format::E4m3, Element::E4m3, ScaleKind::E8M0),
             (Format::E4m3, Element::E4m3, ScaleKind::F32),
         ];
         let inputs = [
@@ -227,6 +227,8 @@ fn element_type(element: Element) -> TemplateArg {
         Element::E2m1 => "nib::E2m1",
         Element::E4m3 => "nib::E4m3",
         Element::E5m2 => "nib::E5m2",
+        // `check_format` lets none of the formats in that have these.
+        Element::E2m3 | Element::E3m2 | Element::Int8 | Element::S1p2 => "nib::Unknown",
     })
 }
 
@@ -259,10 +261,7 @@ impl RowScales {
 
 /// The kernel that brings scales to their places.
 pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
-    let stored = match kind {
-        ScaleKind::E8m0 => "nib::u8",
-        ScaleKind::F32 => "float",
-    };
+    let stored = if kind == ScaleKind::F32 { "float" } else { "nib::u8" };
     let args = vec![("Stored", TemplateArg::Type(stored))];
     KernelSpec { source: "kernels/convert/quantize_cols.cuh", name: "nib::transpose_scales", args }
 }
@@ -297,7 +296,7 @@ impl Desc {
     }
 
     pub fn kind(&self) -> ScaleKind {
-        self.codec.rule().kind()
+        self.codec.scale_kind()
     }
 
     /// What the kernels can take beyond what the operation's own check lets in.
@@ -468,7 +467,7 @@ pub fn instances() -> Vec<Instance> {
         }
     }
     all.extend(
-        [ScaleKind::E8m0, ScaleKind::F32]
+        [ScaleKind::E8M0, ScaleKind::F32]
             .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
     );
     for input in [DType::Bf16, DType::F32] {

@@ -8,9 +8,9 @@
 // in the order of columns, a store of that byte would cost as much as one of a whole line of codes.
 #pragma once
 #include "formats/e8m0.cuh"
+#include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
 #include "pieces/convert/lift.cuh"
-#include "math/reduce.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 

@@ -4,7 +4,7 @@
 
 namespace nib {
 
-__global__ void __launch_bounds__(256) add_parts(const float* __restrict__ parts, float* __restrict__ sums, int rows, int num_parts) {
+__global__ void __launch_bounds__(256) add_partial_sums(const float* __restrict__ parts, float* __restrict__ sums, int rows, int num_parts) {
     const int row = blockIdx.x * 256 + threadIdx.x;
     if (row >= rows) return;
     float sum = 0.0f;

@@ -1,19 +1,20 @@
 //! What operations borrow: buffers of the lengths that follow from their shapes, on the operation's own device.
 
+use super::planes::check_format;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::{Buffer, Device};
-use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Scales, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Tensor};
 
 /// Holds the buffers of an operation to their lengths and to its device, before a kernel is told of them: their fields are
 /// public, so that a shape may claim what a buffer does not have. Errors name the argument.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Held<'d> {
+pub(super) struct BufferCheck<'d> {
     op: &'static str,
     device: &'d Device,
 }
 
-impl<'d> Held<'d> {
+impl<'d> BufferCheck<'d> {
     pub fn by(op: &'static str, cuda: &'d Cuda) -> Self {
         Self { op, device: cuda.device() }
     }
@@ -67,12 +68,8 @@ impl<'d> Held<'d> {
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
         let code_bytes = BlockScaled::<Cuda>::code_bytes(x.format, x.axis, x.rows, x.cols);
         self.part(argument, "bytes of codes", &x.codes, code_bytes)?;
-        let (lines, blocks) = x.shape_of_scales();
-        let num_scales = x.scale_layout.len(lines, blocks, x.rule.kind().bytes());
-        match &x.scales {
-            Scales::E8m0(scales) => self.part(argument, "scales", scales, num_scales).map(drop),
-            Scales::F32(scales) => self.part(argument, "scales", scales, num_scales).map(drop),
-        }
+        check_format(self.op, x.format)?;
+        self.part(argument, "bytes of scales", &x.scales, x.scale_bytes()).map(drop)
     }
 
     /// Either.

@@ -7,7 +7,7 @@
 namespace nib {
 
 /// Eight neighbours from index `at` on, as F32; zeros from the `left`-th on.
-__device__ __forceinline__ F32::Eight load_either(const u8* from, bool is_bf16, u64 at, int left) {
+__device__ __forceinline__ F32::Eight load_f32_or_bf16(const u8* from, bool is_bf16, u64 at, int left) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (!is_bf16) return whole ? F32::load<true>(from + at * 4, 8) : F32::load<false>(from + at * 4, left);
     const Bf16::Eight x = whole ? Bf16::load<true>(from + at * 2, 8) : Bf16::load<false>(from + at * 2, left);
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4 to_bf16(const F32::Eight& x) {
 }
 
 /// Stores as many of eight neighbours as are left, rounded to nearest even.
-__device__ __forceinline__ void store_either(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
+__device__ __forceinline__ void store_f32_or_bf16(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (is_bf16) {
         const uint4 v = to_bf16(x);

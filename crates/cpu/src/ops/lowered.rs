@@ -1,0 +1,200 @@
+//! Products of formats that the engine has no codes for. Their codes times the scales of their blocks are exact BF16 numbers, so they are
+//! multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
+
+use super::gemm::{down_rows, view};
+use super::quantize::spec::Decoder;
+use crate::Cpu;
+use crate::gemm;
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScalePlane};
+use nibble_core::{BlockScaled, Operand, Result};
+use rayon::prelude::*;
+
+/// An operand as the engine takes it.
+pub(super) enum Side<'a> {
+    /// As it is.
+    AsIs(&'a Operand<Cpu>),
+    /// As BF16.
+    Lowered(Lowered),
+}
+
+/// A quantized operand as BF16, in the order of its codes.
+pub(super) struct Lowered {
+    values: Vec<bf16>,
+    /// Values of a line, along which the contraction runs.
+    len: usize,
+    /// Where there are F32 scales on either side: those of this one.
+    scales: Option<Apart>,
+}
+
+/// F32 scales `[lines][blocks]`, as bytes.
+struct Apart {
+    bytes: Vec<u8>,
+    block: usize,
+    blocks: usize,
+}
+
+/// Both sides of a product, whose contraction runs along the lines that are stored.
+pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> Result<(Side<'a>, Side<'a>)> {
+    let (Operand::Block(x), Operand::Block(y)) = (a, b) else {
+        return Ok((Side::AsIs(a), Side::AsIs(b)));
+    };
+    if has_codes(x) && has_codes(y) {
+        return Ok((Side::AsIs(a), Side::AsIs(b)));
+    }
+    let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
+    let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
+    let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
+        (true, len) => x.format.spec().block.min(len.next_multiple_of(2)),
+        (false, len) => len.next_multiple_of(2),
+    };
+    let apart = (of_tensor || of_blocks).then_some(block.max(2));
+    Ok((Side::Lowered(lower(cpu, x, apart)?), Side::Lowered(lower(cpu, y, apart)?)))
+}
+
+/// Whether the engine reads the codes themselves: of a known element, every line and block of whole bytes and pairs.
+fn has_codes(q: &BlockScaled<Cpu>) -> bool {
+    gemm_element(q).is_some() && (q.format.spec().code_bits == 8 || line_len(q).is_multiple_of(2))
+}
+
+/// The element of codes that the engine reads.
+pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
+    let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
+    let blocks = q.format.spec().block.is_multiple_of(2);
+    let element = q.format.spec().element.filter(|_| one_number && blocks);
+    element.filter(|element| matches!(element, Element::E2m1 | Element::E4m3 | Element::E5m2))
+}
+
+fn line_len(q: &BlockScaled<Cpu>) -> usize {
+    if q.axis == BlockAxis::Col { q.rows } else { q.cols }
+}
+
+fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowered> {
+    let (decoder, len) = (Decoder::of(q)?, line_len(q));
+    let down = q.axis == BlockAxis::Col;
+    let lines = if down { q.cols } else { q.rows };
+    let place = |line: usize, k: usize| if down { (k, line) } else { (line, k) };
+    let mut values = vec![bf16::ZERO; lines * len];
+    cpu.pool().install(|| {
+        values.par_chunks_mut(len.max(1)).enumerate().for_each(|(line, out)| {
+            for (k, out) in out.iter_mut().enumerate() {
+                let (row, col) = place(line, k);
+                *out = bf16::from_f32(decoder.exact(row, col));
+            }
+        });
+    });
+    let scales = apart.map(|block| {
+        let blocks = len.div_ceil(block);
+        let at = |i: usize| place(i / blocks, i % blocks * block);
+        let scale = |i: usize| decoder.beside(at(i).0, at(i).1);
+        Apart { bytes: (0..lines * blocks).flat_map(|i| scale(i).to_le_bytes()).collect(), block, blocks }
+    });
+    Ok(Lowered { values, len, scales })
+}
+
+impl Lowered {
+    /// From line `first` on.
+    fn view(&self, first: usize) -> gemm::Operand<'_> {
+        let rows = gemm::Operand::rows(gemm::Data::Bf16(&self.values), self.len).at(first * self.len);
+        match &self.scales {
+            Some(Apart { bytes, block, blocks }) => {
+                let plane = ScalePlane { kind: ScaleKind::F32, bytes };
+                rows.scaled(gemm::Scales::rows(plane, *block, *blocks).at(first * blocks))
+            }
+            None => rows,
+        }
+    }
+}
+
+impl Side<'_> {
+    /// An operand whose contraction runs along its rows, from row `first` on.
+    pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::Operand<'_>> {
+        match self {
+            Self::AsIs(x) => view(op, x, first),
+            Self::Lowered(x) => Ok(x.view(first)),
+        }
+    }
+
+    /// An operand whose contraction runs down its rows.
+    pub fn down_rows(&self, op: &'static str) -> Result<gemm::Operand<'_>> {
+        match self {
+            Self::AsIs(x) => down_rows(op, x),
+            Self::Lowered(x) => Ok(x.view(0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_core::formats::{Codec, Format, Rounding};
+    use nibble_core::ops::{Dequantize, Gemm, Planes, Quantize};
+    use nibble_core::{DType, Tensor};
+
+    fn matrix(cpu: &Cpu, rows: usize, cols: usize, seed: usize) -> Tensor<Cpu> {
+        let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0;
+        let x: Vec<f32> = (0..rows * cols).map(value).collect();
+        Tensor::from_f32(cpu, &x, rows, cols).unwrap()
+    }
+
+    fn decoded(cpu: &Cpu, q: &Operand<Cpu>) -> Vec<f64> {
+        let x = Dequantize { x: q.block("test").unwrap(), dtype: DType::F32 }.run(cpu).unwrap();
+        x.to_f32_vec(cpu).unwrap().into_iter().map(f64::from).collect()
+    }
+
+    /// Every format and rule that may be multiplied with itself, weights as well: the product of the decoded values, in F64, on every
+    /// instruction set and the specification with the same bits.
+    #[test]
+    fn products_of_every_format_are_those_of_the_decoded_values() {
+        let backends = [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()];
+        for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
+            for &rule in format.spec().rules {
+                // A contraction that ends inside a block, where the format allows it.
+                let k = if format.spec().ragged { 147 } else { 160 };
+                let (m, n) = (37, 19);
+                let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
+                let mut all: Vec<Vec<f32>> = Vec::new();
+                for cpu in &backends {
+                    let planes = |x: Tensor<Cpu>, planes| Quantize::new(&x, codec, planes).run(cpu).unwrap();
+                    let a = planes(matrix(cpu, m, k, 1), Planes::Rows).take_rows("test").unwrap();
+                    let weight = if format.spec().ragged { Planes::Tiles } else { Planes::Rows };
+                    let b = planes(matrix(cpu, n, k, 2), weight).take_rows("test").unwrap();
+                    let y = Gemm { a: &a, b: &b, out: DType::F32 }.run(cpu).unwrap();
+                    let got = y.to_f32_vec(cpu).unwrap();
+                    let (a, b) = (decoded(cpu, &a), decoded(cpu, &b));
+                    for (i, got) in got.iter().enumerate() {
+                        let terms = || (0..k).map(|j| a[i / n * k + j] * b[i % n * k + j]);
+                        let (want, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                        let error = (f64::from(*got) - want).abs();
+                        assert!(error <= 1e-6 * size, "{format} {rule} {i}: {got}, not {want}");
+                    }
+                    all.push(got);
+                }
+                assert_eq!(all[0], all[1], "{format} {rule}");
+            }
+        }
+    }
+
+    /// The transposed plane of a weight holds the transposed matrix, of each of a stack, within what two quantizations differ by.
+    #[test]
+    fn weights_have_both_planes_in_every_format() {
+        let cpu = Cpu::new(2).unwrap();
+        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
+            let (stack, n, k) = if format.spec().ragged { (2, 36, 50) } else { (2, 64, 96) };
+            let codec =
+                Codec::new(format, format.spec().default_rule().unwrap(), Rounding::NearestEven).unwrap();
+            let x = matrix(&cpu, stack * n, k, 3);
+            let made = Quantize { stack, ..Quantize::new(&x, codec, Planes::Tiles) }.run(&cpu).unwrap();
+            let (upright, turned) = (made.take_rows("test").unwrap(), made.cols.clone().unwrap());
+            assert_eq!((turned.rows(), turned.cols()), (stack * k, n), "{format}");
+            let (up, across) = (decoded(&cpu, &upright), decoded(&cpu, &turned));
+            for (i, value) in up.iter().enumerate() {
+                let (matrix, row, col) = (i / k / n, i / k % n, i % k);
+                let other = across[(matrix * k + col) * n + row];
+                let bound = if format.spec().code_bits == 4 { 0.8 } else { 0.3 };
+                let same = !format.spec().tiles || *value == other;
+                assert!(same && (value - other).abs() <= bound, "{format} {i}: {value} and {other}");
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! How much of the host's memory this process may have, as Linux tells it: of the machine's, and of what its control groups are
+//! allowed. What the system would drop to make room, cached files above all, is free.
+
+use nibble_core::Room;
+use std::path::{Path, PathBuf};
+
+/// Bytes of this machine's memory, where the system says.
+pub(crate) fn machine_bytes() -> Option<usize> {
+    kib(Path::new("/proc/meminfo"), "MemTotal:")
+}
+
+/// The memory of this process, where the system says.
+pub(crate) fn of_this_process() -> Option<Room> {
+    below(Path::new("/"))
+}
+
+/// The same of a system whose files lie below `root`.
+fn below(root: &Path) -> Option<Room> {
+    let meminfo = root.join("proc/meminfo");
+    let (total_bytes, available) = (kib(&meminfo, "MemTotal:")?, kib(&meminfo, "MemAvailable:")?);
+    let own = kib(&root.join("proc/self/status"), "RssAnon:").unwrap_or(0);
+    let others_bytes = total_bytes.saturating_sub(available).saturating_sub(own);
+    let machine = Room { total_bytes, others_bytes };
+    let limits = groups(root).into_iter().filter_map(|group| group.room(own));
+    // A group without a limit says one that is beyond the machine.
+    let limits = limits.filter(|room| room.total_bytes < total_bytes);
+    std::iter::once(machine).chain(limits).min_by_key(Room::bytes)
+}
+
+/// A control group with a limit on memory.
+struct Group {
+    dir: PathBuf,
+    /// Its files' names: limit, use, and in `memory.stat` the cached files'.
+    names: [&'static str; 4],
+}
+
+const VERSION_2: [&str; 4] = ["memory.max", "memory.current", "inactive_file", "active_file"];
+const VERSION_1: [&str; 4] =
+    ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"];
+
+impl Group {
+    fn room(&self, own: usize) -> Option<Room> {
+        let [limit, usage, inactive, active] = self.names;
+        let number = |name: &str| std::fs::read_to_string(self.dir.join(name)).ok()?.trim().parse().ok();
+        let (total_bytes, used): (usize, usize) = (number(limit)?, number(usage)?);
+        let stat = std::fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
+        let cached = |name: &str| -> usize {
+            let of_line = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok();
+            stat.lines().find_map(of_line).unwrap_or(0)
+        };
+        let others_bytes =
+            used.saturating_sub(cached(inactive)).saturating_sub(cached(active)).saturating_sub(own);
+        Some(Room { total_bytes, others_bytes })
+    }
+}
+
+/// The groups that this process is in, up to the topmost.
+fn groups(root: &Path) -> Vec<Group> {
+    let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mut groups = Vec::new();
+    // `0::/path` in version 2, `4:memory:/path` in version 1.
+    for line in text.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (mount, names) = match controllers {
+            "" => ("sys/fs/cgroup", VERSION_2),
+            list if list.split(',').any(|name| name == "memory") => ("sys/fs/cgroup/memory", VERSION_1),
+            _ => continue,
+        };
+        let ancestors = Path::new(path.trim_start_matches('/')).ancestors();
+        groups.extend(ancestors.map(|part| Group { dir: root.join(mount).join(part), names }));
+    }
+    groups
+}
+
+/// Bytes of a line `KEY  123 kB`.
+fn kib(path: &Path, key: &str) -> Option<usize> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: usize = 1 << 30;
+
+    /// A machine of 64 GiB of which 40 are available, and a process with 4 GiB of its own; with more files.
+    fn machine(files: &[(&str, &str)]) -> Option<Room> {
+        let root = tempfile::tempdir().unwrap();
+        let common = [
+            ("proc/meminfo", "MemTotal:       67108864 kB\nMemFree: 1 kB\nMemAvailable:   41943040 kB\n"),
+            ("proc/self/status", "Name:\tnibble\nVmRSS:\t 5242880 kB\nRssAnon:\t 4194304 kB\n"),
+        ];
+        for (name, text) in common.iter().chain(files) {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        below(root.path())
+    }
+
+    fn room(total: usize, others: usize) -> Option<Room> {
+        Some(Room { total_bytes: total * GIB, others_bytes: others * GIB })
+    }
+
+    #[test]
+    fn what_others_hold_of_a_machine_is_not_to_be_had() {
+        assert_eq!(machine(&[]), room(64, 20));
+        assert_eq!(machine(&[]).unwrap().bytes(), 44 * GIB);
+        assert_eq!(below(Path::new("/nowhere")), None);
+    }
+
+    #[test]
+    fn the_tightest_control_group_counts() {
+        let ten = "10737418240\n";
+        // Version 2: 32 GiB for a slice, no limit for the service in it.
+        let slice = [
+            ("proc/self/cgroup", "0::/user.slice/run.service\n"),
+            ("sys/fs/cgroup/user.slice/run.service/memory.max", "max\n"),
+            ("sys/fs/cgroup/user.slice/run.service/memory.current", ten),
+            ("sys/fs/cgroup/user.slice/memory.max", "34359738368\n"),
+            ("sys/fs/cgroup/user.slice/memory.current", ten),
+            (
+                "sys/fs/cgroup/user.slice/memory.stat",
+                "anon 5\ninactive_file 2147483648\nactive_file 1073741824\n",
+            ),
+        ];
+        // 10 GiB in use, 3 of them cached files and 4 this process's.
+        assert_eq!(machine(&slice), room(32, 3));
+        // Version 1, where a group without a limit has a very large one.
+        let dir = "sys/fs/cgroup/memory/job";
+        let (limit, usage, stat) = (
+            format!("{dir}/memory.limit_in_bytes"),
+            format!("{dir}/memory.usage_in_bytes"),
+            format!("{dir}/memory.stat"),
+        );
+        let group = |limited| {
+            machine(&[
+                ("proc/self/cgroup", "5:devices:/\n4:cpu,memory:/job\n0::/\n"),
+                (&limit, limited),
+                (&usage, ten),
+                (&stat, "inactive_file 9\ntotal_inactive_file 1073741824\ntotal_active_file 0\n"),
+            ])
+        };
+        assert_eq!(group("21474836480\n"), room(20, 5));
+        assert_eq!(group("9223372036854771712\n"), room(64, 20));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn this_machine_says_something_sensible() {
+        let room = of_this_process().unwrap();
+        assert!(0 < room.bytes() && room.total_bytes <= machine_bytes().unwrap(), "{room:?}");
+    }
+}

@@ -1,0 +1,24 @@
+// Many tensors in one launch: a list among its arguments, each with ctas of its own.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib {
+
+constexpr int kListedTensors = 72;  // the arguments of a launch have 4 KiB
+
+/// The tensor that this cta belongs to: the last whose first cta is not behind it. They are in order, and `count` of them are there.
+template <typename List>
+__device__ __forceinline__ u32 tensor_of_cta(const List& list) {
+    u32 low = 0, high = u32(list.count);
+#pragma unroll 1
+    while (high - low > 1) {
+        const u32 middle = (low + high) / 2;
+        if (list.tensor[middle].first_cta <= blockIdx.x)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+}  // namespace nib

@@ -1,0 +1,174 @@
+// What the kernels that quantize down the columns have in common: a square of 128 x 128 fetched, its scales, its codes turned and stored.
+#pragma once
+#include "formats/bf16.cuh"
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "formats/rounding.cuh"
+#include "math/reduce.cuh"
+#include "pieces/convert/column_tile.cuh"
+#include "pieces/convert/row_codes.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+template <class In, class E, bool kF32Scales>
+struct alignas(16) ColumnShared {
+    static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
+    u8 input[kTile][kTile * In::kBytes];
+    ColumnTile tile;
+    ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
+    float inverse[kBlocks][kTile];   // of columns, see inverse_place
+    u32 maxima[8][In::kWords * 16];  // of each warp's rows
+    u32 total[3];
+};
+
+/// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
+__device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
+
+/// Which of kRows rows count, one a bit, of a warp's 2 · kRows from `first` on: lanes 0 to 15 have the first of them.
+template <int kRows>
+__device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
+    const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
+    const bool counts = row < rows && (row_id == nullptr || __ldg(row_id + row) >= 0);
+    return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
+}
+
+/// Fetches kRows rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
+/// all in flight. Rows whose bit in `counted` is 0 are zeros and not read.
+template <class In, int kRows>
+__device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+#pragma unroll
+        for (int part = 0; part < In::kBytes / 2; ++part)
+            ptx::copy_16_async(mine + j * kTile * In::kBytes + part * 16, from + part * 16, counted >> j & 1);
+        from += row_bytes;
+    }
+}
+
+/// The largest magnitude of each of eight columns over the sixteen rows of a warp.
+template <class In>
+__device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typename In::Eight (&in)[8]) {
+    typename In::Magnitudes largest = In::magnitudes(in[0]);
+#pragma unroll
+    for (int j = 1; j < 8; ++j) {
+        const auto m = In::magnitudes(in[j]);
+#pragma unroll
+        for (int i = 0; i < In::kWords; ++i) largest.word[i] = In::larger(largest.word[i], m.word[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < In::kWords; ++i)
+        largest.word[i] = In::larger(largest.word[i], __shfl_xor_sync(kAllLanes, largest.word[i], 16));
+    return largest;
+}
+
+/// The scales of eight rows over a panel, or over each 32 columns of it: of one row (lanes 2r and 2r + 1 of sixteen), or of
+/// two (lane r of four has those of rows 2r and 2r + 1).
+template <class In, class E, bool kF32Scales>
+struct RowScales {
+    static constexpr int kHeld = E::kBlock == kTile ? 1 : 2;
+    BlockScale<ScaleOf<kF32Scales>> scale[kHeld];
+    u32 amax[kHeld];
+
+    RowScales() = default;
+    __device__ __forceinline__ RowScales(const typename In::Eight (&in)[8], int lane, PowerRule rule) {
+        In::row_maxima_of_eight(in, lane, amax);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) scale[i] = scale_of<E, kF32Scales>(amax[i], rule);
+    }
+
+    /// Of row j of the eight.
+    __device__ __forceinline__ float inverse_of(int j, int lane) const {
+        if constexpr (kHeld == 1) return __shfl_sync(kAllLanes, scale[0].inverse, (lane & 16) | j * 2);
+        return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
+    }
+
+    /// Puts them to those of the square, from these eight rows on, and counts. `present`: whether this thread's columns exist.
+    template <class Round>
+    __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
+        if (kHeld == 1 && lane % 2 != 0) return;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            of_square[kHeld == 1 ? 0 : lane / 4 % 4][first_row + (kHeld == 1 ? lane / 2 % 8 : lane % 4 * 2 + i)] = scale[i].stored;
+            if (kHeld == 2 && !present) continue;
+            if constexpr (!Round::kDraws)
+                tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax[i]), scale[i].inverse));
+            tally.non_finite += scale[i].is_nan();
+        }
+    }
+};
+
+/// Eight rows of eight columns to columns, in their place of a tile. Two codes a byte: the four bytes of a column take half a slot.
+__device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
+    // Half-words, bytes, then nibbles change places across the diagonal.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 a = codes[i], b = codes[i + 4];
+        codes[i] = __byte_perm(a, b, 0x5410);
+        codes[i + 4] = __byte_perm(a, b, 0x7632);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1) {
+        const u32 a = codes[i], b = codes[i + 2];
+        codes[i] = __byte_perm(a, b, 0x6240);
+        codes[i + 2] = __byte_perm(a, b, 0x7351);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        const u32 a = codes[i], b = codes[i + 1];
+        codes[i] = (a & 0x0F0F0F0F) | (b << 4 & 0xF0F0F0F0);
+        codes[i + 1] = (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ptx::store_4(place + i * kTile, codes[i]);
+}
+
+__device__ __forceinline__ void turn_codes(const uint2 (&codes)[8], u8* place) {
+    u32 of[2][8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) of[0][j] = codes[j].x, of[1][j] = codes[j].y;
+    turn_8x8(of, place);
+}
+
+/// Zeros in place of the codes of column i of eight.
+__device__ __forceinline__ void clear_column(u32 (&codes)[8], int i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) codes[j] &= ~(0xFu << (4 * i));
+}
+__device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        u32& four = i < 4 ? codes[j].x : codes[j].y;
+        four &= ~(0xFFu << (i % 4 * 8));
+    }
+}
+
+/// Stores the first `left` bytes, a multiple of 16, of as many lines of a turned tile as exist; `to` is where line 0 belongs.
+/// With kTally, counts the blocks of E that hold a non-zero code.
+template <class E, bool kTally, int kThreads, class Tile>
+__device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
+    constexpr int kLines = kThreads / 8;  // at a time
+    const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
+    if (chunk * 16 >= left) lines = 0;
+    to += first_line * line_bytes + chunk * 16;
+#pragma unroll
+    for (int line = 0; line < kTile; line += kLines) {
+        const uint4 v = tile.chunk(first_line + line, chunk);
+        const bool present = first_line + line < lines;
+        if (present) ptx::store_16(to, v);
+        to += kLines * line_bytes;
+        if constexpr (kTally) {
+            const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
+            const u32 lanes = __ballot_sync(kAllLanes, any);
+            // A chunk is a block of 32 codes of four bits; a line, one of 128 of eight.
+            if constexpr (E::kCodeBits == 4) {
+                tally.non_zero += any;
+            } else {
+                tally.non_zero += chunk == 0 && (lanes >> (lane & 24) & 0xFF) != 0;
+            }
+        }
+    }
+}
+
+}  // namespace nib

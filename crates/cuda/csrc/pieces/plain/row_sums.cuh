@@ -1,0 +1,97 @@
+// Rows of F32 summed by the tree over neighbours within a cta.
+#pragma once
+#include "formats/plain.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+constexpr int kTreeThreads = 256;
+constexpr int kTreeQuads = 32;                         // threads side by side
+constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // threads below each other
+constexpr int kTreeEach = 8;                           // rows a thread sums, so many loads in flight
+constexpr int kTreeRows = kTreeSlots * kTreeEach;      // rows at a time
+constexpr int kTreeLevels = 20;                        // 2^26 rows at most
+constexpr int kGroupRows = 256;
+
+/// Shared memory of `close_rows`.
+template <int kCount>
+struct TreeRoom {
+    float part[kTreeSlots][kTreeQuads * kCount];
+    float stack[kTreeLevels][kTreeQuads * kCount];
+};
+
+/// The tree over up to eight neighbours, each the sum of `each` rows from row `first` on, of which there are `rows`.
+template <int kCount>
+__device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u32 each, u32 rows) {
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+        for (int i = 0; i + step < 8; i += 2 * step)
+            if (first + (i + step) * each < rows)
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) x[i][k] += x[i + step][k];
+}
+
+/// The sum of `rows` rows (one at least) of kCount columns from `x` on, which the 32 threads of each slot have side by side. Every thread of
+/// the cta comes here; those of the first warp get the sums. `present`: whether the thread's columns are there.
+template <int kCount>
+__device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, bool present, TreeRoom<kCount>& room, float (&sum)[kCount]) {
+    using Row = Few<F32, kCount>;
+    static_assert(kTreeSlots == 8 && kTreeEach == 8);
+    const u32 slot = threadIdx.x / kTreeQuads, at = threadIdx.x % kTreeQuads * kCount;
+    const u32 groups = (rows + kTreeRows - 1) / kTreeRows;
+#pragma unroll 1
+    for (u32 group = 0; group < groups; ++group) {
+        const u32 first = group * kTreeRows + slot * kTreeEach;
+        float own[8][kCount] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (present && first + i < rows) {
+                const Row row = Row::load_written(x + (first + i) * cols);
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) own[i][k] = row.value(k);
+            }
+        close_eight(own, first, 1, rows);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) room.part[slot][at + k] = own[0][k];
+        __syncthreads();
+        if (slot == 0) {
+            float node[8][kCount];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
+            close_eight(node, group * kTreeRows, kTreeEach, rows);
+            // As a binary counter carries: a sum waits on its level for its neighbour to the right.
+            int level = 0;
+            for (u32 carry = group; carry & 1; carry >>= 1, ++level)
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) node[0][k] = room.stack[level][at + k] + node[0][k];
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) room.stack[level][at + k] = node[0][k];
+        }
+        __syncthreads();
+    }
+    if (slot != 0) return;
+    int level = __ffs(int(groups)) - 1;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sum[k] = room.stack[level][at + k];
+    for (u32 rest = groups >> (level + 1); rest != 0; rest >>= 1) {
+        ++level;
+        if (rest & 1)
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) sum[k] = room.stack[level][at + k] + sum[k];
+    }
+}
+
+/// Adds to kCount numbers.
+template <int kCount>
+__device__ __forceinline__ void add_to(float* to, const float (&sum)[kCount]) {
+    const Few<F32, kCount> old = Few<F32, kCount>::load_written(to);
+    float value[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) value[k] = old.value(k) + sum[k];
+    Few<F32, kCount>::from_f32(value).store(to);
+}
+
+}  // namespace nib

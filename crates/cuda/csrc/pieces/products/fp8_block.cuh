@@ -1,0 +1,506 @@
+// Products of E4M3 blocks: the ring of stages in shared memory, who fills it, and who multiplies, scales and stores.
+#pragma once
+#include "pieces/products/grouped_store.cuh"
+
+namespace nib {
+
+constexpr int kBlockK = 128;  // one promotion a stage, and one block of scales
+
+/// Whose are the scales of B: a whole tile's 128 columns of D (rows of B) share one, as weights do; strips of 32, as columns made of
+/// MXFP4 rows do; or each has its own, a power of two or any F32.
+enum class ScalesOfB { kTile, kStrips, kPowers, kFloats };
+constexpr int kStrips = 4;
+__host__ __device__ constexpr bool by_column(ScalesOfB of) { return of == ScalesOfB::kPowers || of == ScalesOfB::kFloats; }
+__host__ __device__ constexpr int columns_a_scale(ScalesOfB of) {
+    return by_column(of) ? 1 : of == ScalesOfB::kTile ? kBlockN : kBlockN / kStrips;
+}
+__host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(of) ? 3 : 2; }
+
+/// Scales of columns lie in the order of the accumulators: first those of a warp's every fourth lane from 0 on, columns 8j and 8j + 1, then
+/// those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in different banks. Powers
+/// of two as BF16: what a lane reads of shared memory, the tensor cores wait for.
+__host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
+__host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
+
+template <int kStages, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, class Out>
+struct SharedLayout {
+    u8 a[kStages][kBlockM * kBlockK];
+    u8 b[kStages][kBlockN * kBlockK];
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
+    alignas(16) float scale_a[kStages][kBlockM];                         // times B's scale, where that is one for the whole tile
+    alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
+    Tile tile[kStages];           // valid in the first stage of a tile
+    ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+
+    /// Whether a stage holds two blocks of tiles of one wave: the second's rows of A after the first's, then its rows of B.
+    static constexpr bool kPairs = false;
+    static constexpr int kSecondA = kWaveRows * kBlockK, kSecondB = 2 * kSecondA;
+};
+
+/// Fills the ring with codes. One warp.
+template <Ragged kRagged, int kStages, int kCluster, class Shared>
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, const TensorMap& map_b, const Groups& groups) {
+    constexpr int kSlice = kBlockM / kCluster;
+    const int rank = kCluster == 1 ? 0 : int(ptx::cluster_cta_rank());
+    produce<kRagged, kStages, kCluster, kBlockK>(
+        shared, groups, [&](u32 stage, ptx::Barrier& full, const Tile& tile, int k, int slices) {
+            if (rank < slices)
+                load_shared_by_cluster<kCluster>(shared.a[stage] + rank * kSlice * kBlockK, map_a, full, k, tile.row_a + rank * kSlice);
+            ptx::tma_load(shared.b[stage], map_b, full, k, tile.row_b);
+        });
+}
+
+/// Four neighbouring rows' scales, for four blocks: as few and as wide loads as their layout allows. A row's bytes come kWidth at a
+/// time, 4, or 8 of which half are for later.
+template <int kWidth>
+struct FourRows {
+    enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
+    static constexpr int kAhead = 4;
+
+    /// There are `rows` rows.
+    __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
+        const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
+        // A row's bytes, or its four F32, begin on a multiple of their size.
+        const u32 odd = scales.row_stride | u32(first_block);
+        if (by_block)
+            layout_ = scales.is_f32 ? kF32ByBlock : kBytesByBlock;
+        else if (by_row && odd % 4 == 0 && scales.is_f32)
+            layout_ = kF32ByRow;
+        else if (by_row && odd % kWidth == 0 && !scales.is_f32)
+            layout_ = kBytesByRow;
+        else if (by_row && !scales.is_f32 && u32(rows) * scales.row_stride % 4 == 0)
+            layout_ = kBytesByOddRow;
+        else
+            layout_ = kScattered;
+    }
+
+    /// The same, of a layout that is known.
+    __device__ __forceinline__ FourRows(const Scales& scales, int rows, Layout layout)
+        : scales_(scales), rows_(rows), layout_(layout) {}
+
+    __device__ __forceinline__ Layout layout() const { return layout_; }
+
+    /// From `row` on, which is a multiple of 4: blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts
+    /// from the tile's first.
+    __device__ __forceinline__ void load(int row, int block, int from, int last) {
+        const u8* const bytes = static_cast<const u8*>(scales_.values);
+        const u32* const words = static_cast<const u32*>(scales_.values);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 r = min(row + i, rows_ - 1);
+            // Where blocks lie one after the other, rows are padded to 16 bytes.
+            const u32 padded = min(u32(row), scales_.block_stride - 4);
+            const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
+                const u32 first = r * scales_.row_stride + block;
+                if constexpr (kWidth == 4) {
+                    raw_[i][0] = layout_ == kBytesByRow ? __ldg(words + first / 4) : four_bytes(words, first);
+                } else if (from % 8 != 0) {
+                    raw_[i][0] = later_[i];
+                } else if (layout_ == kBytesByRow) {
+                    const uint2 eight = __ldg(reinterpret_cast<const uint2*>(bytes + first));
+                    raw_[i][0] = eight.x;
+                    later_[i] = eight.y;
+                } else {
+                    // Eight bytes that begin anywhere in a word, and end before the plane does.
+                    u32 three[3];
+#pragma unroll
+                    for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
+                    raw_[i][0] = __funnelshift_r(three[0], three[1], first % 4 * 8);
+                    later_[i] = __funnelshift_r(three[1], three[2], first % 4 * 8);
+                }
+            } else if (layout_ == kBytesByBlock) {
+                raw_[i][0] = __ldg(reinterpret_cast<const u32*>(bytes + at));
+            } else if (layout_ == kF32ByRow || layout_ == kF32ByBlock) {
+                const u32 four = layout_ == kF32ByRow ? r * scales_.row_stride + block : at;
+                const uint4 v = __ldg(reinterpret_cast<const uint4*>(words + four));
+                raw_[i][0] = v.x, raw_[i][1] = v.y, raw_[i][2] = v.z, raw_[i][3] = v.w;
+            } else {
+#pragma unroll
+                for (int ahead = 0; ahead < kAhead; ++ahead) raw_[i][ahead] = scales_.load(r, min(block + ahead, last));
+            }
+        }
+    }
+
+    /// The rows' scales of the `ahead`-th block.
+    __device__ __forceinline__ float4 scales(int ahead) const {
+        if (layout_ == kBytesByBlock) {
+            const u32 four = raw_[ahead][0];
+            return {e8m0_decode(four & 255), e8m0_decode(four >> 8 & 255), e8m0_decode(four >> 16 & 255),
+                    e8m0_decode(four >> 24)};
+        }
+        if (layout_ == kF32ByBlock)
+            return {__uint_as_float(raw_[ahead][0]), __uint_as_float(raw_[ahead][1]), __uint_as_float(raw_[ahead][2]),
+                    __uint_as_float(raw_[ahead][3])};
+        const auto of = [&](int i) {
+            if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) return e8m0_decode(raw_[i][0] >> (8 * ahead) & 255);
+            return scales_.decode(raw_[i][ahead]);
+        };
+        return {of(0), of(1), of(2), of(3)};
+    }
+
+  private:
+    /// Four bytes that begin anywhere in a word, or what there is of them before the plane's end.
+    __device__ __forceinline__ u32 four_bytes(const u32* words, u32 first) const {
+        const u32 end = min(first / 4 + 1, u32(rows_) * scales_.row_stride / 4 - 1);
+        return __funnelshift_r(__ldg(words + first / 4), __ldg(words + end), first % 4 * 8);
+    }
+
+    const Scales& scales_;
+    int rows_;
+    Layout layout_;
+    u32 raw_[4][kAhead];
+    u32 later_[4];
+};
+
+/// Four columns' scales, from `column` on, to where lanes want them.
+template <ScalesOfB kScalesB>
+__device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 four) {
+    constexpr int kLane = lane_words(kScalesB);
+    u32* const to = scale_b + column % 8 / 2 * (kLane + 4) + column / 8 * (kLane / 16);
+    const u32 of[4] = {__float_as_uint(four.x), __float_as_uint(four.y), __float_as_uint(four.z), __float_as_uint(four.w)};
+    if constexpr (kScalesB == ScalesOfB::kPowers) {
+        to[0] = __byte_perm(of[0], of[1], 0x7632);
+        to[kLane + 4] = __byte_perm(of[2], of[3], 0x7632);
+    } else {
+        *reinterpret_cast<uint2*>(to) = {of[0], of[1]};
+        *reinterpret_cast<uint2*>(to + kLane + 4) = {of[2], of[3]};
+    }
+}
+
+/// Fetches the scales, four stages at a time; `thread` counts within the scale warps: the first 64 threads have four rows of A each, the
+/// next 32, with a scale a column, four columns of B; or else a few of the first have B's.
+template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
+__device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
+                                             const Groups& groups, int thread) {
+    constexpr int kAhead = FourRows<8>::kAhead;
+    constexpr int kSharedB = columns_a_scale(kScalesB);
+    const bool of_a = !by_column(kScalesB) || thread < kBlockM / 4;
+    const int slot = of_a ? thread * 4 : thread * 4 - kBlockM;
+    const int rows = of_a ? groups.m : kRagged == Ragged::kRows ? groups.n * groups.count : groups.n;
+    // A group's matrix has its own rows of shared scales.
+    const int rows_b = ceil_div(groups.n, kSharedB);
+    Schedule<kRagged, kBlockM, kCluster> schedule(groups);
+    Ring<kStages> ring;
+    Tile tile;
+    const auto deliver = [&] {
+        __syncwarp();
+        if (ptx::lane_idx() == 0) ptx::barrier_arrive(shared.full[ring.stage]);
+        ring.advance();
+    };
+    while (schedule.take(tile)) {
+        const int first = tile.k / kBlockK, blocks = ceil_div(tile.len_k, kBlockK), last = first + blocks - 1;
+        if (blocks == 0) {
+            ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+            deliver();
+        }
+        const int group = kRagged == Ragged::kRows ? (tile.row_b - tile.col_d) / groups.n : 0;
+        const auto row_b = [&](int strip) { return group * rows_b + min(tile.col_d / kSharedB + strip, rows_b - 1); };
+        FourRows<8> mine(of_a ? scales_a : scales_b, rows, first);
+        for (int from = 0; from < blocks; from += kAhead) {
+            mine.load((of_a ? tile.row_a : tile.row_b) + slot, first + from, from, last);
+            u32 of_b[kScalesB == ScalesOfB::kTile ? kAhead : 1];
+            if constexpr (kScalesB == ScalesOfB::kTile) {
+#pragma unroll
+                for (int ahead = 0; ahead < kAhead; ++ahead) of_b[ahead] = scales_b.load(row_b(0), min(first + from + ahead, last));
+            } else if constexpr (kScalesB == ScalesOfB::kStrips) {
+                of_b[0] = 0;
+                if (thread < kAhead * kStrips)
+                    of_b[0] = scales_b.load(row_b(thread % kStrips), min(first + from + thread / kStrips, last));
+            }
+#pragma unroll
+            for (int ahead = 0; ahead < kAhead; ++ahead) {
+                if (from + ahead >= blocks) break;
+                float4 four = mine.scales(ahead);
+                if constexpr (kScalesB == ScalesOfB::kTile) {
+                    const float b = scales_b.decode(of_b[ahead]);
+                    four = {four.x * b, four.y * b, four.z * b, four.w * b};
+                }
+                ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+                if (of_a)
+                    *reinterpret_cast<float4*>(shared.scale_a[ring.stage] + slot) = four;
+                else
+                    put_columns<kScalesB>(shared.scale_b[ring.stage], slot, four);
+                if constexpr (kScalesB == ScalesOfB::kStrips) {
+                    if (thread / kStrips == ahead) shared.scale_b[ring.stage][thread % kStrips] = __float_as_uint(scales_b.decode(of_b[0]));
+                }
+                deliver();
+            }
+        }
+    }
+    ptx::barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
+    deliver();
+}
+
+/// Starts the product of one 64-row wave of a stage: four wgmma over its 128 of K. `a` and `b` are the low halves of the
+/// tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
+__device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
+    ptx::wgmma_pin(partial);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 32; ++step)
+        ptx::wgmma_m64n128k32_e4m3(partial, ptx::wgmma_descriptor(a + 2 * step), ptx::wgmma_descriptor(b + 2 * step),
+                                   step != 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_pin(partial);
+}
+
+/// Waits for it.
+__device__ __forceinline__ void finish(float (&partial)[64]) {
+    ptx::wgmma_wait();
+    ptx::wgmma_pin(partial);
+}
+
+/// What multiplies a lane's partial sums of one wave: of its two rows, and of its 32 columns, unless the rows' have those in them. A
+/// scale a column costs a multiplication an element more, and loads of which half are made while the product is computed: the
+/// tensor cores leave shared memory little time for others.
+template <ScalesOfB kScalesB>
+struct Promotion {
+    static constexpr int kVectors = lane_words(kScalesB) / 4, kFetched = kVectors / 2;
+    float rows[2];
+    float4 strips;
+    const uint4* columns;
+    uint4 next[kFetched];
+
+    template <class Shared>
+    __device__ __forceinline__ void read(const Shared& shared, u32 stage, int row) {
+        rows[0] = shared.scale_a[stage][row];
+        rows[1] = shared.scale_a[stage][row + 8];
+        const uint4* const of_b = reinterpret_cast<const uint4*>(shared.scale_b[stage]);
+        if constexpr (kScalesB == ScalesOfB::kStrips) strips = *reinterpret_cast<const float4*>(of_b);
+        if constexpr (by_column(kScalesB)) columns = of_b + ptx::lane_idx() % 4 * (kVectors + 1);
+    }
+
+    /// Under a product.
+    __device__ __forceinline__ void fetch() {
+        if constexpr (by_column(kScalesB)) {
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) next[i] = columns[i];
+        }
+    }
+
+    /// total = fma(scales, partial, total).
+    __device__ __forceinline__ void add(float (&total)[64], float (&partial)[64]) {
+        if constexpr (kScalesB == ScalesOfB::kTile) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) total[i] = __fmaf_rn(rows[i / 2 % 2], partial[i], total[i]);
+        } else if constexpr (kScalesB == ScalesOfB::kStrips) {
+            const float strip[kStrips] = {strips.x, strips.y, strips.z, strips.w};
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+                const float scale = rows[i / 2 % 2] * strip[i / 16];
+                total[i] = __fmaf_rn(scale, partial[i], total[i]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i) {
+                const uint4 four = next[i % kFetched];
+                if (i + kFetched < kVectors) next[i % kFetched] = columns[i + kFetched];
+                const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int c = 0; c < 32 / kVectors; ++c) {
+                    const u32 pair = words[c / 2 % 4];
+                    const float scale = __uint_as_float(kScalesB == ScalesOfB::kFloats ? words[c % 4]
+                                                        : c % 2 == 0                   ? pair << 16
+                                                                                       : pair & 0xFFFF0000);
+                    const int column = 32 / kVectors * i + c, at = column / 2 * 4 + column % 2;
+                    total[at] = __fmaf_rn(rows[0], partial[at] * scale, total[at]);
+                    total[at + 2] = __fmaf_rn(rows[1], partial[at + 2] * scale, total[at + 2]);
+                }
+            }
+        }
+    }
+};
+
+/// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds, bool kTransposed, class Out, class Shared>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
+    const u32 lane = ptx::lane_idx();
+    const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
+    const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
+    const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
+    constexpr int kNextWave = 2 * kWaveRows;
+    // Scales of columns leave too few registers for it: where it spills it is 8 % slower.
+    constexpr bool kUnrolled = !by_column(kScalesB);
+    constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
+    const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
+    const u32 first_b = ptx::wgmma_descriptor_low(shared_address(shared.b[0]));
+    Ring<kStages> ring;
+    bool ready = false;  // whether the ring's next stage is known to be full
+    float total[2][64];
+#pragma unroll
+    for (int wave = 0; wave < 2; ++wave)
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[wave][i] = 0.0f;
+    using Stored = Stores<kAdds, kTransposed, Out, kOutBuffers, kBoxes>;
+    // A third of a tile's parts each are stored under its last product, under the first product of the next tile, which wants the first
+    // wave's totals, and under the second; but under the last no more than there are buffers.
+    constexpr int kAll = Stored::kAll, kThird = ceil_div(kAll, 3), kLast = kOutBuffers < kThird ? kOutBuffers : kThird;
+    constexpr int kFirst = kLast + ceil_div(kAll - kLast, 2);
+    static_assert((!Stored::kLoads || (kLast >= Stored::kLeaving && kLast <= kAll - Stored::kAhead)) && kFirst >= Stored::kParts);
+    constexpr int kParts = Stored::kParts;
+    Stored stores(shared.out[warp], shared.loaded[warp], map_d);
+    const auto rows_of = [&](const Tile& tile, int part) -> Rows {
+        const int row = warp_row + part / kParts * kNextWave;
+        // What a warp adds to is a gradient, whose rows end where the matrix does.
+        const bool whole = Stored::kLoads;
+        return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
+    };
+    // Parts of a tile; `next` comes after it, if any does: nothing may be on its way to shared memory when a cta ends.
+    const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
+#pragma unroll
+        for (int part = from; part < to; ++part) {
+            // Half a short tile's parts are of rows that there are not.
+            // Nothing waits for the stores of rows that a short group does not have.
+            if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
+            stores.store(total[part / kParts], rows_of(tile, part), part);
+            constexpr int kPending = Stored::kLeaving;
+            const int later = part + Stored::kAhead;
+            if (later >= kAll && more) stores.template load<kPending>(rows_of(next, later - kAll), later - kAll);
+            if (later >= kOutBuffers && later < kAll) stores.template load<kPending>(rows_of(tile, later), later);
+        }
+    };
+    // What `store` does not ask for: the parts of a tile whose buffers are free before its first is stored.
+    const auto load = [&](const Tile& tile) {
+#pragma unroll
+        for (int part = Stored::kAhead; part < kOutBuffers; ++part)
+            stores.template load<0>(rows_of(tile, part), part);
+    };
+    const auto release = [&](u32 stage) {
+        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
+        // orders; where every thread arrives it reports nothing.
+        __syncwarp();
+        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+            if constexpr (kCluster == 1)
+                ptx::barrier_arrive(shared.empty[stage]);
+            else
+                ptx::barrier_arrive_at(shared.empty[stage], lane);
+        }
+    };
+    const auto await = [&](u32 stage) {
+        if (!ready) ptx::barrier_wait(shared.full[stage], ring.parity);
+    };
+    // From this stage to the next, which is asked for before a promotion, so that the answer is there after it.
+    const auto advance = [&](u32 stage) {
+        ring.stage = stage + 1 == kStages ? 0 : stage + 1;
+        if (stage + 1 == kStages) ring.parity ^= 1;
+        ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
+    };
+    // The tile before: what is left of it is stored under the first products of the next. Here there is none.
+    Tile before = {Stored::kNowhere};
+    stores.begin(kLast);
+#pragma unroll
+    for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
+    // What a promotion takes is read before its product, or, where the warp adds and needs the registers, after what is stored under it.
+    constexpr bool kLate = Stored::kLoads;
+    // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
+    const auto take = [&](const Tile& tile, u32 stage, bool first, bool second, bool last) {
+        if (!first) await(stage);
+        const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
+        float partial[64];
+        Promotion<kScalesB> upper, lower;
+        if (!kLate) upper.read(shared, stage, lane_row);
+        multiply(partial, a, b);
+        if (!kLate) upper.fetch();
+        if (first) store(before, kLast, kFirst, tile, true);
+        if (second) load(tile);
+        if (kLate) upper.read(shared, stage, lane_row), upper.fetch();
+        finish(partial);
+        upper.add(total[0], partial);
+        if (!kLate) lower.read(shared, stage, lane_row + kNextWave);
+        multiply(partial, a + kNextWave * kBlockK / 16, b);
+        if (!kLate) lower.fetch();
+        if (first) store(before, kFirst, kAll, tile, true);
+        if (first && last) load(tile);
+        if (last) store(tile, 0, kLast);
+        if (kLate) lower.read(shared, stage, lane_row + kNextWave), lower.fetch();
+        finish(partial);
+        if constexpr (!by_column(kScalesB)) release(stage);
+        advance(stage);
+        lower.add(total[1], partial);
+        if constexpr (by_column(kScalesB)) release(stage);
+    };
+    // The two blocks of a stage of one wave: the first is promoted under the second's product, whose sums the other wave's totals hold.
+    const auto take_pair = [&](u32 stage) {
+        const u32 a = first_a + stage * kStageA, second_a = a + Shared::kSecondA / 16, second_b = a + Shared::kSecondB / 16;
+        float partial[64];
+        Promotion<kScalesB> promotion, second;
+        promotion.read(shared, stage, lane_row), second.read(shared, stage, lane_row + kWaveRows);
+        multiply(partial, a, first_b + stage * kStageB);
+        multiply(total[1], second_a, second_b);
+        ptx::wgmma_wait_until<1>();
+        ptx::wgmma_pin(partial);
+        promotion.add(total[0], partial);
+        finish(total[1]);
+        release(stage);
+        advance(stage);
+        second.add(total[0], total[1]);
+    };
+    for (;;) {
+        await(ring.stage);
+        Tile tile = uniform(shared.tile[ring.stage]);
+        if (tile.len_k < 0) break;
+        // Nothing to add.
+        if (kAdds != Adds::kNone && tile.len_k == 0) tile.row_a = Stored::kNowhere;
+        const int blocks = ceil_div(tile.len_k, kBlockK);
+        if (tile.kept > first_row + kNextWave && blocks > 0) {
+            for (int block = 0; block < blocks;) {
+                if (kUnrolled && ring.stage == 0 && blocks - block >= kStages) {
+                    // Addresses are constants: 2 to 3 % faster.
+#pragma unroll
+                    for (int stage = 0; stage < kStages; ++stage)
+                        take(tile, stage, stage == 0 && block == 0, stage <= 1 && block + stage == 1, stage == kStages - 1 && block == blocks - kStages);
+                    block += kStages;
+                } else {
+                    take(tile, ring.stage, block == 0, block == 1, block == blocks - 1);
+                    ++block;
+                }
+            }
+        } else {
+            // At most one wave, or none.
+            store(before, kLast, kAll, tile, true);
+            load(tile);
+            const bool some = tile.kept > first_row && blocks > 0;
+            int block = 0;
+            if constexpr (Shared::kPairs) {
+                if (Shared::is_paired(tile)) {
+                    for (; block + 1 < blocks; block += 2) {
+                        if (block != 0) await(ring.stage);
+                        if (some) {
+                            take_pair(ring.stage);
+                        } else {
+                            release(ring.stage);
+                            advance(ring.stage);
+                        }
+                    }
+                    // What `take_pair` borrowed.
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) total[1][i] = 0.0f;
+                }
+            }
+            for (; block < max(blocks, 1); ++block) {
+                const u32 stage = ring.stage;
+                if (block != 0) await(stage);
+                if (some) {
+                    Promotion<kScalesB> promotion;
+                    promotion.read(shared, stage, lane_row);
+                    float partial[64];
+                    multiply(partial, first_a + stage * kStageA, first_b + stage * kStageB);
+                    promotion.fetch();
+                    finish(partial);
+                    promotion.add(total[0], partial);
+                }
+                release(stage);
+                advance(stage);
+            }
+            store(tile, 0, kLast);
+        }
+        before = tile;
+    }
+    store(before, kLast, kAll);
+    ptx::tma_store_wait_all();
+}
+
+}  // namespace nib

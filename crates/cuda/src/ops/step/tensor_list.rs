@@ -1,0 +1,98 @@
+//! Many tensors in one launch (`csrc/kernels/step/tensor_list.cuh`): a list among its arguments, each with ctas of its own.
+
+use crate::launch::KernelArg;
+use nibble_core::{Error, Result};
+use std::ffi::c_void;
+
+/// Tensors of a launch: what its arguments have room for. The kernels' `kListedTensors`.
+const LISTED: usize = 72;
+
+/// A tensor as a kernel is told of it: plain words without padding, so that every byte of it is initialised.
+///
+/// # Safety
+/// The type is `repr(C)` and has no padding.
+pub(super) unsafe trait Listed: Copy {
+    /// Says which cta of the launch is its first.
+    fn begin_at(&mut self, cta: u32);
+}
+
+/// The device's list of such tensors.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct List<T> {
+    tensor: [T; LISTED],
+    count: u64,
+}
+
+// SAFETY: the value itself, of tensors without padding (`Listed`), whose size is a multiple of the count's alignment (`LISTED` is even).
+unsafe impl<T: Listed> KernelArg for List<T> {
+    fn pointer(&self) -> *const c_void {
+        std::ptr::from_ref(self).cast()
+    }
+    fn bytes(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+/// Launches tensors, each with its number of ctas, which is not 0: as many of them at a time as a list holds. `launch` is given the list and
+/// the ctas of all of its tensors.
+pub(super) fn each_list<T: Listed>(
+    op: &'static str,
+    tensors: &[(T, usize)],
+    mut launch: impl FnMut(&List<T>, u32) -> Result<()>,
+) -> Result<()> {
+    for some in tensors.chunks(LISTED) {
+        let mut list = List { tensor: [some[0].0; LISTED], count: some.len() as u64 };
+        let mut all = 0u32;
+        for (tensor, &(given, ctas)) in list.tensor.iter_mut().zip(some) {
+            *tensor = given;
+            tensor.begin_at(all);
+            let sum = u32::try_from(ctas).ok().and_then(|ctas| all.checked_add(ctas));
+            all = sum.filter(|sum| *sum < 1 << 31).ok_or_else(|| {
+                Error::shape(op, "tensors", format!("{ctas} ctas after {all}"), "below 2^31 a launch")
+            })?;
+        }
+        launch(&list, all)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[repr(C)]
+    struct Number {
+        number: u32,
+        first: u32,
+    }
+
+    // SAFETY: two words.
+    unsafe impl Listed for Number {
+        fn begin_at(&mut self, cta: u32) {
+            self.first = cta;
+        }
+    }
+
+    #[test]
+    fn every_tensor_is_launched_once_behind_the_ctas_of_those_before_it() {
+        let tensors: Vec<_> =
+            (0..200).map(|number| (Number { number, first: 7 }, number as usize % 5 + 1)).collect();
+        let mut seen = 0;
+        each_list("test", &tensors, |list, ctas| {
+            let mut first = 0;
+            for got in &list.tensor[..list.count as usize] {
+                let (given, ctas) = tensors[seen];
+                assert_eq!(*got, Number { first, ..given });
+                (first, seen) = (first + ctas as u32, seen + 1);
+            }
+            assert_eq!(first, ctas);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(seen, 200);
+        let many = [(Number { number: 0, first: 0 }, 1 << 30); 3];
+        assert!(each_list("test", &many, |_, _| Ok(())).is_err());
+    }
+}

@@ -1,0 +1,154 @@
+//! HiFloat4: quarters to 1.75 (S1P2) in blocks of 64, under an E6M2 scale, one more octave for each eighth of the block, and another for
+//! each sixteenth. One record is four bytes: the E6M2 byte, eight bits, sixteen bits, the first share in the lowest.
+//!
+//! The scales follow from the largest magnitudes of the shares. There are two conventions. Under the rule `amax` a block of zeros has the
+//! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
+//! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
+
+use crate::block::{BlockCodec, BlockScale, Codec, amax};
+use crate::e8m0::ScaleRule;
+use crate::scale::{Scale, ScaleKind, ScaleNumber};
+use half::bf16;
+
+#[derive(Debug)]
+pub(crate) struct Hif4;
+
+/// BF16 of one seventh.
+const SEVENTH: f64 = 73.0 / 512.0;
+/// The smallest and the largest E6M2 number.
+const LEAST: f64 = 1.0 / (1u64 << 48) as f64;
+const MOST: f64 = 49152.0;
+
+impl BlockCodec for Hif4 {
+    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+        let amax = amax(x).unwrap_or(f32::NAN);
+        let wanted = if codec.rule() == ScaleRule::Cann {
+            let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
+            // Half a step above the largest number is NaN's.
+            if !(LEAST..1.625 * 32768.0).contains(&wanted) {
+                return BlockScale { record: ScaleKind::HIF4.nan(), inv: f32::NAN };
+            }
+            wanted
+        } else {
+            to_bits(f64::from(amax) * SEVENTH, 8).clamp(LEAST, MOST)
+        };
+        let byte = e6m2_byte(to_bits(wanted, 3));
+        let inv = bf16::from_f32(1.0 / ScaleNumber::E6m2.decode(byte)).to_f32();
+        let mut record = byte;
+        for (share, eighth) in x.chunks(8).enumerate() {
+            let doubled = largest(eighth, inv) >= 4.0;
+            record |= u32::from(doubled) << (8 + share);
+            let bound = if doubled { 4.0 } else { 2.0 };
+            for (half, quad) in eighth.chunks(4).enumerate() {
+                record |= u32::from(largest(quad, inv) >= bound) << (16 + 2 * share + half);
+            }
+        }
+        BlockScale { record: Scale(record), inv }
+    }
+
+    fn encode(&self, codec: &Codec, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
+        // The bits of this position alone: octaves that it has beyond E6M2's.
+        let BlockScale { record, inv } = scale;
+        let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
+        let shift = 1.0 / f64::from(1u32 << octaves);
+        let scaled = if codec.rule() == ScaleRule::Cann {
+            (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
+        } else {
+            to_odd(f64::from(x) * f64::from(inv) * shift)
+        };
+        codec.element().encode_rounded(scaled, codec.rounding(), r)
+    }
+}
+
+/// The largest magnitude of a share times `inv`, exactly.
+fn largest(x: &[f32], inv: f32) -> f64 {
+    f64::from(amax(x).unwrap_or(f32::NAN)) * f64::from(inv)
+}
+
+/// A positive number rounded to so many significant bits, ties to even.
+fn to_bits(x: f64, significant: u32) -> f64 {
+    if x <= 0.0 || !x.is_finite() {
+        return x;
+    }
+    let (bits, cut) = (x.to_bits(), 53 - significant);
+    let odd = bits >> cut & 1;
+    f64::from_bits((bits + (1 << (cut - 1)) - 1 + odd) >> cut << cut)
+}
+
+/// The byte of an E6M2 number.
+fn e6m2_byte(x: f64) -> u32 {
+    let bits = x.to_bits();
+    let exponent = (bits >> 52) as u32 + 48 - 1023;
+    exponent << 2 | (bits >> 50 & 3) as u32
+}
+
+/// A number cut to a single whose last bit is set where something was cut off, so that rounding it again rounds the number itself.
+fn to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x {
+        return nearest;
+    }
+    // Towards zero; the last bit says that there was more.
+    let beyond = f64::from(nearest).abs() > x.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(beyond)) | 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Codec, Format, Rounding, Scale, ScaleRule};
+
+    /// The block of the format's description: its scales and codes were worked out by hand.
+    fn block() -> [f32; 64] {
+        let mut x = [0.0; 64];
+        x[..16].copy_from_slice(&[
+            11.0, -3.0, 0.5, 6.5, 1.0, -2.0, 0.75, 0.1875, 4.0, -1.0, 2.5, 1.5, 3.5, 0.25, -0.25, 1.25,
+        ]);
+        x[16..24].copy_from_slice(&[0.5, -0.5, 1.75, 0.125, 0.0, -0.0, 0.0625, -0.125]);
+        x[24..32].copy_from_slice(&[7.0, -5.0, 4.5, 3.0, 2.0, 1.0, -1.5, 0.375]);
+        for i in 0..32 {
+            x[32 + i] = (i + 1) as f32 / 16.0 * if i % 2 == 0 { 1.0 } else { -1.0 };
+        }
+        x
+    }
+
+    #[test]
+    fn a_block_by_hand_under_both_conventions() {
+        let x = block();
+        let (mut here, mut cann) = ([0; 64], [0; 64]);
+        let codec = |rule, rounding| Codec::new(Format::Hif4, rule, rounding).unwrap();
+        let ours = codec(ScaleRule::Amax, Rounding::NearestAway);
+        assert_eq!(ours.quantize_block(&x, |_| 0, &mut here), (Scale(0x004D_09C2), false));
+        assert_eq!(here[..8], [7, 0xA, 0, 4, 1, 0xB, 1, 0]);
+        let values: Vec<f32> = (0..8).map(|i| ours.decode(here[i], i, Scale(0x004D_09C2))).collect();
+        assert_eq!(values, [10.5, -3.0, 0.0, 6.0, 0.75, -2.25, 0.75, 0.0]);
+        let theirs = codec(ScaleRule::Cann, Rounding::NearestEven);
+        assert_eq!(theirs.quantize_block(&x, |_| 0, &mut cann), (Scale(0x004D_09C2), false));
+        let differing: Vec<usize> = (0..64).filter(|&i| here[i] != cann[i]).collect();
+        assert_eq!(differing, [31, 34, 46, 58]);
+    }
+
+    #[test]
+    fn zeros_are_finite_here_and_not_under_the_other_convention() {
+        for (rule, marked) in [(ScaleRule::Amax, false), (ScaleRule::Cann, true)] {
+            let codec = Codec::new(Format::Hif4, rule, Rounding::NearestAway).unwrap();
+            let (scale, nonfinite) = codec.quantize_block(&[0.0; 64], |_| 0, &mut [0; 64]);
+            assert_eq!((scale, nonfinite), (Scale(if marked { 0xFF } else { 0 }), marked), "{rule}");
+        }
+    }
+
+    /// An element just above and below a tie, by less than a single can say after the multiplication.
+    #[test]
+    fn elements_are_rounded_once() {
+        let mut x = [0.0f32; 64];
+        x[0] = 7.0;
+        let codec = Codec::new(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway).unwrap();
+        let mut codes = [0; 64];
+        let (scale, _) = codec.quantize_block(&x, |_| 0, &mut codes);
+        assert_eq!(scale.0 & 0xFF, 48 << 2); // 1: values of the second eighth are multiplied by one
+        for (value, code) in [(0.125f32, 1), (0.125f32.next_down(), 0), (0.125f32.next_up(), 1)] {
+            x[8] = value;
+            codec.quantize_block(&x, |_| 0, &mut codes);
+            assert_eq!(codes[8], code, "{value:e}");
+        }
+    }
+}

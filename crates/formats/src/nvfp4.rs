@@ -1,0 +1,28 @@
+//! NVFP4: E2M1 in blocks of 16 under an E4M3 scale, under an F32 scale of the tensor or by itself.
+//!
+//! The scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so that the largest block's
+//! scale is the largest E4M3 number; of a block, amax · S/6 as E4M3, subnormals and zero included. Every operation is rounded to F32.
+
+use crate::block::{BlockCodec, BlockScale, Codec, amax};
+use crate::element::Element;
+use crate::scale::Scale;
+
+#[derive(Debug)]
+pub(crate) struct Nvfp4;
+
+impl BlockCodec for Nvfp4 {
+    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+        let tensor_inv = codec.tensor_inv();
+        let wanted = amax(x).unwrap_or(f32::NAN) * (tensor_inv * (1.0 / 6.0));
+        let byte = Element::E4m3.encode(wanted);
+        let value = Element::E4m3.decode(byte) * (1.0 / tensor_inv);
+        // A scale of zero takes what is not zero to the largest code, which decodes as zero.
+        BlockScale { record: Scale::byte(byte), inv: (1.0 / value).min(f32::MAX) }
+    }
+
+    fn tensor_scale(&self, _codec: &Codec, amax: f32) -> [f32; 2] {
+        const LARGEST: f32 = 6.0 * 448.0;
+        let inv = (LARGEST / amax).min(f32::MAX);
+        if amax == 0.0 || inv == 0.0 { [1.0, 1.0] } else { [inv, amax / LARGEST] }
+    }
+}

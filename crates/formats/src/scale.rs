@@ -1,0 +1,332 @@
+//! What a block stores beside its codes: a record of one number, or of a hierarchy of them.
+//!
+//! A record is at most four bytes. Planes of scales are bytes everywhere; only the [`ScaleKind`] knows what they mean, so that a new
+//! hierarchy is a new list of levels and nothing else.
+
+use crate::e8m0;
+use crate::element::Element;
+
+/// The record of one block, its bytes read as a little-endian number. A [`ScaleKind`] says what they mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Scale(pub u32);
+
+impl Scale {
+    /// A record of one byte.
+    pub const fn byte(byte: u8) -> Scale {
+        Scale(byte as u32)
+    }
+
+    /// A record of one single.
+    pub const fn single(value: f32) -> Scale {
+        Scale(value.to_bits())
+    }
+}
+
+/// A kind of number that scales are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleNumber {
+    /// A power of two, 2^(byte − 127); 0xFF is NaN.
+    E8m0,
+    /// An IEEE single.
+    F32,
+    /// FP8 E4M3 without its sign; 0x7F is NaN.
+    E4m3,
+    /// Six exponent bits (bias 48) and two mantissa bits, no zero, no subnormals; 0xFF is NaN.
+    E6m2,
+    /// One bit: 1 or 2.
+    Bit,
+}
+
+impl ScaleNumber {
+    /// Bits of one number.
+    pub const fn bits(self) -> u32 {
+        match self {
+            ScaleNumber::F32 => 32,
+            ScaleNumber::E8m0 | ScaleNumber::E4m3 | ScaleNumber::E6m2 => 8,
+            ScaleNumber::Bit => 1,
+        }
+    }
+
+    /// The value of a number.
+    #[inline]
+    pub const fn decode(self, bits: u32) -> f32 {
+        match self {
+            ScaleNumber::E8m0 => e8m0::decode(bits as u8),
+            ScaleNumber::F32 => f32::from_bits(bits),
+            ScaleNumber::E4m3 => Element::E4m3.decode(bits as u8),
+            ScaleNumber::E6m2 => e6m2(bits as u8),
+            ScaleNumber::Bit => (1 + (bits & 1)) as f32,
+        }
+    }
+
+    /// The bits that stand for NaN; `Bit` has none.
+    const fn nan(self) -> u32 {
+        match self {
+            ScaleNumber::F32 => f32::NAN.to_bits(),
+            ScaleNumber::E8m0 | ScaleNumber::E6m2 => 0xFF,
+            ScaleNumber::E4m3 => 0x7F,
+            ScaleNumber::Bit => 0,
+        }
+    }
+
+    /// The bits of a block of zeros: the smallest number.
+    const fn least(self) -> u32 {
+        match self {
+            ScaleNumber::F32 => f32::MIN_POSITIVE.to_bits(),
+            _ => 0,
+        }
+    }
+}
+
+/// The value of an E6M2 byte, (1 + mantissa/4) · 2^(exponent − 48); NaN for 0xFF.
+const fn e6m2(byte: u8) -> f32 {
+    if byte == 0xFF {
+        return f32::NAN;
+    }
+    let exponent = (byte >> 2) as u32 + 127 - 48;
+    f32::from_bits(exponent << 23 | ((byte & 3) as u32) << 21)
+}
+
+/// One level of a hierarchy: `count` numbers a block, each for an equal share of its values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScaleLevel {
+    /// What it is made of.
+    pub number: ScaleNumber,
+    /// Numbers in a block's record.
+    pub count: u32,
+}
+
+/// A hierarchy of scales: the levels of a block's record from its lowest bit on, and whether all blocks share one F32 besides.
+///
+/// ```
+/// use nibble_formats::{Scale, ScaleKind};
+/// // Of a block of 64 the first eight values are doubled once and the first four of them twice.
+/// let (kind, record) = (ScaleKind::HIF4, Scale(48 << 2 | 1 << 8 | 1 << 16));
+/// assert_eq!([0, 4, 8].map(|i| kind.multiplier(record, i, 64)), [4.0, 2.0, 1.0]);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScaleKind {
+    levels: &'static [ScaleLevel],
+    bytes: usize,
+    tensor: bool,
+}
+
+const fn level(number: ScaleNumber, count: u32) -> ScaleLevel {
+    ScaleLevel { number, count }
+}
+
+impl ScaleKind {
+    /// One power of two a block, a byte.
+    pub const E8M0: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E8m0, 1)]);
+    /// One single a block.
+    pub const F32: ScaleKind = ScaleKind::of(&[level(ScaleNumber::F32, 1)]);
+    /// One E4M3 number a block, a byte.
+    pub const E4M3: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E4m3, 1)]);
+    /// One E6M2 number, eight bits for an eighth of the block each, sixteen for a sixteenth each: four bytes.
+    pub const HIF4: ScaleKind = ScaleKind::of(&[
+        level(ScaleNumber::E6m2, 1),
+        level(ScaleNumber::Bit, 8),
+        level(ScaleNumber::Bit, 16),
+    ]);
+    /// Nothing of a block's own.
+    pub const NONE: ScaleKind = ScaleKind::of(&[]);
+
+    /// These levels, at most 32 bits of them.
+    pub const fn of(levels: &'static [ScaleLevel]) -> ScaleKind {
+        let (mut bits, mut i) = (0, 0);
+        while i < levels.len() {
+            bits += levels[i].number.bits() * levels[i].count;
+            i += 1;
+        }
+        assert!(bits <= 32, "a record is one word");
+        ScaleKind { levels, bytes: bits.div_ceil(8) as usize, tensor: false }
+    }
+
+    /// The same with an F32 that all blocks of a tensor share.
+    pub const fn under_tensor(self) -> ScaleKind {
+        ScaleKind { tensor: true, ..self }
+    }
+
+    /// Whether all blocks of a tensor share an F32 scale besides.
+    pub const fn has_tensor_scale(self) -> bool {
+        self.tensor
+    }
+
+    /// The levels, that of the lowest bits first.
+    pub const fn levels(self) -> &'static [ScaleLevel] {
+        self.levels
+    }
+
+    /// Bytes of a block's record.
+    #[inline]
+    pub const fn bytes(self) -> usize {
+        self.bytes
+    }
+
+    /// What the code of value `i` of a block of `block` is multiplied by, the tensor's scale aside: the product of its levels.
+    #[inline]
+    pub fn multiplier(self, record: Scale, i: usize, block: usize) -> f32 {
+        if let [ScaleLevel { number, count: 1 }] = self.levels {
+            return number.decode(record.0);
+        }
+        let (mut product, mut first_bit) = (1.0, 0);
+        for level in self.levels {
+            let bits = level.number.bits();
+            let at = first_bit + bits * (i / (block / level.count as usize)) as u32;
+            product *= level.number.decode(record.0 >> at & mask(bits));
+            first_bit += bits * level.count;
+        }
+        product
+    }
+
+    /// The record of a block that held a NaN or an infinity: its first number is NaN, the others are 0.
+    pub const fn nan(self) -> Scale {
+        match self.levels {
+            [first, ..] => Scale(first.number.nan()),
+            [] => Scale(0),
+        }
+    }
+
+    /// Whether a record marks a block that held a NaN or an infinity.
+    #[inline]
+    pub fn is_nan(self, record: Scale) -> bool {
+        self.levels
+            .first()
+            .is_some_and(|first| first.number.decode(record.0 & mask(first.number.bits())).is_nan())
+    }
+
+    /// The record of padding: every number the smallest there is.
+    pub const fn least(self) -> Scale {
+        match self.levels {
+            [first, ..] => Scale(first.number.least()),
+            [] => Scale(0),
+        }
+    }
+}
+
+/// A plane of records, for reading.
+#[derive(Clone, Copy, Debug)]
+pub struct ScalePlane<'a> {
+    /// What they are.
+    pub kind: ScaleKind,
+    /// The records, one after the other.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> ScalePlane<'a> {
+    /// Powers of two, one byte each.
+    pub const fn powers(bytes: &'a [u8]) -> Self {
+        Self { kind: ScaleKind::E8M0, bytes }
+    }
+
+    /// Records that it holds.
+    pub const fn len(self) -> usize {
+        if self.kind.bytes == 0 { 0 } else { self.bytes.len() / self.kind.bytes }
+    }
+
+    /// Whether it holds none.
+    pub const fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Record `i`.
+    #[inline(always)]
+    pub fn get(self, i: usize) -> Scale {
+        match self.kind.bytes {
+            0 => Scale(0),
+            1 => Scale::byte(self.bytes[i]),
+            bytes => {
+                let mut word = [0; 4];
+                word[..bytes].copy_from_slice(&self.bytes[i * bytes..][..bytes]);
+                Scale(u32::from_le_bytes(word))
+            }
+        }
+    }
+
+    /// What a block under record `i` is multiplied by, of a kind with one number a block.
+    #[inline(always)]
+    pub fn value(self, i: usize) -> f32 {
+        self.kind.multiplier(self.get(i), 0, 1)
+    }
+}
+
+/// A plane of records, for writing.
+#[derive(Debug)]
+pub struct ScalePlaneMut<'a> {
+    /// What they are.
+    pub kind: ScaleKind,
+    /// The records, one after the other.
+    pub bytes: &'a mut [u8],
+}
+
+impl ScalePlaneMut<'_> {
+    /// Writes record `i`.
+    #[inline(always)]
+    pub fn set(&mut self, i: usize, record: Scale) {
+        let bytes = self.kind.bytes;
+        match bytes {
+            1 => self.bytes[i] = record.0 as u8,
+            _ => self.bytes[i * bytes..][..bytes].copy_from_slice(&record.0.to_le_bytes()[..bytes]),
+        }
+    }
+
+    /// Writes the same record everywhere.
+    pub fn fill(&mut self, record: Scale) {
+        (0..self.bytes.len() / self.kind.bytes.max(1)).for_each(|i| self.set(i, record));
+    }
+}
+
+const fn mask(bits: u32) -> u32 {
+    u32::MAX >> (32 - bits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_have_the_bytes_of_their_levels() {
+        let kinds = [ScaleKind::E8M0, ScaleKind::F32, ScaleKind::E4M3, ScaleKind::HIF4, ScaleKind::NONE];
+        assert_eq!(kinds.map(ScaleKind::bytes), [1, 4, 1, 4, 0]);
+        for kind in kinds {
+            let mut plane = vec![0xAA; 3 * kind.bytes()];
+            let record = Scale(0x1234_5678 & ((1u64 << (8 * kind.bytes())) - 1) as u32);
+            ScalePlaneMut { kind, bytes: &mut plane }.set(1, record);
+            let read = ScalePlane { kind, bytes: &plane };
+            assert_eq!((read.get(1), read.len()), (record, if kind.bytes() > 0 { 3 } else { 0 }));
+            assert!(plane[..kind.bytes()].iter().chain(&plane[2 * kind.bytes()..]).all(|b| *b == 0xAA));
+            assert_eq!(kind.is_nan(kind.nan()), kind.bytes() > 0, "{kind:?}");
+            assert!(!kind.is_nan(kind.least()));
+            assert_eq!(kind.multiplier(kind.nan(), 0, 64).is_nan(), kind.bytes() > 0);
+            assert!(kind.multiplier(kind.least(), 0, 64) > 0.0 || kind == ScaleKind::E4M3);
+        }
+    }
+
+    #[test]
+    fn every_byte_of_every_number() {
+        for byte in 0..=255u8 {
+            let decode = |number: ScaleNumber| f64::from(number.decode(u32::from(byte)));
+            let nan = |value: f64, at| assert_eq!(value.is_nan(), byte == at);
+            let (power, e6m2) = (decode(ScaleNumber::E8m0), decode(ScaleNumber::E6m2));
+            nan(power, 0xFF);
+            nan(e6m2, 0xFF);
+            if byte < 0xFF {
+                assert_eq!(power, 2f64.powi(i32::from(byte) - 127));
+                assert_eq!(e6m2, (1.0 + f64::from(byte & 3) / 4.0) * 2f64.powi(i32::from(byte >> 2) - 48));
+            }
+        }
+    }
+
+    #[test]
+    fn each_bit_of_a_hierarchy_doubles_its_share_of_the_block() {
+        for (first, count) in [(8, 8), (16, 16)] {
+            for bit in 0..count {
+                let record = Scale(48 << 2 | 1 << (first + bit));
+                for i in 0..64 {
+                    let want = if i / (64 / count) == bit { 2.0 } else { 1.0 };
+                    assert_eq!(ScaleKind::HIF4.multiplier(record, i, 64), want, "bit {bit} value {i}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! FP8 under one scale a row or one a tensor, as TransformerEngine's current scaling and torchao's rows have it: values are multiplied by
+//! max/amax, and what is stored is its reciprocal. (Blocks of 128 store amax/max, which has other bits.)
+
+use crate::block::{BlockCodec, BlockScale, Codec, amax};
+use crate::e8m0::ScaleRule;
+use crate::scale::Scale;
+
+/// A scale for a whole line of codes; a row of an operand as products contract it.
+#[derive(Debug)]
+pub(crate) struct Line;
+
+impl BlockCodec for Line {
+    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+        let amax = amax(x).unwrap_or(f32::NAN);
+        if codec.rule() != ScaleRule::Amax || amax.is_nan() {
+            return codec.scale_of(amax);
+        }
+        // Divided in F64 as there, with the floor that keeps rows of zeros finite.
+        let inv = (f64::from(codec.element().max()) / f64::from(amax.max(1e-12))) as f32;
+        BlockScale { record: Scale::single(1.0 / inv), inv }
+    }
+}
+
+/// A scale for a whole tensor.
+#[derive(Debug)]
+pub(crate) struct Tensor;
+
+impl BlockCodec for Tensor {
+    fn scale(&self, codec: &Codec, _x: &[f32]) -> BlockScale {
+        BlockScale { record: Scale(0), inv: codec.tensor_inv() }
+    }
+
+    fn tensor_scale(&self, codec: &Codec, amax: f32) -> [f32; 2] {
+        if amax == 0.0 {
+            return [1.0, 1.0];
+        }
+        // f32::min would lose a NaN, which marks the tensor.
+        let inv = codec.element().max() / amax;
+        let inv = if inv == f32::INFINITY { f32::MAX } else { inv };
+        [inv, 1.0 / inv]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Codec, Format, Rounding, Scale, ScaleRule};
+
+    /// amax 3: values are multiplied by f32(448/3), and the reciprocal of that is kept, which is not f32(3/448).
+    #[test]
+    fn the_reciprocal_of_the_multiplier_is_kept() {
+        let x = [3.0, -1.5, 0.0, 1e-9];
+        let inv = 448.0f32 / 3.0;
+        let row = Codec::new(Format::E4m3Row, ScaleRule::Amax, Rounding::NearestEven).unwrap();
+        let mut codes = [0; 4];
+        assert_eq!(row.quantize_block(&x, |_| 0, &mut codes), (Scale::single(1.0 / inv), false));
+        assert_eq!(codes, [0x7E, 0xF6, 0, 0]);
+        let tensor = Codec::new(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
+        let tensor = tensor.for_tensor(tensor.tensor_amax(x.into_iter()));
+        assert_eq!(tensor.quantize_block(&x, |_| 0, &mut codes), (Scale(0), false));
+        assert_eq!((codes, tensor.tensor_scale()), ([0x7E, 0xF6, 0, 0], 1.0 / inv));
+        assert_eq!(tensor.decode(0x7E, 0, Scale(0)), 448.0 * (1.0 / inv));
+    }
+
+    #[test]
+    fn rows_may_have_powers_of_two() {
+        let row = Codec::new(Format::E5m2Row, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+        let mut codes = [0; 2];
+        let (scale, _) = row.quantize_block(&[57345.0, 1.0], |_| 0, &mut codes);
+        assert_eq!((scale, codes), (Scale::byte(128), [0x77, 0x38]));
+    }
+
+    #[test]
+    fn rows_and_tensors_of_zeros_and_of_the_smallest_numbers_stay_finite() {
+        for (format, rule) in
+            [(Format::E4m3Row, ScaleRule::Amax), (Format::E5m2Tensor, ScaleRule::TensorAmax)]
+        {
+            for least in [0.0, f32::from_bits(1)] {
+                let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
+                let codec = codec.for_tensor(codec.tensor_amax([least].into_iter()));
+                let mut codes = [0; 1];
+                let (scale, nonfinite) = codec.quantize_block(&[least], |_| 0, &mut codes);
+                assert!(!nonfinite && codec.decode(codes[0], 0, scale).is_finite(), "{format} {least:e}");
+            }
+        }
+    }
+}

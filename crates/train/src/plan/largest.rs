@@ -1,0 +1,154 @@
+//! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
+
+use super::{Prediction, in_words};
+use crate::config::{Config, ModelConfig, PlainType};
+
+/// Sizes by their keys.
+type Sizes = Vec<(&'static str, usize)>;
+
+/// Parameters of one kind.
+pub(super) struct Parameters {
+    /// What has them.
+    pub what: &'static str,
+    /// What their number is a product of.
+    pub sizes: Sizes,
+    /// How often they are there.
+    times: usize,
+}
+
+impl Parameters {
+    /// How many; none beyond 128 bits.
+    pub fn count(&self) -> Option<u128> {
+        let mut sizes = self.sizes.iter().map(|(_, size)| *size as u128);
+        sizes.try_fold(self.times as u128, u128::checked_mul)
+    }
+}
+
+/// All parameters but those of norms. Keys and values have no more heads than queries have.
+pub(super) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
+    let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
+    let (heads, head_dim) = (("model.heads", m.heads), ("model.head_dim", m.head_dim));
+    let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
+    let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
+    [
+        match m.tie_embeddings {
+            true => of("the embedding", 1, &[vocabulary, width]),
+            false => of("embedding and head", 2, &[vocabulary, width]),
+        },
+        of("attention", 4, &[layers, width, heads, head_dim]),
+        of("the shared experts", 3, &[layers, width, ("model.shared_ffn", m.shared_ffn)]),
+        of(EXPERTS, 3, &[layers, experts, width, ("model.expert_ffn", m.expert_ffn)]),
+        of("the routers", 1, &[layers, experts, width]),
+    ]
+}
+
+/// These alone are divided over ranks.
+const EXPERTS: &str = "the experts";
+
+/// `model.layers = 2, model.d_model = 64`.
+pub(super) fn listed(sizes: &[(&str, usize)]) -> String {
+    sizes.iter().map(|(key, size)| format!("{key} = {size}")).collect::<Vec<_>>().join(", ")
+}
+
+/// A part of the memory of a device.
+struct Part {
+    bytes: f64,
+    what: String,
+    sizes: Sizes,
+}
+
+/// The largest parts of what a run takes: `most of it: ...`. Without a prediction, of a run beyond counting, estimated.
+pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> String {
+    const TOLD: usize = 3;
+    let largest_first = |parts: &mut Vec<Part>| parts.sort_by(|a, b| b.bytes.total_cmp(&a.bytes));
+    let mut parts = state(config, prediction);
+    largest_first(&mut parts);
+    parts.extend(match prediction {
+        Some(prediction) => activations(config, prediction, &parts[0].sizes),
+        None => vec![estimated_activations(config)],
+    });
+    largest_first(&mut parts);
+    let all: f64 = parts.iter().map(|part| part.bytes).sum();
+    // What is small beside the rest needs no word.
+    let large = parts.into_iter().take(TOLD).filter(|part| part.bytes >= 0.05 * all);
+    let told = large
+        .map(|part| format!("{} {} ({})", part.what, in_words(part.bytes as usize), listed(&part.sizes)));
+    format!("most of it: {}", told.collect::<Vec<_>>().join("; "))
+}
+
+/// Weights, gradients and moments.
+fn state(config: &Config, prediction: Option<&Prediction>) -> Vec<Part> {
+    let width = |dtype: PlainType| if dtype == PlainType::F32 { 4.0 } else { 2.0 };
+    let each = 4.0 + width(config.train.grad_dtype) + 2.0 * width(config.train.moment_dtype);
+    let part = |kind: Parameters| {
+        let copies = prediction.map_or(1.0, |prediction| {
+            let ranks = if kind.what == EXPERTS { prediction.ranks } else { 1 };
+            prediction.ranks_of_a_device() as f64 / ranks as f64
+        });
+        let count = kind.sizes.iter().fold(kind.times as f64, |product, (_, size)| product * *size as f64);
+        let what = format!("{}, with gradients and moments,", kind.what);
+        Part { bytes: each * copies * count, what, sizes: kind.sizes }
+    };
+    parameters(&config.model).into_iter().map(part).collect()
+}
+
+/// What a forward pass keeps, by the layers that keep it, and the rest of the arena: copies of the weights, most of which are of
+/// these sizes, and more.
+fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static str, usize)]) -> Vec<Part> {
+    let (m, ranks) = (&config.model, prediction.ranks_of_a_device());
+    let [mut attention, mut shared, mut experts, mut others] = [0; 4];
+    for entry in prediction.ledger.unique() {
+        let sum = match entry.layer.as_str() {
+            layer if layer.contains(".self_attn") => &mut attention,
+            layer if layer.contains(".shared_expert") => &mut shared,
+            layer if layer.contains(".mlp") => &mut experts,
+            _ => &mut others,
+        };
+        *sum += entry.bytes;
+    }
+    let arena = prediction.memory.activations;
+    let dropped =
+        arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(attention + shared + experts + others);
+    let layers = ("model.layers", m.layers);
+    let part = |bytes: usize, what: &str, more: &[(&'static str, usize)]| Part {
+        bytes: (bytes * ranks) as f64,
+        what: what.to_owned(),
+        sizes: [&tokens(config)[..], more].concat(),
+    };
+    vec![
+        part(
+            attention,
+            "what attention keeps",
+            &[layers, ("model.heads", m.heads), ("model.head_dim", m.head_dim)],
+        ),
+        part(
+            experts,
+            "what the experts keep",
+            &[
+                layers,
+                ("model.top_k", m.top_k),
+                ("model.d_model", m.d_model),
+                ("model.expert_ffn", m.expert_ffn),
+            ],
+        ),
+        part(shared, "what the shared experts keep", &[layers, ("model.shared_ffn", m.shared_ffn)]),
+        part(others, "what norms and residuals keep", &[layers, ("model.d_model", m.d_model)]),
+        part(dropped, "copies of weights, and what a step makes and drops,", weights),
+    ]
+}
+
+/// Some BF16 tensors of every token in every layer.
+fn estimated_activations(config: &Config) -> Part {
+    let m = &config.model;
+    let [width, ffn, heads, head_dim, top_k, layers] =
+        [m.d_model, m.expert_ffn, m.heads, m.head_dim, m.top_k, m.layers].map(|size| size as f64);
+    let values = width + 4.0 * heads * head_dim + top_k * (width + 2.0 * ffn);
+    let tokens = tokens(config);
+    let bytes = 2.0 * layers * values * tokens.iter().map(|(_, size)| *size as f64).product::<f64>();
+    let more = [("model.layers", m.layers), ("model.d_model", m.d_model), ("model.top_k", m.top_k)];
+    Part { bytes, what: "activations, about".into(), sizes: [&tokens[..], &more].concat() }
+}
+
+fn tokens(config: &Config) -> [(&'static str, usize); 2] {
+    [("train.batch_size", config.train.batch_size), ("data.seq_len", config.data.seq_len)]
+}

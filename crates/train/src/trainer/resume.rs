@@ -1,0 +1,200 @@
+//! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
+//! compares its files with their checksums; the others are told which it is.
+
+use super::run::{Observer, Summary, any};
+use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun};
+use super::{checked_recipe, load_recipe};
+use crate::checkpoint::{Checkpoint, Store, latest_valid};
+use crate::config::Config;
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::metrics::read_metrics;
+use nibble_core::{Comm, Kernels, Recipe};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+/// Where a run begins, and under what.
+#[derive(Debug)]
+pub(super) struct Origin {
+    /// The run's checkpoints, open for writing: on the first rank, of a run that has begun before.
+    pub store: Option<Store>,
+    /// The checkpoint to go on from; none at the beginning.
+    pub checkpoint: Option<Checkpoint>,
+    /// A run goes on under the recipe that it began with, whatever has become of the file.
+    pub recipe: Recipe,
+    /// Those of a run that goes on: they are what it was trained on.
+    pub data: Option<Dataset>,
+}
+
+impl Origin {
+    /// Finds it. What the user asks for is compared with what the checkpoint holds before anything else is asked of the run.
+    ///
+    /// # Errors
+    /// For a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, and a configuration that
+    /// is not that of the run.
+    pub fn find<B: Kernels>(
+        b: &B,
+        comm: &dyn Comm<B>,
+        config: &Config,
+        resume: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<Self> {
+        let (store, checkpoint) = match resume {
+            true => chosen(b, comm, config, observer)?,
+            false => (None, None),
+        };
+        let Some(checkpoint) = checkpoint else {
+            return Ok(Self { store, checkpoint, recipe: checked_recipe(config)?, data: None });
+        };
+        let recipe = checkpoint.position().resolved_recipe()?;
+        let data = Dataset::of(config)?;
+        require_same(config, &recipe, &data, &checkpoint)?;
+        let then = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?.train.steps;
+        if config.train.steps > then && comm.rank() == 0 {
+            observer.note(&format!(
+                "train.steps: {then} → {}: learning rate and recipe follow the new number from here on",
+                config.train.steps
+            ));
+        }
+        Ok(Self { store, checkpoint: Some(checkpoint), recipe, data: Some(data) })
+    }
+
+    /// Breaks with what there is to say of a run that is done: every step, and the held-out loss after the last one.
+    ///
+    /// # Errors
+    /// If its metrics cannot be read; from other ranks.
+    pub fn finished<B: Kernels>(
+        &self,
+        b: &B,
+        comm: &dyn Comm<B>,
+        config: &Config,
+        observer: &mut dyn Observer,
+    ) -> Result<ControlFlow<Option<Summary>>> {
+        let Some(checkpoint) = self.checkpoint.as_ref().filter(|c| c.position().step >= config.train.steps)
+        else {
+            return Ok(ControlFlow::Continue(()));
+        };
+        let (steps, dir) = (checkpoint.position().step, PathBuf::from(&config.run.dir));
+        let mut valid_loss = None;
+        if comm.rank() == 0 {
+            let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+            valid_loss = metrics.iter().rev().filter(|m| m.step == steps).find_map(|m| m.valid_loss);
+        }
+        if !any(b, comm, valid_loss.is_some())? {
+            return Ok(ControlFlow::Continue(()));
+        }
+        let Some(valid_loss) = valid_loss else { return Ok(ControlFlow::Break(None)) };
+        observer.note(&format!(
+            "the run in {} is done, and stays as it is; for more steps set train.steps to more than {steps}",
+            dir.display()
+        ));
+        Ok(ControlFlow::Break(Some(Summary {
+            steps,
+            loss: None,
+            valid_loss: Some(valid_loss),
+            entropy: self.data.as_ref().and_then(Dataset::entropy),
+            checkpoint: Some(checkpoint.path().to_owned()),
+            picture: dir.join(PICTURE_FILE),
+            dir,
+        })))
+    }
+}
+
+/// The checkpoints of a run that has begun, open on the first rank, and the newest whole one, on every rank.
+fn chosen<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    observer: &mut dyn Observer,
+) -> Result<(Option<Store>, Option<Checkpoint>)> {
+    let (dir, first) = (Path::new(&config.run.dir), comm.rank() == 0);
+    let (mut store, mut found) = (None, None);
+    if first {
+        if has_begun(dir) {
+            // What a killed writer had moved aside is put back.
+            store = Some(Store::open(dir)?);
+        }
+        found = latest(config, observer)?;
+    }
+    if comm.world() > 1 {
+        const NONE: f64 = -1.0;
+        let step = found.as_ref().map_or(NONE, |checkpoint| checkpoint.position().step as f64);
+        let told = b.download(&comm.all_gather_f64(b, &b.upload(&[step])?)?)?;
+        let step = told.first().filter(|step| **step != NONE);
+        if let (false, Some(step)) = (first, step) {
+            found = Some(Checkpoint::open_verified(dir, *step as u64)?);
+        }
+    }
+    Ok((store, found))
+}
+
+/// The newest whole checkpoint of the run; none where it has begun and has had none yet.
+fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>> {
+    let dir = PathBuf::from(&config.run.dir);
+    let latest = latest_valid(&dir)?;
+    latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
+    if latest.checkpoint.is_none() {
+        // To begin again would overwrite what may yet be mended.
+        if !latest.rejected.is_empty() {
+            return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
+        }
+        require_nothing_to_lose(&dir, config.checkpoint.every)?;
+        observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
+    }
+    Ok(latest.checkpoint)
+}
+
+/// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
+/// more. `recipe` is the run's own.
+fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
+    let position = checkpoint.position();
+    let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;
+    let mut changes = config.changes_since(&earlier)?;
+    let (then, now) = (&position.data_sha256, &data.sha256());
+    // Another path of the same content changes nothing.
+    if then == now {
+        changes.retain(|change| !change.starts_with("data.source: "));
+    } else {
+        let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
+        changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
+    }
+    let is_of_recipe = |change: &String| change.starts_with("recipe: ");
+    if changes.iter().any(is_of_recipe) {
+        let named = load_recipe(&config.recipe)?;
+        let (name, description) = (recipe.name.clone(), recipe.description.clone());
+        if (Recipe { name, description, ..named }).to_toml() == recipe.to_toml() {
+            changes.retain(|change| !is_of_recipe(change));
+        }
+    }
+    if config.train.steps > earlier.train.steps {
+        changes.retain(|change| !change.starts_with("train.steps: "));
+    }
+    if changes.is_empty() {
+        return Ok(());
+    }
+    let why = format!(
+        "differs from that of the run to be resumed ({}): {}",
+        checkpoint.path().display(),
+        changes.join("; ")
+    );
+    Err(Error::config("configuration", why))
+}
+
+/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
+fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
+    if !has_begun(dir) {
+        let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
+        return Err(Error::config("run.dir", why));
+    }
+    let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    // One may be on its way to the disk while the steps up to the next are done.
+    if steps > 2 * every {
+        let dir = dir.display();
+        let why = format!(
+            "{dir} has metrics of {steps} steps and no checkpoint to go on from; nothing was changed"
+        );
+        return Err(Error::config("run.dir", why));
+    }
+    Ok(())
+}
