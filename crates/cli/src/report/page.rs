@@ -299,8 +299,8 @@ fn numerics(run: &Recorded) -> Markup {
         p { "Step " (thousands(last.step)) ". A block counts where it has a value that is not zero. " b { "Inexact" }
             ": a conversion from one block format to another changed a value of it. " b { "Not finite" }
             ": it held a NaN or an infinity, which ends a run. Quantizations round everywhere, so for them nothing is counted as inexact. "
-            "Blocks that saturate are not counted: under the scale rules " code { "rceil" } ", " code { "ceil" } " and " code { "amax" }
-            " no value does." }
+            "Blocks that saturate are not counted: with power-of-two scales by " code { "rceil" } " or " code { "ceil" }
+            " and with F32 scales no value does." }
         div.scroll { table {
             tr { th { "site" } th { "layers" } th { "conversion" } th.n { "blocks" } th.n { "inexact" } th.n { "worst layer" } th.n { "not finite" } }
             @for row in &rows {
