@@ -299,8 +299,8 @@ fn numerics(run: &Recorded) -> Markup {
         p { "Step " (thousands(last.step)) ". A block counts where it has a value that is not zero. " b { "Inexact" }
             ": a conversion from one block format to another changed a value of it. " b { "Not finite" }
             ": it held a NaN or an infinity, which ends a run. Quantizations round everywhere, so for them nothing is counted as inexact. "
-            "Blocks that saturate are not counted: under the scale rules " code { "rceil" } ", " code { "ceil" } " and " code { "amax" }
-            " no value does." }
+            "Blocks that saturate are not counted: with power-of-two scales by " code { "rceil" } " or " code { "ceil" }
+            " and with F32 scales no value does." }
         div.scroll { table {
             tr { th { "site" } th { "layers" } th { "conversion" } th.n { "blocks" } th.n { "inexact" } th.n { "worst layer" } th.n { "not finite" } }
             @for row in &rows {
@@ -362,6 +362,7 @@ code{font:.85em ui-monospace,monospace;overflow-wrap:anywhere}\
 pre{font:.8rem/1.4 ui-monospace,monospace;overflow-x:auto;background:#f5f7fa;padding:.7rem}\
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}\
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}\
+td code{white-space:nowrap;overflow-wrap:normal}\
 tr+tr td,tr+tr th{border-top:1px solid #edf0f4}th{font-weight:600}\
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}\
 .layers{color:#5a6472;font-weight:400;white-space:nowrap}\
