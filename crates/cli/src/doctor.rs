@@ -66,7 +66,7 @@ pub fn run(args: Args) -> Result<()> {
         let block = if spec.block == WHOLE_LINE { "line".to_owned() } else { spec.block.to_string() };
         // What has no vectorised code goes through the specification, and what has no kernel is refused.
         let cpu = if nibble_cpu::is_vectorised(format) { "vectorised" } else { "general" };
-        let gpu = if nibble_cuda::has_kernels(format) { "yes" } else { "no" };
+        let gpu = if nibble_core::ops::has_gpu_kernels(format) { "yes" } else { "no" };
         let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
         say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<10}  {gpu:<4}  {rules}");
     }

@@ -229,7 +229,7 @@ fn quantize<'d, B: Convert>(
     // The parser asks for a format unless `--back` is there.
     let format = args.format.unwrap_or(Format::Mxfp4);
     let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
-    let round = args.round.unwrap_or(format.spec().rounding);
+    let round = args.round.unwrap_or(format.rounding(rule));
     let codec = Codec::new(format, rule, round).map_err(Error::usage)?;
     if args.axis == BlockAxis::Tile && !format.spec().tiles {
         return Err(Error::usage(format!("--axis tile: {format} has no square tiles")));

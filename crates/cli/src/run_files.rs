@@ -40,11 +40,7 @@ impl RunFiles {
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;
-        let faults: Vec<String> = file
-            .unreadable
-            .into_iter()
-            .map(|line| format!("{}: line {line} is no metrics", path.display()))
-            .collect();
+        let faults = file.faults(&path, "is no metrics");
         faults.iter().for_each(|fault| eprintln!("warning: {fault}"));
         let metrics = file.metrics;
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })

@@ -3,12 +3,12 @@
 use crate::error::{Error, Result};
 use nibble_cuda::{Cuda, probe};
 
-/// Opens the first GPU that the kernels run on.
+/// Opens the first GPU that the kernels run on, if they can be compiled.
 ///
 /// # Errors
 /// A usage error that says what was found instead, if there is none; `otherwise` is what to do without one.
 pub fn open(otherwise: &str) -> Result<Cuda> {
-    match probe().usable().next() {
+    match probe().usable().next().filter(|_| probe().nvrtc.is_ok()) {
         Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),
         None => Err(Error::usage(format!(
             "this needs a Hopper GPU, and there is none to use here; {otherwise}\n{}",

@@ -1,5 +1,5 @@
 use crate::gemm::Isa;
-use crate::memory::{Arena, Memory, Words, or_out_of_room};
+use crate::memory::{Arena, Memory, Words, or_out_of_room, out_of_room};
 use crate::room;
 use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, check_range};
 use std::collections::BTreeMap;
@@ -165,7 +165,9 @@ impl Drop for Storage {
 impl<T: Plain> Buf<T> {
     /// Of unspecified contents.
     fn new(len: usize, memory: &Arc<Memory>) -> Self {
-        let bytes = len * size_of::<T>();
+        // More than can be counted is more than there is.
+        let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
+        let bytes = bytes.unwrap_or_else(|| out_of_room("the host's memory", usize::MAX));
         let storage = Storage { words: memory.take(bytes.div_ceil(8), bytes), bytes, memory: memory.clone() };
         Self { storage: Arc::new(storage), len, element: PhantomData }
     }

@@ -35,7 +35,7 @@ struct OutOfRoom {
 
 /// Leaves the operation under way. No message is printed: it is an error and no defect, only that buffers are asked for in the midst
 /// of expressions and on threads.
-fn out_of_room(place: &str, bytes: usize) -> ! {
+pub(crate) fn out_of_room(place: &str, bytes: usize) -> ! {
     std::panic::resume_unwind(Box::new(OutOfRoom { place: place.to_owned(), bytes }))
 }
 

@@ -30,26 +30,30 @@ fn below(root: &Path) -> Option<Room> {
 /// A control group with a limit on memory.
 struct Group {
     dir: PathBuf,
-    /// Its files' names: limit, use, and in `memory.stat` the cached files'.
-    names: [&'static str; 4],
+    /// Its files' names: limit and use.
+    names: [&'static str; 2],
+    /// What `memory.stat` calls that the system would drop: cached files, and in version 2 what the kernel can free of its own.
+    droppable: &'static [&'static str],
 }
 
-const VERSION_2: [&str; 4] = ["memory.max", "memory.current", "inactive_file", "active_file"];
-const VERSION_1: [&str; 4] =
-    ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"];
+type Version = ([&'static str; 2], &'static [&'static str]);
+const VERSION_2: Version =
+    (["memory.max", "memory.current"], &["inactive_file", "active_file", "slab_reclaimable"]);
+const VERSION_1: Version =
+    (["memory.limit_in_bytes", "memory.usage_in_bytes"], &["total_inactive_file", "total_active_file"]);
 
 impl Group {
     fn room(&self, own: usize) -> Option<Room> {
-        let [limit, usage, inactive, active] = self.names;
+        let [limit, usage] = self.names;
         let number = |name: &str| std::fs::read_to_string(self.dir.join(name)).ok()?.trim().parse().ok();
         let (total_bytes, used): (usize, usize) = (number(limit)?, number(usage)?);
         let stat = std::fs::read_to_string(self.dir.join("memory.stat")).unwrap_or_default();
-        let cached = |name: &str| -> usize {
-            let of_line = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok();
+        let bytes = |name: &&str| -> usize {
+            let of_line = |line: &str| line.strip_prefix(*name)?.strip_prefix(' ')?.trim().parse().ok();
             stat.lines().find_map(of_line).unwrap_or(0)
         };
-        let others_bytes =
-            used.saturating_sub(cached(inactive)).saturating_sub(cached(active)).saturating_sub(own);
+        let dropped = self.droppable.iter().map(bytes).fold(0, usize::saturating_add);
+        let others_bytes = used.saturating_sub(dropped).saturating_sub(own);
         Some(Room { total_bytes, others_bytes })
     }
 }
@@ -62,13 +66,13 @@ fn groups(root: &Path) -> Vec<Group> {
     for line in text.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (mount, names) = match controllers {
+        let (mount, (names, droppable)) = match controllers {
             "" => ("sys/fs/cgroup", VERSION_2),
             list if list.split(',').any(|name| name == "memory") => ("sys/fs/cgroup/memory", VERSION_1),
             _ => continue,
         };
         let ancestors = Path::new(path.trim_start_matches('/')).ancestors();
-        groups.extend(ancestors.map(|part| Group { dir: root.join(mount).join(part), names }));
+        groups.extend(ancestors.map(|part| Group { dir: root.join(mount).join(part), names, droppable }));
     }
     groups
 }
@@ -124,11 +128,11 @@ mod tests {
             ("sys/fs/cgroup/user.slice/memory.current", ten),
             (
                 "sys/fs/cgroup/user.slice/memory.stat",
-                "anon 5\ninactive_file 2147483648\nactive_file 1073741824\n",
+                "anon 5\ninactive_file 2147483648\nactive_file 1073741824\nslab_reclaimable 536870912\nslab 1073741824\n",
             ),
         ];
-        // 10 GiB in use, 3 of them cached files and 4 this process's.
-        assert_eq!(machine(&slice), room(32, 3));
+        // 10 GiB in use, 3 of them cached files, half a one the kernel's to free and 4 this process's.
+        assert_eq!(machine(&slice), Some(Room { total_bytes: 32 * GIB, others_bytes: 5 * GIB / 2 }));
         // Version 1, where a group without a limit has a very large one.
         let dir = "sys/fs/cgroup/memory/job";
         let (limit, usage, stat) = (

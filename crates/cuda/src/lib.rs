@@ -56,7 +56,6 @@ pub use buffer::Buffer;
 pub use device::{Device, Event, Launched};
 pub use jit::{Jit, KernelSpec};
 pub use nibble_core::{Error, Result};
-pub use ops::has_kernels;
 pub use probe::probe;
 pub use profile::OpTime;
 pub use recording::Recording;

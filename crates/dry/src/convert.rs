@@ -48,6 +48,9 @@ impl Dry {
             }
             Emit::Block { codec, planes } => (codec, planes),
         };
+        if self.is_gpu() {
+            check_on_gpu("quantize", codec.format(), planes)?;
+        }
         let stored = stored(codec);
         let capacity = rows.next_multiple_of(stored.0.column_step().max(least_block));
         let row_plane = || self.planes(stored, BlockAxis::Row, (rows, cols, 1));
@@ -166,6 +169,9 @@ impl Dry {
     pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let (rows, cols) = op.x.shape();
         if op.planes == Planes::Tiles {
+            if self.is_gpu() {
+                check_on_gpu("quantize", op.codec.format(), op.planes)?;
+            }
             let n = rows / op.stack.max(1);
             let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
             let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));

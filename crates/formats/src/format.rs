@@ -64,7 +64,7 @@ pub struct FormatSpec {
     pub block: usize,
     /// The scale rules that make sense, the default first; empty for plain formats.
     pub rules: &'static [ScaleRule],
-    /// The rounding that the format is defined with.
+    /// The rounding that the format is defined with ([`Format::rounding`] says what a rule makes of it).
     pub rounding: Rounding,
     /// Whether the last block of a contraction may be short (zero-extended).
     pub ragged: bool,
@@ -212,6 +212,14 @@ impl Format {
     /// Scales of one row of `cols` values (a short last block has one too); 0 for plain formats.
     pub const fn scales_per_row(self, cols: usize) -> usize {
         if self.is_block() { cols.div_ceil(self.spec().block) } else { 0 }
+    }
+
+    /// The rounding that the format is defined with under a rule: Ascend's convention rounds to even where HiFloat4's authors do not.
+    pub fn rounding(self, rule: ScaleRule) -> Rounding {
+        match rule {
+            ScaleRule::Cann => Rounding::NearestEven,
+            _ => self.spec().rounding,
+        }
     }
 
     /// What a block's record of scales holds under a rule.

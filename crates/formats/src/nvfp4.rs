@@ -17,11 +17,16 @@ impl BlockCodec for Nvfp4 {
         let byte = Element::E4m3.encode(wanted);
         let value = Element::E4m3.decode(byte) * (1.0 / tensor_inv);
         // A scale of zero takes what is not zero to the largest code, which decodes as zero.
-        BlockScale { record: Scale::byte(byte), inv: (1.0 / value).min(f32::MAX) }
+        // The smaller of NaN and a number would be the number.
+        let inv = if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) };
+        BlockScale { record: Scale::byte(byte), inv }
     }
 
     fn tensor_scale(&self, _codec: &Codec, amax: f32) -> [f32; 2] {
         const LARGEST: f32 = 6.0 * 448.0;
+        if amax.is_nan() {
+            return [f32::NAN, f32::NAN];
+        }
         let inv = (LARGEST / amax).min(f32::MAX);
         if amax == 0.0 || inv == 0.0 { [1.0, 1.0] } else { [inv, amax / LARGEST] }
     }

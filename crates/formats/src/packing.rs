@@ -11,7 +11,7 @@ pub const fn packed_bytes(bits: u32, codes: usize) -> usize {
 /// Packs codes (one a byte, bits above `bits` ignored).
 ///
 /// # Errors
-/// [`Error::Shape`] unless `packed` holds [`packed_bytes`].
+/// [`Error::Shape`] unless `packed` holds [`packed_bytes`], and `bits` are 1 to 8.
 pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
     check(bits, codes.len(), packed.len())?;
     if bits == 8 {
@@ -42,7 +42,7 @@ pub fn unpack_codes(bits: u32, packed: &[u8], codes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Code `i` of packed ones.
+/// Code `i` of packed ones, of 1 to 8 bits.
 #[inline]
 pub fn packed_code(bits: u32, packed: &[u8], i: usize) -> u8 {
     if bits == 8 {
@@ -58,6 +58,9 @@ const fn mask(bits: u32) -> u8 {
 }
 
 fn check(bits: u32, codes: usize, packed: usize) -> Result<()> {
+    if !(1..=8).contains(&bits) {
+        return Err(Error::Shape { argument: "bits", got: bits as usize, expected: "1 to 8".into() });
+    }
     let want = packed_bytes(bits, codes);
     if packed == want {
         return Ok(());
@@ -81,6 +84,7 @@ mod tests {
         let e = pack_codes(4, &[0; 3], &mut [0; 1]).unwrap_err().to_string();
         assert_eq!(e, "`packed`: got 1, expected 2 bytes for 3 codes of 4 bits");
         assert!(unpack_codes(4, &[0; 3], &mut [0; 3]).is_err());
+        assert!(pack_codes(16, &[0], &mut [0; 2]).is_err() && unpack_codes(0, &[], &mut [0]).is_err());
     }
 
     #[test]

@@ -159,7 +159,7 @@ fn what_is_left(held_out: bool) -> &'static str {
     match held_out {
         false => "No weight has changed since the step before, and checkpoints are of earlier steps",
         true => {
-            "A checkpoint of this step holds the weights that give this loss; earlier ones are what they were"
+            "If there is a checkpoint of this step, it holds the weights that give this loss; earlier ones are what they were"
         }
     }
 }

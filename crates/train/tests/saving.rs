@@ -8,9 +8,11 @@ use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Checkpoint, Store, latest_valid};
 use nibble_train::config::{Config, PlainType};
-use nibble_train::trainer::Trainer;
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{SOLO, small, state};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const FILES: [&str; 5] =
     ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
@@ -124,5 +126,45 @@ fn a_trainer_that_goes_away_beside_its_first_checkpoint_finishes_it() {
         trainer.begin_save(Some(&Store::open(dir.path()).unwrap())).unwrap();
         drop(trainer);
         assert_eq!(latest_valid(dir.path()).unwrap().checkpoint.unwrap().position().step, 1);
+    }
+}
+
+/// Asks a run to stop in the midst of its first evaluation, and notes its checkpoints.
+struct Stopping {
+    stop: &'static AtomicUsize,
+    checkpoints: Vec<PathBuf>,
+}
+
+impl Observer for Stopping {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluating(&mut self, _: usize, _: usize) {
+        self.stop.store(1, Ordering::Relaxed);
+    }
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, path: &Path) {
+        self.checkpoints.push(path.to_owned());
+    }
+}
+
+#[test]
+fn a_run_that_is_stopped_in_an_evaluation_writes_the_checkpoint_of_its_step_once() {
+    static STOP: AtomicUsize = AtomicUsize::new(0);
+    // Every second step it evaluates. With checkpoints at the same steps there is one when it stops; with others it is still to be written.
+    for (every, expected) in [(2, vec![2]), (1, vec![1, 2]), (5, vec![2])] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = small("bf16", &["eval.every=2", "eval.batches=2"]);
+        config.checkpoint.every = every;
+        config.run.dir = dir.path().join("run").to_string_lossy().into_owned();
+        STOP.store(0, Ordering::Relaxed);
+        let mut observer = Stopping { stop: &STOP, checkpoints: Vec::new() };
+        let options = Options { stop: Some(&STOP), ..Options::default() };
+        let summary = run(&Cpu::new(1).unwrap(), &SOLO, &config, options, &mut observer).unwrap().unwrap();
+        assert_eq!((summary.steps, summary.valid_loss), (2, None));
+        let store = dir.path().join("run/checkpoints");
+        let paths: Vec<PathBuf> = expected.iter().map(|step| store.join(format!("step-{step:08}"))).collect();
+        assert_eq!(observer.checkpoints, paths, "every {every}");
+        assert_eq!(summary.checkpoint.as_ref(), paths.last());
     }
 }

@@ -26,26 +26,49 @@ pub struct Args {
     /// Directory of the run.
     #[arg(value_name = "RUN")]
     dir: PathBuf,
-    /// The file to write. Left out: report.html in the run's directory. A file that is no report of this run is not replaced.
+    /// The file to write. Left out: report.html in the run's directory. A file that is no report, or with --out no report of this
+    /// run, is not replaced.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let out = args.out.unwrap_or_else(|| args.dir.join("report.html"));
     let run = Recorded::read(&args.dir)?;
-    require_own(&out, &run.files)?;
+    let out = match args.out {
+        Some(out) => {
+            require_own(&out, &beginning(&run), "report of this run")?;
+            out
+        }
+        None => {
+            // In the run's own folder, whatever that was called when the page was written.
+            let out = args.dir.join("report.html");
+            require_own(&out, GENERATOR, "report")?;
+            out
+        }
+    };
     let page = page::render(&run)?;
-    let tmp = out.with_extension("html.tmp");
-    std::fs::write(&tmp, &page).map_err(Error::io(&tmp))?;
-    std::fs::rename(&tmp, &out).map_err(Error::io(&out))?;
+    write(&out, &page)?;
     say!("report: {} ({})", out.display(), bytes(page.len() as u64));
     Ok(())
+}
+
+/// Writes beside the place and renames, so that no half page ever bears the name.
+fn write(out: &Path, page: &str) -> Result<()> {
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    let tmp = out.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
+    let written = std::fs::write(&tmp, page).and_then(|()| std::fs::rename(&tmp, out));
+    if written.is_err() {
+        // The first error is the one to tell.
+        let _ = std::fs::remove_file(&tmp);
+    }
+    written.map_err(Error::io(out))
 }
 
 /// What a report is made of.
 struct Recorded {
     files: RunFiles,
+    /// Where the run's directory is, whatever it was called by.
+    place: PathBuf,
     layers: Vec<LayerMetrics>,
     /// What kept tensors take, by shape, or why that is not known.
     ledger: std::result::Result<Ledger, String>,
@@ -58,6 +81,7 @@ struct Recorded {
 impl Recorded {
     fn read(dir: &Path) -> Result<Self> {
         let mut files = RunFiles::read(dir)?;
+        let place = dir.canonicalize().map_err(Error::io(dir))?;
         let path = dir.join(LAYERS_FILE);
         let layers = read_layers(&path)?;
         if !path.exists() {
@@ -65,8 +89,8 @@ impl Recorded {
                 .faults
                 .push(format!("{}: no such file; expert load and numerics are not known", path.display()));
         }
-        let broken = layers.unreadable.iter();
-        let broken = broken.map(|line| format!("{}: line {line} cannot be read", path.display()));
+        let broken = layers.faults(&path, "cannot be read");
+        broken.iter().for_each(|fault| eprintln!("warning: {fault}"));
         files.faults.extend(broken);
         let path = dir.join(MEMORY_FILE);
         let memory = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()));
@@ -81,23 +105,26 @@ impl Recorded {
         let mut watchdog = Watchdog::default();
         let steps = files.metrics.iter().filter(|metrics| metrics.valid_loss.is_none());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
-        Ok(Self { files, layers: layers.metrics, ledger, memory, findings })
+        Ok(Self { files, place, layers: layers.metrics, ledger, memory, findings })
     }
 }
 
+/// The beginning of every report.
+const GENERATOR: &str = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"generator\" content=\"nibble report\">";
+
 /// The beginning of every report of a run, by which it is known.
-fn beginning(run: &RunFiles) -> String {
-    let whose = maud::html! { meta name="generator" content="nibble report"; meta name="run" content=(run.config.run.dir); };
-    format!("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">{}", whose.into_string())
+fn beginning(run: &Recorded) -> String {
+    let whose = maud::html! { meta name="run" content=(run.place.display()); };
+    format!("{GENERATOR}{}", whose.into_string())
 }
 
-/// Checks that a report would replace nothing but an earlier one of the same run.
-fn require_own(out: &Path, run: &RunFiles) -> Result<()> {
+/// Checks that a report would replace nothing but an earlier one, which begins so.
+fn require_own(out: &Path, beginning: &str, what: &str) -> Result<()> {
     match std::fs::read(out) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Ok(there) if there.starts_with(beginning(run).as_bytes()) => Ok(()),
+        Ok(there) if there.starts_with(beginning.as_bytes()) => Ok(()),
         Ok(_) => Err(Error::usage(format!(
-            "{} is there already and is no report of this run; name another file",
+            "{} is there already and is no {what}; name another file",
             out.display()
         ))),
         Err(e) => Err(Error::io(out)(e)),

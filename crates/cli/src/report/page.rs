@@ -51,7 +51,7 @@ pub fn render(run: &Recorded) -> Result<String> {
         footer { p { "nibble " (env!("CARGO_PKG_VERSION")) " wrote this page from the files of " (files.dir.display()) "." } }
     };
     Ok(html! {
-        (PreEscaped(beginning(files)))
+        (PreEscaped(beginning(run)))
         meta name="viewport" content="width=device-width, initial-scale=1";
         title { (title) }
         style { (PreEscaped(STYLE)) }

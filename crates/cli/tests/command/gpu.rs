@@ -2,9 +2,10 @@
 
 use super::Place;
 
-/// Whether the machine that runs the tests has a GPU the kernels run on.
+/// Whether the machine that runs the tests has a GPU the kernels run on, and what compiles them: otherwise `nibble` takes the CPU.
 pub fn has_gpu() -> bool {
-    nibble_cuda::probe().usable().next().is_some()
+    let found = nibble_cuda::probe();
+    found.driver.is_ok() && found.nvrtc.is_ok() && found.usable().next().is_some()
 }
 
 #[test]

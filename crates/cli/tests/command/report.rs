@@ -147,6 +147,61 @@ fn a_report_replaces_nothing_but_itself() {
     let text = read(place.path("text.txt"));
     report("one", "text.txt").failed(2);
     assert!(read(place.path("text.txt")) == text);
+    std::fs::copy(place.path("text.txt"), place.path("two/report.html")).unwrap();
+    let error = place.nibble(&["report", "two"]).failed(2);
+    assert!(error.contains("two/report.html is there already and is no report;"), "{error}");
+    assert!(read(place.path("two/report.html")) == text);
+    // What lies beside it stays, too, and nothing else is left.
+    std::fs::write(place.path("one.html.tmp"), "mine").unwrap();
+    report("one", "one.html").ok();
+    assert_eq!(read(place.path("one.html.tmp")), b"mine");
+    let hidden = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with('.');
+    assert_eq!(std::fs::read_dir(place.path(".")).unwrap().flatten().filter(hidden).count(), 0);
+}
+
+#[test]
+fn a_report_is_known_by_where_its_run_is() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=one", "--set", "train.steps=2"]).ok();
+    let report = |run: &str, more: &[&str]| place.nibble(&[&["report", run], more].concat());
+    report("one", &[]).ok();
+    report("one", &["--out", "r.html"]).ok();
+    // Resumed under another spelling, which its configuration then has.
+    place.nibble(&["train", "one/", "--resume", "--set", "train.steps=4"]).ok();
+    report("one", &[]).ok();
+    report("./one/", &["--out", "r.html"]).ok();
+    assert!(page(&place, "one/report.html").contains("4 of 4") && page(&place, "r.html").contains("4 of 4"));
+    // A run that its project calls the same, in another folder.
+    std::fs::create_dir(place.path("other")).unwrap();
+    std::fs::copy(place.path("text.txt"), place.path("other/text.txt")).unwrap();
+    std::fs::write(place.path("other/small.toml"), crate::SMALL).unwrap();
+    let there = |args: &[&str]| place.command(args).current_dir(place.path("other")).output().unwrap();
+    let trained = there(&["train", "small.toml", "--set", "run.dir=one", "--set", "train.steps=2"]);
+    assert!(trained.status.success(), "{trained:?}");
+    let own = page(&place, "r.html");
+    let refused = there(&["report", "one", "--out", "../r.html"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert_eq!(page(&place, "r.html"), own);
+    // Moved, its own page is still its own.
+    std::fs::rename(place.path("one"), place.path("moved")).unwrap();
+    report("moved", &[]).ok();
+}
+
+#[test]
+fn of_many_broken_lines_the_first_are_named() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    for (file, wrong) in [("run/metrics.jsonl", "is no metrics"), ("run/layers.jsonl", "cannot be read")] {
+        let text = String::from_utf8(read(place.path(file))).unwrap();
+        std::fs::write(place.path(file), "broken\n".repeat(1000) + &text).unwrap();
+        let done = place.nibble(&["report", "run"]);
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        for told in [done.stderr, page(&place, "run/report.html")] {
+            assert_eq!(told.matches(wrong).count(), 5, "{told}");
+            assert!(told.contains(&format!("{file}: line 5 {wrong}")), "{told}");
+            assert!(told.contains(&format!("{file}: the same of 995 more lines")), "{told}");
+        }
+    }
 }
 
 #[test]

@@ -45,7 +45,8 @@ impl ProductDims {
 /// A dense product D = A·Bᵀ.
 ///
 /// Operands are plain (a BF16 one counts as F32 beside an F32 one) or both block-scaled (A by `Row`, B by `Row` or `Tile`). Block-scaled: within a
-/// block the dot product of codes, then total = fma(dot, scale_a · scale_b, total) in F32.
+/// block the dot product of codes, then total = fma(dot, scale_a · scale_b, total) in F32. Formats without a path of their own are decoded to
+/// BF16 first, as far as its exponents reach, and summed without blocks; F32 scales, of rows or of a tensor, multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// `[m, k]`.

@@ -221,7 +221,8 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
     }
 }
 
-/// Lays chosen rows out as messages: codes ‖ scales ‖ zeros to a multiple of 16 bytes ([`RowKind::row_bytes`]).
+/// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
+/// of 16 bytes ([`RowKind::row_bytes`]).
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
     /// Plain rows, or blocks along the row.

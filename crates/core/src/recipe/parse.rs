@@ -172,7 +172,6 @@ impl Reader<'_> {
         let mut p = Precision {
             format,
             scale: format.spec().default_rule().unwrap_or(ScaleRule::Amax),
-            round: format.spec().rounding,
             ..Precision::plain(DType::F32)
         };
         if format.is_block() {
@@ -220,6 +219,9 @@ impl Reader<'_> {
                 }
                 _ => {}
             }
+        }
+        if !table.contains_key("round") {
+            p.round = format.rounding(p.scale);
         }
         Ok(p)
     }

@@ -8,7 +8,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Element, Format};
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor, round_up};
 use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -38,7 +38,10 @@ pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor
 pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> {
     const OP: &str = "grouped_wgrad";
     let dims = op.check()?;
-    let groups = host_groups(op.groups);
+    let mut groups = host_groups(op.groups);
+    if matches!((op.dy, op.x), (Operand::Block(_), Operand::Block(_))) {
+        to_whole_blocks(&mut groups, op.groups);
+    }
     let (dy, x) = (widened(cpu, op.dy, op.x)?, widened(cpu, op.x, op.dy)?);
     let (dy, x) = sides(cpu, &dy, &x)?;
     let (dy, x) = (dy.down_rows(OP)?, x.down_rows(OP)?);
@@ -98,6 +101,16 @@ fn host_groups(groups: &Groups<Cpu>) -> Vec<Group> {
     start.iter().zip(len).map(|(s, n)| Group { start: *s as usize, len: *n as usize }).collect()
 }
 
+/// Makes groups of columns end with a whole block, as far as the next one lets them: what lies there are zeros, or, under a Hadamard
+/// transform, which spreads a group over whole blocks, a part of it.
+fn to_whole_blocks(host: &mut [Group], groups: &Groups<Cpu>) {
+    let next = groups.start.as_slice().iter().skip(1);
+    for (group, next) in host.iter_mut().zip(next) {
+        let whole = round_up(group.len, groups.align.max(1));
+        group.len = whole.min((*next as usize).saturating_sub(group.start)).max(group.len);
+    }
+}
+
 /// A BF16 operand in F32, where the other one is.
 fn widened<'a>(cpu: &Cpu, x: &'a Operand<Cpu>, other: &Operand<Cpu>) -> Result<Cow<'a, Operand<Cpu>>> {
     match x {
@@ -154,4 +167,48 @@ pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gem
     let block = q.format.spec().block;
     let scales = gemm::Scales::rows(scales_of(q), block, q.rows.div_ceil(block));
     Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::elementwise::tests::normals;
+    use crate::ops::quantize::fixture::groups;
+    use nibble_core::formats::{Codec, Rounding, ScaleRule};
+    use nibble_core::ops::{Hadamard, Planes, Quantize};
+
+    /// A transform spreads a group over whole blocks, and the product takes all of them: (H dy)ᵀ (H x) is dyᵀ x, whatever the group's length.
+    #[test]
+    fn weight_gradients_under_a_transform_take_whole_blocks() {
+        const COLS: usize = 8;
+        let cpu = Cpu::new(2).unwrap();
+        let lens = [10, 0, 128, 70];
+        let groups = groups(&cpu, &lens, 128, 0);
+        let rows = groups.capacity;
+        let tensor = |seed| Tensor::from_f32(&cpu, &normals(seed, rows * COLS), rows, COLS).unwrap();
+        let (dy, x) = (tensor(1), tensor(2));
+        let codec = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+        let columns = |x: &Tensor<Cpu>| {
+            let hadamard = Some(Hadamard::new(3, 64));
+            let op = Quantize { groups: Some(&groups), hadamard, ..Quantize::new(x, codec, Planes::Cols) };
+            op.run(&cpu).unwrap().take_cols("test").unwrap()
+        };
+        let mut grad = Tensor::zeros(&cpu, DType::F32, lens.len() * COLS, COLS).unwrap();
+        let (dy_cols, x_cols) = (columns(&dy), columns(&x));
+        GroupedWgrad { dy: &dy_cols, x: &x_cols, groups: &groups, grad: &mut grad, accumulate: false }
+            .run(&cpu)
+            .unwrap();
+        let [dy, x, grad] = [dy, x, grad].map(|x| x.to_f32_vec(&cpu).unwrap());
+        for (g, &len) in lens.iter().enumerate() {
+            let start = groups.start.as_slice()[g] as usize;
+            let (mut wrong, mut all) = (0.0, 0.0);
+            for (i, j) in (0..COLS * COLS).map(|at| (at / COLS, at % COLS)) {
+                let rows = start..start + len;
+                let want: f64 = rows.map(|r| f64::from(dy[r * COLS + i]) * f64::from(x[r * COLS + j])).sum();
+                let got = f64::from(grad[(g * COLS + i) * COLS + j]);
+                (wrong, all) = (wrong + (got - want).powi(2), all + want * want);
+            }
+            assert!(wrong <= 0.01 * all, "{len} rows: {wrong} of {all}");
+        }
+    }
 }

@@ -14,7 +14,6 @@ pub(crate) mod swiglu;
 pub(crate) mod vocabulary;
 
 pub use attention::attention_wgmma::DIMS as ATTENTION_DIMS;
-pub use planes::has_kernels;
 
 use crate::Cuda;
 use crate::backend::Buf;

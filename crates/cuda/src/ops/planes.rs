@@ -7,7 +7,8 @@ use crate::launch::KernelArg;
 use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
-use nibble_core::{BlockScaled, DType, Data, Error, Result, Tensor};
+use nibble_core::ops::{Planes, check_on_gpu};
+use nibble_core::{BlockScaled, DType, Data, Result, Tensor};
 
 /// The device's name of a plain type.
 pub(super) fn type_name(dtype: DType) -> &'static str {
@@ -85,15 +86,7 @@ fn unwritten_as(
 /// # Errors
 /// [`Error::Unsupported`] if none does.
 pub(super) fn check_format(op: &'static str, format: Format) -> Result<()> {
-    if has_kernels(format) {
-        return Ok(());
-    }
-    Err(Error::unsupported(op, format, "it has no kernel on a GPU; the CPU takes it"))
-}
-
-/// Whether kernels take a format: plain numbers, and blocks under one power of two or one single.
-pub fn has_kernels(format: Format) -> bool {
-    matches!(format, Format::F32 | Format::Bf16 | Format::Mxfp4 | Format::E4m3 | Format::E5m2)
+    check_on_gpu(op, format, Planes::Rows)
 }
 
 /// What a launch takes for a tensor's codes and scales.

@@ -55,6 +55,23 @@ pub struct StepFile<T> {
     pub unreadable: Vec<usize>,
 }
 
+/// How many unreadable lines are named one by one.
+const NAMED: usize = 5;
+
+impl<T> StepFile<T> {
+    /// What to tell of the lines of this file that are no metrics: of each of the first what is wrong with it, and how many more there are.
+    #[must_use]
+    pub fn faults(&self, path: &Path, wrong: &str) -> Vec<String> {
+        let (named, rest) = self.unreadable.split_at(self.unreadable.len().min(NAMED));
+        let mut faults: Vec<String> =
+            named.iter().map(|line| format!("{}: line {line} {wrong}", path.display())).collect();
+        if !rest.is_empty() {
+            faults.push(format!("{}: the same of {} more lines", path.display(), rest.len()));
+        }
+        faults
+    }
+}
+
 impl<T: StepLine> StepLog<T> {
     /// Opens the file for a run that has done `step` steps: 0 starts it anew. Lines of later steps, which a resumed run
     /// will write again, are removed, and so is a last line that a kill cut short. Lines that cannot be read stay where they are.

@@ -65,9 +65,7 @@ impl Outputs {
         file.metrics.iter().for_each(|metrics| self.curve.add(metrics));
         self.held_out =
             file.metrics.iter().rev().find(|metrics| metrics.valid_loss.is_some()).map(|m| m.step);
-        let passed_over =
-            |line| format!("{}: line {line} is no metrics; it stays, and nobody reads it", path.display());
-        Ok(file.unreadable.into_iter().map(passed_over).collect())
+        Ok(file.faults(path, "is no metrics; it stays, and nobody reads it"))
     }
 
     /// Whether an earlier process has left the held-out loss of this step.

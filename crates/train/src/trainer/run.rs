@@ -143,6 +143,8 @@ fn train<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Done> {
     let (resumed_at, mut saved) = resumed.unzip();
+    // The step of the newest checkpoint. One that fails ends the run.
+    let mut saved_at = resumed_at;
     let mut loss = None;
     let mut stopped = !evaluate_what_is_owed(trainer, outputs, resumed_at, options, observer)?;
     let mut watchdog = Watchdog::default();
@@ -176,6 +178,7 @@ fn train<B: Kernels>(
             // One at a time.
             done = done.or(trainer.finish_save()?);
             trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
+            saved_at = Some(step);
         }
         saved = tell(done, observer).or(saved);
         if evaluate {
@@ -187,7 +190,7 @@ fn train<B: Kernels>(
     reach(Point::StepsDone)?;
     // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
     let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
-    if wanted && resumed_at != Some(trainer.step()) {
+    if wanted && saved_at != Some(trainer.step()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
     let valid_loss = match stopped {

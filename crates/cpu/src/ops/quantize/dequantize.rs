@@ -69,5 +69,12 @@ pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
         let say = |(codes, scales)| format!("{codes} bytes of codes and {scales} of scales");
         return Err(Error::shape(op, "planes", say(got), say(expected)));
     }
+    let of_tensor = x.tensor_scale.as_ref().map(Cpu::len);
+    let expected = x.scale_kind().has_tensor_scale().then_some(x.rows);
+    if of_tensor != expected {
+        let say =
+            |rows: Option<usize>| rows.map_or("none".into(), |rows| format!("one for each of {rows} rows"));
+        return Err(Error::shape(op, "tensor_scale", say(of_tensor), say(expected)));
+    }
     Ok(())
 }

@@ -40,6 +40,15 @@ impl<'a> Spans<'a> {
         }
     }
 
+    /// Of each row of a column plane, whether it is padding.
+    pub fn padding(&self) -> Vec<bool> {
+        let mut padding = vec![true; self.capacity];
+        for span in &self.spans {
+            padding[span.start..span.start + span.len].fill(false);
+        }
+        padding
+    }
+
     /// `stack` matrices of `rows_each` rows, a span each.
     pub fn stacked(stack: usize, rows_each: usize) -> Self {
         let rows = stack * rows_each;

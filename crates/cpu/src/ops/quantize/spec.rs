@@ -141,6 +141,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
     casting.put_tensor_scale(&mut out, |row| casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
     let (line_bytes, scale_bytes) = (format.row_code_bytes(len), format.scales_per_row(len) * kind.bytes());
+    let padding = spans.padding();
     let mut scales = out.scales.as_mut_slice();
     let lines: Vec<_> = out
         .codes
@@ -167,6 +168,13 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
             let codec = casting.codec(place(0).0);
             let random = |i| casting.bits(place(i).0, place(i).1, x.cols);
             let values = values.get(first..).map_or(&[][..], |v| &v[..v.len().min(block)]);
+            // A transform leaves a group's values on rows past its last one.
+            let is_padding =
+                (0..codes.len()).all(|i| padding[place(i).0]) && values.iter().all(|v| *v == 0.0);
+            if is_padding {
+                scales.set(b, kind.least());
+                continue;
+            }
             let (scale, nonfinite) = codec.quantize_block(values, random, codes);
             scales.set(b, scale);
             count(&mut tally, codec, codes, nonfinite);

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     if (kRagged == Ragged::kContraction) {
         const auto rows = groups.span(group, groups.k);
         start = rows.first;
-        len = rows.len;
+        // Blocks are taken whole: a Hadamard transform spreads a group over them.
+        len = a.scales.values == nullptr ? rows.len : min(ceil_div(rows.len, block) * block, rows.padded);
     } else if (groups.start != nullptr) {
         for (group = 0;; ++group) {
             if (group == groups.count) return;

@@ -7,15 +7,13 @@ pub(crate) use config::instances;
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{
-    check_format, column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
-};
+use crate::ops::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
-use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
+use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize, check_on_gpu};
+use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -68,14 +66,7 @@ pub(crate) fn quantize_counting(
     counts: Counts<Cuda>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
-    check_format(OP, op.codec.format())?;
-    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
-        return Err(Error::unsupported(
-            OP,
-            op.codec.format(),
-            "it has no square tiles, and weights here have",
-        ));
-    }
+    check_on_gpu(OP, op.codec.format(), op.planes)?;
     let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
     buffers.tensor("x", op.x)?;
     buffers.groups(op.groups)?;
