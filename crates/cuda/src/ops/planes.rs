@@ -84,7 +84,7 @@ fn unwritten_as(
 /// Whether kernels know a format: one power of two or one single a block.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if none does.
+/// [`nibble_core::Error::Unsupported`] if none does.
 pub(super) fn check_format(op: &'static str, format: Format) -> Result<()> {
     check_on_gpu(op, format, Planes::Rows)
 }
