@@ -202,7 +202,8 @@ impl Codec {
         if self.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
     }
 
-    /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole).
+    /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole). One of several scales, each for its
+    /// share of the block, cannot be longer than that: it is marked.
     ///
     /// Writes one code a byte: `codes[i]` for `x[i]`; codes past the end of `x` become 0, and values
     /// past the end of `codes` count for the scale only. `rand(i)` gives sixteen random bits for
@@ -217,9 +218,10 @@ impl Codec {
     ) -> (Scale, bool) {
         codes.fill(0);
         let format = self.format.spec().codec;
+        let has_shares = self.kind.levels().len() > 1;
         let scale = match amax(x) {
-            Some(_) => format.scale(self, x),
-            None => BlockScale { record: self.kind.nan(), inv: f32::NAN },
+            Some(_) if !has_shares || x.len() <= self.block => format.scale(self, x),
+            _ => BlockScale { record: self.kind.nan(), inv: f32::NAN },
         };
         if scale.is_nan() {
             return (scale.record, true);
@@ -304,6 +306,17 @@ mod tests {
         assert_eq!((scale, codes), (Scale::single(3.0 / 448.0), [0x7E, 0xF6, 0, 0]));
         let (scale, _) = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
         assert_eq!((scale, codes), (Scale::byte(120), [0x7C, 0xF4, 0, 0]));
+    }
+
+    #[test]
+    fn a_block_longer_than_its_shares_is_marked() {
+        let x = [1.0; 65];
+        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
+            let (codec, mut codes) = (codec(format, format.spec().rules[0]).for_tensor(1.0), [9; 65]);
+            let (scale, marked) = codec.quantize_block(&x, |_| 0, &mut codes);
+            assert_eq!(marked, format == Format::Hif4, "{format}");
+            assert!(!marked || (scale == codec.scale_kind().nan() && codes == [0; 65]), "{format}");
+        }
     }
 
     #[test]

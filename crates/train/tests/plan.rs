@@ -349,6 +349,25 @@ fn smaller_micro_batches_keep_the_tokens_of_a_step() {
     assert_eq!(settings, ["train.batch_size=2048", "train.grad_accum=2"], "{why}");
 }
 
+/// A GPU without kernels for a format, or for tiles of it, is found out in the rehearsal, not at the step that wants it.
+#[test]
+fn what_a_gpu_has_no_kernels_for_is_refused_before_the_run() {
+    let late = |format: &str| {
+        let site = |key| format!("set.linear.{key} = {{ format = \"{format}\" }}\n");
+        let mut set: String = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "saved.x"].map(site).concat();
+        set += &format!("set.linear.wgrad.x = {{ format = \"{format}\", by = \"requantize\" }}\n");
+        Recipe::parse("late", &format!("extends = \"bf16\"\n[[override]]\nsteps = \"0.9..1\"\n{set}"))
+            .unwrap()
+    };
+    let config = config(&[]);
+    for (format, why) in [("nvfp4", "no kernel on a GPU"), ("mxfp4", "no square tiles")] {
+        let of = |kind| predict(kind, 1, &config, &late(format));
+        let e = of(DeviceKind::Gpu).unwrap_err().to_string();
+        assert!(e.contains(format) && e.contains(why), "{e}");
+        of(DeviceKind::Host).unwrap_or_else(|e| panic!("{format}: {e}"));
+    }
+}
+
 #[test]
 fn absurd_sizes_are_errors() {
     let load = |changes: &[&str]| {

@@ -245,7 +245,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
 pub struct Dequantize<'a, B: Backend> {
     /// The quantized tensor.
     pub x: &'a BlockScaled<B>,
-    /// F32 (the exact product code · scale) or BF16 (that, rounded to nearest even).
+    /// F32 (code · scale; under a tensor's scale rounded, then multiplied by that and rounded again) or BF16 (that, rounded to nearest even).
     pub dtype: DType,
 }
 

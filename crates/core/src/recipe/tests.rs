@@ -1,5 +1,5 @@
 use super::*;
-use nibble_formats::Format;
+use nibble_formats::{Format, Rounding};
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
@@ -54,6 +54,32 @@ fn impossible_recipes_fail_when_read() {
         "extends = \"fp8-block\"\n[linear]\nfprop = { x = { format = \"e4m3\", rht = 64 }, w = { format = \"e4m3\", rht = 64 } }",
     );
     assert!(e.contains("linear.") && e.contains("rht") | e.contains("transform"), "{e}");
+}
+
+/// Unless a recipe says otherwise, elements are rounded as the format is defined, which for HiFloat4 the scale rule decides.
+#[test]
+fn the_rounding_is_the_formats_own() {
+    let round = |of: &str| {
+        let site = format!("{{ format = \"hif4\"{of} }}");
+        let w = format!(
+            "fprop.x = {site}\nfprop.w = {site}\ndgrad.dy = {site}\nwgrad.dy = {site}\nwgrad.x = {site}"
+        );
+        let text = format!("extends = \"bf16\"\n[linear]\n{w}\nsaved.x = {{ format = \"bf16\" }}");
+        let recipe = Recipe::parse("mine", &text).unwrap_or_else(|e| panic!("{e}"));
+        recipe.of(LayerKind::Linear).at(Site::FpropX).round
+    };
+    assert_eq!(round(""), Rounding::NearestAway);
+    assert_eq!(round(", scale = \"cann\""), Rounding::NearestEven);
+    assert_eq!(round(", scale = \"cann\", round = \"nearest-away\""), Rounding::NearestAway);
+}
+
+#[test]
+fn one_scale_a_column_is_refused_where_rows_are_grouped() {
+    let row = "{ format = \"e4m3-row\" }";
+    let e = error(&format!(
+        "extends = \"bf16\"\n[expert]\nwgrad.dy = {row}\nwgrad.x = {row}\nwgrad.dh = {row}\nwgrad.a = {row}"
+    ));
+    assert!(e.contains("expert.wgrad.") && e.contains("does not end where a group of rows does"), "{e}");
 }
 
 /// What would be printed and change nothing.

@@ -1,5 +1,5 @@
-//! Products of formats that the engine has no codes for. Their codes times the scales of their blocks are BF16 numbers, exactly as far as its exponents reach, so they are
-//! multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
+//! Products of formats that the engine has no codes for. Their codes times the scales of their blocks are BF16 numbers, exactly as far as
+//! its exponents reach, so they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
 
 use super::gemm::{down_rows, view};
 use super::quantize::spec::Decoder;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::Buf;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::{Backend, DType, Tensor};
 
@@ -8,28 +9,26 @@ const EPS: f32 = 1e-8;
 const GRAD_SCALE: f32 = 0.5;
 const BETAS: [f32; 2] = [0.9, 0.95];
 
+/// One step of a parameter and its moments.
+fn step<'a>(
+    [param, exp_avg, exp_avg_sq]: [&'a mut Tensor<Cpu>; 3],
+    grad: &'a Tensor<Cpu>,
+    control: &'a Buf<f32>,
+) -> AdamW<'a, Cpu> {
+    let tensors = vec![AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay: DECAY }];
+    AdamW { tensors, control, beta1: BETAS[0], beta2: BETAS[1], eps: EPS }
+}
+
 /// Parameter, first and second moment after `steps` steps with gradients of their own.
 fn trained(cpu: &Cpu, len: usize, steps: u32) -> [Tensor<Cpu>; 3] {
     let zeros = || Tensor::zeros(cpu, DType::F32, 1, len).unwrap();
     let mut param = Tensor::from_f32(cpu, &normals(1, len), 1, len).unwrap();
     let (mut exp_avg, mut exp_avg_sq) = (zeros(), zeros());
-    for step in 1..=steps {
-        let grad = Tensor::from_f32(cpu, &normals(10 + step, len), 1, len).unwrap();
-        let bias = |beta: f32| 1.0 / (1.0 - beta.powi(step as i32));
+    for number in 1..=steps {
+        let grad = Tensor::from_f32(cpu, &normals(10 + number, len), 1, len).unwrap();
+        let bias = |beta: f32| 1.0 / (1.0 - beta.powi(number as i32));
         let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
-        let op = AdamW {
-            tensors: vec![AdamWTensor {
-                param: &mut param,
-                grad: &grad,
-                exp_avg: &mut exp_avg,
-                exp_avg_sq: &mut exp_avg_sq,
-                weight_decay: DECAY,
-            }],
-            control: &control,
-            beta1: BETAS[0],
-            beta2: BETAS[1],
-            eps: EPS,
-        };
+        let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
         op.check().unwrap();
         adamw(cpu, op).unwrap();
     }
@@ -70,19 +69,7 @@ fn a_shared_parameter_is_copied_before_it_changes() {
     let (kept, before) = (param.clone(), bits(&param));
     let grad = Tensor::from_f32(&cpu, &[1.0; 40], 1, 40).unwrap();
     let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
-    let op = AdamW {
-        tensors: vec![AdamWTensor {
-            param: &mut param,
-            grad: &grad,
-            exp_avg: &mut exp_avg,
-            exp_avg_sq: &mut exp_avg_sq,
-            weight_decay: 0.0,
-        }],
-        control: &control,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: EPS,
-    };
+    let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     adamw(&cpu, op).unwrap();
     assert!(bits(&kept) == before && bits(&param) != before);
 }
@@ -94,19 +81,7 @@ fn a_moment_of_another_type_is_named() {
     let (mut param, grad, mut exp_avg) = (f32s(), f32s(), f32s());
     let mut exp_avg_sq = Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap();
     let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
-    let op = AdamW {
-        tensors: vec![AdamWTensor {
-            param: &mut param,
-            grad: &grad,
-            exp_avg: &mut exp_avg,
-            exp_avg_sq: &mut exp_avg_sq,
-            weight_decay: 0.0,
-        }],
-        control: &control,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: EPS,
-    };
+    let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     let error = op.run(&cpu).unwrap_err().to_string();
     assert_eq!(error, "adamw: `type of exp_avg_sq` is Bf16, expected F32");
 }
@@ -122,19 +97,8 @@ fn moments_in_bf16_are_rounded_once_a_step() {
     let (mut exp_avg, mut exp_avg_sq) = (zeros(), zeros());
     let grad = Tensor::from_f32(&cpu, &normals(11, len), 1, len).unwrap();
     let bias = |beta: f32| 1.0 / (1.0 - beta);
-    let op = AdamW {
-        tensors: vec![AdamWTensor {
-            param: &mut param,
-            grad: &grad,
-            exp_avg: &mut exp_avg,
-            exp_avg_sq: &mut exp_avg_sq,
-            weight_decay: DECAY,
-        }],
-        control: &cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap(),
-        beta1: BETAS[0],
-        beta2: BETAS[1],
-        eps: EPS,
-    };
+    let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
+    let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     op.run(&cpu).unwrap();
     assert_eq!(bits(&param), bits(&w));
     for (rounded, exact) in [(exp_avg, m), (exp_avg_sq, v)] {

@@ -278,7 +278,8 @@ impl<'a> Decoder<'a> {
         self.of_row(row).decode(code, i, record)
     }
 
-    /// The same without its F32 scales, those of [`beside`](Self::beside): a BF16 number in every format.
+    /// The same without its F32 scales, those of [`beside`](Self::beside): a BF16 number as far as
+    /// BF16's exponents reach.
     pub fn exact(&self, row: usize, col: usize) -> f32 {
         let (code, i, record) = self.at(row, col);
         match self.x.scale_kind() == ScaleKind::F32 {

@@ -1,6 +1,7 @@
 use super::fixture::*;
 use super::{dequantize, quantize};
 use crate::Cpu;
+use crate::ops::elementwise::tests::normals;
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
 use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScaleRule, hadamard};
@@ -102,6 +103,29 @@ fn ragged_rows_need_no_alignment_and_padding_is_zero() {
                 assert!(codes.iter().all(|&c| c == 0) && scale_bits(got)[row * 2..][..2] == [0, 0]);
             }
         }
+    }
+}
+
+/// Under Ascend's convention a block of zeros is marked: padding is not, and is not counted.
+#[test]
+fn padding_is_not_quantized() {
+    let cpu = spec();
+    let groups = groups(&cpu, &[10, 0, 70], 128, 128);
+    let values = normals(1, groups.capacity * 64);
+    let x = poisoned(&Tensor::from_f32(&cpu, &values, groups.capacity, 64).unwrap(), &groups);
+    let codec = Codec::new(Format::Hif4, ScaleRule::Cann, Rounding::NearestEven).unwrap();
+    let got = quantize(&cpu, op(&x, codec, Planes::Both, Some(&groups))).unwrap();
+    let counts = got.counts.as_ref().unwrap().0.as_slice();
+    assert_eq!(counts, [80, counts[1], 0], "a block a row, none of them marked");
+    let (rows, cols) = (block(&got.rows), block(&got.cols));
+    let valid = valid_rows(&groups);
+    for (row, record) in rows.scales.as_slice().chunks(4).enumerate() {
+        assert_eq!(record == [0; 4], !valid[row], "row {row}");
+    }
+    // Of the second group's 128 rows the first 64 fill a block, and six are in the next.
+    let of_block = |b: usize| &cols.scales.as_slice()[4 * b..][..4];
+    for (b, rows) in valid.chunks(64).enumerate() {
+        assert_eq!(of_block(b) == [0; 4], !rows.contains(&true), "block {b}");
     }
 }
 
@@ -250,4 +274,11 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     bad.start.as_mut_slice()[1] = 31;
     let e = quantize(&cpu, op(&x, nearest, Planes::Cols, Some(&bad))).unwrap_err().to_string();
     assert!(e.contains("groups.start"), "{e}");
+    // A tensor's scale that got lost would decode as 1.
+    let nvfp4 = Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
+    let rows = quantize(&cpu, Quantize::new(&x, nvfp4, Planes::Rows)).unwrap().rows;
+    let mut lost = block(&rows).clone();
+    lost.tensor_scale = None;
+    let e = dequantize(&cpu, Dequantize { x: &lost, dtype: DType::F32 }).unwrap_err().to_string();
+    assert!(e.contains("`tensor_scale` is none"), "{e}");
 }

@@ -79,6 +79,29 @@ __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
 }
 
+/// Pairs of rows from `base` on that are added to dx, on their way while the means are made: kPairs a thread, the first at `column_of(0)`.
+template <typename T, int kRows, int kPairs, typename Columns>
+__device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], const u8* from, const NormChunk& chunk, u32 base, u32 d,
+                                           const Columns& column_of) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+            for (int w = 0; w < T::kBytes / 2; ++w) {
+                const u64 at = ((chunk.first + base + r) * d + column_of(p)) * T::kBytes + 4 * w;
+                pairs[r][p].word[w] = ptx::load_4_if(base + r < chunk.rows && column_of(p) < d, from + at);
+            }
+}
+
+/// dx of two neighbours.
+template <typename T>
+__device__ __forceinline__ Few<T, 2> pair_gradient(float2 g, float2 w, float2 normal, float inv, float mean) {
+    const float dx[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv, mean),
+                         norm_gradient(__fmul_rn(g.y, w.y), normal.y, inv, mean)};
+    return Few<T, 2>::from_f32(dx);
+}
+
 template <typename T, int kBlocks, int kRows, bool kPlus>
 __global__ void __launch_bounds__(kWideThreads)
     rms_backward_wide(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
@@ -101,18 +124,8 @@ __global__ void __launch_bounds__(kWideThreads)
 #pragma unroll 1
     for (u32 base = 0; base < chunk.rows; base += kRows) {
         const u32 batch = base / kRows;
-        // On their way while the means are made.
         Few<T, 2> more[kRows][kPlus ? kBlocks : 1];
-        if constexpr (kPlus)
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-#pragma unroll
-                for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-                    for (int w = 0; w < T::kBytes / 2; ++w) {
-                        const u64 at = (chunk.first + base + r) * row_bytes + column_of(b) * T::kBytes + 4 * w;
-                        more[r][b].word[w] = ptx::load_4_if(base + r < chunk.rows && column_of(b) < d, plus + at);
-                    }
+        if constexpr (kPlus) read_pairs(more, plus, chunk, base, d, column_of);
         float inv[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
@@ -155,9 +168,8 @@ __global__ void __launch_bounds__(kWideThreads)
                 const u32 column = column_of(b);
                 if (column >= d) break;
                 const float2 v = two_of<T>(xs + r * row_bytes, column), g = two_of<T>(dys + r * row_bytes, column), w = weight_of[b];
-                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), __fmul_rn(v.x, inv[r]), inv[r], mean),
-                                      norm_gradient(__fmul_rn(g.y, w.y), __fmul_rn(v.y, inv[r]), inv[r], mean)};
-                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
+                Few<T, 2> made = pair_gradient<T>(g, w, normal, inv[r], mean);
                 if constexpr (kPlus) made = add_few(made, more[r][b]);
                 made.store(to + column * T::kBytes);
             }
@@ -206,18 +218,8 @@ __global__ void __launch_bounds__(kLanes* kRows)
 #pragma unroll 1
     for (u32 base = 0; base < chunk.rows; base += kRows) {
         const u32 batch = base / kRows;
-        // On their way while the means are made.
         Few<T, 2> more[kRows][kPlus ? kPairs : 1];
-        if constexpr (kPlus)
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-#pragma unroll
-                for (int p = 0; p < kPairs; ++p)
-#pragma unroll
-                    for (int w = 0; w < T::kBytes / 2; ++w) {
-                        const u64 at = (chunk.first + base + r) * row_bytes + pair_of(p) * T::kBytes + 4 * w;
-                        more[r][p].word[w] = ptx::load_4_if(base + r < chunk.rows && pair_of(p) < d, plus + at);
-                    }
+        if constexpr (kPlus) read_pairs(more, plus, chunk, base, d, pair_of);
         float inv[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
@@ -254,9 +256,7 @@ __global__ void __launch_bounds__(kLanes* kRows)
                 const float2 normal = {__fmul_rn(v.x, inv[r]), __fmul_rn(v.y, inv[r])};
                 sum[p].x = __fmaf_rn(g.x, normal.x, sum[p].x);
                 sum[p].y = __fmaf_rn(g.y, normal.y, sum[p].y);
-                const float out[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv[r], mean),
-                                      norm_gradient(__fmul_rn(g.y, w.y), normal.y, inv[r], mean)};
-                Few<T, 2> made = Few<T, 2>::from_f32(out);
+                Few<T, 2> made = pair_gradient<T>(g, w, normal, inv[r], mean);
                 if constexpr (kPlus) made = add_few(made, more[r][p]);
                 made.store(to + column * T::kBytes);
             }
