@@ -194,17 +194,17 @@ fn norm_layer() {
 #[test]
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
-    for (heads, kv_heads) in [(4, 2), (4, 1), (2, 2)] {
+    for (heads, kv_heads, value_dim) in [(4, 2, 8), (4, 1, 8), (2, 2, 8), (4, 2, 4), (2, 1, 12)] {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, seq_len };
+        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, value_dim, seq_len };
         let rope = rope_table(&cpu, seq_len, head_dim, 100.0).unwrap();
         let mut layer =
             Attention::new(&cpu, 1, "attention", shape, 1e-5, 0.3, 0.3, DType::F32, rope).unwrap();
         uneven(&cpu, &mut layer.q_norm);
         uneven(&cpu, &mut layer.k_norm);
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        let name = format!("attention {heads}/{kv_heads}");
+        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}");
         check_layer(&name, layer, &cx, &x, d_model, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
     }
 }

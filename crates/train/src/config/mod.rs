@@ -81,8 +81,10 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head; even, because RoPE turns pairs.
+    /// Width of a head of queries and keys; even, because RoPE turns pairs.
     pub head_dim: usize,
+    /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
+    pub value_head_dim: usize,
     /// Experts of a layer.
     pub experts: usize,
     /// Experts a token is sent to.
@@ -105,6 +107,14 @@ pub struct ModelConfig {
     pub z_loss_coef: f64,
 }
 
+impl ModelConfig {
+    /// Width of a head of values, and of what attention gives for a head.
+    #[must_use]
+    pub fn value_head_dim(&self) -> usize {
+        if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
+    }
+}
+
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {
@@ -114,6 +124,7 @@ impl Default for ModelConfig {
             heads: 4,
             kv_heads: 2,
             head_dim: 16,
+            value_head_dim: 0,
             experts: 8,
             top_k: 2,
             expert_ffn: 64,

@@ -24,10 +24,18 @@ impl Parameters {
     }
 }
 
-/// All parameters but those of norms. Keys and values have no more heads than queries have.
+/// The larger width of a head.
+fn head_width(m: &ModelConfig) -> (&'static str, usize) {
+    match m.value_head_dim > m.head_dim {
+        true => ("model.value_head_dim", m.value_head_dim),
+        false => ("model.head_dim", m.head_dim),
+    }
+}
+
+/// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
 pub(super) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
     let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
-    let (heads, head_dim) = (("model.heads", m.heads), ("model.head_dim", m.head_dim));
+    let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
     let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
     let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
     [
@@ -116,11 +124,7 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
         sizes: [&tokens(config)[..], more].concat(),
     };
     vec![
-        part(
-            attention,
-            "what attention keeps",
-            &[layers, ("model.heads", m.heads), ("model.head_dim", m.head_dim)],
-        ),
+        part(attention, "what attention keeps", &[layers, ("model.heads", m.heads), head_width(m)]),
         part(
             experts,
             "what the experts keep",
@@ -140,9 +144,10 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
 /// Some BF16 tensors of every token in every layer.
 fn estimated_activations(config: &Config) -> Part {
     let m = &config.model;
-    let [width, ffn, heads, head_dim, top_k, layers] =
-        [m.d_model, m.expert_ffn, m.heads, m.head_dim, m.top_k, m.layers].map(|size| size as f64);
-    let values = width + 4.0 * heads * head_dim + top_k * (width + 2.0 * ffn);
+    let [width, ffn, heads, head_dims, top_k, layers] =
+        [m.d_model, m.expert_ffn, m.heads, m.head_dim + m.value_head_dim(), m.top_k, m.layers]
+            .map(|size| size as f64);
+    let values = width + 2.0 * heads * head_dims + top_k * (width + 2.0 * ffn);
     let tokens = tokens(config);
     let bytes = 2.0 * layers * values * tokens.iter().map(|(_, size)| *size as f64).product::<f64>();
     let more = [("model.layers", m.layers), ("model.d_model", m.d_model), ("model.top_k", m.top_k)];

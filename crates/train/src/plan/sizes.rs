@@ -41,7 +41,12 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         );
         return Err(Error::config("model.experts", why));
     }
-    for (key, columns) in [("model.d_model", m.d_model), ("model.head_dim", m.head_dim)] {
+    let columns = [
+        ("model.d_model", m.d_model),
+        ("model.head_dim", m.head_dim),
+        ("model.value_head_dim", m.value_head_dim),
+    ];
+    for (key, columns) in columns {
         if columns > MOST_COLUMNS {
             return Err(Error::config(key, format!("is {columns}, expected at most {MOST_COLUMNS}")));
         }
@@ -58,8 +63,8 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
     let rows = tokens * wide(m.top_k) * wide(ranks) + wide(m.experts) * 128;
-    let widest =
-        [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * wide(m.head_dim), 2 * wide(m.shared_ffn)];
+    let head_dim = wide(m.head_dim.max(m.value_head_dim));
+    let widest = [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * head_dim, 2 * wide(m.shared_ffn)];
     let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
     if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {

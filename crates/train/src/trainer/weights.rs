@@ -141,12 +141,12 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
     pub fn config_json(&self) -> String {
         let m = &self.setup.config.model;
-        // Qwen3-MoE has no shared expert: a model with one must not be taken for it.
-        let (architecture, model_type) = match m.shared_ffn {
-            0 => ("Qwen3MoeForCausalLM", "qwen3_moe"),
-            _ => ("NibbleMoeForCausalLM", "nibble_moe"),
+        // Qwen3-MoE has no shared expert and values as wide as keys: another model must not be taken for it.
+        let (architecture, model_type) = match m.shared_ffn == 0 && m.value_head_dim() == m.head_dim {
+            true => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            false => ("NibbleMoeForCausalLM", "nibble_moe"),
         };
-        let json = json!({
+        let mut json = json!({
             "architectures": [architecture],
             "model_type": model_type,
             "vocab_size": m.vocab_size,
@@ -171,6 +171,9 @@ impl<B: Kernels> Trainer<'_, B> {
             "hidden_act": "silu",
             "torch_dtype": "float32",
         });
+        if m.value_head_dim() != m.head_dim {
+            json["v_head_dim"] = m.value_head_dim().into();
+        }
         format!("{json:#}\n")
     }
 }
