@@ -1,8 +1,11 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
+mod any_rank;
 mod checks;
 mod decoding;
 mod inspect;
+mod observer;
+mod options;
 mod outputs;
 mod pieces;
 mod recorded;
@@ -18,8 +21,10 @@ mod weights;
 pub use checks::{check_recipe, checked_recipe, load_recipe, steps_of_change};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
+pub use observer::{Observer, Start, Summary};
+pub use options::Options;
 pub use outputs::heading;
-pub use run::{Observer, Options, Start, Summary, run};
+pub use run::run;
 pub use run_dir::{
     CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun,
     latest as latest_run_dir, require_free,
@@ -410,7 +415,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let Self { setup, model, activations, .. } = self;
         let evaluated = setup.b.within(activations, || Ok(setup.evaluate(model, batches, go_on)))?;
         evaluated.map_err(|error| {
-            let error = error.of_divergence(&self.setup.config, true);
+            let train = &self.setup.config.train;
+            let error = error.of_divergence(train.lr, train.warmup_steps, true);
             self.setup.without_room(error, "the held-out loss")
         })
     }
