@@ -4,8 +4,8 @@
 use super::any_rank::any_rank;
 use super::observer::{Observer, Summary};
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun};
-use super::{checked_recipe, load_recipe};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
+use crate::checks::{checked_recipe, load_recipe};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};

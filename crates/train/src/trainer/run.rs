@@ -194,8 +194,8 @@ fn begin<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
-    let setup = &mut trainer.setup;
-    let mut outputs = Outputs::open(&mut setup.config, &setup.recipe, store, step, options)?;
+    let context = &mut trainer.rank.context;
+    let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options)?;
     let (config, recipe) = (trainer.config(), trainer.recipe());
     let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
     notes.iter().for_each(|note| observer.note(note));
