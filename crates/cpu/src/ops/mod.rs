@@ -9,6 +9,7 @@ pub mod gemm;
 pub mod head_loss;
 mod lowered;
 pub mod norm_rope;
+mod operands;
 pub mod permute;
 pub mod quantize;
 pub mod rms_norm;

@@ -189,7 +189,7 @@ impl Variant {
         (lines + codes + rest).next_multiple_of(1024)
     }
 
-    /// Dynamic shared memory for columns: `ColumnShared` or `HadamardShared` of the kernels.
+    /// Dynamic shared memory for columns: `ColumnShared` or `QuantizeHadamardShared` of the kernels.
     fn column_shared_bytes(&self) -> usize {
         let blocks = TILE / self.format.spec().block;
         let input = TILE * TILE * self.input.size_bytes();
