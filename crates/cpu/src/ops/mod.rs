@@ -15,6 +15,7 @@ pub mod quantize;
 pub mod rms_norm;
 pub mod rope;
 pub mod route;
+pub mod scale_tiles;
 pub mod slots;
 pub mod step;
 pub mod swiglu;
