@@ -1,62 +1,8 @@
 //! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
 
 use super::{Prediction, in_words};
-use crate::config::{Config, ModelConfig, PlainType};
-
-/// Sizes by their keys.
-type Sizes = Vec<(&'static str, usize)>;
-
-/// Parameters of one kind.
-pub(super) struct Parameters {
-    /// What has them.
-    pub what: &'static str,
-    /// What their number is a product of.
-    pub sizes: Sizes,
-    /// How often they are there.
-    times: usize,
-}
-
-impl Parameters {
-    /// How many; none beyond 128 bits.
-    pub fn count(&self) -> Option<u128> {
-        let mut sizes = self.sizes.iter().map(|(_, size)| *size as u128);
-        sizes.try_fold(self.times as u128, u128::checked_mul)
-    }
-}
-
-/// The larger width of a head.
-fn head_width(m: &ModelConfig) -> (&'static str, usize) {
-    match m.value_head_dim > m.head_dim {
-        true => ("model.value_head_dim", m.value_head_dim),
-        false => ("model.head_dim", m.head_dim),
-    }
-}
-
-/// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
-pub(super) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
-    let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
-    let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
-    let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
-    let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
-    [
-        match m.tie_embeddings {
-            true => of("the embedding", 1, &[vocabulary, width]),
-            false => of("embedding and head", 2, &[vocabulary, width]),
-        },
-        of("attention", 4, &[layers, width, heads, head_dim]),
-        of("the shared experts", 3, &[layers, width, ("model.shared_ffn", m.shared_ffn)]),
-        of(EXPERTS, 3, &[layers, experts, width, ("model.expert_ffn", m.expert_ffn)]),
-        of("the routers", 1, &[layers, experts, width]),
-    ]
-}
-
-/// These alone are divided over ranks.
-const EXPERTS: &str = "the experts";
-
-/// `model.layers = 2, model.d_model = 64`.
-pub(super) fn listed(sizes: &[(&str, usize)]) -> String {
-    sizes.iter().map(|(key, size)| format!("{key} = {size}")).collect::<Vec<_>>().join(", ")
-}
+use crate::checks::{EXPERTS, Parameters, Sizes, head_width, listed, parameters};
+use crate::config::{Config, PlainType};
 
 /// A part of the memory of a device.
 struct Part {

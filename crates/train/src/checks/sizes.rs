@@ -1,7 +1,6 @@
 //! Sizes that can be counted at all: everything after this multiplies them without looking.
 
-use super::largest::{listed, parameters};
-use crate::config::Config;
+use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 
 /// The most numbers a model may have.
@@ -14,6 +13,61 @@ const MOST_COLUMNS: usize = 1 << 24;
 const MOST_TOKENS: usize = 1 << 24;
 /// The most elements of one tensor of activations.
 const MOST_ELEMENTS: u128 = 1 << 50;
+
+/// Sizes by their keys.
+pub(crate) type Sizes = Vec<(&'static str, usize)>;
+
+/// Parameters of one kind.
+pub(crate) struct Parameters {
+    /// What has them.
+    pub what: &'static str,
+    /// What their number is a product of.
+    pub sizes: Sizes,
+    /// How often they are there.
+    pub times: usize,
+}
+
+impl Parameters {
+    /// How many; none beyond 128 bits.
+    pub fn count(&self) -> Option<u128> {
+        let mut sizes = self.sizes.iter().map(|(_, size)| *size as u128);
+        sizes.try_fold(self.times as u128, u128::checked_mul)
+    }
+}
+
+/// The larger width of a head.
+pub(crate) fn head_width(m: &ModelConfig) -> (&'static str, usize) {
+    match m.value_head_dim > m.head_dim {
+        true => ("model.value_head_dim", m.value_head_dim),
+        false => ("model.head_dim", m.head_dim),
+    }
+}
+
+/// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
+pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
+    let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
+    let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
+    let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
+    let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
+    [
+        match m.tie_embeddings {
+            true => of("the embedding", 1, &[vocabulary, width]),
+            false => of("embedding and head", 2, &[vocabulary, width]),
+        },
+        of("attention", 4, &[layers, width, heads, head_dim]),
+        of("the shared experts", 3, &[layers, width, ("model.shared_ffn", m.shared_ffn)]),
+        of(EXPERTS, 3, &[layers, experts, width, ("model.expert_ffn", m.expert_ffn)]),
+        of("the routers", 1, &[layers, experts, width]),
+    ]
+}
+
+/// These alone are divided over ranks.
+pub(crate) const EXPERTS: &str = "the experts";
+
+/// `model.layers = 2, model.d_model = 64`.
+pub(crate) fn listed(sizes: &[(&str, usize)]) -> String {
+    sizes.iter().map(|(key, size)| format!("{key} = {size}")).collect::<Vec<_>>().join(", ")
+}
 
 /// Whether every size of this configuration can be counted, and is not beyond what any machine has.
 ///
@@ -63,7 +117,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
     let rows = tokens * wide(m.top_k) * wide(ranks) + wide(m.experts) * 128;
-    let head_dim = wide(m.head_dim.max(m.value_head_dim));
+    let head_dim = wide(head_width(m).1);
     let widest = [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * head_dim, 2 * wide(m.shared_ffn)];
     let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
