@@ -22,7 +22,7 @@ pub struct FormatSpec {
     pub block: usize,
     /// The scale rules that make sense, the default first; empty for plain formats.
     pub rules: &'static [ScaleRule],
-    /// The rounding that the format is defined with ([`Format::rounding`] says what a rule makes of it).
+    /// The rounding that the format is defined with ([`Format::rounding`](crate::Format::rounding) says what a rule makes of it).
     pub rounding: Rounding,
     /// Whether the last block of a contraction may be short (zero-extended).
     pub ragged: bool,
