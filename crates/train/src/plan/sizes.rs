@@ -34,7 +34,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         });
         return Err(Error::config("model", format!("has more than 2^48 parameters{most}")));
     }
-    if m.layers.saturating_mul(m.experts) > MOST_EXPERTS {
+    if m.num_routed().saturating_mul(m.experts) > MOST_EXPERTS {
         let why = format!(
             "is {}, and with model.layers = {} the model has more than {MOST_EXPERTS} experts",
             m.experts, m.layers
@@ -57,9 +57,14 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     }
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
-    let rows = tokens * wide(m.top_k) * wide(ranks) + wide(m.experts) * 128;
-    let widest =
-        [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * wide(m.head_dim), 2 * wide(m.shared_ffn)];
+    let rows = tokens * wide(m.top_k.max(1)) * wide(ranks) + wide(m.experts) * 128;
+    let widest = [
+        2 * wide(m.expert_ffn),
+        wide(m.d_model),
+        wide(m.heads) * wide(m.head_dim),
+        2 * wide(m.shared_ffn),
+        2 * wide(m.ffn),
+    ];
     let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
     if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {

@@ -69,6 +69,7 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     }
     let widths = [
         ("model.d_model", config.model.d_model),
+        ("model.ffn", config.model.ffn),
         ("model.expert_ffn", config.model.expert_ffn),
         ("model.shared_ffn", config.model.shared_ffn),
         ("model.head_dim", config.model.heads * config.model.head_dim),
