@@ -18,6 +18,8 @@ import json
 import statistics
 import sys
 
+from shapes import moe_shapes
+
 try:
     import torch
 except ImportError:
@@ -32,8 +34,10 @@ FLUSH_BYTES = 512 << 20
 RATE_BYTES = 1 << 30
 CALLS = 25
 CHECKED_ROWS = 256
-TOP_K, EXPERTS, ALIGN = 8, 256, 128
-SHAPES = "32768x7168,32768x2048,24576x5120,24576x2048,4096x7168"
+MODELS = moe_shapes()
+V3, V2, QWEN, ALIGN = MODELS["deepseek-v3"], MODELS["deepseek-v2"], MODELS["qwen3-30b"], 128
+TOP_K, EXPERTS = V3.top_k, V3.experts
+SHAPES = ",".join(f"{rows}x{model.d}" for rows, model in ((32768, V3), (32768, QWEN), (24576, V2), (24576, QWEN), (4096, V3)))
 
 
 # Plain PyTorch: the reference, and what torch.compile is given.

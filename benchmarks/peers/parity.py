@@ -7,8 +7,9 @@
 CONFIG.json is what `nibble inspect` writes beside the tensors. The model here is written for reading: no fusion, no sorting,
 every expert applied to all tokens that chose it. The experts of each token are those that Nibble chose (choices flip on
 rounding); their weights are computed here. A layer without a router has an MLP; queries and keys are normed where there are
-weights for it. Exit code 1 if a bound is missed. The loss is the mean cross-entropy, plus of each layer with experts
-aux_loss_coef * (experts * sum of share * mean probability) and z_loss_coef * mean(logsumexp^2).
+weights for it. The router's losses are those of one shard: inspect with train.shards = 1. Exit code 1 if a bound is missed. The
+loss is the mean cross-entropy, plus of each layer with experts aux_loss_coef * (experts * sum of share * mean probability) and
+z_loss_coef * mean(logsumexp^2).
 """
 
 import argparse

@@ -21,6 +21,8 @@ import statistics
 import sys
 import time
 
+from shapes import moe_shapes, projections
+
 try:
     import torch
 except ImportError:
@@ -32,24 +34,26 @@ WARM_UP_S, WINDOW_S, WINDOWS, REST_S = 0.5, 0.35, 3, 0.3
 CHECKED_ROWS = 64
 FP8 = torch.float8_e4m3fn
 
-UP, DOWN = (4096, 7168), (7168, 2048)
+MODELS = moe_shapes()
+V3, V2, QWEN, SCOUT, MANY = (MODELS[name] for name in ("deepseek-v3", "deepseek-v2", "qwen3-30b", "llama4-scout", "128-experts"))
+UP, DOWN = projections(V3)
 DENSE = [(8192, 8192, 8192), (32768, *UP), (32768, *DOWN)]
 # Groups, rows, (N, K) of the forward pass or of the weight gradient, and which of the two passes.
 GROUPED = [
     *((8, 32768, size, ("fprop", "wgrad")) for size in (UP, DOWN)),
-    *((8, 32768, size, ("dgrad",)) for size in ((7168, 4096), (2048, 7168))),
+    *((8, 32768, size, ("dgrad",)) for size in (UP[::-1], DOWN[::-1])),
     *((8, 8 * rows, size, ("wgrad",)) for rows in (1024, 512) for size in (UP, DOWN)),
-    *((8, 32768, size, ("fprop", "wgrad")) for size in ((3072, 5120), (5120, 1536), (1536, 2048), (2048, 768))),
-    *((8, 32768, size, ("fprop",)) for size in ((16384, 5120), (5120, 8192))),
+    *((8, 32768, size, ("fprop", "wgrad")) for model in (V2, QWEN) for size in projections(model)),
+    *((8, 32768, size, ("fprop",)) for size in projections(SCOUT)),
     *((groups, 32768, size, ("fprop", "wgrad")) for groups in (4, 32) for size in (UP, DOWN)),
-    *((128, 262144, size, ("fprop", "wgrad")) for size in ((2048, 4096), (4096, 1024))),
+    *((128, 262144, size, ("fprop", "wgrad")) for size in projections(MANY)),
 ]
 # Name, experts, rows (tokens where routed), hidden, intermediate, top-k (0: experts only, on rows already sorted).
 LAYERS = [
-    ("DeepSeek-V3, 8 experts", 8, 32768, 7168, 2048, 0),
-    ("128 experts, sorted rows", 128, 262144, 4096, 1024, 0),
-    ("128 experts, top-8", 128, 32768, 4096, 1024, 8),
-    ("Qwen3-30B, top-8", 128, 32768, 2048, 768, 8),
+    ("DeepSeek-V3, 8 experts", 8, 32768, V3.d, V3.f, 0),
+    ("128 experts, sorted rows", MANY.experts, 262144, MANY.d, MANY.f, 0),
+    ("128 experts, top-8", MANY.experts, 32768, MANY.d, MANY.f, MANY.top_k),
+    ("Qwen3-30B, top-8", QWEN.experts, 32768, QWEN.d, QWEN.f, QWEN.top_k),
 ]
 
 

@@ -10,7 +10,8 @@ use nibble_command::say;
 use nibble_core::{DType, MemoryStats, Recipe, SoloComm};
 use nibble_train::config::Config;
 use nibble_train::plan;
-use nibble_train::trainer::{RunMemory, Trainer};
+use nibble_train::rank::RunMemory;
+use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
 

@@ -4,8 +4,9 @@ use nibble_command::device::{Device, On};
 use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
+use nibble_train::checks::load_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
-use nibble_train::trainer::{Trainer, load_recipe};
+use nibble_train::trainer::Trainer;
 use std::path::Path;
 
 /// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged ones that are passed

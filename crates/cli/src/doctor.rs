@@ -8,7 +8,7 @@ use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::{Backend, Recipe};
 use nibble_formats::Format;
-use nibble_formats::format::WHOLE_LINE;
+use nibble_formats::WHOLE_LINE;
 use std::path::Path;
 
 /// Says what was found: processor, threads, memory, backends, formats, recipes, environment.

@@ -3,7 +3,7 @@
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
-use nibble_train::trainer::load_recipe;
+use nibble_train::checks::load_recipe;
 
 /// Lists the recipes, or prints one: every operand's format, axis, scale rule, rounding and origin, and every change of
 /// representation that follows in a layer of each kind.

@@ -2,10 +2,11 @@
 
 use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
+use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
-use nibble_train::trainer::{CONFIG_FILE, METRICS_FILE, RECIPE_FILE, load_recipe};
+use nibble_train::trainer::{CONFIG_FILE, METRICS_FILE, RECIPE_FILE};
 use std::path::{Path, PathBuf};
 
 /// The files of a run that say what it was and how it went.

@@ -11,6 +11,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::{DeviceKind, Recipe};
 use nibble_cuda::power::Meter;
+use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, preset};
 use nibble_train::data::{Dataset, Entropy};
 use nibble_train::metrics::Metrics;
@@ -144,7 +145,7 @@ impl Work for DryRun<'_> {
 
 /// Says what a run takes on a device of this kind. Returns its recipe.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
-    let recipe = trainer::checked_recipe(config)?;
+    let recipe = checked_recipe(config)?;
     let entropy = Dataset::of(config)?.entropy();
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
     introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy }, true);

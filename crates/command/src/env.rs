@@ -4,7 +4,7 @@
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
 use nibble_cpu::gemm::Isa;
-use nibble_cpu::{Cpu, Path};
+use nibble_cpu::{CodePath, Cpu};
 use nibble_train::config::MOST_THREADS;
 
 /// What all of them begin with.
@@ -25,12 +25,12 @@ const VARIABLES: &[(&str, &str)] = &[
 ];
 
 /// The names of the instruction sets, and the scalar specification.
-const CODE: [(&str, Isa, Path); 5] = [
-    ("portable", Isa::Portable, Path::Simd),
-    ("avx2", Isa::Avx2, Path::Simd),
-    ("avx512", Isa::Avx512, Path::Simd),
-    ("avx512bf16", Isa::Avx512Bf16, Path::Simd),
-    ("scalar", Isa::Portable, Path::Scalar),
+const CODE: [(&str, Isa, CodePath); 5] = [
+    ("portable", Isa::Portable, CodePath::Simd),
+    ("avx2", Isa::Avx2, CodePath::Simd),
+    ("avx512", Isa::Avx512, CodePath::Simd),
+    ("avx512bf16", Isa::Avx512Bf16, CodePath::Simd),
+    ("scalar", Isa::Portable, CodePath::Scalar),
 ];
 
 /// What the variables say.
@@ -38,7 +38,7 @@ const CODE: [(&str, Isa, Path); 5] = [
 pub struct Env {
     threads: usize,
     isa: Isa,
-    path: Path,
+    path: CodePath,
 }
 
 impl Env {
@@ -55,7 +55,7 @@ impl Env {
             })?,
         };
         let (isa, path) = match std::env::var(ISA) {
-            Err(_) => (Isa::best(), Path::Simd),
+            Err(_) => (Isa::best(), CodePath::Simd),
             Ok(text) => code_by_name(&text)?,
         };
         Ok(Self { threads, isa, path })
@@ -73,7 +73,7 @@ impl Env {
     }
 }
 
-fn code_by_name(name: &str) -> Result<(Isa, Path)> {
+fn code_by_name(name: &str) -> Result<(Isa, CodePath)> {
     let Some((_, isa, path)) = CODE.into_iter().find(|(known, ..)| *known == name) else {
         let known = CODE.map(|(name, ..)| name).join(", ");
         return Err(Error::usage(format!("{ISA}: got `{name}`, expected one of {known}")));

@@ -198,6 +198,10 @@ pub trait Convert: Backend {
     fn pack_slots(&self, op: PackSlots<'_, Self>) -> Result<Self::Buf<i32>>;
     /// See [`UnpackSlots`].
     fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>>;
+    /// See [`TileScales`].
+    fn tile_scales(&self, op: TileScales<'_, Self>) -> Result<Self::Buf<u8>>;
+    /// See [`UntileScales`].
+    fn untile_scales(&self, op: UntileScales<'_, Self>) -> Result<Self::Buf<u8>>;
     /// See [`Swiglu`].
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>>;
     /// See [`SwigluBackward`].

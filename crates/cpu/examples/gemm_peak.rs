@@ -8,7 +8,7 @@
 
 use half::bf16;
 use nibble_cpu::gemm::peak::{self, Dot};
-use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, Output, Scales, Shape};
+use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, OperandScales, Output, Shape};
 use nibble_formats::ScalePlane;
 use std::time::Instant;
 
@@ -118,12 +118,12 @@ fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
     for block in [128, 32] {
         let blocks = k.div_ceil(block);
         let (sa, sb) = (vec![120u8; m * blocks], vec![121u8; n * blocks]);
-        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(Scales::rows(
+        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(OperandScales::rows(
             ScalePlane::powers(&sa),
             block,
             blocks,
         ));
-        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(Scales::tiles(
+        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(OperandScales::tiles(
             ScalePlane::powers(&sb),
             block,
             blocks,
@@ -160,7 +160,7 @@ fn groups(engine: &Engine, peaks: &Peaks) {
         engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
     });
     let (dy, x, scales) = (codes(rows * n), codes(rows * k), vec![120u8; n * rows / 128]);
-    let scales = Scales::rows(ScalePlane::powers(&scales), 128, rows / 128);
+    let scales = OperandScales::rows(ScalePlane::powers(&scales), 128, rows / 128);
     let a = Operand::rows(Data::E4m3(&dy), rows).scaled(scales);
     let b = Operand::rows(Data::E4m3(&x), rows).scaled(scales);
     report("groups of 100-300: wgrad E4M3 (384, 128)", flops, peaks, Dot::Bf16, || {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Which code runs an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Path {
+pub enum CodePath {
     /// The scalar specification.
     Scalar,
     /// The vectorised twin.
@@ -30,7 +30,7 @@ struct Inner {
     memory: Arc<Memory>,
     profile: Mutex<BTreeMap<&'static str, OpTime>>,
     isa: Isa,
-    path: Path,
+    path: CodePath,
 }
 
 /// How often an operation ran and how long it took.
@@ -54,7 +54,7 @@ impl Cpu {
     /// # Errors
     /// [`Error::Device`] if the threads cannot be started.
     pub fn new(threads: usize) -> Result<Self> {
-        Self::with(threads, Isa::best(), Path::Simd)
+        Self::with(threads, Isa::best(), CodePath::Simd)
     }
 
     /// The scalar specification of every operation.
@@ -62,14 +62,14 @@ impl Cpu {
     /// # Errors
     /// As [`Cpu::new`].
     pub fn scalar(threads: usize) -> Result<Self> {
-        Self::with(threads, Isa::Portable, Path::Scalar)
+        Self::with(threads, Isa::Portable, CodePath::Scalar)
     }
 
     /// A chosen instruction set and path.
     ///
     /// # Errors
     /// [`Error::Device`] if this machine lacks the instruction set or the threads cannot be started.
-    pub fn with(threads: usize, isa: Isa, path: Path) -> Result<Self> {
+    pub fn with(threads: usize, isa: Isa, path: CodePath) -> Result<Self> {
         if !isa.is_supported() {
             return Err(Error::Device {
                 call: format!("Cpu::with({isa:?})"),
@@ -120,7 +120,7 @@ impl Cpu {
     }
 
     /// Which code runs an operation.
-    pub fn path(&self) -> Path {
+    pub fn path(&self) -> CodePath {
         self.inner.path
     }
 
@@ -218,8 +218,8 @@ impl Backend for Cpu {
     fn name(&self) -> String {
         let threads = self.inner.pool.current_num_threads();
         match self.inner.path {
-            Path::Scalar => format!("cpu, {threads} threads, scalar specification"),
-            Path::Simd => format!("cpu, {threads} threads, {:?}", self.inner.isa),
+            CodePath::Scalar => format!("cpu, {threads} threads, scalar specification"),
+            CodePath::Simd => format!("cpu, {threads} threads, {:?}", self.inner.isa),
         }
     }
 

@@ -62,6 +62,12 @@ impl Convert for Cpu {
     fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
         self.timed("unpack_slots", || ops::slots::unpack_slots(self, op))
     }
+    fn tile_scales(&self, op: TileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.timed("tile_scales", || ops::scale_tiles::tile_scales(self, op))
+    }
+    fn untile_scales(&self, op: UntileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.timed("untile_scales", || ops::scale_tiles::untile_scales(self, op))
+    }
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         self.timed("swiglu", || ops::swiglu::swiglu(self, op))
     }

@@ -14,7 +14,7 @@ mod room;
 mod simd;
 mod sums;
 
-pub use backend::{Buf, Cpu, OpTime, Path};
+pub use backend::{Buf, CodePath, Cpu, OpTime};
 pub use comm::ThreadComm;
 pub use memory::Arena;
 pub use ops::quantize::is_vectorised;

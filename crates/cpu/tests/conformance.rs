@@ -2,13 +2,13 @@
 //! and for every number of threads.
 
 use nibble_cpu::gemm::Isa;
-use nibble_cpu::{Cpu, Path};
+use nibble_cpu::{CodePath, Cpu};
 use nibble_testkit::{Pair, conformance};
 
 /// The specification on one thread, against an instruction set; `None` where this machine lacks it.
 fn against(isa: Isa, threads: usize) -> Option<Pair<Cpu, Cpu>> {
     let specification = Cpu::scalar(1).expect("one thread");
-    let cpu = isa.is_supported().then(|| Cpu::with(threads, isa, Path::Simd).expect("a few threads"))?;
+    let cpu = isa.is_supported().then(|| Cpu::with(threads, isa, CodePath::Simd).expect("a few threads"))?;
     Some(Pair::strict(specification, cpu))
 }
 

@@ -1,10 +1,10 @@
 //! Memory that work done over and over shares: one range of addresses, backed as far as it is used.
 
-use crate::buffer::Zeros;
-use crate::device::Device;
-use crate::driver::{check, failed};
-use crate::recording::Kept;
-use cudarc::driver::{result, sys};
+use crate::driver::failed;
+use crate::gpu::Gpu;
+use crate::kept::Kept;
+use crate::mapping::{Mapping, granularity};
+use cudarc::driver::result;
 use nibble_core::{Error, Heap, MemoryStats, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ pub struct Arena {
 
 struct Shared {
     name: &'static str,
-    device: Device,
+    gpu: Arc<Gpu>,
     /// Recordings finished before it was made, which cannot use it.
     born: u64,
     /// What pieces are multiples of.
@@ -36,34 +36,24 @@ struct State {
 
 impl Arena {
     /// Reserves as many addresses as the device has memory, and maps nothing.
-    pub(crate) fn new(device: &Device, name: &'static str) -> Result<Self> {
-        // The context is made current.
-        device.stream()?;
-        let properties = properties(device.info().ordinal);
-        let mut granularity = 0;
-        // SAFETY: writes one size; the properties are complete and read during the call.
-        let code = unsafe {
-            sys::cuMemGetAllocationGranularity(
-                &mut granularity,
-                &properties,
-                sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-            )
-        };
-        check("cuMemGetAllocationGranularity", code)?;
-        let piece = SMALLEST_PIECE.next_multiple_of(granularity.max(1));
-        let reserved = device.info().memory_bytes.next_multiple_of(piece);
-        let mut base = 0;
-        // SAFETY: writes one address; the range is given back by `Mapping::unmap`.
-        let code = unsafe { sys::cuMemAddressReserve(&mut base, reserved, 0, 0, 0) };
-        check(&format!("cuMemAddressReserve({reserved} bytes) for arena `{name}`"), code)?;
-        let mapping = Mapping { base, reserved, pieces: Vec::new() };
+    pub(crate) fn new(gpu: &Arc<Gpu>, name: &'static str) -> Result<Self> {
+        gpu.bind()?;
+        let piece = SMALLEST_PIECE.next_multiple_of(granularity(gpu.info.ordinal)?.max(1));
+        let mapping = Mapping::reserve(gpu.info.memory_bytes.next_multiple_of(piece), name)?;
         let state = Mutex::new(State { heap: Heap::new(0), mapping });
-        let born = device.recordings().finished();
-        Ok(Self { shared: Arc::new(Shared { name, device: device.clone(), born, piece, state }) })
+        let born = gpu.recordings.finished();
+        Ok(Self { shared: Arc::new(Shared { name, gpu: gpu.clone(), born, piece, state }) })
+    }
+
+    /// A block of so many bytes, whose content is undefined. With the context current.
+    pub(crate) fn block(&self, bytes: usize) -> Result<ArenaBlock> {
+        let block = ArenaBlock { address: self.alloc(bytes)?, bytes, arena: self.clone() };
+        self.shared.gpu.count_live(bytes);
+        Ok(block)
     }
 
     /// The address of a block of so many bytes. With the context current.
-    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64> {
+    fn alloc(&self, bytes: usize) -> Result<u64> {
         let mut guard = self.shared.lock();
         let state = &mut *guard;
         let offset = match state.heap.alloc(bytes) {
@@ -79,11 +69,11 @@ impl Arena {
 
     /// Maps memory for a block at the end of the heap.
     fn map_for(&self, state: &mut State, bytes: usize) -> Result<()> {
-        let Shared { name, device, piece, .. } = &*self.shared;
+        let Shared { name, gpu, piece, .. } = &*self.shared;
         let mapped = state.mapping.mapped();
         let end = state.heap.end_with(bytes).and_then(|end| end.checked_next_multiple_of(*piece));
         let done = match end.filter(|end| *end <= state.mapping.reserved) {
-            Some(end) => state.mapping.extend(end - mapped, device.info().ordinal).map(|()| end),
+            Some(end) => state.mapping.extend(end - mapped, gpu.info.ordinal).map(|()| end),
             None => Err(failed("the address range", format!("it has {} bytes", state.mapping.reserved))),
         };
         let end = done.map_err(|error| {
@@ -99,7 +89,7 @@ impl Arena {
     }
 
     /// Takes a block back. What comes later in the stream may use it.
-    pub(crate) fn release(&self, address: u64, bytes: usize) {
+    fn release(&self, address: u64, bytes: usize) {
         let mut state = self.shared.lock();
         let offset = (address - state.mapping.base) as usize;
         state.heap.free(offset, bytes);
@@ -119,8 +109,8 @@ impl Arena {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
-    pub(crate) fn device(&self) -> &Device {
-        &self.shared.device
+    pub(crate) fn gpu(&self) -> &Arc<Gpu> {
+        &self.shared.gpu
     }
 }
 
@@ -135,7 +125,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mapping = std::mem::take(&mut state.mapping);
-        self.device.give_back(self.born, Kept::Mapping(mapping));
+        self.gpu.give_back(self.born, Kept::Mapping(mapping));
     }
 }
 
@@ -146,81 +136,51 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// Device memory of this device alone.
-fn properties(ordinal: usize) -> sys::CUmemAllocationProp {
-    sys::CUmemAllocationProp {
-        type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
-        location: location(ordinal),
-        win32HandleMetaData: std::ptr::null_mut(),
-        allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
-            compressionType: 0,
-            gpuDirectRDMACapable: 0,
-            usage: 0,
-            reserved: [0; 4],
-        },
+/// Bytes of an arena, given back when it is dropped: what comes later in the stream may use them.
+#[derive(Debug)]
+pub(crate) struct ArenaBlock {
+    pub address: u64,
+    bytes: usize,
+    arena: Arena,
+}
+
+impl Drop for ArenaBlock {
+    fn drop(&mut self) {
+        self.arena.shared.gpu.uncount_live(self.bytes);
+        self.arena.release(self.address, self.bytes);
     }
 }
 
-fn location(ordinal: usize) -> sys::CUmemLocation {
-    sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal as i32 }
-}
+/// Words of an arena, zeroed, that counters are cut from, each handed out once; and how many were.
+pub(crate) type ZeroedWords = Option<(Arc<ArenaBlock>, usize)>;
 
-/// A reserved range of addresses whose beginning has memory. Not given back by itself: see [`Mapping::unmap`].
+/// What a recording under way takes memory from.
 #[derive(Default)]
-pub(crate) struct Mapping {
-    base: u64,
-    reserved: usize,
-    /// Bytes of each mapping, back to back from `base` on.
-    pieces: Vec<usize>,
-}
+pub(crate) struct UsedArenas(Mutex<Option<Vec<Arena>>>);
 
-impl Mapping {
-    fn mapped(&self) -> usize {
-        self.pieces.iter().sum()
+impl UsedArenas {
+    fn lock(&self) -> MutexGuard<'_, Option<Vec<Arena>>> {
+        // Changed by whole values.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Maps so many bytes more, a multiple of the granularity, within the range. With the context current.
-    fn extend(&mut self, bytes: usize, ordinal: usize) -> Result<()> {
-        let address = self.base + self.mapped() as u64;
-        let mut handle = 0;
-        // SAFETY: the properties are complete and read during the call; writes one handle.
-        let code = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties(ordinal), 0) };
-        check(&format!("cuMemCreate({bytes} bytes)"), code)?;
-        // SAFETY: the addresses are reserved, and nothing is mapped there yet; the memory has as many bytes.
-        let mapped = check("cuMemMap", unsafe { sys::cuMemMap(address, bytes, 0, handle, 0) });
-        // SAFETY: created above, released once. The mapping keeps the memory; without one it is freed now.
-        let released = check("cuMemRelease", unsafe { sys::cuMemRelease(handle) });
-        mapped?;
-        let access = sys::CUmemAccessDesc {
-            location: location(ordinal),
-            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
-        // SAFETY: the range was mapped just now; one description is read during the call.
-        let code = unsafe { sys::cuMemSetAccess(address, bytes, &access, 1) };
-        check("cuMemSetAccess", code).and(released).inspect_err(|_| {
-            // SAFETY: mapped above, used by nobody. The first error is the one to report.
-            let _ = unsafe { sys::cuMemUnmap(address, bytes) };
-        })?;
-        self.pieces.push(bytes);
-        Ok(())
+    /// From here on they are noted.
+    pub fn begin(&self) {
+        *self.lock() = Some(Vec::new());
     }
 
-    /// Gives memory and addresses back.
-    ///
-    /// # Safety
-    /// With the context current. Nothing issued uses the memory any more, and nothing will.
-    pub(crate) unsafe fn unmap(self) {
-        let mut address = self.base;
-        for &bytes in &self.pieces {
-            // SAFETY: exactly what `extend` mapped, once; unused by the caller's promise. An error has nobody to go to.
-            let _ = unsafe { sys::cuMemUnmap(address, bytes) };
-            address += bytes as u64;
+    /// Notes one, if they are noted.
+    pub fn add(&self, arena: &Arena) {
+        if let Some(arenas) = &mut *self.lock()
+            && !arenas.iter().any(|known| known.is_same(arena))
+        {
+            arenas.push(arena.clone());
         }
-        if self.reserved > 0 {
-            // SAFETY: exactly what was reserved, with nothing mapped in it any more.
-            let _ = unsafe { sys::cuMemAddressFree(self.base, self.reserved) };
-        }
+    }
+
+    /// They are not noted any more. What was comes back, to be dropped outside the lock.
+    pub fn end(&self) -> Vec<Arena> {
+        self.lock().take().unwrap_or_default()
     }
 }
 
@@ -228,7 +188,7 @@ impl Mapping {
 #[derive(Clone)]
 pub(crate) struct Entered {
     pub arena: Arena,
-    pub zeros: Arc<Mutex<Zeros>>,
+    pub zeros: Arc<Mutex<ZeroedWords>>,
 }
 
 impl Entered {

@@ -175,12 +175,12 @@ impl Backend for Cuda {
     }
 
     fn arena(&self, name: &'static str) -> Result<Arena> {
-        Arena::new(&self.device, name)
+        Arena::new(self.device.gpu(), name)
     }
 
     fn within<R>(&self, arena: &Arena, work: impl FnOnce() -> Result<R>) -> Result<R> {
-        if !arena.device().is_same(&self.device) {
-            let why = format!("it is of {:?}, another device than {:?}", arena.device(), self.device);
+        if !Arc::ptr_eq(arena.gpu(), self.device.gpu()) {
+            let why = format!("it is of {:?}, another device than {:?}", arena.gpu(), self.device);
             return Err(failed(format!("within({arena:?})"), why));
         }
         self.device.scope().run(&Entered::new(arena.clone()), work)

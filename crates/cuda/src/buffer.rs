@@ -1,9 +1,9 @@
 //! Typed allocations on the device, and where their bytes are from.
 
-use crate::arena::Arena;
-use crate::device::Device;
+use crate::arena::{Arena, ArenaBlock};
+use crate::device::{Device, PooledZeros};
 use crate::driver::{failed, named};
-use crate::recording::Kept;
+use crate::kept::Kept;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result, check_range};
@@ -33,11 +33,11 @@ enum Home {
     /// The pool, at a time when so many recordings had finished.
     Pool { born: u64 },
     /// An arena.
-    Arena(Arena),
+    Arena(#[expect(dead_code, reason = "kept, not read")] ArenaBlock),
     /// Cut from zeroed words of the pool; `None` once they are given back.
     PooledZeros(Option<Arc<PooledZeros>>),
     /// Cut from zeroed words of an arena, which outlive it.
-    ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<Storage>),
+    ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<ArenaBlock>),
 }
 
 impl Storage {
@@ -45,13 +45,15 @@ impl Storage {
         let stream = device.stream()?;
         let (address, home) = match device.scope().current() {
             Some(entered) => {
-                let arena = entered.arena;
-                device.recordings().uses(&arena);
-                (arena.alloc(bytes)?, Home::Arena(arena))
+                let block = device.block(&entered.arena, bytes)?;
+                (block.address, Home::Arena(block))
             }
-            None => (pooled(device, bytes, stream)?, Home::Pool { born: device.recordings().finished() }),
+            None => {
+                let address = pooled(device, bytes, stream)?;
+                device.count_live(bytes);
+                (address, Home::Pool { born: device.recordings().finished() })
+            }
         };
-        device.count_live(bytes);
         Ok(Self { address, bytes, home, device: device.clone() })
     }
 }
@@ -59,15 +61,11 @@ impl Storage {
 impl Drop for Storage {
     fn drop(&mut self) {
         match &mut self.home {
-            Home::Arena(arena) => {
-                self.device.uncount_live(self.bytes);
-                arena.release(self.address, self.bytes);
-            }
             Home::Pool { born } => {
                 self.device.give_back(*born, Kept::Pooled { address: self.address, counted: self.bytes });
             }
             Home::PooledZeros(words) => self.device.release_zeros(words.take()),
-            Home::ArenaZeros(_) => {}
+            Home::Arena(_) | Home::ArenaZeros(_) => {}
         }
     }
 }
@@ -95,24 +93,6 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
 /// Words zeroed at a time: enough for the conversions of a training step.
 const ZEROS: usize = 6 << 10;
 
-/// Zeroed words that counters are cut from, each handed out once; and how many were.
-pub(crate) type Zeros = Option<(ArenaWords, usize)>;
-
-/// Zeroed words in an arena.
-pub(crate) struct ArenaWords(Arc<Storage>);
-
-/// Zeroed words of the pool. Without a handle of the device, which holds one of these.
-pub(crate) struct PooledZeros {
-    address: sys::CUdeviceptr,
-    born: u64,
-}
-
-impl PooledZeros {
-    pub fn address(&self) -> sys::CUdeviceptr {
-        self.address
-    }
-}
-
 impl Device {
     /// A buffer whose content is undefined: for outputs that a kernel writes in full. In the arena that someone works within, else
     /// of the pool.
@@ -138,12 +118,18 @@ impl Device {
         let (first, home) = match self.scope().current() {
             Some(entered) => {
                 let mut zeros = entered.zeros.lock().unwrap_or_else(PoisonError::into_inner);
-                let (ArenaWords(words), used) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
+                let (words, used) = match zeros.take().filter(|(_, used)| used + len <= ZEROS) {
                     Some(left) => left,
-                    None => (ArenaWords(self.filled::<u64>(ZEROS, 0)?.storage), 0),
+                    None => {
+                        let block = self.block(&entered.arena, bytes)?;
+                        // SAFETY: the range is that of the block.
+                        let set = unsafe { result::memset_d8_async(block.address, 0, bytes, stream) };
+                        named("cuMemsetD8Async", set)?;
+                        (Arc::new(block), 0)
+                    }
                 };
                 let first = words.address + (used * size_of::<u64>()) as u64;
-                *zeros = Some((ArenaWords(words.clone()), used + len));
+                *zeros = Some((words.clone(), used + len));
                 (first, Home::ArenaZeros(words))
             }
             // The fill of the pool's words would not be part of the recording: this is refused.
@@ -173,6 +159,12 @@ impl Device {
         };
         let storage = Storage { address: first, bytes: len * size_of::<u64>(), home, device: self.clone() };
         Ok(Buffer { address: first, len, storage: Arc::new(storage), element: PhantomData })
+    }
+
+    /// Bytes of an arena, which a recording under way then uses. With the context current.
+    fn block(&self, arena: &Arena, bytes: usize) -> Result<ArenaBlock> {
+        self.used_arenas().add(arena);
+        arena.block(bytes)
     }
 
     /// Gives zeroed words of the pool back with their last handle.

@@ -1,24 +1,23 @@
-//! A GPU: its context, its streams, a memory pool ordered by the first of them, events, and loaded kernels.
+//! A GPU with what is done on it: loaded kernels, events, the arena that work lies in, copies.
 //!
 //! Everything is issued on the device's first stream, so that a buffer freed after a launch is reused only by what comes
 //! later. The second one only brings copies to the host ([`download`](crate::download)). Calls that wait:
 //! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before, and
 //! [`Event::elapsed_ms`]; and an upload, where megabytes of others before it are still on their way.
 
-use crate::arena::Entered;
-use crate::buffer::PooledZeros;
+use crate::arena::{Entered, UsedArenas};
 use crate::driver::{check, failed, named};
+use crate::gpu::Gpu;
 use crate::jit::{Cubin, Jit, KernelSpec};
+use crate::kept::{Kept, Recordings};
 use crate::landing::Landing;
 use crate::probe::GpuInfo;
-use crate::recording::Recordings;
 use crate::staging::Staging;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, MemoryStats, Result, Room, Scope, TrafficCounter};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A handle; clones share the device.
@@ -28,13 +27,7 @@ pub struct Device {
 }
 
 struct Inner {
-    info: GpuInfo,
-    device: sys::CUdevice,
-    context: sys::CUcontext,
-    stream: sys::CUstream,
-    /// Of copies to the host.
-    copies: sys::CUstream,
-    pool: sys::CUmemoryPool,
+    gpu: Arc<Gpu>,
     jit: Jit,
     /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
@@ -46,20 +39,18 @@ struct Inner {
     landings: Mutex<Vec<Landing>>,
     /// Where memory comes from, if not from the pool.
     scope: Scope<Entered>,
-    recordings: Recordings,
+    /// Arenas that the recording under way takes memory from.
+    used_arenas: UsedArenas,
     traffic: TrafficCounter,
     launches: Mutex<Option<Launches>>,
-    /// What others held when it was opened.
-    room: Option<Room>,
-    live_bytes: AtomicUsize,
-    peak_bytes: AtomicUsize,
 }
 
-// SAFETY: the driver's handles may be used from any thread once the context is current there, which every method here
-// sees to first; what is mutable on this side is behind a mutex or atomic.
-unsafe impl Send for Inner {}
-// SAFETY: as above.
-unsafe impl Sync for Inner {}
+/// Zeroed words of the pool. Without a handle of the device, which holds one of these.
+pub(crate) struct PooledZeros {
+    pub address: sys::CUdeviceptr,
+    /// Recordings finished before they were allocated.
+    pub born: u64,
+}
 
 /// A kernel that an operation launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,14 +78,14 @@ pub(crate) struct Module {
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
 
-// SAFETY: as for `Inner`: handles, used with the context current.
+// SAFETY: handles, used with the context current.
 unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Device({}: {})", self.inner.info.ordinal, self.inner.info.name)
+        write!(f, "Device({}: {})", self.inner.gpu.info.ordinal, self.inner.gpu.info.name)
     }
 }
 
@@ -119,46 +110,24 @@ impl Device {
                 format!("{} is {major}.{minor}; the kernels need 9.0", info.name),
             ));
         }
-        let device = named("cuDeviceGet", result::device::get(ordinal as i32))?;
-        // SAFETY: `device` was given by the driver; the context is made current before anything is created in it, and
-        // all of it is given back in `Inner::drop`, in the opposite order.
-        unsafe {
-            let context = named("cuDevicePrimaryCtxRetain", result::primary_ctx::retain(device))?;
-            let stream =
-                || named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking));
-            let made = named("cuCtxSetCurrent", result::ctx::set_current(context))
-                .and_then(|()| Ok((stream()?, stream()?, create_pool(ordinal)?)));
-            let (stream, copies, pool) = made.inspect_err(|_| {
-                // The first error is the one to report.
-                let _ = result::primary_ctx::release(device);
-            })?;
-            let inner = Inner {
-                info,
-                device,
-                context,
-                stream,
-                copies,
-                pool,
-                jit,
-                modules: Mutex::default(),
-                zeros: Mutex::default(),
-                staging: Mutex::default(),
-                landings: Mutex::default(),
-                scope: Scope::default(),
-                recordings: Recordings::default(),
-                traffic: TrafficCounter::default(),
-                launches: Mutex::default(),
-                room: room(),
-                live_bytes: AtomicUsize::new(0),
-                peak_bytes: AtomicUsize::new(0),
-            };
-            Ok(Self { inner: Arc::new(inner) })
-        }
+        let inner = Inner {
+            gpu: Arc::new(Gpu::open(info)?),
+            jit,
+            modules: Mutex::default(),
+            zeros: Mutex::default(),
+            staging: Mutex::default(),
+            landings: Mutex::default(),
+            scope: Scope::default(),
+            used_arenas: UsedArenas::default(),
+            traffic: TrafficCounter::default(),
+            launches: Mutex::default(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// What the GPU is.
     pub fn info(&self) -> &GpuInfo {
-        &self.inner.info
+        &self.inner.gpu.info
     }
 
     /// Whether two handles are of one opened device.
@@ -168,27 +137,17 @@ impl Device {
 
     /// Bytes in live buffers.
     pub fn memory(&self) -> MemoryStats {
-        MemoryStats {
-            live_bytes: self.inner.live_bytes.load(Ordering::Relaxed),
-            peak_bytes: self.inner.peak_bytes.load(Ordering::Relaxed),
-            total_bytes: self
-                .inner
-                .bind()
-                .ok()
-                .and_then(|()| result::mem_get_info().ok())
-                .map(|(_, total)| total),
-        }
+        self.inner.gpu.memory()
     }
 
     /// The device's memory, and what others held of it when the device was opened.
     pub fn room(&self) -> Option<Room> {
-        self.inner.room
+        self.inner.gpu.room
     }
 
     /// The stream, with the context made current on this thread.
     pub(crate) fn stream(&self) -> Result<sys::CUstream> {
-        self.inner.bind()?;
-        Ok(self.inner.stream)
+        self.inner.gpu.stream()
     }
 
     /// Waits for everything issued so far, and reports what went wrong in it. Not for copies to the host that are under way.
@@ -196,18 +155,21 @@ impl Device {
     /// # Errors
     /// [`Error::Device`], also while work is recorded.
     pub fn synchronize(&self) -> Result<()> {
-        self.not_recording("Device::synchronize")?;
-        // SAFETY: the stream lives as long as `self`.
-        named("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream()?) })
+        self.inner.gpu.synchronize()
     }
 
     /// The stream of copies to the host.
     pub(crate) fn copies(&self) -> sys::CUstream {
-        self.inner.copies
+        self.inner.gpu.copies
+    }
+
+    /// What arenas hold on to.
+    pub(crate) fn gpu(&self) -> &Arc<Gpu> {
+        &self.inner.gpu
     }
 
     pub(crate) fn pool(&self) -> sys::CUmemoryPool {
-        self.inner.pool
+        self.inner.gpu.pool
     }
 
     pub(crate) fn zeros(&self) -> &Mutex<Option<(Arc<PooledZeros>, usize)>> {
@@ -224,7 +186,12 @@ impl Device {
     }
 
     pub(crate) fn recordings(&self) -> &Recordings {
-        &self.inner.recordings
+        &self.inner.gpu.recordings
+    }
+
+    /// Arenas that the recording under way takes memory from.
+    pub(crate) fn used_arenas(&self) -> &UsedArenas {
+        &self.inner.used_arenas
     }
 
     /// The launches being noted.
@@ -258,12 +225,21 @@ impl Device {
     }
 
     pub(crate) fn count_live(&self, bytes: usize) {
-        let live = self.inner.live_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.inner.peak_bytes.fetch_max(live, Ordering::Relaxed);
+        self.inner.gpu.count_live(bytes);
     }
 
     pub(crate) fn uncount_live(&self, bytes: usize) {
-        self.inner.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.inner.gpu.uncount_live(bytes);
+    }
+
+    /// An error while work is recorded.
+    pub(crate) fn not_recording(&self, call: &str) -> Result<()> {
+        self.inner.gpu.not_recording(call)
+    }
+
+    /// Gives memory back, once no recording that may use it is left: allocated when so many recordings had finished.
+    pub(crate) fn give_back(&self, born: u64, kept: Kept) {
+        self.inner.gpu.give_back(born, kept);
     }
 
     /// Copies go through the host now, which a recording cannot hold.
@@ -293,7 +269,7 @@ impl Device {
 
     /// The instance, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
     pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
-        self.inner.bind()?;
+        self.inner.gpu.bind()?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
         match modules.get(spec) {
             Some(module) => Ok(module.clone()),
@@ -313,72 +289,23 @@ impl Device {
     }
 }
 
-/// A pool of this backend's own that keeps what it was given: a training step allocates the same sizes again.
-fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
-    let props = sys::CUmemPoolProps {
-        allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        handleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
-        location: sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: ordinal as i32,
-        },
-        win32SecurityAttributes: std::ptr::null_mut(),
-        maxSize: 0,
-        usage: 0,
-        reserved: [0; 54],
-    };
-    let mut keep = u64::MAX;
-    // SAFETY: the properties are complete; the attribute is 64 bits and is read during the call.
-    unsafe {
-        let pool = named("cuMemPoolCreate", result::mem_pool::create(&props))?;
-        let set = result::mem_pool::set_attribute(
-            pool,
-            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-            (&raw mut keep).cast(),
-        );
-        named("cuMemPoolSetAttribute", set).inspect_err(|_| {
-            let _ = result::mem_pool::destroy(pool);
-        })?;
-        Ok(pool)
-    }
-}
-
-/// The memory of the device whose context is current. It tells what is taken and not by whom: nothing but the context is this
-/// process's yet.
-fn room() -> Option<Room> {
-    /// What a context takes, at most.
-    const CONTEXT: usize = 1 << 30;
-    let (free, total_bytes) = result::mem_get_info().ok()?;
-    Some(Room { total_bytes, others_bytes: total_bytes.saturating_sub(free).saturating_sub(CONTEXT) })
-}
-
-impl Inner {
-    fn bind(&self) -> Result<()> {
-        // SAFETY: the context is retained until `drop`.
-        named("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.context) })
-    }
-}
-
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: the last handle is gone, and with it every buffer, event and kernel; the stream is drained first. An
-        // error here has nobody to go to: the process is shutting down or the device is lost.
+        // An error here has nobody to go to: the process is shutting down or the device is lost.
+        let Ok(stream) = self.gpu.stream() else { return };
+        // SAFETY: the last handle is gone, and with it every buffer, event and kernel; the streams are drained first. The GPU itself
+        // comes after, or with the last arena.
         unsafe {
-            let _ = result::ctx::set_current(self.context);
-            let _ = result::stream::synchronize(self.stream);
-            let _ = result::stream::synchronize(self.copies);
+            let _ = result::stream::synchronize(stream);
+            let _ = result::stream::synchronize(self.gpu.copies);
             if let Some((words, _)) = self.zeros.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-                let _ = result::free_async(words.address(), self.stream);
+                let _ = result::free_async(words.address, stream);
             }
             self.landings.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
             drop(self.staging.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             for (_, module) in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain() {
                 let _ = result::module::unload(module.module);
             }
-            let _ = result::mem_pool::destroy(self.pool);
-            let _ = result::stream::destroy(self.copies);
-            let _ = result::stream::destroy(self.stream);
-            let _ = result::primary_ctx::release(self.device);
         }
     }
 }
@@ -427,7 +354,7 @@ unsafe impl Send for Event {}
 impl Event {
     /// Milliseconds from `earlier` to this point, waiting until the device has passed it.
     pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32> {
-        self.device.inner.bind()?;
+        self.device.inner.gpu.bind()?;
         // SAFETY: both events are alive and recorded.
         unsafe {
             named("cuEventSynchronize", result::event::synchronize(self.event))?;
@@ -438,7 +365,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.device.inner.bind().is_ok() {
+        if self.device.inner.gpu.bind().is_ok() {
             // SAFETY: created once, destroyed once; the driver allows it before the event has passed.
             let _ = unsafe { result::event::destroy(self.event) };
         }

@@ -63,6 +63,12 @@ impl Convert for Cuda {
     fn unpack_slots(&self, op: UnpackSlots<'_, Self>) -> Result<ReceivedSlots<Self>> {
         self.timed("unpack_slots", || ops::routing::slots::unpack_slots(self, op))
     }
+    fn tile_scales(&self, op: TileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.timed("tile_scales", || ops::convert::scale_tiles::tile_scales(self, op))
+    }
+    fn untile_scales(&self, op: UntileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.timed("untile_scales", || ops::convert::scale_tiles::untile_scales(self, op))
+    }
     fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
         self.timed("swiglu", || ops::swiglu::swiglu(self, op))
     }

@@ -4,13 +4,12 @@
 //! it lives: memory of the pool, and whole arenas, that were there when it was made and were dropped since are kept until no such
 //! recording is left. Memory of earlier or later days it cannot know.
 
-use crate::arena::{Arena, Entered, Mapping};
+use crate::arena::{Arena, Entered};
 use crate::device::Device;
 use crate::driver::{check, failed, named};
 use cudarc::driver::{result, sys};
 use nibble_core::Result;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Recorded work.
 pub struct Recording {
@@ -68,41 +67,6 @@ impl Device {
         // The stream orders it with everything else.
         named("cuGraphLaunch", unsafe { result::graph::launch(recording.exec, stream) })
     }
-
-    /// An error while work is recorded.
-    pub(crate) fn not_recording(&self, call: &str) -> Result<()> {
-        match self.recordings().is_under_way() {
-            true => Err(failed(call, "not while work is being recorded")),
-            false => Ok(()),
-        }
-    }
-
-    /// Gives memory back, once no recording that may use it is left.
-    pub(crate) fn give_back(&self, born: u64, kept: Kept) {
-        if let Some(kept) = self.recordings().keep(born, kept) {
-            self.free(kept);
-        }
-    }
-
-    /// While nothing is recorded: the stream would record it.
-    fn free(&self, kept: Kept) {
-        // A failure means that the context is lost, and the memory with it.
-        let Ok(stream) = self.stream() else { return };
-        match kept {
-            Kept::Pooled { address, counted } => {
-                self.uncount_live(counted);
-                // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it.
-                let _ = unsafe { result::free_async(address, stream) };
-            }
-            Kept::Mapping(mapping) => {
-                if self.synchronize().is_ok() {
-                    // SAFETY: the context is current; the stream has passed everything, and no handle is left. What a download
-                    // still brings to the host is a copy.
-                    unsafe { mapping.unmap() };
-                }
-            }
-        }
-    }
 }
 
 impl Drop for Recording {
@@ -115,106 +79,6 @@ impl Drop for Recording {
     }
 }
 
-/// Memory that nobody holds, and that a recording may still use.
-pub(crate) enum Kept {
-    /// Of the pool, with so many bytes counted as live.
-    Pooled { address: u64, counted: usize },
-    /// An arena's.
-    Mapping(Mapping),
-}
-
-/// The recordings of a device.
-#[derive(Default)]
-pub(crate) struct Recordings {
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    /// Recordings ever begun, which number them from 1.
-    begun: u64,
-    /// Numbers of those that are not gone, the one under way included.
-    alive: Vec<u64>,
-    /// What the one under way has taken memory from.
-    under_way: Option<Vec<Arena>>,
-    /// With the recordings that were there in the memory's life: those above the first number, up to the second.
-    kept: Vec<((u64, u64), Kept)>,
-}
-
-impl State {
-    /// Whether one of the recordings above the first number, up to the second, is alive.
-    fn is_any_alive(&self, (above, last): (u64, u64)) -> bool {
-        self.alive.iter().any(|id| above < *id && *id <= last)
-    }
-}
-
-impl Recordings {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics between two changes that belong together.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// How many have begun and are not under way any more: none of them can use memory that is allocated now.
-    pub fn finished(&self) -> u64 {
-        let state = self.lock();
-        state.begun - u64::from(state.under_way.is_some())
-    }
-
-    pub fn is_under_way(&self) -> bool {
-        self.lock().under_way.is_some()
-    }
-
-    /// The recording under way, if there is one, takes memory from this arena.
-    pub fn uses(&self, arena: &Arena) {
-        if let Some(arenas) = &mut self.lock().under_way
-            && !arenas.iter().any(|known| known.is_same(arena))
-        {
-            arenas.push(arena.clone());
-        }
-    }
-
-    /// Takes memory over, allocated when so many recordings had finished, if a recording may use it; else it is the caller's to
-    /// free.
-    fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
-        let mut state = self.lock();
-        let life = (born, state.begun);
-        if state.is_any_alive(life) {
-            state.kept.push((life, kept));
-            return None;
-        }
-        Some(kept)
-    }
-
-    /// A recording's number, unless one is under way.
-    fn begin(&self) -> Result<u64> {
-        let mut state = self.lock();
-        if state.under_way.is_some() {
-            return Err(failed("Device::record", "a recording is under way"));
-        }
-        state.begun += 1;
-        let id = state.begun;
-        state.alive.push(id);
-        state.under_way = Some(Vec::new());
-        Ok(id)
-    }
-
-    /// Nothing is recorded any more. What was used comes back, to be dropped outside the lock.
-    fn end(&self) -> Vec<Arena> {
-        self.lock().under_way.take().unwrap_or_default()
-    }
-
-    /// A recording is gone. What nobody may use any more comes back, to be freed.
-    fn gone(&self, id: u64) -> Vec<Kept> {
-        let mut state = self.lock();
-        state.alive.retain(|alive| *alive != id);
-        let kept = std::mem::take(&mut state.kept);
-        let (used, unused): (Vec<_>, Vec<_>) =
-            kept.into_iter().partition(|(life, _)| state.is_any_alive(*life));
-        state.kept = used;
-        unused.into_iter().map(|(_, kept)| kept).collect()
-    }
-}
-
 /// A recording's place among those of its device, from its beginning to its end.
 struct Alive {
     id: u64,
@@ -223,7 +87,9 @@ struct Alive {
 
 impl Alive {
     fn begin(device: &Device) -> Result<Self> {
-        Ok(Self { id: device.recordings().begin()?, device: device.clone() })
+        let id = device.recordings().begin()?;
+        device.used_arenas().begin();
+        Ok(Self { id, device: device.clone() })
     }
 }
 
@@ -231,7 +97,7 @@ impl Drop for Alive {
     fn drop(&mut self) {
         // Where nothing was captured, this ends the recording.
         for kept in self.device.recordings().gone(self.id) {
-            self.device.free(kept);
+            self.device.gpu().free(kept);
         }
     }
 }
@@ -240,6 +106,12 @@ impl Drop for Alive {
 struct Capture<'a> {
     device: &'a Device,
     stream: sys::CUstream,
+}
+
+/// Nothing is recorded any more; which arenas were used.
+fn ended(device: &Device) -> Vec<Arena> {
+    device.recordings().end();
+    device.used_arenas().end()
 }
 
 /// A graph, destroyed when dropped.
@@ -253,7 +125,7 @@ impl<'a> Capture<'a> {
         match named("cuStreamBeginCapture", unsafe { result::stream::begin_capture(stream, mode) }) {
             Ok(()) => Ok(Self { device, stream }),
             Err(error) => {
-                drop(device.recordings().end());
+                drop(ended(device));
                 Err(error)
             }
         }
@@ -262,7 +134,7 @@ impl<'a> Capture<'a> {
     /// What was captured, and from which arenas it took memory.
     fn end(self) -> Result<(Graph, Vec<Arena>)> {
         let graph = self.stop();
-        let arenas = self.device.recordings().end();
+        let arenas = ended(self.device);
         // Its work is done: `drop` would end the capture again.
         std::mem::forget(self);
         Ok((graph?, arenas))
@@ -285,7 +157,7 @@ impl Drop for Capture<'_> {
     fn drop(&mut self) {
         // The error that led here is the one to report.
         drop(self.stop());
-        drop(self.device.recordings().end());
+        drop(ended(self.device));
     }
 }
 
@@ -295,57 +167,5 @@ impl Drop for Graph {
             // SAFETY: a graph of a capture that has ended, destroyed once; what was instantiated from it is a copy.
             let _ = unsafe { result::graph::destroy(self.0) };
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn pooled(address: u64) -> Kept {
-        Kept::Pooled { address, counted: 0 }
-    }
-
-    fn addresses(kept: Vec<Kept>) -> Vec<u64> {
-        let address = |kept| match kept {
-            Kept::Pooled { address, .. } => address,
-            Kept::Mapping(_) => unreachable!("this test has no arenas"),
-        };
-        kept.into_iter().map(address).collect()
-    }
-
-    #[test]
-    fn memory_is_kept_for_recordings_that_began_after_it_was_allocated_and_no_others() {
-        let recordings = Recordings::default();
-        let before = recordings.finished();
-        assert!(recordings.keep(before, pooled(1)).is_some(), "no recording at all");
-        let first = recordings.begin().unwrap();
-        assert!(recordings.is_under_way() && recordings.begin().is_err());
-        assert!(recordings.keep(before, pooled(2)).is_none(), "while it is recorded");
-        assert_eq!(recordings.finished(), before, "what is made meanwhile it may use");
-        recordings.end();
-        let between = recordings.finished();
-        assert!(recordings.keep(before, pooled(3)).is_none());
-        assert!(recordings.keep(between, pooled(4)).is_some(), "what came later it cannot know");
-        let second = recordings.begin().unwrap();
-        recordings.end();
-        assert!(recordings.keep(between, pooled(5)).is_none());
-        assert_eq!(addresses(recordings.gone(first)), [2, 3], "the second came when they were dropped");
-        assert_eq!(addresses(recordings.gone(second)), [5]);
-        assert!(recordings.keep(before, pooled(6)).is_some());
-        assert!(!recordings.is_under_way() && recordings.begin().is_ok());
-    }
-
-    #[test]
-    fn an_earlier_recording_alone_keeps_what_it_may_use() {
-        let recordings = Recordings::default();
-        let first = recordings.begin().unwrap();
-        recordings.end();
-        let between = recordings.finished();
-        let second = recordings.begin().unwrap();
-        recordings.end();
-        assert!(recordings.keep(0, pooled(1)).is_none() && recordings.keep(between, pooled(2)).is_none());
-        assert_eq!(addresses(recordings.gone(second)), [2], "the first began before it was there");
-        assert_eq!(addresses(recordings.gone(first)), [1]);
     }
 }

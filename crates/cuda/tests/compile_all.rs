@@ -85,9 +85,11 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
         }
         "nib::quantize_cols" => (format!("nib::ColumnShared<{}>", all(&["In", "E", "kF32Scales"])), 0, 0),
         "nib::quantize_tiles" => (format!("nib::SquareShared<{}>", arg("In")), 0, 0),
-        "nib::quantize_hadamard_cols" => (format!("nib::HadamardShared<{}>", all(&["E", "Round"])), 0, 0),
+        "nib::quantize_hadamard_cols" => {
+            (format!("nib::QuantizeHadamardShared<{}>", all(&["E", "Round"])), 0, 0)
+        }
         "nib::quantize_hadamard_rows" => (format!("nib::UnitsShared<{}>", arg("E")), 0, 1023),
-        "nib::hadamard_cols" => ("nib::HadamardShared".into(), 0, 0),
+        "nib::hadamard_cols" => ("nib::HadamardColsShared".into(), 0, 0),
         "nib::lift_cols" => (format!("nib::TurnShared<nib::kTile / 2, 4, {}>", arg("kPanels")), 0, 0),
         "nib::shift_cols" => (format!("nib::ShiftShared<{}>", arg("kPanels")), 0, 0),
         "nib::lift_tiles" => ("nib::LiftTilesShared".into(), 0, 0),

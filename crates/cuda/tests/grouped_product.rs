@@ -16,7 +16,7 @@ use nibble_cuda::Cuda;
 use nibble_cuda::ops::products::grouped_product::{
     GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Out, Ragged, Target,
 };
-use nibble_cuda::ops::products::grouped_product::{ScaleValues, Scales, ScalesB};
+use nibble_cuda::ops::products::grouped_product::{ScaleValues, ScalesB, StridedScales};
 
 #[test]
 fn right_at_every_edge() {
@@ -46,8 +46,8 @@ fn wrong_operands_are_named() {
     };
     let (codes, short) = (device.filled::<u8>(16 * 128, 0).unwrap(), device.filled::<u8>(16, 0).unwrap());
     let scales = device.filled::<f32>(16, 0).unwrap();
-    let all = Scales::row_major(ScaleValues::f32(&scales), 1);
-    let few = Scales::row_major(ScaleValues::e8m0(&short), 2);
+    let all = StridedScales::row_major(ScaleValues::f32(&scales), 1);
+    let few = StridedScales::row_major(ScaleValues::e8m0(&short), 2);
     let plain = device.filled(16 * 128, 0).unwrap();
     let (good, mut d) = (Operand::Fp8(&codes, all), device.filled(16 * 16, 0).unwrap());
     for (a, b, argument) in [

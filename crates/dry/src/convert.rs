@@ -296,6 +296,14 @@ impl Dry {
         self.buf(Self::len(op.index))
     }
 
+    pub(crate) fn tile_scales(&self, op: TileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.buf(op.matrix.tiled_len(Self::len(op.starts).saturating_sub(1)))
+    }
+
+    pub(crate) fn untile_scales(&self, op: UntileScales<'_, Self>) -> Result<Buf<u8>> {
+        self.buf(op.matrix.rows * op.matrix.cols)
+    }
+
     pub(crate) fn combine_slots(&self, op: CombineSlots<'_, Self>) -> Result<Tensor<Self>> {
         self.plain(op.rows.dtype(), op.tokens(), op.rows.cols)
     }

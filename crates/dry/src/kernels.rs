@@ -66,6 +66,8 @@ impl Convert for Dry {
         Work::reads_rows(Some(op.slot.len()), &[op.slot, op.expert, op.weight, op.token_id])
     });
     op!(unpack_slots(UnpackSlots) -> ReceivedSlots<Self>, |op| Work::reads(&[op.records]));
+    op!(tile_scales(TileScales) -> Buf<u8>, |op| Work::reads(&[op.scales, op.starts]));
+    op!(untile_scales(UntileScales) -> Buf<u8>, |op| Work::reads(&[op.tiles, op.starts]));
     op!(swiglu(Swiglu) -> SwigluOut<Self>, |op| {
         Work::reads_rows(op.groups.and_then(rows_of), &[op.h, &op.weight])
     }, of op.groups.and_then(rows_of));

@@ -1,10 +1,7 @@
-//! One quantization block: its scale and its codes. Scalar, and the specification that every faster
-//! path is held to.
+//! One quantization block: its scale, what its arithmetic is told, and the arithmetic of formats whose blocks have one number.
 
 use crate::e8m0::{self, ScaleRule};
 use crate::element::Element;
-use crate::error::{Error, Result};
-use crate::format::Format;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 
@@ -37,138 +34,24 @@ impl BlockScale {
     }
 }
 
-/// The arithmetic of a format on one block. Where the defaults serve, a value's code depends on its block's scale alone; a format whose
-/// values have factors of their own by position, or rules of their own, overrides them.
-pub trait BlockCodec: std::fmt::Debug + Sync {
-    /// The scale of a block of finite values.
-    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale;
-
-    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
-    fn encode(&self, codec: &Codec, x: f32, _i: usize, scale: BlockScale, r: u16) -> u8 {
-        codec.element().encode_rounded(x * scale.inv, codec.rounding(), r)
-    }
-
-    /// The value of the code of value `i` of a block, the tensor's scale aside.
-    fn decode(&self, codec: &Codec, code: u8, i: usize, record: Scale) -> f32 {
-        codec.element().decode(code) * codec.scale_kind().multiplier(record, i, codec.block)
-    }
-
-    /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
-    fn tensor_scale(&self, _codec: &Codec, _amax: f32) -> [f32; 2] {
-        [1.0, 1.0]
-    }
-}
-
-/// One number a block, which follows from its largest magnitude: a power of two or a single ([`Codec::scale_of`]).
-#[derive(Debug)]
-pub(crate) struct OneNumber;
-
-impl BlockCodec for OneNumber {
-    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
-        codec.scale_of(amax(x).unwrap_or(f32::NAN))
-    }
-}
-
-/// How blocks of a format are made: format, scale rule and rounding, known to go together; and the scale of the tensor where the format
-/// has one, which is 1 until [`Codec::for_tensor`] or [`Codec::under`] says another.
-///
-/// ```
-/// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};
-/// let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven)?;
-/// let mut x = [0.0f32; 32];
-/// x[..3].copy_from_slice(&[12.0, -2.0, 0.4]);
-/// let mut codes = [0u8; 32];
-/// let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
-/// assert_eq!((scale, nonfinite), (Scale::byte(128), false)); // 12 = 6 · 2
-/// assert_eq!(codes[..4], [7, 8 | 2, 0, 0]);
-/// assert_eq!(codec.decode(codes[1], 1, scale), -2.0);
-/// # Ok::<(), nibble_formats::Error>(())
-/// ```
+/// What a block's arithmetic is told of the tensor: the facts of its format, and what was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Codec {
-    format: Format,
-    element: Element,
-    rule: ScaleRule,
-    rounding: Rounding,
-    kind: ScaleKind,
-    block: usize,
+pub struct BlockParams {
+    /// What codes stand for.
+    pub element: Element,
+    /// The scale rule.
+    pub rule: ScaleRule,
+    /// The rounding of the elements.
+    pub rounding: Rounding,
+    /// What a block's record holds.
+    pub kind: ScaleKind,
+    /// Values of a block.
+    pub block: usize,
     /// Bits of the tensor's multipliers, of encoding and of decoding.
-    tensor: [u32; 2],
+    pub(crate) tensor: [u32; 2],
 }
 
-impl Codec {
-    /// A codec of a block format.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for a plain format or a rule the format does not know;
-    /// [`Error::Value`] for a dither above half a step.
-    pub fn new(format: Format, rule: ScaleRule, rounding: Rounding) -> Result<Codec> {
-        let spec = format.spec();
-        let unsupported =
-            |why| Err(Error::Unsupported { format: spec.name, with: format!("scale rule `{rule}`"), why });
-        let Some(element) = spec.element else {
-            return unsupported("it is a plain format, without block scales".to_owned());
-        };
-        if !spec.rules.contains(&rule) {
-            let names: Vec<_> = spec.rules.iter().map(|r| r.name()).collect();
-            return unsupported(format!("expected one of {}", names.join(", ")));
-        }
-        rounding.check()?;
-        let (kind, tensor) = (format.scale_kind(rule), [1.0f32.to_bits(); 2]);
-        Ok(Codec { format, element, rule, rounding, kind, block: spec.block, tensor })
-    }
-
-    /// The format.
-    pub const fn format(&self) -> Format {
-        self.format
-    }
-
-    /// The element format of the codes.
-    pub const fn element(&self) -> Element {
-        self.element
-    }
-
-    /// The scale rule.
-    pub const fn rule(&self) -> ScaleRule {
-        self.rule
-    }
-
-    /// The rounding of the elements.
-    pub const fn rounding(&self) -> Rounding {
-        self.rounding
-    }
-
-    /// What a block's record holds.
-    pub const fn scale_kind(&self) -> ScaleKind {
-        self.kind
-    }
-
-    /// The same codec for a tensor whose largest magnitude is `amax`; NaN marks all of it. Without a scale of the tensor, itself.
-    pub fn for_tensor(self, amax: f32) -> Codec {
-        if !self.kind.has_tensor_scale() {
-            return self;
-        }
-        let multipliers = self.format.spec().codec.tensor_scale(&self, amax);
-        Codec { tensor: multipliers.map(f32::to_bits), ..self }
-    }
-
-    /// The same codec for a tensor of this scale, as it was stored.
-    pub fn under(self, tensor_scale: f32) -> Codec {
-        Codec { tensor: [1.0 / tensor_scale, tensor_scale].map(f32::to_bits), ..self }
-    }
-
-    /// The largest magnitude that [`Codec::for_tensor`] takes of these values: of the finite ones. Where blocks have no record that could
-    /// be marked, a NaN or an infinity among them makes it NaN.
-    pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {
-        let marks_all = self.kind.levels().is_empty();
-        x.fold(0.0, |amax: f32, x| match x.is_finite() {
-            true if amax.is_nan() => amax,
-            true => amax.max(x.abs()),
-            false if marks_all => f32::NAN,
-            false => amax,
-        })
-    }
-
+impl BlockParams {
     /// What values are multiplied by for the tensor's sake when they are encoded.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
@@ -194,44 +77,37 @@ impl Codec {
             (rule, true) => BlockScale::power(e8m0::encode(rule, self.element, amax)),
         }
     }
+}
 
-    /// The value of the code of value `i` of a block: f32(element · scales), times the tensor's scale.
-    #[inline]
-    pub fn decode(&self, code: u8, i: usize, record: Scale) -> f32 {
-        let value = self.format.spec().codec.decode(self, code, i, record);
-        if self.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
+/// The arithmetic of a format on one block. Where the defaults serve, a value's code depends on its block's scale alone; a format whose
+/// values have factors of their own by position, or rules of their own, overrides them.
+pub trait BlockCodec: std::fmt::Debug + Sync {
+    /// The scale of a block of finite values.
+    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale;
+
+    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
+    fn encode(&self, params: &BlockParams, x: f32, _i: usize, scale: BlockScale, r: u16) -> u8 {
+        params.element.encode_rounded(x * scale.inv, params.rounding, r)
     }
 
-    /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole). One of several scales, each for its
-    /// share of the block, cannot be longer than that: it is marked.
-    ///
-    /// Writes one code a byte: `codes[i]` for `x[i]`; codes past the end of `x` become 0, and values
-    /// past the end of `codes` count for the scale only. `rand(i)` gives sixteen random bits for
-    /// element `i` and is called by the random roundings only. A NaN or infinity anywhere makes the
-    /// scale NaN and all codes 0. Returns the record and whether it marks the block (which some rules
-    /// also do to a finite block that they cannot hold).
-    pub fn quantize_block(
-        &self,
-        x: &[f32],
-        mut rand: impl FnMut(usize) -> u16,
-        codes: &mut [u8],
-    ) -> (Scale, bool) {
-        codes.fill(0);
-        let format = self.format.spec().codec;
-        let has_shares = self.kind.levels().len() > 1;
-        let scale = match amax(x) {
-            Some(_) if !has_shares || x.len() <= self.block => format.scale(self, x),
-            _ => BlockScale { record: self.kind.nan(), inv: f32::NAN },
-        };
-        if scale.is_nan() {
-            return (scale.record, true);
-        }
-        let random = self.rounding.is_random();
-        for (i, (code, &x)) in codes.iter_mut().zip(x).enumerate() {
-            let r = if random { rand(i) } else { 0 };
-            *code = format.encode(self, x, i, scale, r);
-        }
-        (scale.record, false)
+    /// The value of the code of value `i` of a block, the tensor's scale aside.
+    fn decode(&self, params: &BlockParams, code: u8, i: usize, record: Scale) -> f32 {
+        params.element.decode(code) * params.kind.multiplier(record, i, params.block)
+    }
+
+    /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
+    fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
+        [1.0, 1.0]
+    }
+}
+
+/// One number a block, which follows from its largest magnitude: a power of two or a single ([`BlockParams::scale_of`]).
+#[derive(Debug)]
+pub(crate) struct OneNumber;
+
+impl BlockCodec for OneNumber {
+    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
+        params.scale_of(amax(x).unwrap_or(f32::NAN))
     }
 }
 
@@ -241,189 +117,4 @@ pub fn amax(x: &[f32]) -> Option<f32> {
     // As integers, magnitudes order as their bits do, with infinity and the NaNs above all others.
     let bits = x.iter().map(|v| v.to_bits() & 0x7FFF_FFFF).fold(0, u32::max);
     (bits < 0x7F80_0000).then_some(f32::from_bits(bits))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::WHOLE_LINE;
-
-    fn codec(format: Format, rule: ScaleRule) -> Codec {
-        Codec::new(format, rule, Rounding::NearestEven).unwrap()
-    }
-
-    #[test]
-    fn impossible_combinations_are_named() {
-        let new = |format, rule| Codec::new(format, rule, Rounding::NearestEven);
-        let e = new(Format::Mxfp4, ScaleRule::Amax).unwrap_err().to_string();
-        let want =
-            "format `mxfp4` does not go with scale rule `amax`: expected one of rceil, floor, ceil, even";
-        assert_eq!(e, want);
-        let e = new(Format::Bf16, ScaleRule::Rceil).unwrap_err().to_string();
-        assert!(e.starts_with("format `bf16` does not go with scale rule `rceil`: it is a plain"), "{e}");
-        assert!(Codec::new(Format::E4m3, ScaleRule::Amax, Rounding::Dither { delta_q16: 0x9000 }).is_err());
-        for format in Format::ALL {
-            for rule in ScaleRule::ALL {
-                assert_eq!(new(format, rule).is_ok(), format.spec().rules.contains(&rule));
-            }
-        }
-    }
-
-    /// Written out by hand: −4, −3.75 … 3.75 under scale 1 (amax 4 gives it under every rule).
-    #[test]
-    fn a_block_of_quarters_by_hand() {
-        let x: [f32; 32] = std::array::from_fn(|i| i as f32 * 0.25 - 4.0);
-        let want =
-            [0xEE, 0xDE, 0xDD, 0xCC, 0xCC, 0xAB, 0xAA, 0x89, 0x00, 0x21, 0x22, 0x43, 0x44, 0x54, 0x55, 0x66];
-        for rule in [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even] {
-            let (mut codes, mut packed) = ([9; 32], [9; 16]);
-            let made = codec(Format::Mxfp4, rule).quantize_block(&x, |_| unreachable!(), &mut codes);
-            assert_eq!(made, (Scale::byte(127), false), "{rule}");
-            crate::packing::pack_codes(4, &codes, &mut packed).unwrap();
-            assert_eq!(packed, want, "{rule}");
-        }
-    }
-
-    /// By hand: amax 7 saturates under `floor` (scale 1), not under `rceil` (scale 2).
-    #[test]
-    fn floor_saturates_where_rceil_doubles() {
-        let x = [7.0, -7.0, 1.0, 0.5, -0.0];
-        let mut codes = [0; 5];
-        let (scale, _) = codec(Format::Mxfp4, ScaleRule::Floor).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::byte(127), [7, 15, 2, 1, 8]));
-        let (scale, _) = codec(Format::Mxfp4, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
-        // 3.5 ties up to 4 (even code 6), 0.25 ties down to 0
-        assert_eq!((scale, codes), (Scale::byte(128), [6, 14, 1, 0, 8]));
-    }
-
-    /// By hand: amax 3 of an FP8 block. 3/448 as a single; 3 itself becomes the largest code. As a
-    /// power of two, 2⁻⁷ (448 · 2⁻⁸ = 1.75 < 3 ≤ 3.5): 3 · 2⁷ = 384.
-    #[test]
-    fn fp8_blocks_by_hand() {
-        let x = [3.0, -1.5, 0.0, 1e-9];
-        let mut codes = [0; 4];
-        let (scale, _) = codec(Format::E4m3, ScaleRule::Amax).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::single(3.0 / 448.0), [0x7E, 0xF6, 0, 0]));
-        let (scale, _) = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!((scale, codes), (Scale::byte(120), [0x7C, 0xF4, 0, 0]));
-    }
-
-    #[test]
-    fn a_block_longer_than_its_shares_is_marked() {
-        let x = [1.0; 65];
-        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            let (codec, mut codes) = (codec(format, format.spec().rules[0]).for_tensor(1.0), [9; 65]);
-            let (scale, marked) = codec.quantize_block(&x, |_| 0, &mut codes);
-            assert_eq!(marked, format == Format::Hif4, "{format}");
-            assert!(!marked || (scale == codec.scale_kind().nan() && codes == [0; 65]), "{format}");
-        }
-    }
-
-    #[test]
-    fn a_block_of_zeros_is_finite_and_keeps_signs() {
-        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            let sign = 1u8 << (format.spec().code_bits - 1);
-            for &rule in format.spec().rules {
-                let (mut codes, codec) = ([9; 2], codec(format, rule).for_tensor(0.0));
-                let (scale, nonfinite) = codec.quantize_block(&[0.0, -0.0], |_| 0, &mut codes);
-                // Ascend's convention has no scale for it.
-                assert_eq!(nonfinite, rule == ScaleRule::Cann, "{format} {rule}");
-                if nonfinite {
-                    continue;
-                }
-                let sign = if codec.element() == Element::Int8 { 0 } else { sign };
-                assert_eq!(codes, [0, sign], "{format} {rule}");
-                assert!((0..2).all(|i| codec.decode(codes[i], i, scale) == 0.0), "{format} {rule}");
-                if format.spec().block != WHOLE_LINE {
-                    assert_eq!(scale, format.scale_kind(rule).least(), "{format} {rule}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_nan_or_infinity_anywhere_marks_the_whole_block() {
-        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            for &rule in format.spec().rules {
-                for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    for at in [0, 17, 31] {
-                        let mut x = [1.0; 32];
-                        x[at] = bad;
-                        let mut codes = [9; 32];
-                        let codec = codec(format, rule);
-                        // The tensor's scale carries it where blocks have none.
-                        let codec = codec.for_tensor(codec.tensor_amax(x.iter().copied()));
-                        let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
-                        let marked = codec.scale_kind().is_nan(scale) || codec.tensor_scale().is_nan();
-                        assert!(nonfinite && marked, "{format} {rule} {bad}");
-                        assert_eq!(codes, [0; 32]);
-                        assert!((0..32).all(|i| codec.decode(0, i, scale).is_nan()));
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn even_reports_the_finite_block_it_cannot_hold() {
-        let mut codes = [9; 1];
-        let (scale, nonfinite) =
-            codec(Format::Mxfp4, ScaleRule::Even).quantize_block(&[f32::MAX], |_| 0, &mut codes);
-        assert_eq!((scale, nonfinite, codes), (Scale::byte(0xFF), true, [0]));
-    }
-
-    /// Exponents of values that a format reaches without a tensor's scale.
-    fn reach(format: Format) -> std::ops::Range<i32> {
-        match format {
-            Format::Nvfp4 => -4..8,
-            Format::Hif4 => -40..12,
-            _ if format.spec().block == WHOLE_LINE => -30..100,
-            _ => -100..100,
-        }
-    }
-
-    #[test]
-    fn error_is_at_most_half_a_step_at_every_magnitude() {
-        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            let bounded = [ScaleRule::Rceil, ScaleRule::Amax, ScaleRule::TensorAmax];
-            for &rule in format.spec().rules.iter().filter(|rule| bounded.contains(rule)) {
-                let codec = codec(format, rule);
-                let wide = codec.scale_kind().has_tensor_scale();
-                for exponent in if wide { -100..100 } else { reach(format) } {
-                    let unit = 2f64.powi(exponent) as f32;
-                    let x: [f32; 32] = std::array::from_fn(|i| (i as f32 - 15.5) * 0.37 * unit);
-                    let codec = codec.for_tensor(codec.tensor_amax(x.into_iter()));
-                    let (block, mut codes) = (format.spec().block.min(32), [0; 32]);
-                    // Half the step of the top binade relative to amax, with room for a scale up to 2× coarse.
-                    let bound = 16.0 * 0.37 * unit * 0.5f32.powi(codec.element().mantissa_bits() as i32);
-                    for (x, codes) in x.chunks(block).zip(codes.chunks_mut(block)) {
-                        let (scale, _) = codec.quantize_block(x, |_| 0, codes);
-                        for (i, (x, &code)) in x.iter().zip(&*codes).enumerate() {
-                            let error = (codec.decode(code, i, scale) - x).abs();
-                            assert!(error <= bound, "{format} {rule} 2^{exponent}: {x} off by {error}");
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn stochastic_blocks_ask_for_bits_by_position() {
-        let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
-        let x = [6.0, 2.25, 2.25, -2.25]; // a quarter of the way from 2 to 3
-        let mut codes = [0; 4];
-        let bits = [0, 0x3FFF, 0x4000, 0x3FFF];
-        codec.quantize_block(&x, |i| bits[i], &mut codes);
-        assert_eq!(codes, [7, 5, 4, 13]);
-    }
-
-    #[test]
-    fn short_blocks_are_extended_by_zero() {
-        let mut codes = [9; 4];
-        let made = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&[448.0], |_| 0, &mut codes);
-        assert_eq!((made, codes), ((Scale::byte(127), false), [0x7E, 0, 0, 0]));
-        let made = codec(Format::E4m3, ScaleRule::Rceil).quantize_block(&[], |_| 0, &mut codes);
-        assert_eq!((made, codes), ((Scale::byte(0), false), [0; 4]));
-    }
 }

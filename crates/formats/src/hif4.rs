@@ -5,13 +5,28 @@
 //! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
 //! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
 
-use crate::block::{BlockCodec, BlockScale, Codec, amax};
+use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
 use crate::e8m0::ScaleRule;
+use crate::element::Element;
+use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind, ScaleNumber};
+use crate::spec::{FormatSpec, PLAIN};
 use half::bf16;
 
+pub(crate) const HIF4: FormatSpec = FormatSpec {
+    name: "hif4",
+    element: Some(Element::S1p2),
+    code_bits: 4,
+    block: 64,
+    rules: &[ScaleRule::Amax, ScaleRule::Cann],
+    rounding: Rounding::NearestAway,
+    scales: |_| ScaleKind::HIF4,
+    codec: &Hif4,
+    ..PLAIN
+};
+
 #[derive(Debug)]
-pub(crate) struct Hif4;
+struct Hif4;
 
 /// BF16 of one seventh.
 const SEVENTH: f64 = 73.0 / 512.0;
@@ -20,9 +35,9 @@ const LEAST: f64 = 1.0 / (1u64 << 48) as f64;
 const MOST: f64 = 49152.0;
 
 impl BlockCodec for Hif4 {
-    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
         let amax = amax(x).unwrap_or(f32::NAN);
-        let wanted = if codec.rule() == ScaleRule::Cann {
+        let wanted = if params.rule == ScaleRule::Cann {
             let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
             // Half a step above the largest number is NaN's.
             if !(LEAST..1.625 * 32768.0).contains(&wanted) {
@@ -46,17 +61,17 @@ impl BlockCodec for Hif4 {
         BlockScale { record: Scale(record), inv }
     }
 
-    fn encode(&self, codec: &Codec, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
+    fn encode(&self, params: &BlockParams, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
         // The bits of this position alone: octaves that it has beyond E6M2's.
         let BlockScale { record, inv } = scale;
         let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
         let shift = 1.0 / f64::from(1u32 << octaves);
-        let scaled = if codec.rule() == ScaleRule::Cann {
+        let scaled = if params.rule == ScaleRule::Cann {
             (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
         } else {
             to_odd(f64::from(x) * f64::from(inv) * shift)
         };
-        codec.element().encode_rounded(scaled, codec.rounding(), r)
+        params.element.encode_rounded(scaled, params.rounding, r)
     }
 }
 

@@ -6,34 +6,39 @@
 //! that faster versions elsewhere are compared with, bit for bit.
 
 pub mod block;
+pub mod codec;
 pub mod double;
 pub mod e8m0;
 pub mod element;
 pub mod error;
 pub mod fold;
 pub mod format;
+mod fp8;
 pub mod hadamard;
 mod hif4;
 pub mod layout;
 pub mod lift;
 pub mod math;
+mod mx;
 mod nvfp4;
 pub mod packing;
 pub mod philox;
 pub mod rounding;
 pub mod scale;
-mod whole;
+pub mod spec;
 
-pub use block::{BlockCodec, BlockScale, Codec, amax};
+pub use block::{BlockCodec, BlockParams, BlockScale, amax};
+pub use codec::Codec;
 pub use e8m0::ScaleRule;
 pub use element::Element;
 pub use error::{Error, Result};
 pub use fold::Fold;
-pub use format::{Format, FormatSpec};
+pub use format::Format;
 pub use half::bf16;
-pub use layout::{BlockAxis, ScaleLayout};
+pub use layout::{BlockAxis, ScaleLayout, TILE_COLS, TILE_ROWS, tiled_128x4_offset};
 pub use lift::{lift_code, lift_table, lift_target, shift_code, shift_e4m3, shift_target};
 pub use packing::{pack_codes, packed_bytes, packed_code, unpack_codes};
 pub use philox::{Purpose, Stream, fnv1a32};
 pub use rounding::Rounding;
 pub use scale::{Scale, ScaleKind, ScaleLevel, ScaleNumber, ScalePlane, ScalePlaneMut};
+pub use spec::{FormatSpec, WHOLE_LINE};

@@ -3,16 +3,34 @@
 //! The scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so that the largest block's
 //! scale is the largest E4M3 number; of a block, amax · S/6 as E4M3, subnormals and zero included. Every operation is rounded to F32.
 
-use crate::block::{BlockCodec, BlockScale, Codec, amax};
+use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
+use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
 use crate::element::Element;
-use crate::scale::Scale;
+use crate::scale::{Scale, ScaleKind};
+use crate::spec::{FormatSpec, PLAIN};
+
+pub(crate) const NVFP4: FormatSpec = FormatSpec {
+    name: "nvfp4",
+    element: Some(Element::E2m1),
+    code_bits: 4,
+    block: 16,
+    rules: &[TensorAmax, Amax],
+    tiles: true,
+    scales,
+    codec: &Nvfp4,
+    ..PLAIN
+};
+
+fn scales(rule: ScaleRule) -> ScaleKind {
+    if rule == TensorAmax { ScaleKind::E4M3.under_tensor() } else { ScaleKind::E4M3 }
+}
 
 #[derive(Debug)]
-pub(crate) struct Nvfp4;
+struct Nvfp4;
 
 impl BlockCodec for Nvfp4 {
-    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
-        let tensor_inv = codec.tensor_inv();
+    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
+        let tensor_inv = params.tensor_inv();
         let wanted = amax(x).unwrap_or(f32::NAN) * (tensor_inv * (1.0 / 6.0));
         let byte = Element::E4m3.encode(wanted);
         let value = Element::E4m3.decode(byte) * (1.0 / tensor_inv);
@@ -22,7 +40,7 @@ impl BlockCodec for Nvfp4 {
         BlockScale { record: Scale::byte(byte), inv }
     }
 
-    fn tensor_scale(&self, _codec: &Codec, amax: f32) -> [f32; 2] {
+    fn tensor_scale(&self, _params: &BlockParams, amax: f32) -> [f32; 2] {
         const LARGEST: f32 = 6.0 * 448.0;
         if amax.is_nan() {
             return [f32::NAN, f32::NAN];

@@ -363,7 +363,7 @@ macro_rules! conformance {
         $crate::conformance! { @expand $what
             quantize dequantize transcode cast transpose add sum_shards init_normal
             route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
-            assign_ranks pack_slots unpack_slots
+            assign_ranks pack_slots unpack_slots tile_scales untile_scales
             swiglu swiglu_backward
         }
     };

@@ -1,6 +1,5 @@
 //! The one error type of this crate: what went wrong, where, and whether the user can put it right.
 
-use crate::config::Config;
 use std::path::{Path, PathBuf};
 
 /// Result of this crate's functions.
@@ -122,11 +121,11 @@ impl Error {
         }
     }
 
-    /// What to do about numbers that are none, of a step or of a held-out loss.
-    pub(crate) fn of_divergence(self, config: &Config, held_out: bool) -> Self {
+    /// What to do about numbers that are none, of a step or of a held-out loss, in a run with this largest learning rate and so many
+    /// steps of warm-up.
+    pub(crate) fn of_divergence(self, lr: f64, warmup_steps: u64, held_out: bool) -> Self {
         match self {
             Self::Core(source @ nibble_core::Error::NonFinite { .. }) => {
-                let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
                 Self::Diverged { lr, warmup_steps, held_out, source }
             }
             other => other,

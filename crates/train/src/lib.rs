@@ -6,6 +6,7 @@
 //! them; [`trainer::Trainer::settle`] reads the [`record`] they leave.
 
 pub mod checkpoint;
+pub mod checks;
 pub mod config;
 pub mod cx;
 pub mod data;
@@ -20,6 +21,7 @@ pub mod one_layer;
 pub mod optim;
 pub mod param;
 pub mod plan;
+pub mod rank;
 pub mod recompute;
 pub mod record;
 pub mod schedule;

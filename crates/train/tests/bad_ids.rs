@@ -10,7 +10,7 @@ use rig::{SOLO, small};
 /// A trainer whose embedding has so few rows that most inputs lie outside of it; its head is whole.
 fn with_a_short_table(cpu: &Cpu) -> Trainer<'_, Cpu> {
     let mut trainer = Trainer::new(cpu, &SOLO, &small("bf16", &["model.tie_embeddings=false"])).unwrap();
-    let weight = &mut trainer.model.embed.weight;
+    let weight = &mut trainer.model().embed.weight;
     weight.master = Tensor::zeros(cpu, DType::F32, 2, weight.master.cols).unwrap();
     trainer
 }
@@ -20,7 +20,7 @@ fn a_step_with_an_input_outside_the_vocabulary_fails_and_changes_nothing() {
     let cpu = Cpu::new(1).unwrap();
     let mut trainer = with_a_short_table(&cpu);
     let weights = |t: &mut Trainer<'_, Cpu>| -> Vec<Vec<f32>> {
-        t.model.params().iter().map(|p| p.master.to_f32_vec(&cpu).unwrap()).collect()
+        t.model().params().iter().map(|p| p.master.to_f32_vec(&cpu).unwrap()).collect()
     };
     let before = weights(&mut trainer);
     let error = trainer.train_step().unwrap_err().to_string();

@@ -12,7 +12,7 @@
 mod rig;
 
 use nibble_cpu::gemm::Isa;
-use nibble_cpu::{Cpu, Path};
+use nibble_cpu::{CodePath, Cpu};
 use nibble_train::config::Config;
 use rig::train;
 use std::fmt::Write as _;
@@ -105,7 +105,7 @@ fn losses_are_the_committed_ones_on_every_instruction_set() {
         assert_golden(run, &format!("{:?}", Isa::best()), &best);
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported() && *isa != Isa::best()) {
             let steps = if isa == Isa::Portable { FIRST_STEPS } else { STEPS };
-            let got = losses(run, steps, || Cpu::with(1, isa, Path::Simd).unwrap());
+            let got = losses(run, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
             assert_golden(run, &format!("{isa:?}"), &got);
         }
     }

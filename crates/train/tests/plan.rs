@@ -4,9 +4,11 @@ use nibble_core::{DeviceKind, Recipe, Room, SoloComm};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_dry::Dry;
 use nibble_train::Error;
+use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{Prediction, predict, require_room};
-use nibble_train::trainer::{RunMemory, Trainer, checked_recipe};
+use nibble_train::rank::RunMemory;
+use nibble_train::trainer::Trainer;
 
 fn config(changes: &[&str]) -> Config {
     Config::load("tiny", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>()).unwrap()

@@ -7,10 +7,11 @@ use nibble_core::formats::fnv1a32;
 use nibble_core::recipe::{Change, Pass};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
+use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::model::layer_names;
 use nibble_train::one_layer::OneLayer;
-use nibble_train::trainer::{Trainer, load_recipe};
+use nibble_train::trainer::Trainer;
 use rig::{SOLO, STOCHASTIC, small, train, with_recipe};
 use std::collections::BTreeSet;
 
@@ -394,7 +395,7 @@ fn no_two_tensors_share_random_bits() {
     let sites: BTreeSet<&String> = rounded.iter().collect();
     assert_eq!(sites.len(), rounded.len(), "{rounded:#?}");
 
-    let names: Vec<String> = trainer.model.params().iter().map(|p| p.name.clone()).collect();
+    let names: Vec<String> = trainer.model().params().iter().map(|p| p.name.clone()).collect();
     let sites: BTreeSet<u32> = names.iter().map(|name| fnv1a32(name)).collect();
     assert_eq!(sites.len(), names.len(), "{names:#?}");
 }

@@ -109,7 +109,7 @@ fn assert_recorded_anew_after_half(config: &Config, parts: usize) {
     // The old ones are gone before there are new ones.
     let after = Recordings { made: 2 * parts, ..before };
     assert_eq!(recordings, [before, before, before, after, after, after]);
-    let weights = trainer.model.params().into_iter().map(|p| p.master.to_f32_vec(&b).unwrap());
+    let weights = trainer.model().params().into_iter().map(|p| p.master.to_f32_vec(&b).unwrap());
     assert!(weights.eq(issued.weights.into_iter().map(|(_, values)| values)), "weights");
 }
 

@@ -8,9 +8,10 @@ mod rig;
 use nibble_core::DeviceKind;
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
+use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{Call, Flops, Work, work_of_step};
-use nibble_train::trainer::{Trainer, checked_recipe};
+use nibble_train::trainer::Trainer;
 use rig::{SOLO, small};
 
 const TOKENS: u64 = 2048;

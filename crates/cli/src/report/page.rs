@@ -7,8 +7,9 @@ use super::{Recorded, beginning};
 use maud::{Markup, PreEscaped, html};
 use nibble_command::console::{bits, bytes, thousands};
 use nibble_command::error::{Error, Result};
+use nibble_train::checks::steps_of_change;
 use nibble_train::metrics::{LayerMetrics, losses_svg};
-use nibble_train::trainer::{heading, steps_of_change};
+use nibble_train::trainer::heading;
 
 /// The whole page.
 ///

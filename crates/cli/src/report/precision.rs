@@ -2,10 +2,10 @@
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, LayerKind, Site};
+use nibble_train::checks::steps_of_change;
 use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::model::layer_names;
-use nibble_train::trainer::steps_of_change;
 
 /// Layers that differ in their number alone: their name with `*` for it, and the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

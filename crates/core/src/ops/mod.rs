@@ -16,6 +16,7 @@ mod quantize;
 mod rms_norm;
 mod rope;
 mod route;
+mod scale_tiles;
 mod slots;
 mod step;
 mod swiglu;
@@ -38,6 +39,7 @@ pub use quantize::{
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};
+pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
 pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 pub use step::{
     BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, OCCUPANCY_VALUES,

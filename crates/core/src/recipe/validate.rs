@@ -3,7 +3,7 @@
 use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
-use nibble_formats::format::WHOLE_LINE;
+use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {

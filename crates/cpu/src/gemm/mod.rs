@@ -23,7 +23,7 @@ mod tile;
 pub use drive::Scratch;
 pub use error::GemmError;
 pub use isa::Isa;
-pub use operand::{Data, Operand, Output, OutputData, Scales};
+pub use operand::{Data, Operand, OperandScales, Output, OutputData};
 
 use drive::{Job, Problem};
 use operand::DotKind;

@@ -40,7 +40,7 @@ impl Data<'_> {
 
 /// A plane of scales: the scale of (row, k) is `values[offset + (row / rows_per_scale)·stride + k / block]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Scales<'a> {
+pub struct OperandScales<'a> {
     /// The plane, of one number a block.
     pub values: ScalePlane<'a>,
     /// Elements of the contraction under one scale: even, 128 or 32 as a rule.
@@ -53,7 +53,7 @@ pub struct Scales<'a> {
     pub stride: usize,
 }
 
-impl<'a> Scales<'a> {
+impl<'a> OperandScales<'a> {
     /// One scale for every `block` elements of a row, `stride` scales from row to row.
     pub fn rows(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: 1, offset: 0, stride }
@@ -93,7 +93,7 @@ pub struct Operand<'a> {
     /// Whether the source lies [K, rows] (F32 and BF16 only).
     pub transposed: bool,
     /// The scales of a block-scaled operand.
-    pub scales: Option<Scales<'a>>,
+    pub scales: Option<OperandScales<'a>>,
 }
 
 impl<'a> Operand<'a> {
@@ -114,7 +114,7 @@ impl<'a> Operand<'a> {
     }
 
     /// The same view with scales.
-    pub fn scaled(self, scales: Scales<'a>) -> Self {
+    pub fn scaled(self, scales: OperandScales<'a>) -> Self {
         Self { scales: Some(scales), ..self }
     }
 
@@ -306,7 +306,7 @@ pub(super) fn pair(a: &Operand, b: &Operand) -> Result<(DotKind, Option<usize>),
         (None, None) => Ok((dot, None)),
         (Some(x), Some(y)) if x.block == y.block => Ok((dot, Some(x.block))),
         (x, y) => {
-            let show = |s: &Option<Scales>| s.map_or("none".to_string(), |s| s.block.to_string());
+            let show = |s: &Option<OperandScales>| s.map_or("none".to_string(), |s| s.block.to_string());
             Err(GemmError::new(
                 "b",
                 format!("scaled by blocks of {}", show(y)),

@@ -2,7 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::Isa;
-use super::operand::{Data, Operand, Scales};
+use super::operand::{Data, Operand, OperandScales};
 use super::{DotKind, decode};
 use half::bf16;
 use std::ops::Range;
@@ -96,7 +96,7 @@ pub(super) fn panels<P: Iterator<Item = PanelRows> + Clone>(
 }
 
 /// Packs the scales of a panel's rows as `[blocks][width]`.
-pub(super) fn scale_panel(from: &Scales, panel: &PanelRows, num_blocks: usize, to: &mut [f32]) {
+pub(super) fn scale_panel(from: &OperandScales, panel: &PanelRows, num_blocks: usize, to: &mut [f32]) {
     for (block_idx, lanes) in to.chunks_exact_mut(panel.width).take(num_blocks).enumerate() {
         for (row, lane) in lanes.iter_mut().enumerate() {
             *lane = if row < panel.rows { from.value(panel.first + row, block_idx) } else { 0.0 };

@@ -303,7 +303,7 @@ impl Scaled {
 
     fn view<'a>(&'a self, e8m0: bool, data: fn(&'a [u8]) -> Data<'a>) -> Operand<'a> {
         let values = if e8m0 { ScalePlane::powers(&self.scales_e8m0) } else { singles(&self.scales_f32) };
-        let scales = Scales {
+        let scales = OperandScales {
             values,
             block: self.block,
             rows_per_scale: self.rows_per_scale,
@@ -369,8 +369,16 @@ fn a_nan_scale_reaches_exactly_the_outputs_it_touches() {
     bytes[2 + 1] = 0xFF; // row 1, block 1
     let good = vec![127u8; 8];
     for isa in isas() {
-        let a = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScalePlane::powers(&bytes), 128, 2));
-        let b = Operand::rows(Data::E4m3(&codes), k).scaled(Scales::rows(ScalePlane::powers(&good), 128, 2));
+        let a = Operand::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
+            ScalePlane::powers(&bytes),
+            128,
+            2,
+        ));
+        let b = Operand::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
+            ScalePlane::powers(&good),
+            128,
+            2,
+        ));
         for (i, x) in run(isa, (m, n, k), &a, &b).into_iter().enumerate() {
             assert!(if i / n == 1 { x.is_nan() } else { x == 256.0 }, "{isa:?} {i} {x}");
         }
@@ -392,7 +400,7 @@ fn fp4_codes_multiply_like_their_values() {
             }
         }
         let ones = vec![127u8; n * k.div_ceil(32)];
-        let scales = Scales::rows(ScalePlane::powers(&ones), 32, k.div_ceil(32));
+        let scales = OperandScales::rows(ScalePlane::powers(&ones), 32, k.div_ceil(32));
         let b = Operand::rows(Data::E2m1(&packed), stride).scaled(scales);
         let x: Vec<_> = (0..m).map(|i| vec![a.row(i, true, Element::E4m3)]).collect();
         let decoded = |row: &Vec<u8>| row.iter().map(|&c| bf16::from_f32(Element::E2m1.decode(c))).collect();
@@ -548,7 +556,7 @@ fn mistakes_are_named() {
     let f32s = Operand::rows(Data::F32(&x), 10);
     let bf16s = Operand::rows(Data::Bf16(&h), 10);
     let one = [1f32; 10];
-    let scaled = Operand::rows(Data::E4m3(&codes), 10).scaled(Scales::rows(singles(&one), 128, 1));
+    let scaled = Operand::rows(Data::E4m3(&codes), 10).scaled(OperandScales::rows(singles(&one), 128, 1));
     let engine = Engine::default();
     let mut argument = |shape, a: &Operand, b: &Operand| {
         let error = engine.gemm(shape, a, b, Output::f32(&mut out, 10)).unwrap_err();
@@ -561,9 +569,12 @@ fn mistakes_are_named() {
     assert_eq!(argument(shape, &f32s, &bf16s), "b");
     assert_eq!(argument(shape, &scaled, &bf16s), "b");
     assert_eq!(argument(shape, &Operand { transposed: true, ..scaled }, &scaled), "a");
-    let tile = Scales::rows(singles(&one), 64, 1);
+    let tile = OperandScales::rows(singles(&one), 64, 1);
     assert_eq!(argument(shape, &scaled, &scaled.scaled(tile)), "b");
-    assert_eq!(argument(shape, &scaled.scaled(Scales::rows(singles(&one[1..]), 128, 1)), &scaled), "a");
+    assert_eq!(
+        argument(shape, &scaled.scaled(OperandScales::rows(singles(&one[1..]), 128, 1)), &scaled),
+        "a"
+    );
     assert_eq!(argument(Shape { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
     let mut narrow = [bf16::ZERO; 100];
     assert_eq!(

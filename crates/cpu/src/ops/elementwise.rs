@@ -6,7 +6,7 @@
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
 use crate::sums::chunk_tree;
-use crate::{Buf, Cpu, Path};
+use crate::{Buf, CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
@@ -80,12 +80,12 @@ pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
     for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
         let first = op.first + first as u64;
         match cpu.path() {
-            Path::Scalar => {
+            CodePath::Scalar => {
                 for (e, out) in (first..).zip(out) {
                     *out = op.stream.normal_at(e) * op.std;
                 }
             }
-            Path::Simd => fill_normal(&op, first, out),
+            CodePath::Simd => fill_normal(&op, first, out),
         }
     });
     Tensor::new(Data::F32(out), op.rows, op.cols)

@@ -1,14 +1,13 @@
 //! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
 
 use super::elementwise::cast;
-use super::lowered::{gemm_element, sides};
-use super::quantize::planes::scales_of;
-use crate::gemm::{self, Engine, GemmError, Group, Output, Shape};
+use super::lowered::sides;
+use crate::gemm::{Engine, GemmError, Group, Output, Shape};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Element, Format};
+use nibble_core::formats::Format;
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor, round_up};
+use nibble_core::{DType, Data, Error, Groups, Operand, Result, Tensor, round_up};
 use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -119,54 +118,6 @@ fn widened<'a>(cpu: &Cpu, x: &'a Operand<Cpu>, other: &Operand<Cpu>) -> Result<C
         }
         _ => Ok(Cow::Borrowed(x)),
     }
-}
-
-fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
-    match &x.data {
-        Data::F32(x) => gemm::Data::F32(x.as_slice()),
-        Data::Bf16(x) => gemm::Data::Bf16(x.as_slice()),
-    }
-}
-
-fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
-    let codes = q.codes.as_slice();
-    match gemm_element(q) {
-        Some(Element::E4m3) => Ok(gemm::Data::E4m3(codes)),
-        Some(Element::E5m2) => Ok(gemm::Data::E5m2(codes)),
-        Some(Element::E2m1) => Ok(gemm::Data::E2m1(codes)),
-        _ => Err(Error::unsupported(op, q.format, "the engine does not read its codes")),
-    }
-}
-
-/// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
-pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
-    let q = match x {
-        Operand::Plain(x) => return Ok(gemm::Operand::rows(plain(x), x.cols).at(first * x.cols)),
-        Operand::Block(q) => q,
-    };
-    let block = q.format.spec().block;
-    let stride = q.cols.div_ceil(block);
-    let values = scales_of(q);
-    let scales = match q.axis {
-        BlockAxis::Tile => {
-            let matrix_rows = q.rows / q.stack.max(1);
-            let matrix = first / matrix_rows.max(1);
-            gemm::Scales::tiles(values, block, stride).at(matrix * matrix_rows.div_ceil(block) * stride)
-        }
-        _ => gemm::Scales::rows(values, block, stride).at(first * stride),
-    };
-    Ok(gemm::Operand::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
-}
-
-/// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
-pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
-    let q = match x {
-        Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
-        Operand::Block(q) => q,
-    };
-    let block = q.format.spec().block;
-    let scales = gemm::Scales::rows(scales_of(q), block, q.rows.div_ceil(block));
-    Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 //! chunk to chunk, the rows of [`super::cross_entropy`], and [`super::quantize`].
 
 use super::cross_entropy::{Rows, shard_sums};
-use super::gemm::{down_rows, engine, refused, view};
+use super::gemm::{engine, refused};
+use super::operands::{down_rows, view};
 use super::quantize::quantize;
 use crate::gemm::{self, Engine, GemmError, Group, Operand, Output, Shape};
 use crate::simd::{Real, per_isa};

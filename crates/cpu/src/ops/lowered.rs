@@ -1,12 +1,12 @@
 //! Products of formats that the engine has no codes for. Their codes times the scales of their blocks are BF16 numbers, exactly as far as
 //! its exponents reach, so they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
 
-use super::gemm::{down_rows, view};
+use super::operands::{down_rows, gemm_element, view};
 use super::quantize::spec::Decoder;
 use crate::Cpu;
 use crate::gemm;
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScalePlane};
+use nibble_core::formats::{BlockAxis, ScaleKind, ScalePlane};
 use nibble_core::{BlockScaled, Operand, Result};
 use rayon::prelude::*;
 
@@ -57,14 +57,6 @@ fn has_codes(q: &BlockScaled<Cpu>) -> bool {
     gemm_element(q).is_some() && (q.format.spec().code_bits == 8 || line_len(q).is_multiple_of(2))
 }
 
-/// The element of codes that the engine reads.
-pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
-    let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
-    let blocks = q.format.spec().block.is_multiple_of(2);
-    let element = q.format.spec().element.filter(|_| one_number && blocks);
-    element.filter(|element| matches!(element, Element::E2m1 | Element::E4m3 | Element::E5m2))
-}
-
 fn line_len(q: &BlockScaled<Cpu>) -> usize {
     if q.axis == BlockAxis::Col { q.rows } else { q.cols }
 }
@@ -99,7 +91,7 @@ impl Lowered {
         match &self.scales {
             Some(Apart { bytes, block, blocks }) => {
                 let plane = ScalePlane { kind: ScaleKind::F32, bytes };
-                rows.scaled(gemm::Scales::rows(plane, *block, *blocks).at(first * blocks))
+                rows.scaled(gemm::OperandScales::rows(plane, *block, *blocks).at(first * blocks))
             }
             None => rows,
         }

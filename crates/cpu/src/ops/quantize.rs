@@ -17,7 +17,7 @@ mod tests;
 
 pub(crate) use dequantize::{decodable, dequantize};
 
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
@@ -76,13 +76,13 @@ fn encode(
         return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
     }
     match (encode::path(cpu, [op.codec.format()]), op.planes) {
-        (Path::Scalar, Planes::Tiles) => {
+        (CodePath::Scalar, Planes::Tiles) => {
             let (x, spans) = (Matrix::of(op.x, spans), Spans::stacked(op.stack, op.x.rows / op.stack.max(1)));
             spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x))
         }
-        (Path::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, random),
-        (Path::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
-        (Path::Simd, _) => strips(cpu, op, random, emit, spans),
+        (CodePath::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, random),
+        (CodePath::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
+        (CodePath::Simd, _) => strips(cpu, op, random, emit, spans),
     }
 }
 

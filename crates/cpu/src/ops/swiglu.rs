@@ -8,7 +8,7 @@ mod tests;
 use super::quantize::encode::path;
 use super::quantize::spans::Spans;
 use super::quantize::{check_emits, decodable, formats};
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Error, Operand, Result};
 use nibble_formats::BlockAxis;
@@ -21,8 +21,8 @@ pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     let block = check_emits(OP, &emits, op.h.rows, op.groups)?;
     let spans = Spans::new(OP, op.h.rows, op.groups, block)?;
     match path(cpu, formats(&emits)) {
-        Path::Scalar => spec::forward(cpu, &op, saved, &spans),
-        Path::Simd => simd::forward(cpu, &op, saved, &spans),
+        CodePath::Scalar => spec::forward(cpu, &op, saved, &spans),
+        CodePath::Simd => simd::forward(cpu, &op, saved, &spans),
     }
 }
 
@@ -40,8 +40,8 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
     let spans = Spans::new(OP, op.da.rows, op.groups, block)?;
     let of_h = Some(op.h.format()).filter(|format| format.is_block());
     match path(cpu, formats(&emits).chain(of_h)) {
-        Path::Scalar => spec::backward(cpu, &op, &spans),
-        Path::Simd => simd::backward(cpu, &op, &spans),
+        CodePath::Scalar => spec::backward(cpu, &op, &spans),
+        CodePath::Simd => simd::backward(cpu, &op, &spans),
     }
 }
 

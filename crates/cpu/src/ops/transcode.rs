@@ -8,7 +8,7 @@ mod tests;
 
 use super::quantize::planes::unwritten;
 use super::quantize::spans::Spans;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use nibble_core::ops::{Counts, Transcode, Transcoded};
 use nibble_core::{BlockScaled, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding};
@@ -38,7 +38,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
     if op.axis == BlockAxis::Col {
         out.shared_cols = op.x.format.spec().block;
     }
-    if cpu.path() == Path::Simd {
+    if cpu.path() == CodePath::Simd {
         return match (codec, op.axis) {
             (Some(codec), _) => simd::requantize_rows(cpu, op.x, codec, &spans, out),
             (None, BlockAxis::Col) => simd::to_cols(cpu, op.x, &spans, out),
@@ -55,7 +55,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
 
 /// Both planes of a weight.
 fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
-    if cpu.path() == Path::Simd {
+    if cpu.path() == CodePath::Simd {
         return simd::lift_tiles(cpu, x);
     }
     let (n, k, stack) = (x.rows / x.stack.max(1), x.cols, x.stack);

@@ -3,7 +3,7 @@
 use half::bf16;
 use nibble_cuda::ops::products::grouped_product::{
     GroupBuffers, GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Order, Out, Ragged,
-    ScaleValues, Scales, ScalesB, Target,
+    ScaleValues, ScalesB, StridedScales, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -281,7 +281,7 @@ enum OnDevicePlane {
 }
 
 impl OnDevicePlane {
-    fn operand<'a>(&'a self, scales: Scales<'a>) -> Operand<'a> {
+    fn operand<'a>(&'a self, scales: StridedScales<'a>) -> Operand<'a> {
         match self {
             Self::Codes(codes) => Operand::Fp8(codes, scales),
             Self::Bf16(values) => Operand::Bf16(values),
@@ -515,14 +515,19 @@ impl OnDevice {
 }
 
 impl Case {
-    fn scales<'a>(&self, e8m0: bool, planes: &'a (Buffer<f32>, Buffer<u8>), rows: usize) -> Scales<'a> {
+    fn scales<'a>(
+        &self,
+        e8m0: bool,
+        planes: &'a (Buffer<f32>, Buffer<u8>),
+        rows: usize,
+    ) -> StridedScales<'a> {
         let (values, bytes) = match e8m0 {
             true => (ScaleValues::e8m0(&planes.1), 1),
             false => (ScaleValues::f32(&planes.0), 4),
         };
         match self.mn_major {
-            true => Scales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) },
-            false => Scales::row_major(values, self.desc().blocks_k()),
+            true => StridedScales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) },
+            false => StridedScales::row_major(values, self.desc().blocks_k()),
         }
     }
 }

@@ -79,6 +79,8 @@ impl<B: Convert> Convert for Recorder<B> {
     op!(assign_ranks(AssignRanks { reads expert; plain top_k, experts_each, world; }) -> SlotRanks<Self>);
     op!(pack_slots(PackSlots { reads slot, expert, weight, token_id; plain top_k, experts_each; }) -> plane i32);
     op!(unpack_slots(UnpackSlots { reads records; plain top_k; }) -> ReceivedSlots<Self>);
+    op!(tile_scales(TileScales { reads scales, starts; plain matrix; }) -> plane u8);
+    op!(untile_scales(UntileScales { reads tiles, starts; plain matrix; }) -> plane u8);
     op!(swiglu(Swiglu { reads h; may_read weight, groups; plain a, save_h; }) -> SwigluOut<Self>);
     op!(swiglu_backward(SwigluBackward {
         reads h, da; may_read weight, groups; plain dh, a;

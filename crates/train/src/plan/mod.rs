@@ -1,23 +1,22 @@
 //! Memory known before it is used: what a run takes, from its shapes alone, and what would make it fit.
 //!
-//! A run is rehearsed on [`Dry`], which computes nothing: the trainer's own step and evaluation, with the same allocations in
+//! A run is rehearsed on [`Dry`], which computes nothing: a rank's own step and evaluation, with the same allocations in
 //! the same order. So the arenas' sizes are found and not estimated. What a router decides is not known before: where ranks
 //! exchange rows, each is taken to get as many as the others. The same step says what its operations must move and multiply
 //! ([`work_of_step`]).
 
 mod largest;
 mod search;
-mod sizes;
 
 use largest::largest;
 pub use nibble_dry::{Call, Flops, Work};
-pub use sizes::check_sizes;
 
+use crate::checks::check_sizes;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::param::Placement;
-use crate::trainer::{RunMemory, Trainer};
+use crate::rank::{RankState, RunMemory};
 use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room, SoloComm};
 use nibble_dry::{Dry, DryComm};
 
@@ -84,7 +83,7 @@ impl Prediction {
 /// # Errors
 /// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
 pub fn predict(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    rehearsed(kind, ranks, config, recipe, |trainer| trainer.rehearse())
+    rehearsed(kind, ranks, config, recipe, |rank| rank.rehearse())
 }
 
 /// Predicts what is there as long as the run: no activations.
@@ -99,8 +98,8 @@ fn predict_state(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recip
 /// # Errors
 /// As [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
-    on_shapes(kind, 1, config, recipe, |dry, trainer| {
-        let ((), calls) = dry.counted(|| trainer.rehearse_whole_step(step))?;
+    on_shapes(kind, 1, config, recipe, |dry, rank| {
+        let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
         Ok(calls)
     })
 }
@@ -110,30 +109,30 @@ fn rehearsed(
     ranks: usize,
     config: &Config,
     recipe: &Recipe,
-    run: impl FnOnce(&mut Trainer<'_, Dry>) -> Result<Ledger>,
+    run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
-    on_shapes(kind, ranks, config, recipe, |dry, trainer| {
-        let ledger = run(trainer)?;
-        let beside_bytes = dry.pooled_peak() + gathered_bytes(trainer, ranks);
-        let (memory, parameters) = (trainer.memory(), trainer.parameters());
+    on_shapes(kind, ranks, config, recipe, |dry, rank| {
+        let ledger = run(rank)?;
+        let beside_bytes = dry.pooled_peak() + gathered_bytes(rank, ranks);
+        let (memory, parameters) = (rank.memory(), rank.parameters());
         Ok(Prediction { kind, ranks, memory, beside_bytes, ledger, parameters })
     })
 }
 
-/// Runs `run` with a trainer that computes nothing.
+/// Runs `run` with a rank that computes nothing.
 fn on_shapes<R>(
     kind: DeviceKind,
     ranks: usize,
     config: &Config,
     recipe: &Recipe,
-    run: impl FnOnce(&Dry, &mut Trainer<'_, Dry>) -> Result<R>,
+    run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
     check_sizes(config)?;
     let dry = Dry::new(kind);
     let tokens = config.train.batch_size / ranks * config.data.seq_len;
     let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
     let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
-    let done = Trainer::of_shapes(&dry, comm, config, recipe).and_then(|mut trainer| run(&dry, &mut trainer));
+    let done = RankState::of_shapes(&dry, comm, config, recipe).and_then(|mut rank| run(&dry, &mut rank));
     match done {
         Err(_) if dry.has_overflowed() => Err(Error::Memory {
             needed: usize::MAX,
@@ -149,8 +148,8 @@ fn on_shapes<R>(
 }
 
 /// What a checkpoint brings together of the largest tensor that ranks share out.
-fn gathered_bytes(trainer: &mut Trainer<'_, Dry>, ranks: usize) -> usize {
-    let shared = trainer.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
+fn gathered_bytes(rank: &mut RankState<'_, Dry>, ranks: usize) -> usize {
+    let shared = rank.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
     let largest = shared.map(|p| p.master.bytes()).max().unwrap_or(0);
     if ranks == 1 { 0 } else { largest * (1 + ranks) }
 }

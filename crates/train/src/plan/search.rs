@@ -1,10 +1,10 @@
 //! The shortest list of settings with which a run would fit: alternatives, rehearsed.
 
 use super::predict;
+use crate::checks::checked_recipe;
 use crate::config::{Config, PlainType};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
-use crate::trainer::checked_recipe;
 use nibble_core::DeviceKind;
 use std::path::Path;
 

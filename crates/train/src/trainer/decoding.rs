@@ -1,17 +1,17 @@
 //! Text token by token, against the keys and values of the tokens before.
 
 use super::Trainer;
-use super::setup::Setup;
 use crate::error::Result;
 use crate::layers::KvCache;
 use crate::model::Decoder;
+use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 
 /// A model that is asked for one token after the other. Its weights' copies and the caches live as long as this.
 #[derive(Debug)]
 pub struct Decoding<'t, 'a, B: Kernels> {
-    setup: &'t Setup<'a, B>,
+    context: &'t RankContext<'a, B>,
     model: &'t mut Decoder<B>,
     activations: &'t B::Arena,
     caches: Vec<KvCache<B>>,
@@ -26,15 +26,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// If a step's record has not been read; from the backend.
     pub fn decoding(&mut self) -> Result<Decoding<'_, 'a, B>> {
         self.require_settled("decoding")?;
-        let Self { setup, model, activations, .. } = self;
-        let cx = setup.inference_cx(1)?;
-        let caches = setup.b.within(activations, || {
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let cx = context.inference_cx(1)?;
+        let caches = context.b.within(activations, || {
             model.prepare(&cx)?;
             model.caches(&cx)
         });
         drop(cx);
         let caches = caches.inspect_err(|_| model.release())?;
-        Ok(Decoding { setup, model, activations, caches, cached: Vec::new() })
+        Ok(Decoding { context, model, activations, caches, cached: Vec::new() })
     }
 }
 
@@ -45,7 +45,7 @@ impl<B: Kernels> Decoding<'_, '_, B> {
     /// # Errors
     /// If an id is no token of the vocabulary, or there are more of them than the model has positions; from the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
-        let positions = self.setup.config.data.seq_len;
+        let positions = self.context.config.data.seq_len;
         if ids.is_empty() || ids.len() > positions {
             let expected = format!("1 to the model's {positions} positions");
             return Err(CoreError::shape("next_logits", "ids", ids.len(), expected).into());
@@ -57,9 +57,9 @@ impl<B: Kernels> Decoding<'_, '_, B> {
         if !goes_on {
             self.caches.iter_mut().for_each(KvCache::clear);
         }
-        let Self { setup, model, activations, caches, .. } = self;
-        let cx = setup.inference_cx(new.len())?;
-        let logits = setup.b.within(activations, || {
+        let Self { context, model, activations, caches, .. } = self;
+        let cx = context.inference_cx(new.len())?;
+        let logits = context.b.within(activations, || {
             let (logits, bad_ids) = model.cached_logits(&cx, &cx.b.upload(new)?, caches)?;
             verify_ids(cx.b, "next_logits", "ids", &bad_ids, logits.cols)?;
             logits.to_f32_vec(cx.b)

@@ -2,11 +2,11 @@
 //! the gradient of every weight.
 
 use super::Trainer;
-use super::step::Step;
 use super::weights::{HostTensor, gather, slices};
 use crate::checkpoint::{TensorRef, encode};
 use crate::cx::{Cx, Shards};
 use crate::error::Result;
+use crate::rank::{RankState, Step};
 use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
@@ -56,53 +56,57 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// On several ranks or with several micro-batches; from the backend and the data.
     pub fn inspect(mut self) -> Result<Inspection> {
-        let t = &self.setup.config.train;
-        if self.setup.comm.world() != 1 || t.grad_accum != 1 {
+        let t = &self.rank.context.config.train;
+        if self.rank.context.comm.world() != 1 || t.grad_accum != 1 {
             return Err(
                 CoreError::shape("inspect", "run", "several ranks or micro-batches", "one of each").into()
             );
         }
         self.require_settled("inspect")?;
-        self.make_buffers()?;
+        self.rank.make_buffers()?;
         let mut seen = Inspection::default();
-        let batch = self.setup.plan()?.batch(self.setup.step, 0);
+        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
         let as_floats = |ids: &[i32]| ids.iter().map(|&id| id as f32).collect();
         let shape = [batch.sequences, batch.seq_len];
         seen.push("ids", &shape, as_floats(&batch.inputs));
         seen.push("targets", &shape, as_floats(&batch.targets));
         self.inspect_forward(&batch.inputs, &mut seen)?;
 
-        let named = self.model.named_tensors();
-        let (b, comm) = (self.setup.b, self.setup.comm);
-        for (param, named) in self.model.params().into_iter().zip(&named) {
+        let named = self.rank.model.named_tensors();
+        let (b, comm) = (self.rank.context.b, self.rank.context.comm);
+        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             let values = gather(b, comm, param, &param.master)?;
             for TensorRef { name, shape, data } in slices(named, "", &values) {
                 seen.push(name, &shape, data.to_vec());
             }
         }
-        let Self { setup, model, buffers: Some(buffers), activations, .. } = &mut self else {
+        let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(setup, 0.0, &[batch])?;
+        buffers.write_inputs(context, 0.0, &[batch])?;
         let mut work = || -> Result<()> {
-            let mut step = Step::new(setup, model, buffers)?;
+            let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch()?;
-            seen.tensors.extend(step.gradients(&named)?);
+            for (values, named) in step.gradients()?.iter().zip(&named) {
+                for TensorRef { name, shape, data } in slices(named, "", values) {
+                    seen.push(format!("grad.{name}"), &shape, data.to_vec());
+                }
+            }
             step.end();
             Ok(())
         };
-        setup.b.within(activations, || Ok(work()))??;
+        context.b.within(activations, || Ok(work()))??;
         Ok(seen)
     }
 
     /// What a forward pass chooses and gives, by one of its own.
     fn inspect_forward(&mut self, ids: &[i32], seen: &mut Inspection) -> Result<()> {
-        let Self { setup, model, activations, .. } = self;
-        let (k, b) = (setup.config.model.top_k, setup.b);
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let (k, b) = (context.config.model.top_k, context.b);
         b.within(activations, || {
             let shards = Shards::new(b, 1, ids.len(), 0)?;
-            let inference = Cx::inference(b, setup.comm, &setup.recipe, shards, setup.progress());
-            let cx = Cx { training: true, seed: setup.config.seed, ..inference };
+            let inference = Cx::inference(b, context.comm, &context.recipe, shards, context.progress());
+            let cx = Cx { training: true, seed: context.config.seed, ..inference };
             model.prepare(&cx)?;
             let (logits, choices) = model.inspect(&cx, &b.upload(ids)?)?;
             for (layer, routing) in &choices {

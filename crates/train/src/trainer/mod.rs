@@ -1,65 +1,57 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
-mod checks;
+mod any_rank;
 mod decoding;
 mod inspect;
+mod observer;
+mod options;
 mod outputs;
 mod pieces;
 mod recorded;
-mod rehearse;
 mod resume;
 mod run;
 mod run_dir;
 mod saving;
-mod setup;
-mod step;
 mod weights;
 
-pub use checks::{check_recipe, checked_recipe, load_recipe, steps_of_change};
 pub use decoding::Decoding;
 pub use inspect::Inspection;
+pub use observer::{Observer, Start, Summary};
+pub use options::Options;
 pub use outputs::heading;
-pub use run::{Observer, Options, Start, Summary, run};
+pub use run::run;
 pub use run_dir::{
     CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun,
     latest as latest_run_dir, require_free,
 };
 
+use crate::checks::{check_recipe, checked_recipe};
 use crate::config::Config;
-use crate::cx::{Cx, Shards};
-use crate::data::{Batch, Dataset, Loader};
-use crate::error::Result;
+use crate::data::{Dataset, Loader};
+use crate::error::{Error, Result};
 use crate::layers::rope_table;
-use crate::ledger::{Ledger, Saved};
+use crate::ledger::Ledger;
 use crate::metrics::{LayerMetrics, Metrics};
 use crate::model::Decoder;
 use crate::plan;
+use crate::rank::{RankState, RunMemory, Step};
 use crate::record::Report;
 use crate::tokenizer::Tokenizer;
 use nibble_core::ops::verify_ids;
-use nibble_core::{Comm, Error as CoreError, Kernels, MemoryStats, Recipe, Tensor};
+use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use recorded::Recorded;
 use saving::Saving;
-use setup::Setup;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use step::{Step, StepBuffers};
 
 /// One rank of a training run.
 #[derive(Debug)]
 pub struct Trainer<'a, B: Kernels> {
-    setup: Setup<'a, B>,
-    /// The model, this rank's part of it.
-    pub model: Decoder<B>,
-    /// Where the weights lie.
-    weights: B::Arena,
-    /// Made by the first step, or by loading a checkpoint.
-    buffers: Option<StepBuffers<B>>,
     /// The steps' recordings, where the backend can record. Gone before the memory that they were recorded with.
     recorded: Option<Recorded<B>>,
-    /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
-    activations: B::Arena,
+    /// What the steps are of.
+    rank: RankState<'a, B>,
     /// Makes the batches of the steps to come. None until there is a step.
     loader: Option<Loader>,
     /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
@@ -72,19 +64,6 @@ pub struct Trainer<'a, B: Kernels> {
     saving: Saving<B>,
 }
 
-/// The arenas of a run, on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RunMemory {
-    /// F32 masters, and RoPE's table.
-    pub weights: MemoryStats,
-    /// Gradients that live through a step.
-    pub gradients: MemoryStats,
-    /// AdamW's.
-    pub moments: MemoryStats,
-    /// What a step or an evaluation makes and drops again: copies of the weights, activations, temporary gradients.
-    pub activations: MemoryStats,
-}
-
 /// A step on its way.
 #[derive(Debug)]
 struct Issued<B: Kernels> {
@@ -93,18 +72,6 @@ struct Issued<B: Kernels> {
     started: Instant,
     /// How long the host took to issue it, recorded as it was.
     issuing: Duration,
-}
-
-impl RunMemory {
-    /// Each arena by its name.
-    pub fn arenas(&self) -> [(&'static str, MemoryStats); 4] {
-        [
-            ("weights", self.weights),
-            ("gradients", self.gradients),
-            ("moments", self.moments),
-            ("activations", self.activations),
-        ]
-    }
 }
 
 /// How a step reaches the device.
@@ -135,46 +102,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
         let (m, seq_len) = (&config.model, config.data.seq_len);
         let rope = |b: &B| rope_table(b, seq_len, m.head_dim, m.rope_theta);
-        Self::assemble(b, comm, config, recipe.clone(), rope).map_err(|error| {
+        let rank = RankState::assemble(b, comm, config, recipe.clone(), rope).map_err(|error| {
             error.without_room("making the model", || plan::sizes_of(b, comm.world(), config, &recipe))
-        })
-    }
-
-    /// The same with the configuration's data.
-    ///
-    /// # Errors
-    /// For data that cannot be read.
-    pub fn with_data(self) -> Result<Self> {
-        let data = Dataset::of(&self.setup.config)?;
-        Ok(self.with(data))
-    }
-
-    /// The same with these data.
-    pub(crate) fn with(mut self, data: Dataset) -> Self {
-        self.setup.data = Some(Arc::new(data));
-        self
-    }
-
-    /// A trainer whose RoPE table is made by `rope`. Nothing is checked.
-    fn assemble(
-        b: &'a B,
-        comm: &'a dyn Comm<B>,
-        config: &Config,
-        recipe: Recipe,
-        rope: impl FnOnce(&B) -> nibble_core::Result<Tensor<B>>,
-    ) -> Result<Self> {
-        let weights = b.arena("weights")?;
-        let mut model = b.within(&weights, || {
-            Decoder::with_rope(b, comm, &recipe, &config.model, rope(b)?, config.seed)
         })?;
-        model.recompute(&config.train.recompute);
         Ok(Self {
-            setup: Setup { b, comm, config: config.clone(), recipe, data: None, step: 0 },
-            model,
-            weights,
-            buffers: None,
             recorded: None,
-            activations: b.arena("activations")?,
+            rank,
             loader: None,
             issued: VecDeque::new(),
             layers: None,
@@ -183,9 +116,35 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         })
     }
 
+    /// An error of this run, which says what needs the memory where there is none.
+    fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
+        let (b, comm) = self.backend();
+        error.without_room(when, || plan::sizes_of(b, comm.world(), self.config(), self.recipe()))
+    }
+
+    /// The model, this rank's part of it.
+    pub fn model(&mut self) -> &mut Decoder<B> {
+        &mut self.rank.model
+    }
+
+    /// The same with the configuration's data.
+    ///
+    /// # Errors
+    /// For data that cannot be read.
+    pub fn with_data(self) -> Result<Self> {
+        let data = Dataset::of(&self.rank.context.config)?;
+        Ok(self.with(data))
+    }
+
+    /// The same with these data.
+    pub(crate) fn with(mut self, data: Dataset) -> Self {
+        self.rank.context.data = Some(Arc::new(data));
+        self
+    }
+
     /// Optimizer steps issued.
     pub fn step(&self) -> u64 {
-        self.setup.step
+        self.rank.context.step
     }
 
     /// Steps issued whose record has not been read.
@@ -195,17 +154,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// Where it computes, and with whom.
     fn backend(&self) -> (&'a B, &'a dyn Comm<B>) {
-        (self.setup.b, self.setup.comm)
+        (self.rank.context.b, self.rank.context.comm)
     }
 
     /// The run's configuration.
     pub fn config(&self) -> &Config {
-        &self.setup.config
+        &self.rank.context.config
     }
 
     /// The run's recipe.
     pub fn recipe(&self) -> &Recipe {
-        &self.setup.recipe
+        &self.rank.context.recipe
     }
 
     /// The run's data.
@@ -213,17 +172,22 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// [`crate::Error::Config`] if it was made without.
     pub fn data(&self) -> Result<&Dataset> {
-        self.setup.data()
+        self.rank.context.data()
     }
 
     /// The tokenizer of the run's data.
     pub fn tokenizer(&self) -> Tokenizer {
-        if self.setup.config.is_synthetic() { Tokenizer::Synthetic } else { Tokenizer::Bytes }
+        if self.rank.context.config.is_synthetic() { Tokenizer::Synthetic } else { Tokenizer::Bytes }
     }
 
     /// Trainable numbers over all ranks.
     pub fn parameters(&mut self) -> usize {
-        self.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum()
+        self.rank.parameters()
+    }
+
+    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
+    pub fn memory(&self) -> RunMemory {
+        self.rank.memory()
     }
 
     /// One optimizer step, and its record.
@@ -265,8 +229,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     fn issue(&mut self, how: Issue) -> Result<()> {
-        let step = self.setup.step;
-        self.issue_whole(how).map_err(|error| self.setup.without_room(error, format!("step {step}")))
+        let step = self.rank.context.step;
+        self.issue_whole(how).map_err(|error| self.without_room(error, format!("step {step}")))
     }
 
     fn issue_whole(&mut self, how: Issue) -> Result<()> {
@@ -276,32 +240,32 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             return Err(CoreError::shape("issue_step", "unread records", self.issued.len(), expected).into());
         }
         let started = Instant::now();
-        self.make_buffers()?;
-        let Self { setup, model, buffers: Some(buffers), recorded, activations, loader, saving, .. } = self
-        else {
+        self.rank.make_buffers()?;
+        let Self { rank, recorded, loader, saving, .. } = self;
+        let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
-        let lr = setup.config.schedule().lr(setup.step);
+        let lr = context.config.schedule().lr(context.step);
         let loader = match loader {
             Some(loader) => loader,
-            None => loader.insert(Loader::new(setup.plan()?)),
+            None => loader.insert(Loader::new(context.plan()?)),
         };
-        buffers.write_inputs(setup, lr, &loader.take(setup.step)?)?;
-        let alone = setup.comm.world() == 1;
+        buffers.write_inputs(context, lr, &loader.take(context.step)?)?;
+        let alone = context.comm.world() == 1;
         let mut whole = || -> Result<Duration> {
-            if setup.b.can_record() && alone && how == Issue::Replayed {
-                return Recorded::run(recorded, setup, model, buffers, saving);
+            if context.b.can_record() && alone && how == Issue::Replayed {
+                return Recorded::run(recorded, context, model, buffers, saving);
             }
-            let mut step = Step::new(setup, model, buffers)?;
-            step.run(saving)?;
+            let mut step = Step::new(context, model, buffers)?;
+            step.run(|| saving.wait_copied())?;
             step.end();
             Ok(Duration::ZERO)
         };
-        let recording = setup.b.within(activations, || Ok(whole()))??;
+        let recording = context.b.within(activations, || Ok(whole()))??;
         let len = buffers.optimizer.report_len();
-        let first = setup.step as usize % RING * len;
-        let report = setup.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
-        setup.step += 1;
+        let first = context.step as usize % RING * len;
+        let report = context.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
+        context.step += 1;
         // While a step is recorded the device works on the one before, whose time that is.
         let issuing = started.elapsed().saturating_sub(recording);
         self.issued.push_back(Issued { report, lr, started, issuing });
@@ -314,11 +278,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
     /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer had more rows than its buffers hold.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
-        let (Some(issued), Some(buffers)) = (self.issued.pop_front(), &self.buffers) else { return Ok(None) };
+        let (Some(issued), Some(buffers)) = (self.issued.pop_front(), &self.rank.buffers) else {
+            return Ok(None);
+        };
         let Issued { report, lr, started, issuing } = issued;
-        let values = self.setup.b.finish_download(report)?;
+        let values = self.rank.context.b.finish_download(report)?;
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
-        let (config, verified) = (&self.setup.config, report.verify());
+        let (config, verified) = (&self.rank.context.config, report.verify());
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
         self.layers = told.then(|| LayerMetrics::of_step(&report));
         verified?;
@@ -351,27 +317,6 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             0 => Ok(()),
             n => Err(CoreError::shape(what, "unread records", n, "none: settle every step first").into()),
         }
-    }
-
-    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
-    pub fn memory(&self) -> RunMemory {
-        let b = self.setup.b;
-        let [gradients, moments] = match &self.buffers {
-            Some(buffers) => [&buffers.gradients, &buffers.moments].map(|arena| b.arena_memory(arena)),
-            None => [MemoryStats::default(); 2],
-        };
-        let (weights, activations) = (b.arena_memory(&self.weights), b.arena_memory(&self.activations));
-        RunMemory { weights, gradients, moments, activations }
-    }
-
-    /// The buffers of steps, if they have not been made.
-    fn make_buffers(&mut self) -> Result<()> {
-        if self.buffers.is_none() {
-            let mut buffers = StepBuffers::new(&self.setup, &mut self.model)?;
-            buffers.restart(self.setup.b, self.setup.step)?;
-            self.buffers = Some(buffers);
-        }
-        Ok(())
     }
 
     /// Mean cross-entropy in nats over held-out sequences, all ranks together: `batches` batches from all over the data,
@@ -407,11 +352,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<f64>> {
         self.require_settled("evaluate")?;
-        let Self { setup, model, activations, .. } = self;
-        let evaluated = setup.b.within(activations, || Ok(setup.evaluate(model, batches, go_on)))?;
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
         evaluated.map_err(|error| {
-            let error = error.of_divergence(&self.setup.config, true);
-            self.setup.without_room(error, "the held-out loss")
+            let train = &self.rank.context.config.train;
+            let error = error.of_divergence(train.lr, train.warmup_steps, true);
+            self.without_room(error, "the held-out loss")
         })
     }
 
@@ -421,9 +367,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// If an id is no token of the vocabulary; from the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
-        let Self { setup, model, activations, .. } = self;
-        let cx = setup.inference_cx(ids.len())?;
-        let last = setup.b.within(activations, || {
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let cx = context.inference_cx(ids.len())?;
+        let last = context.b.within(activations, || {
             model.prepare(&cx)?;
             let (logits, bad_ids) = model.last_logits(&cx, &cx.b.upload(ids)?)?;
             model.release();
@@ -440,37 +386,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
-        let batch = self.setup.plan()?.batch(self.setup.step, 0);
-        self.ledger_of(&batch)
-    }
-
-    fn ledger_of(&mut self, batch: &Batch) -> Result<(Ledger, usize)> {
-        // The forward pass makes the head's gradient: where it lives during the run.
-        self.make_buffers()?;
-        let Self { setup, model, activations, .. } = self;
-        let t = &setup.config.train;
-        let (local, rows_each) =
-            (t.shards / setup.comm.world(), t.batch_size / t.shards * setup.config.data.seq_len);
-        let measured = setup.b.within(activations, || {
-            let shards = Shards::new(setup.b, local, rows_each, setup.comm.rank())?;
-            let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
-            let cx = Cx { training: true, micro_batches: t.grad_accum, seed: setup.config.seed, ..inference };
-            model.prepare(&cx)?;
-            let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
-            // Counts of conversions live until the end of the step; they are not for the backward pass.
-            let forget = || cx.counted.borrow_mut().truncate(0);
-            forget();
-            let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-            let (out, saved) = model.forward(&cx, ids, &targets, 0.0)?;
-            drop(out);
-            forget();
-            let live = cx.b.memory().live_bytes - before;
-            let mut ledger = Ledger::default();
-            saved.ledger(&mut ledger);
-            Ok((ledger, live))
-        });
-        self.model.release();
-        self.model.clear_gradients();
-        Ok(measured?)
+        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
+        self.rank.ledger_of(&batch)
     }
 }

@@ -1,6 +1,6 @@
 //! The files of a run, which its first rank alone has.
 
-use super::Options;
+use super::options::Options;
 use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, claim};
 use crate::checkpoint::Store;
 use crate::config::Config;

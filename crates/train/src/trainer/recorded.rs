@@ -1,11 +1,10 @@
 //! A step recorded once and replayed: its parts at one point of the precision schedule.
 
 use super::saving::Saving;
-use super::setup::Setup;
-use super::step::{Step, StepBuffers};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::{Decoder, layer_names};
+use crate::rank::{RankContext, Step, StepBuffers};
 use nibble_core::recipe::Section;
 use nibble_core::{Error as CoreError, Kernels};
 use std::time::{Duration, Instant};
@@ -26,15 +25,15 @@ impl<B: Kernels> Recorded<B> {
     /// the recording took.
     pub fn run(
         recorded: &mut Option<Self>,
-        setup: &Setup<'_, B>,
+        context: &RankContext<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
         saving: &mut Saving<B>,
     ) -> Result<Duration> {
         let started = Instant::now();
-        let precisions: Vec<Section> = layer_names(&setup.config.model)
+        let precisions: Vec<Section> = layer_names(&context.config.model)
             .iter()
-            .map(|layer| setup.recipe.section(layer.kind, &layer.name, setup.progress()))
+            .map(|layer| context.recipe.section(layer.kind, &layer.name, context.progress()))
             .collect();
         let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
         let recorded = recorded.insert(match kept {
@@ -42,14 +41,14 @@ impl<B: Kernels> Recorded<B> {
             None => {
                 // Nothing else goes on while work is recorded.
                 saving.wait_copied();
-                Self::record(setup, model, buffers, precisions)?
+                Self::record(context, model, buffers, precisions)?
             }
         });
-        let (b, recording) = (setup.b, started.elapsed());
+        let (b, recording) = (context.b, started.elapsed());
         reach(Point::StepBegins)?;
         b.replay(&recorded.first)?;
         if let Some(next) = &recorded.next {
-            (1..setup.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
+            (1..context.config.train.grad_accum).try_for_each(|_| b.replay(next))?;
         }
         reach(Point::BeforeOptimizer)?;
         saving.wait_copied();
@@ -60,18 +59,18 @@ impl<B: Kernels> Recorded<B> {
 
     /// Records the parts one after the other. Nothing is executed: no weight, no gradient and no clock changes.
     fn record(
-        setup: &Setup<'_, B>,
+        context: &RankContext<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
         precisions: Vec<Section>,
     ) -> Result<Self> {
-        let mut step = Step::new(setup, model, buffers)?;
-        let first = part(setup.b, || step.first_micro_batch())?;
-        let next = match setup.config.train.grad_accum {
+        let mut step = Step::new(context, model, buffers)?;
+        let first = part(context.b, || step.first_micro_batch())?;
+        let next = match context.config.train.grad_accum {
             1 => None,
-            _ => Some(part(setup.b, || step.next_micro_batch())?),
+            _ => Some(part(context.b, || step.next_micro_batch())?),
         };
-        let optimize = part(setup.b, || step.optimize())?;
+        let optimize = part(context.b, || step.optimize())?;
         step.end();
         Ok(Self { precisions, first, next, optimize })
     }

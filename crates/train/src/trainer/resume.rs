@@ -1,10 +1,11 @@
 //! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
 //! compares its files with their checksums; the others are told which it is.
 
-use super::run::{Observer, Summary, any};
+use super::any_rank::any_rank;
+use super::observer::{Observer, Summary};
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun};
-use super::{checked_recipe, load_recipe};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
+use crate::checks::{checked_recipe, load_recipe};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
@@ -80,7 +81,7 @@ impl Origin {
             let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
             valid_loss = metrics.iter().rev().filter(|m| m.step == steps).find_map(|m| m.valid_loss);
         }
-        if !any(b, comm, valid_loss.is_some())? {
+        if !any_rank(b, comm, valid_loss.is_some())? {
             return Ok(ControlFlow::Continue(()));
         }
         let Some(valid_loss) = valid_loss else { return Ok(ControlFlow::Break(None)) };

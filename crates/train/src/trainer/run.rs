@@ -1,85 +1,20 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
 use super::Trainer;
+use super::any_rank::any_rank;
+use super::observer::{Observer, Start, Summary};
+use super::options::Options;
 use super::outputs::Outputs;
 use super::resume::Origin;
 use crate::checkpoint::Store;
 use crate::config::Config;
-use crate::data::Entropy;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
 use crate::plan::{self, Prediction};
-use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats, Recipe};
+use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// What whoever watches a run is told, by its first rank.
-pub trait Observer {
-    /// The run begins (or goes on) at this step; what memory it takes.
-    fn start(&mut self, start: &Start<'_>);
-    /// Something worth knowing that stops nothing, a sentence.
-    fn note(&mut self, _text: &str) {}
-    /// A checkpoint passed over while resuming.
-    fn rejected(&mut self, path: &Path, why: &Error);
-    /// A step is done: adds what the device's owner knows to its metrics, before they are written and told.
-    fn measure(&mut self, _: &mut Metrics) {}
-    /// A step is done.
-    fn step(&mut self, metrics: &Metrics);
-    /// So many batches of an evaluation are done, of how many.
-    fn evaluating(&mut self, _done: usize, _of: usize) {}
-    /// A held-out loss, after so many steps.
-    fn evaluation(&mut self, step: u64, valid_loss: f64);
-    /// A checkpoint is on the disk.
-    fn checkpoint(&mut self, path: &Path);
-}
-
-/// What is known when a run begins.
-#[derive(Debug)]
-pub struct Start<'a> {
-    /// Steps already done.
-    pub step: u64,
-    /// The configuration.
-    pub config: &'a Config,
-    /// The recipe.
-    pub recipe: &'a Recipe,
-    /// Its size and its memory.
-    pub prediction: &'a Prediction,
-    /// The floor and the trivial loss of the data, if known.
-    pub entropy: Option<Entropy>,
-}
-
-/// What to do besides the configuration.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Options {
-    /// Go on from the newest whole checkpoint of the run's directory; from the beginning where a run has begun and has none yet.
-    pub resume: bool,
-    /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
-    pub numbered: bool,
-    /// Not 0 once the run is to end after the step, or the batch of an evaluation, under way: it saves, draws, and leaves out the last
-    /// evaluation, or the rest of it.
-    pub stop: Option<&'static AtomicUsize>,
-}
-
-/// How a run ended.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Summary {
-    /// Steps done.
-    pub steps: u64,
-    /// Loss of the last step, if this process made one.
-    pub loss: Option<f64>,
-    /// Loss over all held-out data; none of a run that was stopped before its end.
-    pub valid_loss: Option<f64>,
-    /// The floor and the trivial loss of the data, if known.
-    pub entropy: Option<Entropy>,
-    /// The run's directory.
-    pub dir: PathBuf,
-    /// The last checkpoint, if the run has one.
-    pub checkpoint: Option<PathBuf>,
-    /// The picture of the losses.
-    pub picture: PathBuf,
-}
+use std::path::PathBuf;
 
 /// Trains to the end on this rank. Ranks other than the first return `None`, write nothing and tell nobody.
 ///
@@ -159,7 +94,8 @@ fn train<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
+            let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
+            let settled = trainer.settle().map_err(|error| error.of_divergence(lr, warmup_steps, false));
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
@@ -243,27 +179,10 @@ fn evaluate_what_is_owed<B: Kernels>(
     let (steps, eval) = (config.train.steps, config.eval.clone());
     let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
     let may = resumed_at.is_some() && step < steps && due(step, eval.every);
-    if !may || !any(b, comm, owes)? {
+    if !may || !any_rank(b, comm, owes)? {
         return Ok(true);
     }
     Ok(evaluate(trainer, eval.batches, outputs, options, observer)?.is_some())
-}
-
-impl Options {
-    /// Whether all ranks stop after this step: one of them was asked to.
-    fn asked_to_stop<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<bool> {
-        let Some(stop) = self.stop else { return Ok(false) };
-        any(b, comm, stop.load(Ordering::Relaxed) != 0)
-    }
-}
-
-/// Whether it is so on any rank.
-pub(super) fn any<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Result<bool> {
-    if comm.world() == 1 {
-        return Ok(here);
-    }
-    let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(here))])?)?;
-    Ok(b.download(&all)?.contains(&1.0))
 }
 
 /// Opens the files of the run, and tells how it begins. `store` is that of a run that goes on.
@@ -275,8 +194,8 @@ fn begin<B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
-    let setup = &mut trainer.setup;
-    let mut outputs = Outputs::open(&mut setup.config, &setup.recipe, store, step, options)?;
+    let context = &mut trainer.rank.context;
+    let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options)?;
     let (config, recipe) = (trainer.config(), trainer.recipe());
     let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
     notes.iter().for_each(|note| observer.note(note));

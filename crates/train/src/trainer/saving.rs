@@ -218,8 +218,8 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
-        self.make_buffers()?;
-        let (b, comm, position) = (self.setup.b, self.setup.comm, self.position()?);
+        self.rank.make_buffers()?;
+        let (b, comm, position) = (self.rank.context.b, self.rank.context.comm, self.position()?);
         let files = self.files();
         let pool = self.pool(&files);
         let writer = store.map(|store| {
@@ -242,11 +242,11 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         let Some(pieces) = pieces else { return Ok(()) };
         // What wrote the weights is done, whatever it was.
-        if let Some(buffers) = &self.buffers {
+        if let Some(buffers) = &self.rank.buffers {
             b.finish_download(b.begin_download(&buffers.optimizer.control, 0..1)?)?;
         }
         let mut tensors = HashMap::new();
-        for (i, param) in self.model.params().into_iter().enumerate() {
+        for (i, param) in self.rank.model.params().into_iter().enumerate() {
             for part in [Part::Master, Part::ExpAvg, Part::ExpAvgSq] {
                 tensors.insert((i, part), part.of(param)?.clone());
             }
@@ -293,14 +293,14 @@ impl<B: Kernels> Trainer<'_, B> {
 
     /// What the two files of tensors hold.
     fn files(&mut self) -> [Vec<Source>; 2] {
-        let named = self.model.named_tensors();
+        let named = self.rank.model.named_tensors();
         [sources(&named, &[Part::Master]), sources(&named, &[Part::ExpAvg, Part::ExpAvgSq])]
     }
 
     fn pool(&mut self, files: &[Vec<Source>]) -> Arc<Pool<B>> {
-        let host_bytes = self.setup.config.checkpoint.host_gib.saturating_mul(1 << 30);
+        let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
         let values = files.iter().map(|file| num_values(file)).sum();
-        let make = || Arc::new(Pool::new(self.setup.b, values, host_bytes));
+        let make = || Arc::new(Pool::new(self.rank.context.b, values, host_bytes));
         self.saving.pool.get_or_insert_with(make).clone()
     }
 
@@ -310,7 +310,7 @@ impl<B: Kernels> Trainer<'_, B> {
         outline: Outline,
         pieces: usize,
     ) -> Result<(SyncSender<Result<Piece<B>>>, Writer)> {
-        let keep = self.setup.config.checkpoint.keep;
+        let keep = self.rank.context.config.checkpoint.keep;
         let (pieces, received) = sync_channel(pieces);
         let writer = move || write(&store, &outline, &received, keep);
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
@@ -319,8 +319,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Brings every parameter together from all ranks when a file first wants values of it; the rank that writes keeps it until
     /// the last of them: a layer's experts.
     fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
-        let (b, comm) = (self.setup.b, self.setup.comm);
-        let params = self.model.params();
+        let (b, comm) = (self.rank.context.b, self.rank.context.comm);
+        let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
         for file in files {
             if let Some(pieces) = &mut pieces {

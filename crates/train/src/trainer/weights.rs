@@ -84,15 +84,15 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
         Ok(Position {
-            step: self.setup.step,
-            tokens: self.setup.step * self.setup.config.tokens_per_step(),
-            seed: self.setup.config.seed,
-            cursor: self.setup.step * self.setup.config.sequences_per_step(),
-            schedule: self.setup.config.schedule(),
-            recipe: self.setup.recipe.name.clone(),
-            recipe_toml: self.setup.recipe.to_toml(),
-            data_sha256: self.setup.data()?.sha256(),
-            config: self.setup.config.resolved_toml()?,
+            step: self.rank.context.step,
+            tokens: self.rank.context.step * self.rank.context.config.tokens_per_step(),
+            seed: self.rank.context.config.seed,
+            cursor: self.rank.context.step * self.rank.context.config.sequences_per_step(),
+            schedule: self.rank.context.config.schedule(),
+            recipe: self.rank.context.recipe.name.clone(),
+            recipe_toml: self.rank.context.recipe.to_toml(),
+            data_sha256: self.rank.context.data()?.sha256(),
+            config: self.rank.context.config.resolved_toml()?,
         })
     }
 
@@ -103,10 +103,10 @@ impl<B: Kernels> Trainer<'_, B> {
     /// written. Some tensors may have been taken by then: the trainer is of no further use.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
-        self.make_buffers().map_err(|error| self.setup.without_room(error, "loading a checkpoint"))?;
-        let (b, rank, mut optim) = (self.setup.b, self.setup.comm.rank(), checkpoint.optim()?);
-        let named = self.model.named_tensors();
-        for (param, named) in self.model.params().into_iter().zip(&named) {
+        self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
+        let (b, rank, mut optim) = (self.rank.context.b, self.rank.context.comm.rank(), checkpoint.optim()?);
+        let named = self.rank.model.named_tensors();
+        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             let place = (rank, param.placement);
             if let Some(Moments { exp_avg, exp_avg_sq }) = &mut param.moments {
                 scatter(b, place, exp_avg, named, ".exp_avg", &mut optim)?;
@@ -114,8 +114,8 @@ impl<B: Kernels> Trainer<'_, B> {
             }
         }
         optim.finish()?;
-        match &mut self.buffers {
-            Some(buffers) => buffers.restart(b, self.setup.step),
+        match &mut self.rank.buffers {
+            Some(buffers) => buffers.restart(b, self.rank.context.step),
             None => Ok(()),
         }
     }
@@ -127,19 +127,19 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
         self.saving.wait_copied();
-        let (b, rank, mut model) = (self.setup.b, self.setup.comm.rank(), checkpoint.model()?);
-        let named = self.model.named_tensors();
-        for (param, named) in self.model.params().into_iter().zip(&named) {
+        let (b, rank, mut model) = (self.rank.context.b, self.rank.context.comm.rank(), checkpoint.model()?);
+        let named = self.rank.model.named_tensors();
+        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             scatter(b, (rank, param.placement), &mut param.master, named, "", &mut model)?;
         }
         model.finish()?;
-        self.setup.step = checkpoint.position().step;
+        self.rank.context.step = checkpoint.position().step;
         Ok(())
     }
 
     /// The model's sizes as `transformers` names them, of the architecture that loads its checkpoints.
     pub fn config_json(&self) -> String {
-        let config = &self.setup.config;
+        let config = &self.rank.context.config;
         transformers_config(&config.model, config.data.seq_len)
     }
 }

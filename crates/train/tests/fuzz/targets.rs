@@ -8,10 +8,10 @@ use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
+use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
 use nibble_train::model::layer_names;
 use nibble_train::plan;
-use nibble_train::trainer::check_recipe;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -48,7 +48,7 @@ fn read_configuration(u: &mut Unstructured<'_>) -> Result<()> {
         let lr = schedule.lr(step);
         assert!((0.0..=config.train.lr).contains(&lr), "{lr} in step {step}: {schedule:?}");
     }
-    if plan::check_sizes(&config).is_err() {
+    if check_sizes(&config).is_err() {
         return Ok(());
     }
     assert!(config.flops_per_token() >= 0.0);

@@ -127,7 +127,7 @@ fn train_rank<B: Kernels>(
         losses.push(metrics.loss.unwrap());
         norms.push(metrics.grad_norm.unwrap());
     }
-    let parts = trainer.model.params().into_iter().map(|p| Part {
+    let parts = trainer.model().params().into_iter().map(|p| Part {
         name: p.name.clone(),
         divided: p.placement != Placement::Replicated,
         values: p.master.to_f32_vec(b).unwrap(),
@@ -144,7 +144,7 @@ pub fn train_alone<B: Kernels>(b: &B, config: &Config, steps: u64) -> Outcome {
 /// The bits of every weight and both its moments, as this rank has them; no moments before the first step.
 pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Vec<u32>)> {
     let bits = |x: &Tensor<B>| x.to_f32_vec(b).unwrap().into_iter().map(f32::to_bits);
-    let params = trainer.model.params().into_iter().map(|param| {
+    let params = trainer.model().params().into_iter().map(|param| {
         let mut values: Vec<u32> = bits(&param.master).collect();
         if let Some(moments) = &param.moments {
             values.extend(bits(&moments.exp_avg).chain(bits(&moments.exp_avg_sq)));

@@ -10,7 +10,7 @@ mod tests;
 mod tile;
 
 use crate::simd::Real;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut};
 use nibble_core::{DType, Result, Tensor};
@@ -168,8 +168,8 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
         lse: Cells::new(lse.as_mut_slice(), sizes.tokens(), sizes.heads),
     };
     match cpu.path() {
-        Path::Scalar => spec::forward(&sizes, &input, &output),
-        Path::Simd => fast::forward(cpu, &sizes, &input, &output),
+        CodePath::Scalar => spec::forward(&sizes, &input, &output),
+        CodePath::Simd => fast::forward(cpu, &sizes, &input, &output),
     }
     Ok(AttentionOut { out: Tensor::new(T::data(out), op.q.rows, op.q.cols)?, lse })
 }
@@ -193,8 +193,8 @@ fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<Atten
         dv: Cells::new(dv.as_mut_slice(), sizes.tokens(), sizes.kv_heads),
     };
     match cpu.path() {
-        Path::Scalar => spec::backward(&sizes, &input, &output),
-        Path::Simd => fast::backward(cpu, &sizes, &input, &output),
+        CodePath::Scalar => spec::backward(&sizes, &input, &output),
+        CodePath::Simd => fast::backward(cpu, &sizes, &input, &output),
     }
     Ok(AttentionGrads {
         dq: Tensor::new(T::data(dq), op.q.rows, op.q.cols)?,

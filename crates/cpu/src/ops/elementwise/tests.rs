@@ -7,7 +7,7 @@ use nibble_formats::{Purpose, Stream};
 pub(in crate::ops) fn every_cpu() -> Vec<Cpu> {
     let mut all = vec![Cpu::scalar(1).unwrap(), Cpu::scalar(2).unwrap()];
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-        all.extend((1..=3).map(|threads| Cpu::with(threads, isa, Path::Simd).unwrap()));
+        all.extend((1..=3).map(|threads| Cpu::with(threads, isa, CodePath::Simd).unwrap()));
     }
     all
 }

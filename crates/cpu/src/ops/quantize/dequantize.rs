@@ -5,7 +5,7 @@ use super::encode::{Tile, path};
 use super::source::{Lines, Source};
 use super::spans::Spans;
 use super::spec;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use nibble_core::ops::{Dequantize, Emit};
 use nibble_core::{Backend, BlockScaled, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, ScaleLayout};
@@ -15,7 +15,7 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     const OP: &str = "dequantize";
     let x = op.x;
     decodable(OP, x)?;
-    if path(cpu, [x.format]) == Path::Scalar {
+    if path(cpu, [x.format]) == CodePath::Scalar {
         return spec::plain(cpu, &spec::decode(cpu, x, 0..x.rows)?, op.dtype, x.rows);
     }
     let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(OP, x)?));

@@ -5,7 +5,7 @@
 
 use super::spec::Tally;
 use crate::simd::per_isa;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use nibble_core::ops::Counts;
 use nibble_formats::{Codec, Element, Format, Rounding, Scale, ScalePlaneMut, Stream};
 
@@ -141,8 +141,8 @@ pub(crate) fn fast(format: Format) -> Option<Fast> {
 }
 
 /// The path that serves all of these formats.
-pub(crate) fn path(cpu: &Cpu, formats: impl IntoIterator<Item = Format>) -> Path {
-    if formats.into_iter().all(|format| fast(format).is_some()) { cpu.path() } else { Path::Scalar }
+pub(crate) fn path(cpu: &Cpu, formats: impl IntoIterator<Item = Format>) -> CodePath {
+    if formats.into_iter().all(|format| fast(format).is_some()) { cpu.path() } else { CodePath::Scalar }
 }
 
 /// Calls `$body::<E, R>(rounding, args)` for the codec's element and rounding.

@@ -3,7 +3,7 @@
 
 use super::planes::scales_of;
 use crate::gemm::Isa;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{Backend, BlockScaled, Data, Groups, Operand, Tensor};
@@ -12,7 +12,7 @@ use nibble_formats::{Codec, Format, Purpose, Rounding, Stream};
 /// Every vectorised backend of this machine, with one to three threads.
 pub(crate) fn simd_backends() -> Vec<Cpu> {
     let supported = Isa::ALL.into_iter().filter(|isa| isa.is_supported());
-    supported.enumerate().map(|(i, isa)| Cpu::with(1 + i % 3, isa, Path::Simd).unwrap()).collect()
+    supported.enumerate().map(|(i, isa)| Cpu::with(1 + i % 3, isa, CodePath::Simd).unwrap()).collect()
 }
 
 /// The specification.

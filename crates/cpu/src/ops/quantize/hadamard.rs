@@ -5,7 +5,7 @@ use super::spans::Spans;
 use super::spec::Matrix;
 use crate::ops::elementwise::for_rows;
 use crate::simd::per_isa;
-use crate::{Cpu, Path};
+use crate::{CodePath, Cpu};
 use nibble_core::ops::{Hadamard, Planes};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::hadamard;
@@ -25,10 +25,10 @@ pub(super) fn transform<'a>(
     let mut sign = vec![0.0; if down { longest } else { x.cols }];
     hadamard::fill_signs(&signs, 0, &mut sign);
     let made = match (cpu.path(), down) {
-        (Path::Scalar, false) => rows_by_spec(cpu, x, spans, &sign, len),
-        (Path::Scalar, true) => cols_by_spec(cpu, x, spans, &whole, &sign, len),
-        (Path::Simd, false) => rows_vectorised(cpu, x, spans, &sign, len),
-        (Path::Simd, true) => cols_vectorised(cpu, x, spans, &whole, &sign, len),
+        (CodePath::Scalar, false) => rows_by_spec(cpu, x, spans, &sign, len),
+        (CodePath::Scalar, true) => cols_by_spec(cpu, x, spans, &whole, &sign, len),
+        (CodePath::Simd, false) => rows_vectorised(cpu, x, spans, &sign, len),
+        (CodePath::Simd, true) => cols_vectorised(cpu, x, spans, &whole, &sign, len),
     };
     Ok((made?, whole))
 }

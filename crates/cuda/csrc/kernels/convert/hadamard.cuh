@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256)
     to[1] = {wide.number[4], wide.number[5], wide.number[6], wide.number[7]};
 }
 
-struct HadamardShared {
+struct HadamardColsShared {
     float tile[kHadamardTile * kHadamardTile];
     u8 signs[kHadamardTile / 8];
 };
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256)
     hadamard_cols(const u8* __restrict__ x, float* __restrict__ out, const int* __restrict__ row_id, const int* __restrict__ start,
                   int num_groups, int rows, int cols, int out_rows, const HadamardArg hadamard) {
     extern __shared__ uint4 raw[];
-    HadamardShared& shared = *reinterpret_cast<HadamardShared*>(raw);
+    HadamardColsShared& shared = *reinterpret_cast<HadamardColsShared*>(raw);
     const int across = ceil_div(cols, kHadamardTile);
     const int first_row = blockIdx.x / across * kHadamardTile;
     const int in_tile = threadIdx.x % kHadamardTile, col = blockIdx.x % across * kHadamardTile + in_tile;

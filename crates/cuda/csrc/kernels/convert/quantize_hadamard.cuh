@@ -5,7 +5,7 @@
 //   of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen, and capacity is
 //   one. What is missing of a group's last transform block reads as +0, and becomes numbers like others. A cta takes a square of 128 x 128, or
 //   two, one below the other, where two codes share a byte, and then another; by_height divides by how many of these lie below each other.
-//   256 threads; any grid, best two ctas a multiprocessor; sizeof(HadamardShared<E, Round>) dynamic shared memory.
+//   256 threads; any grid, best two ctas a multiprocessor; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
 // A thread has half a column of a square, a unit, which `ldmatrix` brings there transposed. Random bits are drawn by eights of a row, and change
 // hands in the same way.
@@ -51,7 +51,7 @@ struct LineTile {
 };
 
 template <class E, class Round>
-struct alignas(16) HadamardShared {
+struct alignas(16) QuantizeHadamardShared {
     UnitsTile input;
     LineTile tile;
     u32 signs[kTile / 2];  // of two rows each, as they lie in a word
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(256, 2)
     using Codes = UnitCodes<E, Round>;
     constexpr int kPerByte = 8 / E::kCodeBits;
     extern __shared__ uint4 raw[];
-    HadamardShared<E, Round>& shared = *reinterpret_cast<HadamardShared<E, Round>*>(raw);
+    QuantizeHadamardShared<E, Round>& shared = *reinterpret_cast<QuantizeHadamardShared<E, Round>*>(raw);
     UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

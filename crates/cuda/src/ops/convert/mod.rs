@@ -2,4 +2,5 @@
 
 pub(crate) mod dequantize;
 pub(crate) mod quantize;
+pub(crate) mod scale_tiles;
 pub(crate) mod transcode;

@@ -2,7 +2,7 @@
 
 use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::grouped_product::{self, GroupedProduct};
-use super::product::{GroupBuffers, Product, Ragged, ScaleValues, Scales, Target};
+use super::product::{GroupBuffers, Product, Ragged, ScaleValues, StridedScales, Target};
 use super::product_parts::Parts;
 use super::product_runs::{Runs, sum_to};
 use super::product_simt::{ProductSimt, Side, Values};
@@ -198,13 +198,13 @@ fn scales_b(x: &Operand<Cuda>) -> ScalesB {
 }
 
 /// Where the scales of a quantized operand lie.
-fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<Scales<'a>> {
+fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScales<'a>> {
     let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
     match q.scale_layout {
-        ScaleLayout::RowMajor => Ok(Scales::row_major(values, blocks)),
+        ScaleLayout::RowMajor => Ok(StridedScales::row_major(values, blocks)),
         ScaleLayout::MnMajor => {
-            Ok(Scales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) })
+            Ok(StridedScales { values, row_stride: 1, block_stride: mn_major_stride(rows, bytes) })
         }
         layout => Err(Error::unsupported(
             op,

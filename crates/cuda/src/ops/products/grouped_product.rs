@@ -5,7 +5,7 @@ pub use super::grouped_config::{Adds, GroupedConfig, Order};
 use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 use super::grouped_desc::OP;
 pub use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB, row_unit};
-pub use super::product::{GroupBuffers, Ragged, ScaleValues, Scales, Target};
+pub use super::product::{GroupBuffers, Ragged, ScaleValues, StridedScales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::launch::KernelArg;
 use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
@@ -20,7 +20,7 @@ const BOX: usize = 64;
 #[derive(Debug, Clone, Copy)]
 pub enum Operand<'a> {
     /// E4M3 codes `[rows][k]` and their scales.
-    Fp8(&'a Buffer<u8>, Scales<'a>),
+    Fp8(&'a Buffer<u8>, StridedScales<'a>),
     /// `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
     Bf16(&'a Buffer<bf16>),
 }
@@ -115,7 +115,7 @@ impl GroupedProduct<'_> {
         let (rows_a, rows_b) = desc.scale_rows();
         self.a.check("a", desc, desc.a(), rows_a, device)?;
         self.b.check("b", desc, desc.b(), rows_b, device)?;
-        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, Scales { values, .. })) =
+        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, StridedScales { values, .. })) =
             (desc.kind, &self.b)
             && values.is_f32()
         {
@@ -171,7 +171,7 @@ impl GroupedProduct<'_> {
         args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
         args.extend([&groups as &dyn KernelArg, d]);
         // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
-        // past them. Scales are read at rows and blocks that `Scales::check` covered. The kernel keeps the groups' rows
+        // past them. Scales are read at rows and blocks that `StridedScales::check` covered. The kernel keeps the groups' rows
         // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
         unsafe { kernel.launch(launch, &args) }
     }

@@ -68,7 +68,7 @@ impl<'a> ScaleValues<'a> {
 
 /// A matrix of scales: that of (row, block of the contraction) lies at `row · row_stride + block · block_stride`.
 #[derive(Debug, Clone, Copy)]
-pub struct Scales<'a> {
+pub struct StridedScales<'a> {
     /// The plane.
     pub values: ScaleValues<'a>,
     /// Scales from one row to the next.
@@ -77,7 +77,7 @@ pub struct Scales<'a> {
     pub block_stride: usize,
 }
 
-impl<'a> Scales<'a> {
+impl<'a> StridedScales<'a> {
     /// `[rows][blocks]`, dense.
     pub const fn row_major(values: ScaleValues<'a>, blocks: usize) -> Self {
         Self { values, row_stride: blocks, block_stride: 1 }

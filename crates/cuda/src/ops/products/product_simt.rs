@@ -1,7 +1,7 @@
 //! D = A·Bᵀ of any two operands on the ordinary cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes and pairs of
 //! formats that the tensor-core kernels do not take.
 
-use super::product::{GroupBuffers, GroupsArg, Ragged, Scales, ScalesArg, Target, same_device};
+use super::product::{GroupBuffers, GroupsArg, Ragged, ScalesArg, StridedScales, Target, same_device};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Device};
@@ -80,7 +80,7 @@ pub(crate) struct Side<'a> {
     pub row_stride: usize,
     pub k_stride: usize,
     /// None where plain.
-    pub scales: Option<Scales<'a>>,
+    pub scales: Option<StridedScales<'a>>,
     /// Rows a scale is for.
     pub tile_rows: usize,
 }

@@ -3,16 +3,13 @@
 //! The host writes a step's tokens and scalars into one slot of a ring and issues the step's parts; it reads the record of
 //! the step before. Nothing in between waits for the host.
 
-use super::saving::Saving;
-use super::setup::Setup;
-use super::weights::{HostTensor, slices};
-use crate::checkpoint::TensorRef;
+use super::context::RankContext;
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::fault::{Point, reach};
-use crate::model::{Decoder, DecoderOut, DecoderSaved, Named};
+use crate::model::{Decoder, DecoderOut, DecoderSaved};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout};
@@ -24,7 +21,7 @@ use std::cell::RefCell;
 
 /// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
 #[derive(Debug)]
-pub(super) struct StepBuffers<B: Kernels> {
+pub(crate) struct StepBuffers<B: Kernels> {
     /// A ring of two slots that the host writes.
     inputs: B::Buf<i32>,
     input_layout: InputLayout,
@@ -52,8 +49,8 @@ struct Place<B: Kernels> {
 
 impl<B: Kernels> StepBuffers<B> {
     /// Buffers for this rank's part of this configuration, and of the parameters their gradients and moments.
-    pub fn new(setup: &Setup<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
-        let (b, ranks, config) = (setup.b, setup.comm.world(), &setup.config);
+    pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
+        let (b, ranks, config) = (context.b, context.comm.world(), &context.config);
         let t = &config.train;
         let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
         let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
@@ -95,17 +92,17 @@ impl<B: Kernels> StepBuffers<B> {
     }
 
     /// Writes the slot of the step that is to be issued: its scalars and this rank's tokens.
-    pub fn write_inputs(&mut self, setup: &Setup<'_, B>, lr: f64, batches: &[Batch]) -> Result<()> {
-        let config = &setup.config;
-        let scalars = optim::scalars(&config.train, lr, setup.step);
+    pub fn write_inputs(&mut self, context: &RankContext<'_, B>, lr: f64, batches: &[Batch]) -> Result<()> {
+        let config = &context.config;
+        let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
         }
-        let slot = setup.step as usize % 2 * self.input_layout.slot_len();
-        Ok(setup.b.write(&mut self.inputs, slot, &words)?)
+        let slot = context.step as usize % 2 * self.input_layout.slot_len();
+        Ok(context.b.write(&mut self.inputs, slot, &words)?)
     }
 }
 
@@ -138,17 +135,17 @@ fn place_parameters<B: Kernels>(
 }
 
 /// The parts of a step over one model and its buffers.
-pub(super) struct Step<'s, 'a, B: Kernels> {
-    setup: &'s Setup<'a, B>,
+pub(crate) struct Step<'s, 'a, B: Kernels> {
+    context: &'s RankContext<'a, B>,
     model: &'s mut Decoder<B>,
     buffers: &'s mut StepBuffers<B>,
     cx: Cx<'s, B>,
 }
 
 impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
-    /// A step of this trainer, as its recipe is now. Ended by [`Step::end`].
+    /// A step of this rank, as its recipe is now. Ended by [`Step::end`].
     pub fn new(
-        setup: &'s Setup<'a, B>,
+        context: &'s RankContext<'a, B>,
         model: &'s mut Decoder<B>,
         buffers: &'s mut StepBuffers<B>,
     ) -> Result<Self> {
@@ -156,17 +153,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
-        let inference = Cx::inference(setup.b, setup.comm, &setup.recipe, shards, setup.progress());
+        let inference = Cx::inference(context.b, context.comm, &context.recipe, shards, context.progress());
         let cx = Cx {
-            step: setup.step,
-            seed: setup.config.seed,
+            step: context.step,
+            seed: context.config.seed,
             training: true,
-            micro_batches: setup.config.train.grad_accum,
+            micro_batches: context.config.train.grad_accum,
             clock: Some(clock),
             counted: RefCell::new(counted),
             ..inference
         };
-        Ok(Self { setup, model, buffers, cx })
+        Ok(Self { context, model, buffers, cx })
     }
 
     /// Gives the buffers back.
@@ -177,15 +174,15 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.buffers.place = clock.map(|clock| Place { shards, clock, counted });
     }
 
-    /// Everything, one part after the other. The optimizer waits until a checkpoint under way has copied what it changes.
-    pub fn run(&mut self, saving: &mut Saving<B>) -> Result<()> {
+    /// Everything, one part after the other. `before_optimizer` waits for whoever still reads what the optimizer changes.
+    pub fn run(&mut self, before_optimizer: impl FnOnce()) -> Result<()> {
         reach(Point::StepBegins)?;
         self.first_micro_batch()?;
-        for _ in 1..self.setup.config.train.grad_accum {
+        for _ in 1..self.context.config.train.grad_accum {
             self.next_micro_batch()?;
         }
         reach(Point::BeforeOptimizer)?;
-        saving.wait_copied();
+        before_optimizer();
         self.optimize()?;
         reach(Point::AfterOptimizer)
     }
@@ -196,14 +193,14 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let StepBuffers { inputs, input_layout, table, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
         let control = &mut optimizer.control;
-        BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.setup.b)?;
+        BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.context.b)?;
         model.prepare(cx)?;
         self.next_micro_batch()
     }
 
     /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
     pub fn next_micro_batch(&mut self) -> Result<()> {
-        let Self { setup, model, buffers, cx } = self;
+        let Self { context, model, buffers, cx } = self;
         let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
         let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
         let Cx { clock, shards, .. } = cx;
@@ -217,9 +214,9 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             rank,
             ranks,
         };
-        op.run(setup.b)?;
+        op.run(context.b)?;
 
-        let scale = 1.0 / setup.config.tokens_per_step() as f32;
+        let scale = 1.0 / context.config.tokens_per_step() as f32;
         let (out, saved) = model.forward(cx, buffers.ids.clone(), &buffers.targets, scale)?;
         self.collect(Some((&out, &saved)))?;
         self.model.backward(&self.cx, saved)?;
@@ -247,19 +244,16 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
                 entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
             }
         }
-        Ok(Collect { entries: &entries, table }.run(self.setup.b)?)
+        Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every parameter's gradient, summed over shards, on the host: `grad.` and the names of a checkpoint.
-    pub fn gradients(&mut self, named: &[Vec<Named>]) -> Result<Vec<HostTensor>> {
+    /// Every parameter's gradient, summed over shards, on the host, in the order of the parameters.
+    pub fn gradients(&mut self) -> Result<Vec<Vec<f32>>> {
         self.model.release();
         let mut gradients = Vec::new();
-        for (param, named) in self.model.params().into_iter().zip(named) {
+        for param in self.model.params() {
             param.reduce_gradient(&self.cx)?;
-            let values = param.optimized()?.grad.to_f32_vec(self.setup.b)?;
-            for TensorRef { name, shape, data } in slices(named, "", &values) {
-                gradients.push((format!("grad.{name}"), shape, data.to_vec()));
-            }
+            gradients.push(param.optimized()?.grad.to_f32_vec(self.context.b)?);
             param.clear_gradient();
         }
         Ok(gradients)
@@ -269,7 +263,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     pub fn optimize(&mut self) -> Result<()> {
         self.model.release();
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
-        let train = &self.setup.config.train;
+        let train = &self.context.config.train;
         optim::step(&mut self.cx, self.model.params(), train, optimizer, table, layout)?;
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! Sizes that can be counted at all: everything after this multiplies them without looking.
 
-use super::largest::{listed, parameters};
-use crate::config::Config;
+use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 
 /// The most numbers a model may have.
@@ -14,6 +13,62 @@ const MOST_COLUMNS: usize = 1 << 24;
 const MOST_TOKENS: usize = 1 << 24;
 /// The most elements of one tensor of activations.
 const MOST_ELEMENTS: u128 = 1 << 50;
+
+/// Sizes by their keys.
+pub(crate) type Sizes = Vec<(&'static str, usize)>;
+
+/// Parameters of one kind.
+pub(crate) struct Parameters {
+    /// What has them.
+    pub what: &'static str,
+    /// What their number is a product of.
+    pub sizes: Sizes,
+    /// How often they are there.
+    pub times: usize,
+}
+
+impl Parameters {
+    /// How many; none beyond 128 bits.
+    pub fn count(&self) -> Option<u128> {
+        let mut sizes = self.sizes.iter().map(|(_, size)| *size as u128);
+        sizes.try_fold(self.times as u128, u128::checked_mul)
+    }
+}
+
+/// The layers with experts, and those with an MLP, under the key that says how many there are.
+pub(crate) fn layers_of(m: &ModelConfig) -> [(&'static str, usize); 2] {
+    let routed = if m.dense_layers == 0 { "model.layers" } else { "model.layers - model.dense_layers" };
+    let dense = if m.experts == 0 { "model.layers" } else { "model.dense_layers" };
+    [(routed, m.num_routed()), (dense, m.num_dense())]
+}
+
+/// All parameters but those of norms. Keys and values have no more heads than queries have.
+pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 6] {
+    let [routed, dense] = layers_of(m);
+    let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
+    let (heads, head_dim) = (("model.heads", m.heads), ("model.head_dim", m.head_dim));
+    let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
+    let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
+    [
+        match m.tie_embeddings {
+            true => of("the embedding", 1, &[vocabulary, width]),
+            false => of("embedding and head", 2, &[vocabulary, width]),
+        },
+        of("attention", 4, &[layers, width, heads, head_dim]),
+        of("the MLPs", 3, &[dense, width, ("model.ffn", m.ffn)]),
+        of("the shared experts", 3, &[routed, width, ("model.shared_ffn", m.shared_ffn)]),
+        of(EXPERTS, 3, &[routed, experts, width, ("model.expert_ffn", m.expert_ffn)]),
+        of("the routers", 1, &[routed, experts, width]),
+    ]
+}
+
+/// These alone are divided over ranks.
+pub(crate) const EXPERTS: &str = "the experts";
+
+/// `model.layers = 2, model.d_model = 64`.
+pub(crate) fn listed(sizes: &[(&str, usize)]) -> String {
+    sizes.iter().map(|(key, size)| format!("{key} = {size}")).collect::<Vec<_>>().join(", ")
+}
 
 /// Whether every size of this configuration can be counted, and is not beyond what any machine has.
 ///

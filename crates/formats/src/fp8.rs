@@ -1,41 +1,64 @@
-//! FP8 under one scale a row or one a tensor, as TransformerEngine's current scaling and torchao's rows have it: values are multiplied by
+//! FP8 in blocks of 128, and under one scale a row or one a tensor: the last two as TransformerEngine's current scaling and torchao's rows have it: values are multiplied by
 //! max/amax, and what is stored is its reciprocal. (Blocks of 128 store amax/max, which has other bits.)
 
-use crate::block::{BlockCodec, BlockScale, Codec, amax};
-use crate::e8m0::ScaleRule;
-use crate::scale::Scale;
+use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
+use crate::e8m0::ScaleRule::{self, Amax, Ceil, Even, Floor, Rceil, TensorAmax};
+use crate::element::Element;
+use crate::scale::{Scale, ScaleKind};
+use crate::spec::{FormatSpec, PLAIN, WHOLE_LINE};
+
+/// In blocks.
+const BLOCKS: FormatSpec =
+    FormatSpec { code_bits: 8, block: 128, rules: &[Amax, Rceil, Floor, Ceil, Even], tiles: true, ..PLAIN };
+
+/// Under one scale a row.
+const ROW: FormatSpec =
+    FormatSpec { block: WHOLE_LINE, rules: &[Amax, Rceil], tiles: false, codec: &Line, ..BLOCKS };
+
+/// Under one scale a tensor. Blocks are what is counted, and groups' starts are multiples of; they store nothing.
+const TENSOR: FormatSpec =
+    FormatSpec { rules: &[TensorAmax], scales: |_| ScaleKind::NONE.under_tensor(), codec: &Tensor, ..BLOCKS };
+
+pub(crate) const E4M3: FormatSpec = FormatSpec { name: "e4m3", element: Some(Element::E4m3), ..BLOCKS };
+pub(crate) const E5M2: FormatSpec = FormatSpec { name: "e5m2", element: Some(Element::E5m2), ..BLOCKS };
+pub(crate) const E4M3_ROW: FormatSpec = FormatSpec { name: "e4m3-row", element: Some(Element::E4m3), ..ROW };
+pub(crate) const E5M2_ROW: FormatSpec = FormatSpec { name: "e5m2-row", element: Some(Element::E5m2), ..ROW };
+pub(crate) const E4M3_TENSOR: FormatSpec =
+    FormatSpec { name: "e4m3-tensor", element: Some(Element::E4m3), ..TENSOR };
+pub(crate) const E5M2_TENSOR: FormatSpec =
+    FormatSpec { name: "e5m2-tensor", element: Some(Element::E5m2), ..TENSOR };
 
 /// A scale for a whole line of codes; a row of an operand as products contract it.
 #[derive(Debug)]
-pub(crate) struct Line;
+struct Line;
 
 impl BlockCodec for Line {
-    fn scale(&self, codec: &Codec, x: &[f32]) -> BlockScale {
+    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
         let amax = amax(x).unwrap_or(f32::NAN);
-        if codec.rule() != ScaleRule::Amax || amax.is_nan() {
-            return codec.scale_of(amax);
+        if params.rule != ScaleRule::Amax || amax.is_nan() {
+            return params.scale_of(amax);
         }
         // Divided in F64 as there, with the floor that keeps rows of zeros finite.
-        let inv = (f64::from(codec.element().max()) / f64::from(amax.max(1e-12))) as f32;
+        let inv = (f64::from(params.element.max()) / f64::from(amax.max(1e-12))) as f32;
         BlockScale { record: Scale::single(1.0 / inv), inv }
     }
 }
 
 /// A scale for a whole tensor.
 #[derive(Debug)]
-pub(crate) struct Tensor;
+struct Tensor;
 
 impl BlockCodec for Tensor {
-    fn scale(&self, codec: &Codec, _x: &[f32]) -> BlockScale {
-        BlockScale { record: Scale(0), inv: codec.tensor_inv() }
+    fn scale(&self, params: &BlockParams, _x: &[f32]) -> BlockScale {
+        BlockScale { record: Scale(0), inv: params.tensor_inv() }
     }
 
-    fn tensor_scale(&self, codec: &Codec, amax: f32) -> [f32; 2] {
+    fn tensor_scale(&self, params: &BlockParams, amax: f32) -> [f32; 2] {
         if amax == 0.0 {
             return [1.0, 1.0];
         }
         // f32::min would lose a NaN, which marks the tensor.
-        let inv = codec.element().max() / amax;
+        let inv = params.element.max() / amax;
         let inv = if inv == f32::INFINITY { f32::MAX } else { inv };
         [inv, 1.0 / inv]
     }

@@ -1,9 +1,13 @@
 //! What a run is checked for before it begins.
 
+mod sizes;
+
+pub use sizes::check_sizes;
+pub(crate) use sizes::{EXPERTS, Parameters, Sizes, layers_of, listed, parameters};
+
 use crate::config::{Config, read_text};
 use crate::error::Result;
 use crate::model::layer_names;
-use crate::plan;
 use nibble_core::Recipe;
 use nibble_core::recipe::{Section, Site};
 
@@ -26,7 +30,7 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
 /// # Errors
 /// For a recipe that cannot be read, and as [`check_recipe`].
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
-    plan::check_sizes(config)?;
+    check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?;
     check_recipe(config, &recipe)?;
     Ok(recipe)
@@ -37,7 +41,7 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
 /// # Errors
 /// For sizes that cannot be counted, an override that reaches nothing, or a batch that the recipe's blocks do not divide.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
-    plan::check_sizes(config)?;
+    check_sizes(config)?;
     check_blocks(config, recipe)
 }
 

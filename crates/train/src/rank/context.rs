@@ -5,13 +5,12 @@ use crate::cx::{Cx, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
-use crate::plan;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use std::sync::Arc;
 
-/// Everything of a trainer but the model and the buffers of its steps.
+/// Everything of a rank but the model and the buffers of its steps.
 #[derive(Debug)]
-pub(super) struct Setup<'a, B: Kernels> {
+pub(crate) struct RankContext<'a, B: Kernels> {
     pub b: &'a B,
     pub comm: &'a dyn Comm<B>,
     pub config: Config,
@@ -21,15 +20,9 @@ pub(super) struct Setup<'a, B: Kernels> {
     pub step: u64,
 }
 
-impl<B: Kernels> Setup<'_, B> {
+impl<B: Kernels> RankContext<'_, B> {
     pub fn data(&self) -> Result<&Dataset> {
         self.data.as_deref().ok_or_else(no_data)
-    }
-
-    /// An error of this run, which says what needs the memory where there is none.
-    pub fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
-        let Self { b, comm, config, recipe, .. } = self;
-        error.without_room(when, || plan::sizes_of(*b, comm.world(), config, recipe))
     }
 
     /// Step / steps.

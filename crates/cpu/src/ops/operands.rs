@@ -1,0 +1,63 @@
+//! Operands of products as the engine's views of slices.
+
+use super::quantize::planes::scales_of;
+use crate::{Cpu, gemm};
+use nibble_core::formats::{BlockAxis, Element, ScaleKind};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
+
+/// The element of codes that the engine reads.
+pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
+    let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
+    let blocks = q.format.spec().block.is_multiple_of(2);
+    let element = q.format.spec().element.filter(|_| one_number && blocks);
+    element.filter(|element| matches!(element, Element::E2m1 | Element::E4m3 | Element::E5m2))
+}
+
+fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
+    match &x.data {
+        Data::F32(x) => gemm::Data::F32(x.as_slice()),
+        Data::Bf16(x) => gemm::Data::Bf16(x.as_slice()),
+    }
+}
+
+fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
+    let codes = q.codes.as_slice();
+    match gemm_element(q) {
+        Some(Element::E4m3) => Ok(gemm::Data::E4m3(codes)),
+        Some(Element::E5m2) => Ok(gemm::Data::E5m2(codes)),
+        Some(Element::E2m1) => Ok(gemm::Data::E2m1(codes)),
+        _ => Err(Error::unsupported(op, q.format, "the engine does not read its codes")),
+    }
+}
+
+/// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
+pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
+    let q = match x {
+        Operand::Plain(x) => return Ok(gemm::Operand::rows(plain(x), x.cols).at(first * x.cols)),
+        Operand::Block(q) => q,
+    };
+    let block = q.format.spec().block;
+    let stride = q.cols.div_ceil(block);
+    let values = scales_of(q);
+    let scales = match q.axis {
+        BlockAxis::Tile => {
+            let matrix_rows = q.rows / q.stack.max(1);
+            let matrix = first / matrix_rows.max(1);
+            gemm::OperandScales::tiles(values, block, stride)
+                .at(matrix * matrix_rows.div_ceil(block) * stride)
+        }
+        _ => gemm::OperandScales::rows(values, block, stride).at(first * stride),
+    };
+    Ok(gemm::Operand::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
+}
+
+/// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
+pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
+    let q = match x {
+        Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
+        Operand::Block(q) => q,
+    };
+    let block = q.format.spec().block;
+    let scales = gemm::OperandScales::rows(scales_of(q), block, q.rows.div_ceil(block));
+    Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
+}

@@ -1,0 +1,187 @@
+//! An opened GPU without its kernels: context, streams, a memory pool ordered by the first of them, and what its memory holds.
+
+use crate::driver::{failed, named};
+use crate::kept::{Kept, Recordings};
+use crate::probe::GpuInfo;
+use cudarc::driver::{result, sys};
+use nibble_core::{MemoryStats, Result, Room};
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Given back when the device, and every arena and buffer of it, are gone.
+pub(crate) struct Gpu {
+    pub info: GpuInfo,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    /// Of copies to the host.
+    pub copies: sys::CUstream,
+    pub pool: sys::CUmemoryPool,
+    pub recordings: Recordings,
+    /// The device's memory, and what others held of it when it was opened.
+    pub room: Option<Room>,
+    live_bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+}
+
+// SAFETY: the driver's handles may be used from any thread once the context is current there, which every method here
+// sees to first; what is mutable on this side is behind a mutex or atomic.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// Opens it, with its context current on this thread.
+    pub fn open(info: GpuInfo) -> Result<Self> {
+        let device = named("cuDeviceGet", result::device::get(info.ordinal as i32))?;
+        // SAFETY: `device` was given by the driver; the context is made current before anything is created in it, and
+        // all of it is given back in `drop`, in the opposite order.
+        unsafe {
+            let context = named("cuDevicePrimaryCtxRetain", result::primary_ctx::retain(device))?;
+            let stream =
+                || named("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking));
+            let made = named("cuCtxSetCurrent", result::ctx::set_current(context))
+                .and_then(|()| Ok((stream()?, stream()?, create_pool(info.ordinal)?)));
+            let (stream, copies, pool) = made.inspect_err(|_| {
+                // The first error is the one to report.
+                let _ = result::primary_ctx::release(device);
+            })?;
+            let (live_bytes, peak_bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let (recordings, room) = (Recordings::default(), room());
+            Ok(Self { info, device, context, stream, copies, pool, recordings, room, live_bytes, peak_bytes })
+        }
+    }
+
+    /// Makes the context current on this thread.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained until `drop`.
+        named("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.context) })
+    }
+
+    /// The stream, with the context made current on this thread.
+    pub fn stream(&self) -> Result<sys::CUstream> {
+        self.bind()?;
+        Ok(self.stream)
+    }
+
+    /// Waits for everything issued so far on the stream.
+    pub fn synchronize(&self) -> Result<()> {
+        self.not_recording("Device::synchronize")?;
+        // SAFETY: the stream lives as long as `self`.
+        named("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream()?) })
+    }
+
+    /// Bytes in live buffers.
+    pub fn memory(&self) -> MemoryStats {
+        MemoryStats {
+            live_bytes: self.live_bytes.load(Ordering::Relaxed),
+            peak_bytes: self.peak_bytes.load(Ordering::Relaxed),
+            total_bytes: self.bind().ok().and_then(|()| result::mem_get_info().ok()).map(|(_, total)| total),
+        }
+    }
+
+    pub fn count_live(&self, bytes: usize) {
+        let live = self.live_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(live, Ordering::Relaxed);
+    }
+
+    pub fn uncount_live(&self, bytes: usize) {
+        self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// An error while work is recorded.
+    pub fn not_recording(&self, call: &str) -> Result<()> {
+        match self.recordings.is_under_way() {
+            true => Err(failed(call, "not while work is being recorded")),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives memory back, once no recording that may use it is left.
+    pub fn give_back(&self, born: u64, kept: Kept) {
+        if let Some(kept) = self.recordings.keep(born, kept) {
+            self.free(kept);
+        }
+    }
+
+    /// While nothing is recorded: the stream would record it.
+    pub fn free(&self, kept: Kept) {
+        // A failure means that the context is lost, and the memory with it.
+        let Ok(stream) = self.stream() else { return };
+        match kept {
+            Kept::Pooled { address, counted } => {
+                self.uncount_live(counted);
+                // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it.
+                let _ = unsafe { result::free_async(address, stream) };
+            }
+            Kept::Mapping(mapping) => {
+                if self.synchronize().is_ok() {
+                    // SAFETY: the context is current; the stream has passed everything, and no handle is left. What a download
+                    // still brings to the host is a copy.
+                    unsafe { mapping.unmap() };
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: the last handle is gone, and with it every buffer, event and kernel; the streams are drained first. An
+        // error here has nobody to go to: the process is shutting down or the device is lost.
+        unsafe {
+            let _ = result::ctx::set_current(self.context);
+            let _ = result::stream::synchronize(self.stream);
+            let _ = result::stream::synchronize(self.copies);
+            let _ = result::mem_pool::destroy(self.pool);
+            let _ = result::stream::destroy(self.copies);
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({}: {})", self.info.ordinal, self.info.name)
+    }
+}
+
+/// A pool of this backend's own that keeps what it was given: a training step allocates the same sizes again.
+fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
+    let props = sys::CUmemPoolProps {
+        allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        handleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+        location: sys::CUmemLocation {
+            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+            id: ordinal as i32,
+        },
+        win32SecurityAttributes: std::ptr::null_mut(),
+        maxSize: 0,
+        usage: 0,
+        reserved: [0; 54],
+    };
+    let mut keep = u64::MAX;
+    // SAFETY: the properties are complete; the attribute is 64 bits and is read during the call.
+    unsafe {
+        let pool = named("cuMemPoolCreate", result::mem_pool::create(&props))?;
+        let set = result::mem_pool::set_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut keep).cast(),
+        );
+        named("cuMemPoolSetAttribute", set).inspect_err(|_| {
+            let _ = result::mem_pool::destroy(pool);
+        })?;
+        Ok(pool)
+    }
+}
+
+/// The memory of the device whose context is current. It tells what is taken and not by whom: nothing but the context is this
+/// process's yet.
+fn room() -> Option<Room> {
+    /// What a context takes, at most.
+    const CONTEXT: usize = 1 << 30;
+    let (free, total_bytes) = result::mem_get_info().ok()?;
+    Some(Room { total_bytes, others_bytes: total_bytes.saturating_sub(free).saturating_sub(CONTEXT) })
+}

@@ -1,0 +1,86 @@
+//! `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
+
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::Launch;
+use crate::ops::Instance;
+use crate::ops::buffer_check::BufferCheck;
+use crate::{Buffer, Cuda};
+use nibble_core::formats::{TILE_COLS, TILE_ROWS};
+use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
+use nibble_core::{Error, Result};
+
+const THREADS: u32 = 256;
+/// A warp has one.
+const TILES_A_CTA: usize = 8;
+/// Bytes of a tile.
+const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
+
+/// See [`TileScales`].
+pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u8>> {
+    op.check()?;
+    let buffers = BufferCheck::by("tile_scales", cuda);
+    let (scales, starts) = (buffers.buffer("scales", op.scales)?, buffers.buffer("starts", op.starts)?);
+    let out = cuda.device().alloc::<u8>(op.matrix.tiled_len(starts.len() - 1))?;
+    launch(cuda, "tile_scales", true, &op.matrix, [scales, &out], starts)?;
+    Ok(Buf::new(out))
+}
+
+/// See [`UntileScales`].
+pub(crate) fn untile_scales(cuda: &Cuda, op: UntileScales<'_, Cuda>) -> Result<Buf<u8>> {
+    op.check()?;
+    let buffers = BufferCheck::by("untile_scales", cuda);
+    let (tiles, starts) = (buffers.buffer("tiles", op.tiles)?, buffers.buffer("starts", op.starts)?);
+    let out = cuda.device().filled::<u8>(op.matrix.rows * op.matrix.cols, 0)?;
+    launch(cuda, "untile_scales", false, &op.matrix, [&out, tiles], starts)?;
+    Ok(Buf::new(out))
+}
+
+fn launch(
+    cuda: &Cuda,
+    op: &'static str,
+    to_tiles: bool,
+    matrix: &CutScales,
+    [dense, tiles]: [&Buffer<u8>; 2],
+    starts: &Buffer<i32>,
+) -> Result<()> {
+    let num_tiles = tiles.len() / TILE_BYTES;
+    if num_tiles == 0 {
+        return Ok(());
+    }
+    if num_tiles.max(matrix.rows).max(matrix.cols) >= 1 << 31 {
+        let got = format!("{} x {}, {num_tiles} tiles", matrix.rows, matrix.cols);
+        return Err(Error::shape(op, "matrix", got, "below 2^31 each"));
+    }
+    let launch = Launch {
+        ctas: num_tiles.div_ceil(TILES_A_CTA) as u32,
+        threads: THREADS,
+        cluster: 1,
+        shared_bytes: 0,
+    };
+    // `check` held `per_scale` below 2^31 where the matrix has a scale; where it has none, nothing is divided but zeros.
+    let per_scale = matrix.per_scale.min(1 << 31);
+    let [num_groups, rows, cols, per_scale, num_tiles] =
+        [starts.len() - 1, matrix.rows, matrix.cols, per_scale, num_tiles].map(|n| n as u32);
+    let kernel = cuda.device().kernel(&spec(matrix.side, to_tiles))?;
+    // SAFETY: all are on this device (`BufferCheck`), `dense` of rows · cols bytes, `tiles` of `num_tiles` whole tiles, `starts` of one more than
+    // `num_groups`. The kernel holds groups within the matrix, so that their tiles are no more than `CutScales::tiled_len` counts. What it only
+    // reads of the two is of the operation's, what it writes is new.
+    unsafe {
+        kernel.launch(launch, &[dense, tiles, starts, &num_groups, &rows, &cols, &per_scale, &num_tiles])
+    }
+}
+
+fn spec(side: CutSide, to_tiles: bool) -> KernelSpec {
+    let args = vec![
+        ("kCutRows", TemplateArg::Bool(side == CutSide::Rows)),
+        ("kToTiles", TemplateArg::Bool(to_tiles)),
+    ];
+    KernelSpec { source: "kernels/convert/scale_tiles.cuh", name: "nib::tile_scales", args }
+}
+
+/// Every kernel of this file.
+pub(crate) fn instances() -> Vec<Instance> {
+    let of = |side, to_tiles| Instance { spec: spec(side, to_tiles), shared_bytes: 0 };
+    [CutSide::Rows, CutSide::Cols].into_iter().flat_map(|side| [of(side, true), of(side, false)]).collect()
+}

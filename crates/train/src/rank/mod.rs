@@ -1,0 +1,134 @@
+//! One rank's part of a run: the model, the memory that it lies in, and the parts of a step. A trainer drives it through a run; the
+//! prediction of memory takes it through one step of each kind, where nothing is computed.
+
+mod context;
+mod rehearse;
+mod step;
+
+pub(crate) use context::RankContext;
+pub(crate) use step::{Step, StepBuffers};
+
+use crate::config::Config;
+use crate::cx::{Cx, Shards};
+use crate::data::Batch;
+use crate::error::Result;
+use crate::ledger::{Ledger, Saved};
+use crate::model::Decoder;
+use nibble_core::{Comm, Kernels, MemoryStats, Recipe, Tensor};
+
+/// The model of a rank, and the memory of its steps.
+#[derive(Debug)]
+pub(crate) struct RankState<'a, B: Kernels> {
+    pub context: RankContext<'a, B>,
+    /// The model, this rank's part of it.
+    pub model: Decoder<B>,
+    /// Where the weights lie.
+    pub weights: B::Arena,
+    /// Made by the first step, or by loading a checkpoint.
+    pub buffers: Option<StepBuffers<B>>,
+    /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
+    pub activations: B::Arena,
+}
+
+/// The arenas of a run, on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunMemory {
+    /// F32 masters, and RoPE's table.
+    pub weights: MemoryStats,
+    /// Gradients that live through a step.
+    pub gradients: MemoryStats,
+    /// AdamW's.
+    pub moments: MemoryStats,
+    /// What a step or an evaluation makes and drops again: copies of the weights, activations, temporary gradients.
+    pub activations: MemoryStats,
+}
+
+impl RunMemory {
+    /// Each arena by its name.
+    pub fn arenas(&self) -> [(&'static str, MemoryStats); 4] {
+        [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("moments", self.moments),
+            ("activations", self.activations),
+        ]
+    }
+}
+
+impl<'a, B: Kernels> RankState<'a, B> {
+    /// One whose RoPE table is made by `rope`. Nothing is checked.
+    pub fn assemble(
+        b: &'a B,
+        comm: &'a dyn Comm<B>,
+        config: &Config,
+        recipe: Recipe,
+        rope: impl FnOnce(&B) -> nibble_core::Result<Tensor<B>>,
+    ) -> Result<Self> {
+        let weights = b.arena("weights")?;
+        let mut model = b.within(&weights, || {
+            Decoder::with_rope(b, comm, &recipe, &config.model, rope(b)?, config.seed)
+        })?;
+        model.recompute(&config.train.recompute);
+        let context = RankContext { b, comm, config: config.clone(), recipe, data: None, step: 0 };
+        Ok(Self { context, model, weights, buffers: None, activations: b.arena("activations")? })
+    }
+
+    /// Trainable numbers over all ranks.
+    pub fn parameters(&mut self) -> usize {
+        self.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum()
+    }
+
+    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
+    pub fn memory(&self) -> RunMemory {
+        let b = self.context.b;
+        let [gradients, moments] = match &self.buffers {
+            Some(buffers) => [&buffers.gradients, &buffers.moments].map(|arena| b.arena_memory(arena)),
+            None => [MemoryStats::default(); 2],
+        };
+        let (weights, activations) = (b.arena_memory(&self.weights), b.arena_memory(&self.activations));
+        RunMemory { weights, gradients, moments, activations }
+    }
+
+    /// The buffers of steps, if they have not been made.
+    pub fn make_buffers(&mut self) -> Result<()> {
+        if self.buffers.is_none() {
+            let mut buffers = StepBuffers::new(&self.context, &mut self.model)?;
+            buffers.restart(self.context.b, self.context.step)?;
+            self.buffers = Some(buffers);
+        }
+        Ok(())
+    }
+
+    /// What a forward pass over these tokens keeps, and the bytes that the allocator holds for it.
+    pub fn ledger_of(&mut self, batch: &Batch) -> Result<(Ledger, usize)> {
+        // The forward pass makes the head's gradient: where it lives during the run.
+        self.make_buffers()?;
+        let Self { context, model, activations, .. } = self;
+        let t = &context.config.train;
+        let (local, rows_each) =
+            (t.shards / context.comm.world(), t.batch_size / t.shards * context.config.data.seq_len);
+        let measured = context.b.within(activations, || {
+            let shards = Shards::new(context.b, local, rows_each, context.comm.rank())?;
+            let inference =
+                Cx::inference(context.b, context.comm, &context.recipe, shards, context.progress());
+            let cx =
+                Cx { training: true, micro_batches: t.grad_accum, seed: context.config.seed, ..inference };
+            model.prepare(&cx)?;
+            let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
+            // Counts of conversions live until the end of the step; they are not for the backward pass.
+            let forget = || cx.counted.borrow_mut().truncate(0);
+            forget();
+            let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
+            let (out, saved) = model.forward(&cx, ids, &targets, 0.0)?;
+            drop(out);
+            forget();
+            let live = cx.b.memory().live_bytes - before;
+            let mut ledger = Ledger::default();
+            saved.ledger(&mut ledger);
+            Ok((ledger, live))
+        });
+        self.model.release();
+        self.model.clear_gradients();
+        Ok(measured?)
+    }
+}

@@ -1,0 +1,63 @@
+//! What a run tells: while it goes on, and at its end.
+
+use crate::config::Config;
+use crate::data::Entropy;
+use crate::error::Error;
+use crate::metrics::Metrics;
+use crate::plan::Prediction;
+use nibble_core::Recipe;
+use std::path::{Path, PathBuf};
+
+/// What whoever watches a run is told, by its first rank.
+pub trait Observer {
+    /// The run begins (or goes on) at this step; what memory it takes.
+    fn start(&mut self, start: &Start<'_>);
+    /// Something worth knowing that stops nothing, a sentence.
+    fn note(&mut self, _text: &str) {}
+    /// A checkpoint passed over while resuming.
+    fn rejected(&mut self, path: &Path, why: &Error);
+    /// A step is done: adds what the device's owner knows to its metrics, before they are written and told.
+    fn measure(&mut self, _: &mut Metrics) {}
+    /// A step is done.
+    fn step(&mut self, metrics: &Metrics);
+    /// So many batches of an evaluation are done, of how many.
+    fn evaluating(&mut self, _done: usize, _of: usize) {}
+    /// A held-out loss, after so many steps.
+    fn evaluation(&mut self, step: u64, valid_loss: f64);
+    /// A checkpoint is on the disk.
+    fn checkpoint(&mut self, path: &Path);
+}
+
+/// What is known when a run begins.
+#[derive(Debug)]
+pub struct Start<'a> {
+    /// Steps already done.
+    pub step: u64,
+    /// The configuration.
+    pub config: &'a Config,
+    /// The recipe.
+    pub recipe: &'a Recipe,
+    /// Its size and its memory.
+    pub prediction: &'a Prediction,
+    /// The floor and the trivial loss of the data, if known.
+    pub entropy: Option<Entropy>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// Steps done.
+    pub steps: u64,
+    /// Loss of the last step, if this process made one.
+    pub loss: Option<f64>,
+    /// Loss over all held-out data; none of a run that was stopped before its end.
+    pub valid_loss: Option<f64>,
+    /// The floor and the trivial loss of the data, if known.
+    pub entropy: Option<Entropy>,
+    /// The run's directory.
+    pub dir: PathBuf,
+    /// The last checkpoint, if the run has one.
+    pub checkpoint: Option<PathBuf>,
+    /// The picture of the losses.
+    pub picture: PathBuf,
+}
