@@ -6,6 +6,7 @@ mod experts;
 mod floors;
 mod gemm;
 mod gpu;
+mod grouped;
 mod kernels;
 mod ops;
 mod peers;
@@ -29,7 +30,8 @@ use std::path::PathBuf;
     nibble bench ops --json ops.json\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
-    nibble bench experts --quick --only V3 --only Qwen3"
+    nibble bench experts --quick --only V3 --only Qwen3\n  \
+    nibble bench grouped --format mxfp8-e4m3 --groups 8"
 )]
 pub struct Args {
     #[command(subcommand)]
@@ -49,6 +51,7 @@ enum What {
     Kernels(kernels::Args),
     Gemm(gemm::Args),
     Experts(experts::Args),
+    Grouped(grouped::Args),
 }
 
 /// Columns that the GPU's tables fit.
@@ -67,6 +70,7 @@ pub fn run(args: Args) -> Result<()> {
         What::Kernels(args) => json!({ "kernels": kernels::run(args)? }),
         What::Gemm(args) => json!({ "gemm": gemm::run(args)? }),
         What::Experts(args) => json!({ "experts": experts::run(args)? }),
+        What::Grouped(args) => json!({ "grouped": grouped::run(args)? }),
     };
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;
