@@ -5,6 +5,7 @@ mod rig;
 use nibble_core::Kernels;
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
+use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, small};
 
@@ -15,7 +16,12 @@ fn bits(logits: &[f32]) -> Vec<u32> {
 
 /// Windows of a text as `generate` takes them, from a prompt of so many tokens on, past the length of a sequence.
 fn check<B: Kernels>(b: &B, recipe: &str, prompt: usize, tokens: usize) {
-    let mut trainer = Trainer::new(b, &SOLO, &small(recipe, &[])).unwrap();
+    check_run(b, &small(recipe, &[]), prompt, tokens);
+}
+
+fn check_run<B: Kernels>(b: &B, config: &Config, prompt: usize, tokens: usize) {
+    let recipe = &config.recipe;
+    let mut trainer = Trainer::new(b, &SOLO, config).unwrap();
     trainer.train_step().unwrap();
     let (seq_len, vocab) = (trainer.config().data.seq_len, trainer.config().model.vocab_size);
     let text: Vec<i32> = (0..prompt + tokens).map(|i| (i * i * 7 + 3 * i) as i32 % vocab as i32).collect();
@@ -39,6 +45,14 @@ fn check<B: Kernels>(b: &B, recipe: &str, prompt: usize, tokens: usize) {
 fn a_cache_changes_no_bit() {
     for recipe in rig::recipes() {
         check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+    }
+}
+
+#[test]
+fn nor_does_one_of_dense_layers() {
+    for recipe in ["f32", "bf16", "mxfp4-hopper"] {
+        check_run(&Cpu::new(2).unwrap(), &rig::dense(recipe, &[]), 1, 11);
+        check_run(&Cpu::new(2).unwrap(), &rig::mixed(recipe, &["model.qk_norm=false"]), 3, 5);
     }
 }
 
