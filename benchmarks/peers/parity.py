@@ -6,8 +6,10 @@
 
 CONFIG.json is what `nibble inspect` writes beside the tensors. The model here is written for reading: no fusion, no sorting,
 every expert applied to all tokens that chose it. The experts of each token are those that Nibble chose (choices flip on
-rounding); their weights are computed here. Exit code 1 if a bound is missed. The loss is the mean cross-entropy, plus of each
-layer aux_loss_coef * (experts * sum of share * mean probability) and z_loss_coef * mean(logsumexp^2).
+rounding); their weights are computed here. A layer without a router has an MLP; queries and keys are normed where there are
+weights for it. The router's losses are those of one shard: inspect with train.shards = 1. Exit code 1 if a bound is missed. The
+loss is the mean cross-entropy, plus of each layer with experts aux_loss_coef * (experts * sum of share * mean probability) and
+z_loss_coef * mean(logsumexp^2).
 """
 
 import argparse
@@ -37,7 +39,8 @@ def attention(p, name, x, m):
     heads, kv, c = m["num_attention_heads"], m["num_key_value_heads"], m["head_dim"]
     part = lambda proj, n: F.linear(x, p[f"{name}.{proj}.weight"]).view(b, s, n, -1)  # values may have heads of another size
     q, k, v = part("q_proj", heads), part("k_proj", kv), part("v_proj", kv)
-    q, k = (rms_norm(t, p[f"{name}.{n}.weight"], m["rms_norm_eps"]) for t, n in ((q, "q_norm"), (k, "k_norm")))
+    if f"{name}.q_norm.weight" in p:
+        q, k = (rms_norm(t, p[f"{name}.{n}.weight"], m["rms_norm_eps"]) for t, n in ((q, "q_norm"), (k, "k_norm")))
     q, k = rotate(q, m["rope_theta"]), rotate(k, m["rope_theta"])
     k, v = (t.repeat_interleave(heads // kv, 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -79,8 +82,12 @@ def model(p, ids, targets, chosen, m):
         name = f"model.layers.{i}"
         x = x + attention(p, f"{name}.self_attn", rms_norm(x, p[f"{name}.input_layernorm.weight"], eps), m)
         n = rms_norm(x, p[f"{name}.post_attention_layernorm.weight"], eps)
-        y, losses = mixture(p, f"{name}.mlp", n.flatten(0, 1), chosen[i], m)
-        x, extra = x + y.view_as(x), extra + losses
+        if i in chosen:
+            y, losses = mixture(p, f"{name}.mlp", n.flatten(0, 1), chosen[i], m)
+            extra = extra + losses
+        else:
+            y = swiglu_mlp(p, f"{name}.mlp", n)
+        x = x + y.view_as(x)
     head = p["model.embed_tokens.weight" if m["tie_word_embeddings"] else "lm_head.weight"]
     logits = F.linear(rms_norm(x, p["model.norm.weight"], eps).flatten(0, 1), head)
     return logits, F.cross_entropy(logits, targets.flatten()) + extra
@@ -100,7 +107,7 @@ def main():
     seen = {name: tensor.to(args.device) for name, tensor in load_file(args.step).items()}
     whole = lambda name: seen[name].long()
     weights = {name: t.requires_grad_() for name, t in seen.items() if f"grad.{name}" in seen}
-    chosen = [whole(f"experts.{i}") for i in range(m["num_hidden_layers"])]
+    chosen = {i: whole(f"experts.{i}") for i in range(m["num_hidden_layers"]) if f"experts.{i}" in seen}
     logits, loss = model(weights, whole("ids"), whole("targets"), chosen, m)
     loss.backward()
     error = ((seen["logits"] - logits).norm() / logits.norm()).item()

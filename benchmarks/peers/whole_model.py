@@ -68,14 +68,16 @@ def shipped(name):
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../configs", name + ".toml"), "rb") as file:
         config = tomllib.load(file)
     m, seq = config["model"], config["data"]["seq_len"]
+    assert not m.get("dense_layers") and not m.get("shared_ffn"), "layers are alike here, and have no shared expert"
+    dense = m["experts"] == 0
+    top_k, ffn, aux_coef = (0, m["ffn"], 0.0) if dense else (m["top_k"], m["expert_ffn"], m["aux_loss_coef"])
     return Cfg(name, m["d_model"], m["layers"], m["heads"], m["kv_heads"], m["head_dim"], m["vocab_size"], seq,
-               config["train"]["batch_size"] * seq, m["experts"], m["top_k"], m["expert_ffn"], tied=m["tie_embeddings"],
-               theta=m["rope_theta"], aux_coef=m["aux_loss_coef"], eps=m["norm_eps"])
+               config["train"]["batch_size"] * seq, m["experts"], top_k, ffn, tied=m["tie_embeddings"],
+               qk_norm=m.get("qk_norm", True), theta=m["rope_theta"], aux_coef=aux_coef, eps=m["norm_eps"])
 
 
 CONFIGS = {c.name: c for c in [
-    *map(shipped, ("s", "qwen30b-4l", "dsv3-1l", "olmoe")),
-    Cfg("dense1b", 2048, 16, 32, 8, 64, 128256, 4096, 32768, 0, 0, 8192, tied=True, qk_norm=False, theta=5e5),
+    *map(shipped, ("s", "qwen30b-4l", "dsv3-1l", "olmoe", "dense1b")),
     Cfg("tiny", 64, 2, 4, 2, 16, 512, 64, 256, 8, 2, 32, chunk=96),
     Cfg("tiny-dense", 64, 2, 4, 2, 16, 512, 64, 256, 0, 0, 128, tied=True, qk_norm=False, chunk=96),
 ]}

@@ -7,6 +7,7 @@ mod experts;
 mod floors;
 mod gemm;
 mod gpu;
+mod grouped;
 mod kernels;
 mod ops;
 mod peers;
@@ -31,7 +32,8 @@ use std::path::PathBuf;
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench attention --only 192\n  \
-    nibble bench experts --quick --only V3 --only Qwen3"
+    nibble bench experts --quick --only V3 --only Qwen3\n  \
+    nibble bench grouped --format mxfp8-e4m3 --groups 8"
 )]
 pub struct Args {
     #[command(subcommand)]
@@ -52,6 +54,7 @@ enum What {
     Gemm(gemm::Args),
     Attention(attention::Args),
     Experts(experts::Args),
+    Grouped(grouped::Args),
 }
 
 /// Columns that the GPU's tables fit.
@@ -71,6 +74,7 @@ pub fn run(args: Args) -> Result<()> {
         What::Gemm(args) => json!({ "gemm": gemm::run(args)? }),
         What::Attention(args) => json!({ "attention": attention::run(args)? }),
         What::Experts(args) => json!({ "experts": experts::run(args)? }),
+        What::Grouped(args) => json!({ "grouped": grouped::run(args)? }),
     };
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;

@@ -1,4 +1,4 @@
-//! `nibble`: train, evaluate and sample mixture-of-experts models whose activations are stored in MXFP4, quantize
+//! `nibble`: train, evaluate and sample language models, mixtures of experts and dense ones, whose activations are stored in MXFP4, quantize
 //! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
 
 mod checkpoint;
@@ -21,7 +21,7 @@ use nibble_command::error::{self, Result};
 use nibble_command::{console, env};
 use std::process::ExitCode;
 
-/// Train mixture-of-experts models with activations stored in four bits and products in eight.
+/// Train language models, mixtures of experts and dense ones, with activations stored in four bits and products in eight.
 #[derive(Debug, Parser)]
 #[command(name = "nibble", version, propagate_version = true, after_help = after_help())]
 struct Cli {

@@ -14,12 +14,14 @@ pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
     let m = &config.model;
     let unit = |section: &Section| row_unit(if section.at(Site::FpropX).format.is_block() { 1 } else { 2 });
     let [linear, expert, head] = [&recipe.linear, &recipe.expert, &recipe.head].map(unit);
+    let expert = if m.experts == 0 { 1 } else { expert };
     let sizes = [
         ("model.d_model", m.d_model, linear.max(expert).max(head)),
         ("model.heads x model.head_dim", m.heads * m.head_dim, linear),
         ("model.kv_heads x model.head_dim", m.kv_heads * m.head_dim, linear),
         ("model.heads x model.value_head_dim", m.heads * m.value_head_dim, linear),
         ("model.kv_heads x model.value_head_dim", m.kv_heads * m.value_head_dim, linear),
+        ("model.ffn", m.ffn, linear),
         ("model.expert_ffn", m.expert_ffn, expert),
         ("model.shared_ffn", m.shared_ffn, linear),
         ("model.vocab_size", m.vocab_size, head),

@@ -39,8 +39,8 @@ use std::time::{Duration, Instant};
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, shakespeare; for a GPU s, olmoe, qwen30b-4l, dsv3-1l; for --dry-run qwen235b) or the path
-    /// of a TOML file. With --resume also the directory of a run.
+    /// A built-in configuration (tiny, tiny-dense, shakespeare; for a GPU s, olmoe, qwen30b-4l, dense1b, dsv3-1l; for --dry-run
+    /// qwen235b) or the path of a TOML file. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]

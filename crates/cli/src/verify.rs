@@ -8,9 +8,9 @@ use nibble_command::env::Env;
 use nibble_command::error::{Error, Result};
 use nibble_command::gpu;
 use nibble_command::say;
-use nibble_core::{Backend, Kernels};
+use nibble_core::Kernels;
 use nibble_cpu::Cpu;
-use nibble_testkit::{Pair, conformance};
+use nibble_testkit::{Pair, conformance, random_elements};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -23,6 +23,7 @@ use std::time::Instant;
     Examples:\n  \
     nibble verify\n  \
     nibble verify --only transcode --only swiglu\n  \
+    nibble verify --only quantize --random 1000000000\n  \
     nibble verify --cpu --json verified.json"
 )]
 pub struct Args {
@@ -32,6 +33,9 @@ pub struct Args {
     /// Operations to verify; all of them where left out.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
+    /// Also converts at least N random elements in every format, there and back, and compares each bit.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    random: u64,
     /// Also writes the results here.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -70,12 +74,12 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
-fn verify<A: Backend, B: Backend>(args: &Args, pair: &Pair<A, B>, tests: &[Test<A, B>]) -> Result<()> {
+fn verify<A: Kernels, B: Kernels>(args: &Args, pair: &Pair<A, B>, tests: &[Test<A, B>]) -> Result<()> {
     say!("{}, against {}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
-    for (op, test) in tests {
+    let mut held = |op: &str, test: &dyn Fn()| {
         let (before, begun) = (pair.cases(), Instant::now());
-        let report = report_of(|| test(pair));
+        let report = report_of(test);
         let (cases, seconds) = (pair.cases() - before, begun.elapsed().as_secs_f64());
         let verdict = if report.is_none() { "PASS" } else { "FAIL" };
         say!("{verdict}  {op:<20} {cases:>6} cases  {seconds:>7.2} s");
@@ -84,8 +88,16 @@ fn verify<A: Backend, B: Backend>(args: &Args, pair: &Pair<A, B>, tests: &[Test<
         }
         failed += usize::from(report.is_some());
         results.push(json!({ "op": op, "cases": cases, "seconds": seconds, "passed": report.is_none(), "report": report }));
+    };
+    for (op, test) in tests {
+        held(op, &|| test(pair));
     }
-    let (count, cases) = (tests.len(), pair.cases());
+    if args.random > 0 {
+        held("random elements", &|| {
+            random_elements(pair, args.random);
+        });
+    }
+    let (count, cases) = (results.len(), pair.cases());
     let passed = count - failed;
     say!("{passed} of {count} operations agree, {cases} cases, {:.1} s", start.elapsed().as_secs_f64());
     if let Some(path) = &args.json {

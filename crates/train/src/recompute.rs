@@ -21,7 +21,8 @@ pub enum Scope {
     ExpertInput,
     /// Attention with its projections and the norm before it, from the residual stream.
     Attention,
-    /// The mixture of experts, the shared one and the norm before them, from the residual stream: routed and dispatched again.
+    /// The mixture of experts, the shared one and the norm before them, from the residual stream: routed and dispatched again. Of a
+    /// dense layer the MLP and its norm.
     Experts,
     /// Whole decoder layers, from their input.
     Layers,

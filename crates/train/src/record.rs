@@ -136,6 +136,8 @@ pub struct Layout {
     pub sites: usize,
     /// Decoder layers.
     pub layers: usize,
+    /// How many of the first of them are dense: their cells for what routers leave stay zero.
+    pub dense: usize,
     /// Experts of a layer.
     pub experts: usize,
     /// Shards of a rank.
@@ -302,9 +304,12 @@ impl<'a> Report<'a> {
         self.tables.iter().flat_map(of).copied().collect()
     }
 
-    /// Load-balancing loss and z-loss, summed over layers and shards.
-    pub fn router_losses(&self) -> [f64; 2] {
-        let Layout { layers, shards, .. } = self.layout;
+    /// Load-balancing loss and z-loss, summed over layers and shards; none of a model without routers.
+    pub fn router_losses(&self) -> Option<[f64; 2]> {
+        let Layout { layers, dense, shards, .. } = self.layout;
+        if dense == layers {
+            return None;
+        }
         // Shard by shard, whichever rank has it: in the order of the tokens.
         let of_shard = |table: &[f64], cell: usize| -> f64 {
             (0..layers).map(|layer| table[self.layout.router_losses(layer) + cell]).sum()
@@ -315,16 +320,17 @@ impl<'a> Report<'a> {
             };
             self.tables.iter().flat_map(of_rank).sum()
         };
-        [all(0), all(1)]
+        Some([all(0), all(1)])
     }
 
-    /// Slots that chose each expert, by layer, all ranks together.
+    /// Slots that chose each expert, by layer, all ranks together; of a dense layer none.
     pub fn load(&self) -> Vec<Vec<f64>> {
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell]).sum();
         (0..self.layout.layers)
             .map(|layer| {
                 let first = self.layout.load(layer);
-                (first..first + self.layout.experts).map(sum).collect()
+                let experts = if layer < self.layout.dense { 0 } else { self.layout.experts };
+                (first..first + experts).map(sum).collect()
             })
             .collect()
     }

@@ -24,7 +24,8 @@ fn complaint(text: &str, sets: &[&str]) -> String {
 
 #[test]
 fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
-    let names = ["tiny", "shakespeare", "s", "olmoe", "qwen30b-4l", "qwen235b", "dsv3-1l"];
+    let names =
+        ["tiny", "tiny-dense", "shakespeare", "s", "olmoe", "qwen30b-4l", "qwen235b", "dense1b", "dsv3-1l"];
     assert_eq!(preset_names().collect::<Vec<_>>(), names);
     for name in preset_names() {
         let config = Config::load(name, &[])?;
@@ -125,7 +126,6 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         ("[model]\nhead_dim = 15\n", "run.toml:2: `model.head_dim`: is 15, expected an even number"),
         ("[model]\ntop_k = 9\n", "run.toml:2: `model.top_k`: is 9, more than model.experts = 8"),
-        ("[model]\nexperts = 0\n", "run.toml:2: `model.experts`: is 0"),
         (
             "[model]\nvocab_size = 10\n",
             "run.toml:2: `model.vocab_size`: is 10, but data.source = \"synthetic\" has 64",
@@ -151,6 +151,67 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
     // An override is at fault, not the line that it replaced.
     let got = complaint("[model]\ntop_k = 2\n", &["model.top_k=99"]);
     assert!(got.starts_with("`model.top_k`: is 99"), "{got}");
+}
+
+/// What a shape has no place for is refused, by its name; what is left out of a dense model is none.
+#[test]
+fn dense_layers_have_what_they_need_and_nothing_of_experts() -> Outcome {
+    for (text, message) in [
+        ("experts = 0", "`model.ffn`: is 0, and model.experts = 0: without experts a layer has an MLP"),
+        (
+            "experts = 0\nffn = 64\ntop_k = 2",
+            "run.toml:4: `model.top_k`: is 2, but model.experts = 0: every layer is dense",
+        ),
+        (
+            "experts = 0\nffn = 64\nexpert_ffn = 8",
+            "run.toml:4: `model.expert_ffn`: is 8, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\nshared_ffn = 8",
+            "run.toml:4: `model.shared_ffn`: is 8, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\ndense_layers = 2",
+            "run.toml:4: `model.dense_layers`: is 2, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\naux_loss_coef = 1e-3",
+            "run.toml:4: `model.aux_loss_coef`: is 0.001, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\nz_loss_coef = 1e-3",
+            "run.toml:4: `model.z_loss_coef`: is 0.001, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\nnorm_topk_prob = true",
+            "run.toml:4: `model.norm_topk_prob`: is true, but model.experts = 0",
+        ),
+        (
+            "experts = 0\nffn = 64\n[train]\nrecompute = [\"expert_input\"]",
+            "run.toml:5: `train.recompute`: names expert_input, but",
+        ),
+        ("ffn = 64", "run.toml:2: `model.ffn`: is 64, but no layer is dense: set model.dense_layers"),
+        ("dense_layers = 1", "`model.ffn`: is 0, but model.dense_layers = 1"),
+        (
+            "dense_layers = 2\nffn = 64",
+            "run.toml:2: `model.dense_layers`: is 2, and model.layers = 2: no layer would have",
+        ),
+        ("top_k = 0", "run.toml:2: `model.top_k`: is 0, expected at least 1: model.experts = 8"),
+        ("expert_ffn = 0", "run.toml:2: `model.expert_ffn`: is 0, expected at least 1: model.experts = 8"),
+    ] {
+        let got = complaint(&format!("[model]\n{text}\n"), &[]);
+        assert!(got.starts_with(message), "{got}\nexpected {message}");
+    }
+    // An override makes a model dense as a file does.
+    let dense =
+        Config::from_text("", Path::new("run.toml"), &overrides(&["model.experts=0", "model.ffn=64"]))?;
+    let m = &dense.model;
+    assert_eq!((m.top_k, m.expert_ffn, m.norm_topk_prob), (0, 0, false));
+    assert_eq!((m.aux_loss_coef, m.z_loss_coef, m.num_dense(), m.num_routed()), (0.0, 0.0, 2, 0));
+    let sets = ["model.layers=5", "model.dense_layers=2", "model.ffn=64", "run.ranks=2"];
+    let mixed = Config::load("tiny", &overrides(&sets))?;
+    assert_eq!((mixed.model.num_dense(), mixed.model.num_routed()), (2, 3));
+    Ok(())
 }
 
 #[test]
@@ -202,6 +263,7 @@ fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
         ("s", 32_768, 319_815_680, 2_724_200_448.0),
         ("olmoe", 16_384, 1_178_861_568, 7_878_475_776.0),
         ("qwen30b-4l", 32_768, 538_705_920, 3_634_888_704.0),
+        ("dense1b", 32_768, 1_235_746_816, 8_219_787_264.0),
         ("dsv3-1l", 16_384, 646_037_504, 4_228_546_560.0),
     ] {
         let config = Config::load(name, &[])?;

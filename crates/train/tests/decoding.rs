@@ -5,6 +5,7 @@ mod rig;
 use nibble_core::Kernels;
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
+use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, small};
 
@@ -14,8 +15,13 @@ fn bits(logits: &[f32]) -> Vec<u32> {
 }
 
 /// Windows of a text as `generate` takes them, from a prompt of so many tokens on, past the length of a sequence.
-fn check<B: Kernels>(b: &B, recipe: &str, changes: &[&str], prompt: usize, tokens: usize) {
-    let mut trainer = Trainer::new(b, &SOLO, &small(recipe, changes)).unwrap();
+fn check<B: Kernels>(b: &B, recipe: &str, prompt: usize, tokens: usize) {
+    check_run(b, &small(recipe, &[]), prompt, tokens);
+}
+
+fn check_run<B: Kernels>(b: &B, config: &Config, prompt: usize, tokens: usize) {
+    let recipe = &config.recipe;
+    let mut trainer = Trainer::new(b, &SOLO, config).unwrap();
     trainer.train_step().unwrap();
     let (seq_len, vocab) = (trainer.config().data.seq_len, trainer.config().model.vocab_size);
     let text: Vec<i32> = (0..prompt + tokens).map(|i| (i * i * 7 + 3 * i) as i32 % vocab as i32).collect();
@@ -38,20 +44,28 @@ fn check<B: Kernels>(b: &B, recipe: &str, changes: &[&str], prompt: usize, token
 #[test]
 fn a_cache_changes_no_bit() {
     for recipe in rig::recipes() {
-        check(&Cpu::new(2).unwrap(), recipe, &[], 1, 11);
+        check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+    }
+}
+
+#[test]
+fn nor_does_one_of_dense_layers() {
+    for recipe in ["f32", "bf16", "mxfp4-hopper"] {
+        check_run(&Cpu::new(2).unwrap(), &rig::dense(recipe, &[]), 1, 11);
+        check_run(&Cpu::new(2).unwrap(), &rig::mixed(recipe, &["model.qk_norm=false"]), 3, 5);
     }
 }
 
 #[test]
 fn a_window_that_moves_is_computed_again() {
     let seq_len = small("bf16", &[]).data.seq_len;
-    check(&Cpu::new(2).unwrap(), "bf16", &[], seq_len - 3, 6);
-    check(&Recorder::new(Cpu::new(2).unwrap()), "mxfp4-hopper", &[], seq_len - 2, 4);
+    check(&Cpu::new(2).unwrap(), "bf16", seq_len - 3, 6);
+    check(&Recorder::new(Cpu::new(2).unwrap()), "mxfp4-hopper", seq_len - 2, 4);
 }
 
 #[test]
 fn values_of_another_size_than_keys_are_kept_as_well() {
     for values in ["model.value_head_dim=16", "model.value_head_dim=64"] {
-        check(&Cpu::new(2).unwrap(), "bf16", &[values], 1, 9);
+        check_run(&Cpu::new(2).unwrap(), &small("bf16", &[values]), 1, 9);
     }
 }

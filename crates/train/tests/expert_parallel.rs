@@ -7,6 +7,7 @@ use nibble_core::{Backend, Comm, DType, Error, Recipe, Result, Traffic};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
+use nibble_train::model::Feed;
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{matrix, rank_cx, small, train};
@@ -28,6 +29,21 @@ fn any_number_of_ranks_gives_the_same_bits() {
         for world in [2, 4] {
             let many = train(&config, world, config.train.steps, cpu);
             one.assert_same(&many, &format!("{recipe}, {world} ranks"));
+        }
+    }
+}
+
+/// Dense layers are on every rank, whole; their gradients meet as those of attention do.
+#[test]
+fn dense_layers_keep_the_bits_too() {
+    for recipe in rig::recipes() {
+        for config in [rig::dense(recipe, &["train.grad_accum=2"]), rig::mixed(recipe, &[])] {
+            let one = train(&config, 1, 4, cpu);
+            assert!(one.losses.iter().all(|l| l.is_finite()));
+            for world in [2, 4] {
+                let what = format!("{recipe}, {} dense layers, {world} ranks", config.model.num_dense());
+                one.assert_same(&train(&config, world, 4, cpu), &what);
+            }
         }
     }
 }
@@ -395,7 +411,8 @@ fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
         let mut trainer = Trainer::new(&cpu, &comm, &config).unwrap();
         trainer.train_step().unwrap();
         if Comm::<Cpu>::rank(&comm) == 1 {
-            let down = &mut trainer.model().blocks[1].moe.experts.down;
+            let Feed::Experts { moe, .. } = &mut trainer.model().blocks[1].feed else { panic!("no experts") };
+            let down = &mut moe.experts.down;
             let mut values = down.master.to_f32_vec(&cpu).unwrap();
             values[5] = f32::NAN;
             let (rows, cols) = down.master.shape();

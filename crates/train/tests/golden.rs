@@ -1,5 +1,5 @@
-//! Golden losses: the small run's 20 losses under every recipe, compared bit for bit with the committed ones, on every
-//! instruction set of this machine, on the scalar specification, and on one and two threads.
+//! Golden losses: 20 losses of the small run, and of the small run of a dense model, under every recipe, compared bit for bit with
+//! the committed ones, on every instruction set of this machine, on the scalar specification, and on one and two threads.
 //!
 //! A change that is not meant to touch numerics must leave `tests/golden/` alone. One that is rewrites the files with
 //!
@@ -13,7 +13,8 @@ mod rig;
 
 use nibble_cpu::gemm::Isa;
 use nibble_cpu::{CodePath, Cpu};
-use rig::{small, train};
+use nibble_train::config::Config;
+use rig::train;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -23,25 +24,48 @@ const STEPS: u64 = 20;
 /// pass through every operation.
 const FIRST_STEPS: u64 = 3;
 
-fn file(recipe: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{recipe}.txt"))
+/// A model under a recipe.
+struct Run {
+    name: String,
+    /// In the folder of golden losses.
+    folder: &'static str,
+    recipe: &'static str,
+    config: Config,
 }
 
-fn losses(recipe: &str, steps: u64, cpu: impl Fn() -> Cpu + Sync) -> Vec<f64> {
-    train(&small(recipe, &[]), 1, steps, cpu).losses
+/// The small run, and that of a dense model, under every recipe.
+fn runs() -> Vec<Run> {
+    let of = |recipe: &'static str| {
+        let run =
+            |name, folder, config| Run { name: format!("{name} under {recipe}"), folder, recipe, config };
+        [
+            run("The small run", "", rig::small(recipe, &[])),
+            run("The small dense run", "dense", rig::dense(recipe, &[])),
+        ]
+    };
+    rig::recipes().into_iter().flat_map(of).collect()
+}
+
+fn file(run: &Run) -> PathBuf {
+    let golden = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    golden.join(run.folder).join(format!("{}.txt", run.recipe))
+}
+
+fn losses(run: &Run, steps: u64, cpu: impl Fn() -> Cpu + Sync) -> Vec<f64> {
+    train(&run.config, 1, steps, cpu).losses
 }
 
 /// Step, bits, and the number for people.
-fn text(recipe: &str, losses: &[f64]) -> String {
-    let mut text = format!("# The small run under {recipe}: step, bits of the loss, the loss in nats.\n");
+fn text(run: &Run, losses: &[f64]) -> String {
+    let mut text = format!("# {}: step, bits of the loss, the loss in nats.\n", run.name);
     for (step, loss) in losses.iter().enumerate() {
         writeln!(text, "{:2} {:016x} {loss:.9}", step + 1, loss.to_bits()).unwrap();
     }
     text
 }
 
-fn committed(recipe: &str) -> Vec<f64> {
-    let path = file(recipe);
+fn committed(run: &Run) -> Vec<f64> {
+    let path = file(run);
     let text = std::fs::read_to_string(&path)
         .unwrap_or_else(|e| panic!("{}: {e}; NIBBLE_BLESS=1 writes it", path.display()));
     let bits = text.lines().filter(|line| !line.starts_with('#')).map(|line| {
@@ -52,32 +76,37 @@ fn committed(recipe: &str) -> Vec<f64> {
 }
 
 #[track_caller]
-fn assert_golden(recipe: &str, on: &str, got: &[f64]) {
-    let want = committed(recipe);
-    assert_eq!(want.len() as u64, STEPS, "{}", file(recipe).display());
+fn assert_golden(run: &Run, on: &str, got: &[f64]) {
+    let want = committed(run);
+    assert_eq!(want.len() as u64, STEPS, "{}", file(run).display());
     for (step, (got, want)) in got.iter().zip(&want).enumerate() {
         let step = step + 1;
         assert_eq!(
             got.to_bits(),
             want.to_bits(),
-            "{recipe} on {on}: the loss of step {step} is {got}, committed is {want}"
+            "{} on {on}: the loss of step {step} is {got}, committed is {want}",
+            run.name
         );
     }
 }
 
 #[test]
 fn losses_are_the_committed_ones_on_every_instruction_set() {
-    for recipe in rig::recipes() {
-        let best = losses(recipe, STEPS, || Cpu::new(1).unwrap());
-        assert!(best.iter().all(|l| l.is_finite()) && best[19] < best[0] - 0.3, "{recipe} learns: {best:?}");
+    for run in &runs() {
+        let best = losses(run, STEPS, || Cpu::new(1).unwrap());
+        assert!(
+            best.iter().all(|l| l.is_finite()) && best[19] < best[0] - 0.3,
+            "{} learns: {best:?}",
+            run.name
+        );
         if std::env::var_os("NIBBLE_BLESS").is_some() {
-            std::fs::write(file(recipe), text(recipe, &best)).unwrap();
+            std::fs::write(file(run), text(run, &best)).unwrap();
         }
-        assert_golden(recipe, &format!("{:?}", Isa::best()), &best);
+        assert_golden(run, &format!("{:?}", Isa::best()), &best);
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported() && *isa != Isa::best()) {
             let steps = if isa == Isa::Portable { FIRST_STEPS } else { STEPS };
-            let got = losses(recipe, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
-            assert_golden(recipe, &format!("{isa:?}"), &got);
+            let got = losses(run, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
+            assert_golden(run, &format!("{isa:?}"), &got);
         }
     }
 }
@@ -87,8 +116,8 @@ fn losses_do_not_depend_on_threads() {
     if std::env::var_os("NIBBLE_BLESS").is_some() {
         return; // The files may be half written.
     }
-    for recipe in rig::recipes() {
-        assert_golden(recipe, "two threads", &losses(recipe, STEPS, || Cpu::new(2).unwrap()));
+    for run in &runs() {
+        assert_golden(run, "two threads", &losses(run, STEPS, || Cpu::new(2).unwrap()));
     }
 }
 
@@ -97,8 +126,8 @@ fn the_scalar_specification_gives_the_same_losses() {
     if std::env::var_os("NIBBLE_BLESS").is_some() {
         return; // The files may be half written.
     }
-    for recipe in rig::recipes() {
-        let got = losses(recipe, FIRST_STEPS, || Cpu::scalar(2).unwrap());
-        assert_golden(recipe, "the scalar specification", &got);
+    for run in &runs() {
+        let got = losses(run, FIRST_STEPS, || Cpu::scalar(2).unwrap());
+        assert_golden(run, "the scalar specification", &got);
     }
 }

@@ -22,7 +22,7 @@ use nibble_cpu::Cpu;
 use nibble_train::config::ModelConfig;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
-use nibble_train::model::{Block, Decoder};
+use nibble_train::model::{Block, Decoder, Feed};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use rig::{SOLO, cx, matrix, normals};
@@ -194,17 +194,29 @@ fn norm_layer() {
 #[test]
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
-    for (heads, kv_heads, value_dim) in [(4, 2, 8), (4, 1, 8), (2, 2, 8), (4, 2, 4), (2, 1, 12)] {
+    let all = [
+        (4, 2, 8, true),
+        (4, 1, 8, true),
+        (2, 2, 8, true),
+        (4, 2, 8, false),
+        (4, 2, 4, true),
+        (2, 1, 12, false),
+    ];
+    for (heads, kv_heads, value_dim, qk_norm) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, value_dim, seq_len };
+        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, value_dim, seq_len, qk_norm };
         let rope = rope_table(&cpu, seq_len, head_dim, 100.0).unwrap();
         let mut layer =
             Attention::new(&cpu, 1, "attention", shape, 1e-5, 0.3, 0.3, DType::F32, rope).unwrap();
-        uneven(&cpu, &mut layer.q_norm);
-        uneven(&cpu, &mut layer.k_norm);
+        let norms: Vec<&mut Norm<Cpu>> = [&mut layer.q_heads, &mut layer.k_heads]
+            .into_iter()
+            .filter_map(|heads| heads.norm.as_mut())
+            .collect();
+        assert_eq!(norms.len(), if qk_norm { 2 } else { 0 });
+        norms.into_iter().for_each(|norm| uneven(&cpu, norm));
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}");
+        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm}");
         check_layer(&name, layer, &cx, &x, d_model, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
     }
 }
@@ -283,7 +295,12 @@ fn mixture_of_experts_with_its_losses() {
 /// A decoder with weights large enough that every part of it matters to the loss. All experts are chosen for every
 /// token, so that no difference straddles a change of experts; the layer's own check has real choices.
 fn decoder(cpu: &Cpu, recipe: &Recipe, tie_embeddings: bool, shared_ffn: usize) -> Decoder<Cpu> {
-    let config = ModelConfig {
+    decoder_of(cpu, recipe, &ModelConfig { tie_embeddings, shared_ffn, ..routed() })
+}
+
+/// The sizes of [`decoder`].
+fn routed() -> ModelConfig {
+    ModelConfig {
         vocab_size: 13,
         d_model: 16,
         layers: 2,
@@ -293,14 +310,20 @@ fn decoder(cpu: &Cpu, recipe: &Recipe, tie_embeddings: bool, shared_ffn: usize) 
         experts: 3,
         top_k: 3,
         expert_ffn: 12,
-        shared_ffn,
         norm_topk_prob: false,
-        tie_embeddings,
         aux_loss_coef: 1.0,
         z_loss_coef: 0.3,
         ..ModelConfig::default()
-    };
-    let mut decoder = Decoder::new(cpu, &SOLO, recipe, &config, SEQ_LEN, 5).unwrap();
+    }
+}
+
+/// The same, dense.
+fn dense() -> ModelConfig {
+    ModelConfig { experts: 0, top_k: 0, expert_ffn: 0, ffn: 20, qk_norm: false, ..routed() }
+}
+
+fn decoder_of(cpu: &Cpu, recipe: &Recipe, config: &ModelConfig) -> Decoder<Cpu> {
+    let mut decoder = Decoder::new(cpu, &SOLO, recipe, config, SEQ_LEN, 5).unwrap();
     for param in decoder.params() {
         let (rows, cols) = param.master.shape();
         let values: Vec<f32> = if param.decays {
@@ -315,35 +338,39 @@ fn decoder(cpu: &Cpu, recipe: &Recipe, tie_embeddings: bool, shared_ffn: usize) 
 
 const SEQ_LEN: usize = 6;
 
+/// What the router of a decoder layer adds to the loss, if it has one.
+fn losses_of_routed(cx: &Cx<'_, Cpu>, routed: Option<&Routed<Cpu>>, feed: &Feed<Cpu>) -> f64 {
+    match (routed, feed) {
+        (Some(routed), Feed::Experts { moe, .. }) => router_losses(cx, routed, &moe.router.shape),
+        (None, Feed::Dense(_)) => 0.0,
+        _ => panic!("a layer has a router's record, and a router, or neither"),
+    }
+}
+
 #[test]
-fn decoder_layer_with_and_without_a_shared_expert() {
+fn decoder_layer_with_experts_with_a_shared_one_and_with_an_mlp() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 2, 2 * SEQ_LEN);
-    for shared_ffn in [0, 10] {
-        let layer = decoder(&cpu, &recipe, true, shared_ffn).blocks.remove(0);
+    let shapes = [
+        ("experts", routed()),
+        ("a shared one", ModelConfig { shared_ffn: 10, ..routed() }),
+        ("mlp", dense()),
+    ];
+    for (name, config) in shapes {
+        let layer = decoder_of(&cpu, &recipe, &config).blocks.remove(0);
         let loss = |layer: &Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
             let (y, saved) = layer.forward(cx, x.clone().into()).unwrap();
             let y = Add::new(&y.x, y.plus.as_ref().unwrap()).run(cx.b).unwrap();
-            weighted(cx, &y) + router_losses(cx, &saved.routed, &layer.moe.router.shape)
+            weighted(cx, &y) + losses_of_routed(cx, saved.routed.as_ref(), &layer.feed)
         };
         let backward = |layer: &mut Block<Cpu>, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>| {
             let (y, saved) = layer.forward(cx, x.clone().into()).unwrap();
             Some(layer.backward(cx, saved, r(cx, y.x.shape())).unwrap())
         };
-        let prepare = |l: &mut Block<Cpu>, cx: &Cx<'_, Cpu>| {
-            l.attn.prepare(cx).unwrap();
-            l.moe.prepare(cx).unwrap();
-            l.shared.iter_mut().for_each(|s| s.prepare(cx).unwrap());
-        };
-        fn params(l: &mut Block<Cpu>) -> Vec<&mut Param<Cpu>> {
-            let mut params = vec![&mut l.attn_norm.weight, &mut l.mlp_norm.weight];
-            params.extend(l.attn.params());
-            params.extend(l.moe.params());
-            params.extend(l.shared.iter_mut().flat_map(Mlp::params));
-            params
-        }
-        let name = format!("block, shared {shared_ffn}");
-        let subject = Subject { name: &name, layer, prepare, params, loss: &loss, backward: &backward };
+        let prepare = |l: &mut Block<Cpu>, cx: &Cx<'_, Cpu>| l.prepare(cx).unwrap();
+        let name = format!("block, {name}");
+        let subject =
+            Subject { name: &name, layer, prepare, params: Block::params, loss: &loss, backward: &backward };
         check(&subject, &cx, &matrix(&cpu, "x", (4 * SEQ_LEN, 16), DType::F32));
     }
 }
@@ -370,8 +397,9 @@ fn decoder_loss(
     let (out, saved) = decoder.forward(cx, ids, &targets, 1.0 / counted as f32).unwrap();
     out.verify_ids(cx.b, "gradcheck", 13).unwrap();
     let nats: f64 = out.shard_nats.as_slice().iter().sum();
-    let shape = decoder.blocks[0].moe.router.shape;
-    let extra: f64 = saved.blocks.iter().map(|b| router_losses(cx, &b.routed, &shape)).sum();
+    let blocks = saved.blocks.iter().zip(&decoder.blocks);
+    let extra: f64 =
+        blocks.map(|(saved, block)| losses_of_routed(cx, saved.routed.as_ref(), &block.feed)).sum();
     if backward {
         decoder.backward(cx, saved).unwrap();
     }
@@ -385,8 +413,15 @@ fn whole_decoder_through_cross_entropy() {
     let (ids, targets) = tokens(4 * SEQ_LEN);
     let batch = (ids.as_slice(), targets.as_slice());
     let counted = targets.iter().filter(|t| **t >= 0).count();
-    for tied in [true, false] {
-        let layer = decoder(&cpu, &recipe, tied, 10);
+    let with_shared = ModelConfig { shared_ffn: 10, ..routed() };
+    let shapes = [
+        ("tied", with_shared.clone()),
+        ("untied", ModelConfig { tie_embeddings: false, ..with_shared }),
+        ("dense", dense()),
+        ("its first layer dense", ModelConfig { dense_layers: 1, ffn: 20, ..routed() }),
+    ];
+    for (name, config) in shapes {
+        let layer = decoder_of(&cpu, &recipe, &config);
         let loss = |decoder: &Decoder<Cpu>, cx: &Cx<'_, Cpu>, _: &Tensor<Cpu>| {
             decoder_loss(&mut decoder.clone(), cx, batch, counted, false)
         };
@@ -395,9 +430,9 @@ fn whole_decoder_through_cross_entropy() {
             None
         };
         let prepare = |l: &mut Decoder<Cpu>, cx: &Cx<'_, Cpu>| l.prepare(cx).unwrap();
-        let name = if tied { "decoder, tied" } else { "decoder, untied" };
+        let name = format!("decoder, {name}");
         let subject =
-            Subject { name, layer, prepare, params: |l| l.params(), loss: &loss, backward: &backward };
+            Subject { name: &name, layer, prepare, params: |l| l.params(), loss: &loss, backward: &backward };
         // The input is token ids, which have no gradient.
         check(&subject, &cx, &matrix(&cpu, "none", (1, 1), DType::F32));
     }
@@ -454,7 +489,8 @@ fn the_number_of_shards_changes_the_rounding_only() {
         let mut decoder = decoder(&cpu, &recipe, false, 10);
         // The router's losses are means of losses of shards: those do depend on where a shard ends.
         for block in &mut decoder.blocks {
-            (block.moe.router.shape.aux_coef, block.moe.router.shape.z_coef) = (0.0, 0.0);
+            let Feed::Experts { moe, .. } = &mut block.feed else { continue };
+            (moe.router.shape.aux_coef, moe.router.shape.z_coef) = (0.0, 0.0);
         }
         decoder.prepare(&cx).unwrap();
         decoder_loss(&mut decoder, &cx, (&ids, &targets), ids.len(), true);

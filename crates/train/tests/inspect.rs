@@ -8,9 +8,15 @@ use rig::{SOLO, small};
 
 #[test]
 fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
-    let (as_ever, again) = ("train.grad_accum=1", "train.recompute=['layers']");
-    for (recipe, change) in [("f32", as_ever), ("mxfp4-hopper", as_ever), ("bf16", again)] {
-        let config = small(recipe, &[change]);
+    let again = "train.recompute=['layers']";
+    for config in [
+        small("f32", &[]),
+        small("mxfp4-hopper", &[]),
+        small("bf16", &[again]),
+        rig::mixed("f32", &[]),
+        rig::dense("bf16", &[]),
+    ] {
+        let recipe = &config.recipe;
         let cpu = Cpu::new(1).unwrap();
         let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
         let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();
@@ -34,9 +40,13 @@ fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
         for name in names {
             assert!(seen.values(name.trim_start_matches("grad.")).is_some(), "{name} has no weight");
         }
-        let chosen = seen.values("experts.0").unwrap();
-        assert_eq!(chosen.len(), targets.len() * config.model.top_k);
-        assert!(chosen.iter().all(|&e| e >= 0.0 && e < config.model.experts as f32 && e.fract() == 0.0));
+        for layer in 0..config.model.layers {
+            let chosen = seen.values(&format!("experts.{layer}"));
+            assert_eq!(chosen.is_some(), layer >= config.model.num_dense(), "layer {layer}");
+            let Some(chosen) = chosen else { continue };
+            assert_eq!(chosen.len(), targets.len() * config.model.top_k);
+            assert!(chosen.iter().all(|&e| e >= 0.0 && e < config.model.experts as f32 && e.fract() == 0.0));
+        }
     }
 }
 

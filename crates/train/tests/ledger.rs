@@ -41,6 +41,32 @@ fn the_ledger_is_what_the_allocator_holds() {
 }
 
 #[test]
+fn the_ledger_of_dense_layers_is_what_the_allocator_holds() {
+    for recipe in rig::recipes() {
+        for config in [rig::dense(recipe, &[]), rig::mixed(recipe, &["train.recompute=[]"])] {
+            let cpu = Cpu::new(1).unwrap();
+            let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+            let (ledger, live) = trainer.ledger().unwrap();
+            assert_eq!(ledger.bytes(), live, "{recipe}\n{}", ledger.table());
+            // What a token keeps of an MLP: its input, both halves of h, and what SwiGLU gives.
+            let of = |kind: &str, layer: &str| ledger.bytes_of(layer, kind) as f64 / 512.0;
+            let dense = config.model.num_dense() as f64;
+            let [x, h, a] =
+                [of("x", ".mlp.gate_up_proj"), of("h", ".mlp"), of("x", ".mlp.down_proj")].map(|b| b / dense);
+            let expected = match recipe {
+                "f32" => Some([4.0 * 64.0, 4.0 * 192.0, 4.0 * 96.0]),
+                "bf16" => Some([2.0 * 64.0, 2.0 * 192.0, 2.0 * 96.0]),
+                "mxfp4-hopper" => Some([64.0, 192.0, 96.0].map(|width| width * 17.0 / 32.0)),
+                _ => None,
+            };
+            expected
+                .iter()
+                .for_each(|expected| assert_eq!([x, h, a], *expected, "{recipe}\n{}", ledger.table()));
+        }
+    }
+}
+
+#[test]
 fn the_ledger_of_each_of_several_ranks_is_true_too() {
     for recipe in ["bf16", "mxfp4-hopper"] {
         let one_rank = |comm: ThreadComm| {

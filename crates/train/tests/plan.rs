@@ -62,12 +62,36 @@ fn every_arena_is_as_large_as_predicted() {
             "model.expert_ffn=128",
             "model.heads=8",
         ],
+        &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=2", "model.ffn=256"],
     ] {
-        let config = config(changes);
+        as_predicted(&config(changes), changes);
+    }
+}
+
+#[test]
+fn the_arenas_of_a_dense_model_too() {
+    for changes in [
+        &["recipe=bf16"][..],
+        &["recipe=f32", "model.qk_norm=true", "train.grad_accum=2"],
+        &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.grad_dtype=bf16", "train.shards=1"],
+        &["recipe=fp8-flow", "train.recompute=[\"attention\"]"],
+        &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]"],
+    ] {
+        as_predicted(
+            &Config::load("tiny-dense", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>())
+                .unwrap(),
+            changes,
+        );
+    }
+}
+
+#[track_caller]
+fn as_predicted(config: &Config, changes: &[&str]) {
+    {
         let cpu = Cpu::new(1).unwrap();
-        let mut trainer = Trainer::new(&cpu, &SoloComm, &config).unwrap();
+        let mut trainer = Trainer::new(&cpu, &SoloComm, config).unwrap();
         let there = measured(&mut trainer);
-        let predicted = prediction(DeviceKind::Host, &config).unwrap();
+        let predicted = prediction(DeviceKind::Host, config).unwrap();
         for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
             println!("{changes:?} {name}: {predicted:?} predicted, {there:?} there");
             let (live, all) = (
@@ -315,6 +339,27 @@ fn a_refusal_says_which_sizes_need_the_memory() {
         assert!(most[0].starts_with(first), "{changes:?}: {most:?}");
         keys.iter().for_each(|key| assert!(most[0].contains(key), "{key}: {most:?}"));
     }
+}
+
+/// Of a dense model a refusal names its own sizes, and no experts among what would help.
+#[test]
+fn a_dense_model_is_refused_by_its_own_sizes() {
+    let refuse = |changes: &[&str], there: usize| {
+        let changes: Vec<String> = changes.iter().map(|c| (*c).to_owned()).collect();
+        let (_, why) = refused(&Config::load("tiny-dense", &changes).unwrap(), there);
+        println!("{why}");
+        why
+    };
+    let why = refuse(&["recipe=bf16", "model.ffn=65536", "train.batch_size=4", "data.seq_len=32"], 1 << 20);
+    assert!(why.contains("most of it: the MLPs, with gradients and moments, 384.0 MiB"), "{why}");
+    assert!(why.contains("(model.layers = 2, model.d_model = 64, model.ffn = 65536)"), "{why}");
+    let why = refuse(&["recipe=bf16", "model.ffn=4096", "train.batch_size=512"], 1 << 20);
+    assert!(why.contains("what the MLPs keep") && why.contains("model.ffn = 4096"), "{why}");
+    assert!(why.contains("the least is") && why.contains("layers"), "{why}");
+    let why = refuse(&["model.layers=4096", "model.d_model=16384", "model.ffn=1048576"], 1 << 20);
+    assert!(why.contains("the MLPs") && !why.contains("expert"), "{why}");
+    let mixed = most_of_it(&["recipe=bf16", "model.layers=9", "model.dense_layers=8", "model.ffn=65536"]);
+    assert!(mixed[0].contains("MLPs") && mixed[0].contains("model.dense_layers = 8"), "{mixed:?}");
 }
 
 #[test]

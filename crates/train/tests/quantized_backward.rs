@@ -19,13 +19,13 @@ mod rig;
 
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{
-    Cast, Dequantize, Emit, Emitted, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
+    Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
 };
 use nibble_core::recipe::{By, LayerKind, Precision, Section, Site};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::Cx;
-use nibble_train::layers::{Layer, Linear};
+use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::param::{Param, Placement};
@@ -249,6 +249,63 @@ fn dense_linear_layer() {
         let want = Mat::of(&cpu, &dy_cols).contracted(&Mat::of(&cpu, &x_cols), 0..TOKENS);
         layer.weight.reduce_gradient(&cx).unwrap();
         assert_exact(&format!("{name}: dw"), &values(&cpu, layer.weight.reduced().unwrap()), &want);
+    }
+}
+
+/// Both projections and SwiGLU between them, without gate weights. da and dh are BF16 tensors of the layer.
+#[test]
+fn dense_feed_forward_layer() {
+    let cpu = Cpu::new(1).unwrap();
+    for name in RECIPES {
+        let recipe = Recipe::builtin(name).unwrap();
+        let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
+        let (section, groups) = (recipe.linear, &cx.shards.groups);
+        let mut layer = Mlp::new(&cpu, 1, "mlp", (D, F), 0.1, 0.1, DType::Bf16).unwrap();
+        layer.prepare(&cx).unwrap();
+        let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
+        let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
+        let expected = Mat::of(&cpu, &made(&cpu, &x, section.at(Site::SavedX), Some(groups)));
+        assert_eq!(
+            Mat::of(&cpu, &saved.gate_up.x).at,
+            expected.at,
+            "{name}: saved x is what the recipe says"
+        );
+        assert_eq!(saved.h.format(), section.at(Site::SavedH).format, "{name}: h");
+        let kept = |x| converted(&cpu, x, section.at(Site::SavedX), section.at(Site::WgradX), groups);
+        let (x_cols, a_cols, h) = (kept(&saved.gate_up.x), kept(&saved.down.x), saved.h.clone());
+        let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
+
+        let both = |dy: &Tensor<Cpu>| {
+            [Site::DgradDy, Site::WgradDy].map(|site| made(&cpu, dy, section.at(site), Some(groups)))
+        };
+        let [dy_rows, dy_cols] = both(&dy);
+        let wt = layer.down.weight.wt().unwrap();
+        let da = Gemm { a: &dy_rows, b: wt, out: DType::Bf16 }.run(&cpu).unwrap();
+        let want = Mat::of(&cpu, &dy_rows).times_transposed(&Mat::of(&cpu, wt));
+        assert_rounded(&format!("{name}: da"), &Mat::tensor(&cpu, &da), &want, no_more);
+        let (want, ..) = swiglu_backward(&Mat::of(&cpu, &h), &Mat::tensor(&cpu, &da), &[1.0; TOKENS]);
+        let op = SwigluBackward {
+            h: &h,
+            da: &da,
+            weight: None,
+            groups: None,
+            dh: Emit::Plain(DType::Bf16),
+            a: None,
+        };
+        let dh = op.run(&cpu).unwrap().dh.take_rows("dh").unwrap().plain("dh").unwrap().clone();
+        assert_rounded(&format!("{name}: dh"), &Mat::tensor(&cpu, &dh), &want, no_more);
+
+        let [dh_rows, dh_cols] = both(&dh).map(|dh| Mat::of(&cpu, &dh));
+        let want = dh_rows.times_transposed(&Mat::of(&cpu, layer.gate_up.weight.wt().unwrap()));
+        assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
+        for (what, linear, dy_cols, x_cols) in [
+            ("gate_up", &mut layer.gate_up, dh_cols, x_cols),
+            ("down", &mut layer.down, Mat::of(&cpu, &dy_cols), a_cols),
+        ] {
+            let want = dy_cols.contracted(&Mat::of(&cpu, &x_cols), 0..TOKENS);
+            linear.weight.reduce_gradient(&cx).unwrap();
+            assert_exact(&format!("{name}: d{what}"), &values(&cpu, linear.weight.reduced().unwrap()), &want);
+        }
     }
 }
 

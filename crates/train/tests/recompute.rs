@@ -92,6 +92,17 @@ fn every_scope_gives_the_same_bits() {
     }
 }
 
+/// Of dense layers too; they have no experts' input.
+#[test]
+fn every_scope_of_dense_layers_gives_the_same_bits() {
+    let without = |scopes: &&&[Scope]| !scopes.contains(&ExpertInput);
+    let choices: Vec<&[Scope]> = CHOICES.iter().filter(without).copied().collect();
+    for recipe in ["f32", "bf16", "fp8-flow", "mxfp4-hopper"] {
+        assert_same_bits(&rig::dense(recipe, &[]), &choices, &format!("dense, {recipe}"));
+        assert_same_bits(&rig::mixed(recipe, &[]), &CHOICES, &format!("a dense layer, {recipe}"));
+    }
+}
+
 #[test]
 fn several_micro_batches_and_uneven_experts_too() {
     let changes = ["train.grad_accum=2", "model.top_k=3", "model.experts=8", "model.shared_ffn=0"];
@@ -193,7 +204,7 @@ fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<V
     let gradients = model.params().into_iter().map(bits).collect();
     let mut counted = cx.counted.borrow_mut();
     let mut sums = vec![[0; 3]; counted.sites().len()];
-    let layout = Layout { sites: sums.len(), layers: 2, experts: 4, shards: 4 };
+    let layout = Layout { sites: sums.len(), layers: 2, dense: 0, experts: 4, shards: 4 };
     for (site, counts) in counted.take(&layout).unwrap() {
         sums[site].iter_mut().zip(counts.0.as_slice()).for_each(|(sum, count)| *sum += count);
     }

@@ -33,6 +33,15 @@ fn replayed_steps_give_the_same_bits() {
     }
 }
 
+#[test]
+fn replayed_steps_of_dense_layers_give_the_same_bits() {
+    for recipe in ["bf16", "mxfp4-hopper"] {
+        for config in [rig::dense(recipe, &["train.grad_accum=2"]), rig::mixed(recipe, &[])] {
+            train_alone(&recorder(), &config, 4).assert_same(&issued(&config, 4), recipe);
+        }
+    }
+}
+
 /// Every replay draws random bits of its own.
 #[test]
 fn replayed_steps_round_stochastically_as_issued_ones_do() {

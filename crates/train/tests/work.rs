@@ -110,6 +110,8 @@ fn flops_of_a_step_are_those_that_throughput_counts_and_scores_made_again() {
         &["recipe=fp8-flow", "train.grad_accum=3"],
         &["recipe=mxfp4-hopper-head8", "model.layers=3", "train.recompute=[]"],
         &["recipe=bf16", "model.head_dim=24", "model.value_head_dim=8"],
+        &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=1", "model.ffn=96"],
+        &["recipe=bf16", "model.qk_norm=false"],
     ] {
         let config = config(changes);
         let calls = calls(&config);
@@ -135,8 +137,10 @@ fn what_is_made_again_is_counted_again() {
 fn a_step_issues_the_operations_that_are_counted() {
     // Memory is not an operation's.
     const MEMORY: [&str; 4] = ["zeros", "alloc", "copy", "clear"];
-    for recipe in rig::recipes() {
-        let config = small(recipe, &["train.grad_accum=3"]);
+    let dense = ["bf16", "mxfp4-hopper"].map(|recipe| rig::dense(recipe, &[]));
+    let small = rig::recipes().into_iter().map(|recipe| small(recipe, &["train.grad_accum=3"]));
+    for config in small.chain(dense) {
+        let recipe = &config.recipe;
         let b = Recorder::eager(Cpu::new(2).unwrap());
         let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
         trainer.train_step().unwrap();

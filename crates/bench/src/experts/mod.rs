@@ -180,7 +180,7 @@ fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained>
 }
 
 /// The median of each call's times, summed by operation, in the order of their first calls.
-fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
+pub fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
     let mut sums: Vec<(&'static str, f64)> = Vec::new();
     for (i, first) in runs.first().into_iter().flatten().enumerate() {
         let times = runs.iter().filter_map(|run| run.get(i)).map(|time| f64::from(time.ms)).collect();

@@ -37,8 +37,10 @@ pub fn render(run: &Recorded) -> Result<String> {
             (section("Loss", "Training and held-out loss. H is the least that any model can reach and U what frequencies alone give, \
                 where they are known.", html! { figure.wide data-series=(names) { (inline(&losses)) } }))
             (section("Speed", "The first steps also prepare the machine.", charts(Place::Speed)))
-            (section("Experts", "How the router spreads tokens. Even is best: the fullest expert decides how long a step takes.",
-                html! { (charts(Place::Experts)) (expert_load(run)) }))
+            @if files.config.model.experts > 0 {
+                (section("Experts", "How the router spreads tokens. Even is best: the fullest expert decides how long a step takes.",
+                    html! { (charts(Place::Experts)) (expert_load(run)) }))
+            }
             (section("Memory", "What a forward pass keeps for its backward pass, by shape. Gradients, weights and optimizer are in the \
                 prediction below.", html! { (memory(run)) (charts(Place::Memory)) }))
             (section("Precisions", "What the recipe decides for the operands of every product, for what is kept and for what is sent.",
@@ -85,10 +87,16 @@ fn facts(run: &Recorded) -> Markup {
         Err(why) => format!("{}, which cannot be read: {why}", files.recipe_name),
     };
     let model = &config.model;
-    let shape = format!(
-        "{} layers of width {}, {} experts of {}, {} a token",
-        model.layers, model.d_model, model.experts, model.expert_ffn, model.top_k
-    );
+    let mlps = match model.num_dense() {
+        0 => String::new(),
+        dense if dense == model.layers => format!(", an MLP of {}", model.ffn),
+        dense => format!(", an MLP of {} in the first {dense}", model.ffn),
+    };
+    let experts = match model.experts {
+        0 => String::new(),
+        experts => format!(", {experts} experts of {}, {} a token", model.expert_ffn, model.top_k),
+    };
+    let shape = format!("{} layers of width {}{mlps}{experts}", model.layers, model.d_model);
     let speed = middle(files.metrics.iter().filter_map(|m| m.tps).collect());
     let steps = format!("{} of {}", thousands(done), thousands(config.train.steps));
     let rows = [
@@ -224,14 +232,16 @@ fn precisions(run: &Recorded) -> Markup {
                 }
             } }
         }
-        details {
-            summary { "Every change of representation in an expert layer, forward and backward" }
-            div.scroll { table {
-                tr { th { "pass" } th { "operation" } th { "tensor" } th { "from" } th { "to" } }
-                @for change in precision::changes_in_experts(recipe, config) {
-                    tr { td { (change.pass) } td { (change.op) } td { (change.tensor) } td { (change.from) } td { (change.to) } }
-                }
-            } }
+        @for (what, changes) in precision::changes(recipe, config) {
+            details {
+                summary { "Every change of representation in " (what) ", forward and backward" }
+                div.scroll { table {
+                    tr { th { "pass" } th { "operation" } th { "tensor" } th { "from" } th { "to" } }
+                    @for change in changes {
+                        tr { td { (change.pass) } td { (change.op) } td { (change.tensor) } td { (change.from) } td { (change.to) } }
+                    }
+                } }
+            }
         }
     }
 }

@@ -132,12 +132,21 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// Every change of representation in the experts of the first layer, as the run began.
-pub fn changes_in_experts(recipe: &Recipe, config: &Config) -> Vec<Change> {
-    let experts = layer_names(&config.model).into_iter().find(|layer| layer.kind == LayerKind::Expert);
-    experts.map_or_else(Vec::new, |layer| {
-        recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated)
-    })
+/// Every change of representation in the first layer of each kind between two attentions, as the run began, and what that layer is:
+/// experts, and the two projections of an MLP that is no shared expert.
+pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(&'static str, Vec<Change>)> {
+    let layers = layer_names(&config.model);
+    let of = |what: &'static str, is: &dyn Fn(&Layer) -> bool| {
+        let layer = layers.iter().find(|layer| is(layer))?;
+        let section = recipe.section(layer.kind, &layer.name, 0.0);
+        Some((what, section.plan(layer.kind, recipe.activations, layer.gated)))
+    };
+    let kinds = [
+        of("an expert layer", &|layer| layer.kind == LayerKind::Expert),
+        of("an MLP's first projection and its SwiGLU", &|layer| layer.name.ends_with(".mlp.gate_up_proj")),
+        of("an MLP's second projection", &|layer| layer.name.ends_with(".mlp.down_proj")),
+    ];
+    kinds.into_iter().flatten().collect()
 }
 
 #[cfg(test)]
@@ -150,6 +159,22 @@ mod tests {
         assert_eq!(parts, ("model.layers.*.mlp.experts".to_owned(), Some(12)));
         assert_eq!(without_number("lm_head"), ("lm_head".to_owned(), None));
         assert_eq!([ranges(&[0, 1, 2, 7, 9, 10]), ranges(&[])], ["0–2, 7, 9–10", ""]);
+    }
+
+    #[test]
+    fn changes_are_those_of_the_layers_that_a_model_has() {
+        let recipe = Recipe::builtin("mxfp4-hopper").unwrap();
+        let of = |name: &str, set: &[&str]| -> Vec<(&str, usize)> {
+            let set: Vec<String> = set.iter().map(ToString::to_string).collect();
+            let config = Config::load(name, &set).unwrap();
+            changes(&recipe, &config).into_iter().map(|(what, changes)| (what, changes.len())).collect()
+        };
+        let count = |all: &[(&str, usize)]| all.iter().filter(|(_, changes)| *changes > 0).count();
+        let (routed, dense) = (of("tiny", &["model.shared_ffn=64"]), of("tiny-dense", &[]));
+        assert_eq!((routed.len(), count(&routed), routed[0].0), (1, 1, "an expert layer"), "{routed:?}");
+        assert_eq!((dense.len(), count(&dense)), (2, 2), "{dense:?}");
+        let mixed = of("tiny", &["model.dense_layers=1", "model.ffn=128"]);
+        assert_eq!(mixed, [routed, dense].concat());
     }
 
     #[test]

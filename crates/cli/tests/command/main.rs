@@ -1,5 +1,6 @@
 //! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
 
+mod dense;
 mod endings;
 mod gpu;
 mod guide;

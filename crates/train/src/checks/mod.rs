@@ -3,7 +3,7 @@
 mod sizes;
 
 pub use sizes::check_sizes;
-pub(crate) use sizes::{EXPERTS, Parameters, Sizes, head_width, listed, parameters};
+pub(crate) use sizes::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
 
 use crate::config::{Config, read_text};
 use crate::error::Result;
@@ -73,6 +73,7 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     }
     let widths = [
         ("model.d_model", config.model.d_model),
+        ("model.ffn", config.model.ffn),
         ("model.expert_ffn", config.model.expert_ffn),
         ("model.shared_ffn", config.model.shared_ffn),
         ("model.head_dim", config.model.heads * config.model.head_dim),

@@ -43,8 +43,16 @@ pub(crate) fn head_width(m: &ModelConfig) -> (&'static str, usize) {
     }
 }
 
+/// The layers with experts, and those with an MLP, under the key that says how many there are.
+pub(crate) fn layers_of(m: &ModelConfig) -> [(&'static str, usize); 2] {
+    let routed = if m.dense_layers == 0 { "model.layers" } else { "model.layers - model.dense_layers" };
+    let dense = if m.experts == 0 { "model.layers" } else { "model.dense_layers" };
+    [(routed, m.num_routed()), (dense, m.num_dense())]
+}
+
 /// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
-pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
+pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 6] {
+    let [routed, dense] = layers_of(m);
     let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
     let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
     let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
@@ -55,9 +63,10 @@ pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 5] {
             false => of("embedding and head", 2, &[vocabulary, width]),
         },
         of("attention", 4, &[layers, width, heads, head_dim]),
-        of("the shared experts", 3, &[layers, width, ("model.shared_ffn", m.shared_ffn)]),
-        of(EXPERTS, 3, &[layers, experts, width, ("model.expert_ffn", m.expert_ffn)]),
-        of("the routers", 1, &[layers, experts, width]),
+        of("the MLPs", 3, &[dense, width, ("model.ffn", m.ffn)]),
+        of("the shared experts", 3, &[routed, width, ("model.shared_ffn", m.shared_ffn)]),
+        of(EXPERTS, 3, &[routed, experts, width, ("model.expert_ffn", m.expert_ffn)]),
+        of("the routers", 1, &[routed, experts, width]),
     ]
 }
 
@@ -88,7 +97,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         });
         return Err(Error::config("model", format!("has more than 2^48 parameters{most}")));
     }
-    if m.layers.saturating_mul(m.experts) > MOST_EXPERTS {
+    if m.num_routed().saturating_mul(m.experts) > MOST_EXPERTS {
         let why = format!(
             "is {}, and with model.layers = {} the model has more than {MOST_EXPERTS} experts",
             m.experts, m.layers
@@ -116,9 +125,14 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     }
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
-    let rows = tokens * wide(m.top_k) * wide(ranks) + wide(m.experts) * 128;
-    let head_dim = wide(head_width(m).1);
-    let widest = [2 * wide(m.expert_ffn), wide(m.d_model), wide(m.heads) * head_dim, 2 * wide(m.shared_ffn)];
+    let rows = tokens * wide(m.top_k.max(1)) * wide(ranks) + wide(m.experts) * 128;
+    let widest = [
+        2 * wide(m.expert_ffn),
+        wide(m.d_model),
+        wide(m.heads) * wide(head_width(m).1),
+        2 * wide(m.shared_ffn),
+        2 * wide(m.ffn),
+    ];
     let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
     if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {

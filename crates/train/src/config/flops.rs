@@ -3,13 +3,14 @@
 use super::{Config, ModelConfig};
 
 impl ModelConfig {
-    /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, the head.
+    /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, dense MLPs, the head.
     #[must_use]
     pub fn active_matrix_parameters(&self) -> u64 {
         let attention = self.d_model * (self.heads + self.kv_heads) * (self.head_dim + self.value_head_dim());
         let experts = 3 * self.d_model * (self.top_k * self.expert_ffn + self.shared_ffn);
         let router = self.d_model * self.experts;
-        (self.layers * (attention + experts + router) + self.vocab_size * self.d_model) as u64
+        let mlps = self.num_routed() * (experts + router) + self.num_dense() * 3 * self.d_model * self.ffn;
+        (self.layers * attention + mlps + self.vocab_size * self.d_model) as u64
     }
 }
 
@@ -44,5 +45,14 @@ mod tests {
         let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
         let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
         assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);
+    }
+
+    #[test]
+    fn dense_layers_have_an_mlp_and_no_router() {
+        let set = ["model.layers=3", "model.dense_layers=2", "model.ffn=96"].map(String::from);
+        let model = Config::load("tiny", &set).unwrap().model;
+        let attention = 64 * 64 + 2 * 64 * 32 + 64 * 64;
+        let routed = 64 * 8 + 2 * 3 * 64 * 64;
+        assert_eq!(model.active_matrix_parameters(), 3 * attention + 2 * 3 * 64 * 96 + routed + 64 * 64);
     }
 }

@@ -70,6 +70,7 @@ impl Config {
             origins.remove(&key);
             insert(&mut merged, &key, value);
         }
+        leave_out_experts(&mut merged);
         let mut config: Self =
             Value::Table(merged).try_into().map_err(|e: toml::de::Error| Error::config("", e.message()))?;
         config.resolve(file);
@@ -112,6 +113,24 @@ impl Config {
             })
             .collect();
         Ok(changes)
+    }
+}
+
+/// In a model without experts, what belongs to them and is not written is 0, or false, rather than its default.
+fn leave_out_experts(merged: &mut Table) {
+    let Some(Value::Table(model)) = merged.get_mut("model") else { return };
+    if model.get("experts") != Some(&Value::Integer(0)) {
+        return;
+    }
+    let none = [
+        ("top_k", Value::Integer(0)),
+        ("expert_ffn", Value::Integer(0)),
+        ("norm_topk_prob", Value::Boolean(false)),
+        ("aux_loss_coef", Value::Float(0.0)),
+        ("z_loss_coef", Value::Float(0.0)),
+    ];
+    for (key, value) in none {
+        model.entry(key).or_insert(value);
     }
 }
 

@@ -67,7 +67,10 @@ impl Default for Config {
     }
 }
 
-/// The shape of a Qwen3-MoE style decoder.
+/// The shape of a decoder: grouped-query attention, then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
+///
+/// A model without experts leaves out what belongs to them: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's
+/// losses. Left out of a file they are 0, or false, then.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
@@ -85,7 +88,13 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
     pub value_head_dim: usize,
-    /// Experts of a layer.
+    /// Whether each query and key head has an RMSNorm before it is rotated, as in Qwen3; Llama has none.
+    pub qk_norm: bool,
+    /// Width inside the MLP of a dense layer; 0 = no layer is dense.
+    pub ffn: usize,
+    /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
+    pub dense_layers: usize,
+    /// Experts of a layer; 0 = every layer is dense.
     pub experts: usize,
     /// Experts a token is sent to.
     pub top_k: usize,
@@ -125,6 +134,9 @@ impl Default for ModelConfig {
             kv_heads: 2,
             head_dim: 16,
             value_head_dim: 0,
+            qk_norm: true,
+            ffn: 0,
+            dense_layers: 0,
             experts: 8,
             top_k: 2,
             expert_ffn: 64,
@@ -136,6 +148,20 @@ impl Default for ModelConfig {
             aux_loss_coef: 0.01,
             z_loss_coef: 0.001,
         }
+    }
+}
+
+impl ModelConfig {
+    /// Layers with an MLP: the first so many.
+    #[must_use]
+    pub fn num_dense(&self) -> usize {
+        if self.experts == 0 { self.layers } else { self.dense_layers.min(self.layers) }
+    }
+
+    /// Layers with experts: those after the dense ones.
+    #[must_use]
+    pub fn num_routed(&self) -> usize {
+        self.layers - self.num_dense()
     }
 }
 
@@ -298,7 +324,7 @@ pub struct RunConfig {
     /// Where to compute: `cpu`; `cuda:N`, a Hopper GPU by the driver's number; or `auto`, such a GPU if there is one to use, else
     /// the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
     pub device: DeviceChoice,
-    /// Data- and expert-parallel ranks, run as threads on a CPU; divides `train.shards` and `model.experts`.
+    /// Data- and expert-parallel ranks, run as threads on a CPU; divides `train.shards`, and `model.experts` where there are any.
     pub ranks: usize,
     /// Worker threads over all ranks; 0 = one a core.
     pub threads: usize,

@@ -2,9 +2,10 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Config, DeviceChoice, RANDOM, ScheduleKind};
+use super::{Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
+use crate::recompute::Scope;
 
 /// More layers than any model has: each is an object of its own, also where memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
@@ -41,9 +42,6 @@ impl Config {
             ("model.heads", m.heads),
             ("model.kv_heads", m.kv_heads),
             ("model.head_dim", m.head_dim),
-            ("model.experts", m.experts),
-            ("model.top_k", m.top_k),
-            ("model.expert_ffn", m.expert_ffn),
         ] {
             require(value > 0, key, || "is 0, expected at least 1".into())?;
         }
@@ -56,9 +54,11 @@ impl Config {
         require(m.head_dim.is_multiple_of(2), "model.head_dim", || {
             format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
         })?;
-        require(m.top_k <= m.experts, "model.top_k", || {
-            format!("is {}, more than model.experts = {}", m.top_k, m.experts)
-        })?;
+        if m.experts == 0 {
+            self.validate_dense()?
+        } else {
+            validate_routed(m)?
+        }
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
             "is 0, and random tokens have no number of symbols of their own: name one".into()
@@ -75,9 +75,36 @@ impl Config {
             format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
         })?;
         positive("model.rope_theta", m.rope_theta)?;
-        positive("model.norm_eps", m.norm_eps)?;
-        not_negative("model.aux_loss_coef", m.aux_loss_coef)?;
-        not_negative("model.z_loss_coef", m.z_loss_coef)
+        positive("model.norm_eps", m.norm_eps)
+    }
+
+    /// A model without experts has an MLP, and nothing that belongs to experts.
+    fn validate_dense(&self) -> Result<()> {
+        let m = &self.model;
+        require(m.ffn > 0, "model.ffn", || {
+            "is 0, and model.experts = 0: without experts a layer has an MLP, whose width this is".into()
+        })?;
+        let width = |value: usize| (value > 0).then(|| value.to_string());
+        let factor = |value: f64| (value != 0.0).then(|| value.to_string());
+        for (key, is) in [
+            ("model.dense_layers", width(m.dense_layers)),
+            ("model.top_k", width(m.top_k)),
+            ("model.expert_ffn", width(m.expert_ffn)),
+            ("model.shared_ffn", width(m.shared_ffn)),
+            ("model.norm_topk_prob", m.norm_topk_prob.then(|| "true".to_owned())),
+            ("model.aux_loss_coef", factor(m.aux_loss_coef)),
+            ("model.z_loss_coef", factor(m.z_loss_coef)),
+        ] {
+            if let Some(is) = is {
+                return fail(
+                    key,
+                    format!("is {is}, but model.experts = 0: every layer is dense; leave it out"),
+                );
+            }
+        }
+        require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
+            format!("names {}, but model.experts = 0: there are none", Scope::ExpertInput.name())
+        })
     }
 
     fn validate_data(&self) -> Result<()> {
@@ -123,6 +150,7 @@ impl Config {
         require(t.shards.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
+        // 0 is a multiple of everything.
         require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
         })?;
@@ -134,14 +162,17 @@ impl Config {
             )
         })?;
         // Row and element indices of the random numbers and of the ragged groups are 32-bit.
-        let rows = [t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k]
+        let slots = self.model.top_k.max(1);
+        let rows = [t.batch_size, t.grad_accum, self.data.seq_len, slots]
             .iter()
             .try_fold(1usize, |product, &factor| product.checked_mul(factor))
             .filter(|&rows| i32::try_from(rows).is_ok());
         require(rows.is_some(), "train.batch_size", || {
+            let top_k =
+                if self.model.experts > 0 { format!(" and model.top_k = {slots}") } else { String::new() };
             format!(
-                "is {}: times train.grad_accum = {}, data.seq_len = {} and model.top_k = {} that is beyond 2^31 - 1 rows",
-                t.batch_size, t.grad_accum, self.data.seq_len, self.model.top_k
+                "is {}: times train.grad_accum = {}, data.seq_len = {}{top_k} that is beyond 2^31 - 1 rows",
+                t.batch_size, t.grad_accum, self.data.seq_len
             )
         })
     }
@@ -179,6 +210,30 @@ impl Config {
         not_negative("train.weight_decay", t.weight_decay)?;
         not_negative("train.clip_norm", t.clip_norm)
     }
+}
+
+/// A model with experts, in all layers or in those after the dense ones.
+fn validate_routed(m: &ModelConfig) -> Result<()> {
+    for (key, value) in [("model.top_k", m.top_k), ("model.expert_ffn", m.expert_ffn)] {
+        require(value > 0, key, || format!("is 0, expected at least 1: model.experts = {}", m.experts))?;
+    }
+    require(m.top_k <= m.experts, "model.top_k", || {
+        format!("is {}, more than model.experts = {}", m.top_k, m.experts)
+    })?;
+    require(m.dense_layers < m.layers, "model.dense_layers", || {
+        format!(
+            "is {}, and model.layers = {}: no layer would have the experts; for a dense model set model.experts = 0",
+            m.dense_layers, m.layers
+        )
+    })?;
+    require(m.dense_layers == 0 || m.ffn > 0, "model.ffn", || {
+        format!("is 0, but model.dense_layers = {}: it is the width of their MLPs", m.dense_layers)
+    })?;
+    require(m.ffn == 0 || m.dense_layers > 0, "model.ffn", || {
+        format!("is {}, but no layer is dense: set model.dense_layers, or model.experts = 0", m.ffn)
+    })?;
+    not_negative("model.aux_loss_coef", m.aux_loss_coef)?;
+    not_negative("model.z_loss_coef", m.z_loss_coef)
 }
 
 fn fail(key: &str, why: impl Into<String>) -> Result<()> {

@@ -1,7 +1,7 @@
-//! Causal self-attention with grouped query heads, RMSNorm on each query and key head, and RoPE (Qwen3).
+//! Causal self-attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama).
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
-use super::{Input, Layer, Linear, LinearSaved, Norm, NormSaved, Rotation, wgrad_x};
+use super::{Heads, HeadsSaved, Input, Layer, Linear, LinearSaved, Norm, Rotation, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
@@ -26,6 +26,8 @@ pub struct AttentionShape {
     pub value_dim: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Whether queries and keys are normed.
+    pub qk_norm: bool,
 }
 
 /// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64 with the
@@ -59,20 +61,21 @@ pub struct Attention<B: Kernels> {
     pub v: Linear<B>,
     /// `[d, h·u]`.
     pub o: Linear<B>,
-    /// `[1, c]`.
-    pub q_norm: Norm<B>,
-    /// `[1, c]`.
-    pub k_norm: Norm<B>,
+    /// Norm and rotation of the queries.
+    pub q_heads: Heads<B>,
+    /// Norm and rotation of the keys.
+    pub k_heads: Heads<B>,
     /// Shared by all layers.
     pub rope: Tensor<B>,
-    /// Keep normed and rotated queries and keys, instead of making them again in the backward pass.
+    /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
+    /// always kept.
     pub keep_heads: bool,
 }
 
 /// Keys and values of a sequence's tokens so far, in one layer.
 #[derive(Debug)]
 pub struct KvCache<B: Kernels> {
-    /// Normed and rotated, `[seq_len, g·c]`.
+    /// Rotated, `[seq_len, g·c]`.
     k: Tensor<B>,
     /// `[seq_len, g·u]`.
     v: Tensor<B>,
@@ -93,12 +96,12 @@ type PerProjection<B> = [Operand<B>; 3];
 /// Queries, keys and values of some tokens, and what is kept of making them.
 struct Projected<B: Kernels> {
     x: PerProjection<B>,
-    /// Normed and rotated.
+    /// Rotated.
     q: Tensor<B>,
-    q_norm: NormSaved<B>,
-    /// Normed and rotated.
+    q_saved: HeadsSaved<B>,
+    /// Rotated.
     k: Tensor<B>,
-    k_norm: NormSaved<B>,
+    k_saved: HeadsSaved<B>,
     v: Tensor<B>,
 }
 
@@ -128,10 +131,8 @@ pub struct AttentionSaved<B: Kernels> {
     layer: String,
     /// The input of queries, keys and values: the same buffers for all three, unless their recipes differ.
     x: PerProjection<B>,
-    q_norm: NormSaved<B>,
-    k_norm: NormSaved<B>,
-    /// Normed and rotated queries and keys, unless they are made again.
-    heads: Option<[Tensor<B>; 2]>,
+    q: HeadsSaved<B>,
+    k: HeadsSaved<B>,
     v: Tensor<B>,
     out: Tensor<B>,
     lse: B::Buf<f32>,
@@ -141,11 +142,8 @@ pub struct AttentionSaved<B: Kernels> {
 impl<B: Kernels> Saved for AttentionSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.x.iter().for_each(|x| ledger.operand(&self.layer, "x", x));
-        self.q_norm.ledger(ledger);
-        self.k_norm.ledger(ledger);
-        for (kind, heads) in ["q", "k"].into_iter().zip(self.heads.iter().flatten()) {
-            ledger.tensor(&self.layer, kind, heads);
-        }
+        self.q.list(ledger, &self.layer, "q");
+        self.k.list(ledger, &self.layer, "k");
         ledger.tensor(&self.layer, "v", &self.v);
         ledger.tensor(&self.layer, "out", &self.out);
         ledger.words::<B, f32>(&self.layer, "lse", &self.lse);
@@ -172,6 +170,10 @@ impl<B: Kernels> Attention<B> {
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
             Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: LayerKind::Linear })
         };
+        let normed = |part: &str| -> Result<Heads<B>> {
+            let norm = shape.qk_norm.then(|| Norm::new(b, &format!("{name}.{part}"), shape.head_dim, eps));
+            Ok(Heads { norm: norm.transpose()? })
+        };
         let AttentionShape { d_model: d, heads, kv_heads, head_dim, value_dim, .. } = shape;
         Ok(Self {
             name: name.to_owned(),
@@ -179,8 +181,8 @@ impl<B: Kernels> Attention<B> {
             k: linear("k_proj", kv_heads * head_dim, d, std)?,
             v: linear("v_proj", kv_heads * value_dim, d, std)?,
             o: linear("o_proj", d, heads * value_dim, out_std)?,
-            q_norm: Norm::new(b, &format!("{name}.q_norm"), shape.head_dim, eps)?,
-            k_norm: Norm::new(b, &format!("{name}.k_norm"), shape.head_dim, eps)?,
+            q_heads: normed("q_norm")?,
+            k_heads: normed("k_norm")?,
             shape,
             rope,
             keep_heads: false,
@@ -195,7 +197,9 @@ impl<B: Kernels> Attention<B> {
     /// Its parameters, in canonical order.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o].map(|l| &mut l.weight);
-        linears.into_iter().chain([&mut self.q_norm.weight, &mut self.k_norm.weight]).collect()
+        let norms =
+            [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
+        linears.into_iter().chain(norms.map(|norm| &mut norm.weight)).collect()
     }
 
     /// Which of queries, keys and values take the same input, since their recipes agree at these sites: for each of them its
@@ -228,22 +232,22 @@ impl<B: Kernels> Attention<B> {
         drop(inputs);
         let rotation =
             Rotation { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
-        let (q, q_norm) = self.q_norm.heads(cx, q, &rotation)?;
-        let (k, k_norm) = self.k_norm.heads(cx, k, &rotation)?;
-        Ok(Projected { x, q, q_norm, k, k_norm, v })
+        let (q, q_saved) = self.q_heads.forward(cx, q, &rotation, self.keep_heads)?;
+        let (k, k_saved) = self.k_heads.forward(cx, k, &rotation, self.keep_heads)?;
+        Ok(Projected { x, q, q_saved, k, k_saved, v })
     }
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
-        let Projected { x, q, q_norm, k, k_norm, v } = self.projected(cx, &x_td, 0)?;
+        let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
         let seq_len = seq_len.min(x_td.rows);
         let op = AttentionOp { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
         let AttentionOut { out, lse } = op.run(cx.b)?;
-        let heads = self.keep_heads.then_some([q, k]);
+        drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
-        Ok((o_input, AttentionSaved { layer, x, q_norm, k_norm, heads, v, out, lse, o }))
+        Ok((o_input, AttentionSaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
     /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
@@ -289,17 +293,17 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         Ok((self.o.product(cx, &out)?, saved))
     }
 
-    fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+    fn backward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        mut saved: AttentionSaved<B>,
+        dy_td: Tensor<B>,
+    ) -> Result<Tensor<B>> {
         let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
         let rotation = Rotation { table: &self.rope, seq_len, first_position: 0 };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
-        let [q, k] = match saved.heads {
-            Some(heads) => heads,
-            None => [
-                self.q_norm.heads_again(cx, &saved.q_norm, &rotation)?,
-                self.k_norm.heads_again(cx, &saved.k_norm, &rotation)?,
-            ],
-        };
+        let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;
+        let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;
         let op = AttentionBackward {
             q: &q,
             k: &k,
@@ -312,8 +316,8 @@ impl<B: Kernels> Layer<B> for Attention<B> {
             seq_len,
         };
         let grads = op.run(cx.b)?;
-        let dq = self.q_norm.heads_gradient(cx, saved.q_norm, grads.dq, &rotation)?;
-        let dk = self.k_norm.heads_gradient(cx, saved.k_norm, grads.dk, &rotation)?;
+        let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;
+        let dk = self.k_heads.backward(cx, saved.k, grads.dk, &rotation)?;
         // One lift for all whose recipes agree. It has a name of its own, and so random bits, should it draw any.
         let whole = format!("{}.qkv", self.name);
         let mut inputs: Vec<Operand<B>> = Vec::with_capacity(3);

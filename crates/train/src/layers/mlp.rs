@@ -1,4 +1,4 @@
-//! Dense SwiGLU feed-forward layer: the expert that every token passes. t tokens, d model, f ffn.
+//! Dense SwiGLU feed-forward layer: that of a dense layer, and the expert that every token passes. t tokens, d model, f ffn.
 
 use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;
@@ -11,7 +11,7 @@ use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
 #[derive(Debug, Clone)]
 pub struct Mlp<B: Kernels> {
-    /// Its name, `model.layers.3.mlp.shared_expert`.
+    /// Its name, `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
     pub name: String,
     /// Gate and up projections, one over the other: `[2f, d]`.
     pub gate_up: Linear<B>,
@@ -23,9 +23,12 @@ pub struct Mlp<B: Kernels> {
 #[derive(Debug)]
 pub struct MlpSaved<B: Kernels> {
     layer: String,
-    gate_up: LinearSaved<B>,
-    h: Operand<B>,
-    down: LinearSaved<B>,
+    /// Of the layer's input.
+    pub gate_up: LinearSaved<B>,
+    /// Gate and up, `[t, 2f]`, before SwiGLU.
+    pub h: Operand<B>,
+    /// Of what SwiGLU gives, `[t, f]`.
+    pub down: LinearSaved<B>,
 }
 
 impl<B: Kernels> Saved for MlpSaved<B> {

@@ -2,16 +2,18 @@
 
 mod attention;
 mod head;
+mod heads;
 mod linear;
 mod mlp;
 mod norm;
 
 pub use attention::{Attention, AttentionSaved, AttentionShape, KvCache, copy_rows, rope_table};
 pub use head::{HeadInput, HeadSaved};
+pub use heads::{Heads, HeadsSaved, Rotation};
 pub(crate) use linear::wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
-pub use norm::{Norm, NormSaved, Residual, Rotation};
+pub use norm::{Norm, NormSaved, Residual};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;

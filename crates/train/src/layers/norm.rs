@@ -4,7 +4,7 @@ use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Writes};
-use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward};
+use nibble_core::ops::{RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
 
 /// y = x / rms(x) · weight.
@@ -41,17 +41,6 @@ impl<B: Kernels> From<Tensor<B>> for Residual<B> {
     fn from(x: Tensor<B>) -> Self {
         Self { x, plus: None }
     }
-}
-
-/// The rotation of heads.
-#[derive(Debug)]
-pub struct Rotation<'a, B: Kernels> {
-    /// As [`nibble_core::ops::Rope`] has it.
-    pub table: &'a Tensor<B>,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// Position of the first of them.
-    pub first_position: usize,
 }
 
 impl<B: Kernels> Saved for NormSaved<B> {
@@ -97,48 +86,6 @@ impl<B: Kernels> Norm<B> {
         self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
             let NormSaved { x, inv_rms, .. } = &saved;
             RmsNormBackward { x, weight: &weight, inv_rms, dy, plus, dweight }.run(cx.b)
-        })
-    }
-
-    /// Heads of x, each normed, then rotated: `[t, n·c]`.
-    pub fn heads(
-        &self,
-        cx: &Cx<'_, B>,
-        x: Tensor<B>,
-        rotation: &Rotation<'_, B>,
-    ) -> Result<(Tensor<B>, NormSaved<B>)> {
-        let out = self.rotated(&x, rotation).run(cx.b)?;
-        Ok((out.y, NormSaved { layer: self.layer(), x, inv_rms: out.inv_rms }))
-    }
-
-    /// The heads again, from what was saved.
-    pub fn heads_again(
-        &self,
-        cx: &Cx<'_, B>,
-        saved: &NormSaved<B>,
-        rotation: &Rotation<'_, B>,
-    ) -> Result<Tensor<B>> {
-        Ok(self.rotated(&saved.x, rotation).run(cx.b)?.y)
-    }
-
-    fn rotated<'a>(&'a self, x: &'a Tensor<B>, rotation: &Rotation<'a, B>) -> NormRope<'a, B> {
-        let &Rotation { table, seq_len, first_position } = rotation;
-        NormRope { x, weight: &self.weight.master, eps: self.eps, table, seq_len, first_position }
-    }
-
-    /// dx, of the gradient dy of what [`Norm::heads`] gives.
-    pub fn heads_gradient(
-        &mut self,
-        cx: &Cx<'_, B>,
-        saved: NormSaved<B>,
-        dy: Tensor<B>,
-        &Rotation { table, seq_len, first_position }: &Rotation<'_, B>,
-    ) -> Result<Tensor<B>> {
-        let weight = self.weight.master.clone();
-        self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
-            let NormSaved { x, inv_rms, .. } = &saved;
-            let (weight, dy) = (&weight, &dy);
-            NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
         })
     }
 }

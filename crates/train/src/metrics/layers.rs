@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct LayerMetrics {
     /// Optimizer steps done, as in [`super::Metrics`].
     pub step: u64,
-    /// Rows of each expert, by layer.
+    /// Rows of each expert, by layer; of a dense layer an empty list.
     pub load: Vec<Vec<u64>>,
     /// Blocks at every site, in the order of a step.
     pub sites: Vec<SiteMetrics>,

@@ -63,7 +63,7 @@ pub struct Metrics {
     /// Seconds of the step.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Load-balancing loss, summed over layers, before its coefficient.
+    /// Load-balancing loss, summed over layers, before its coefficient. This and what follows about experts is absent of a dense model.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
     pub aux_loss: Option<f64>,
     /// Router z-loss, summed over layers, before its coefficient.
@@ -97,12 +97,15 @@ impl Metrics {
         // Each shard's sum is rounded to F32.
         let nats: Vec<f64> = report.nats().into_iter().map(|sum| f64::from(sum as f32)).collect();
         let shards = (config.train.shards * config.train.grad_accum) as f64;
-        let [aux_loss, z_loss] = report.router_losses().map(|sum| Some(sum / shards));
+        let [aux_loss, z_loss] = match report.router_losses() {
+            Some(sums) => sums.map(|sum| Some(sum / shards)),
+            None => [None; 2],
+        };
         let load = report.load();
         let pairs: usize = load.iter().map(Vec::len).sum();
         let dead = load.iter().flatten().filter(|n| **n == 0.0).count();
-        let fullest = load.iter().map(|layer| {
-            let mean = layer.iter().sum::<f64>() / layer.len().max(1) as f64;
+        let fullest = load.iter().filter(|layer| !layer.is_empty()).map(|layer| {
+            let mean = layer.iter().sum::<f64>() / layer.len() as f64;
             layer.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean
         });
         Self {

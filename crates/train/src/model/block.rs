@@ -1,13 +1,15 @@
-//! One decoder layer: x + attention(norm(x)), then x + experts(norm(x)). Either half, or both, may be made again. What a half adds
+//! One decoder layer: x + attention(norm(x)), then x + feed(norm(x)), experts or an MLP. Either half, or both, may be made again. What a half adds
 //! is added by the norm that reads the sum ([`Residual`]), and in the backward pass by the norm that the half begins with.
 //! t tokens, d model.
 
+use super::feed::{Feed, FeedSaved};
 use crate::cx::Cx;
-use crate::layers::{Attention, AttentionSaved, KvCache, Layer, Mlp, MlpSaved, Norm, NormSaved, Residual};
+use crate::layers::{Attention, AttentionSaved, KvCache, Layer, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
-use crate::moe::{Moe, MoeSaved, Routed};
+use crate::moe::Routed;
+use crate::param::Param;
 use crate::recompute::{Kept, Scope};
-use nibble_core::ops::{Add, Routing};
+use nibble_core::ops::Routing;
 use nibble_core::{Kernels, Result, Tensor};
 
 /// One decoder layer.
@@ -17,12 +19,10 @@ pub struct Block<B: Kernels> {
     pub attn_norm: Norm<B>,
     /// Self-attention.
     pub attn: Attention<B>,
-    /// Before the experts.
+    /// Before what follows.
     pub mlp_norm: Norm<B>,
-    /// Router and experts.
-    pub moe: Moe<B>,
-    /// The expert every token passes, if there is one.
-    pub shared: Option<Mlp<B>>,
+    /// Experts, or one MLP.
+    pub feed: Feed<B>,
     /// What the backward pass makes again. Set by [`Block::recompute`], which tells the parts, too.
     pub(super) recompute: Vec<Scope>,
 }
@@ -30,8 +30,8 @@ pub struct Block<B: Kernels> {
 /// What a decoder layer keeps.
 #[derive(Debug)]
 pub struct BlockSaved<B: Kernels> {
-    /// For the step's record.
-    pub routed: Routed<B>,
+    /// For the step's record, of a layer with experts.
+    pub routed: Option<Routed<B>>,
     halves: Kept<B, Halves<B>>,
 }
 
@@ -39,7 +39,7 @@ pub struct BlockSaved<B: Kernels> {
 #[derive(Debug)]
 struct Halves<B: Kernels> {
     attend: Kept<B, AttendSaved<B>>,
-    feed: Kept<B, FeedSaved<B>>,
+    feed: Kept<B, SecondSaved<B>>,
 }
 
 /// What the first half of a decoder layer keeps: norm and attention.
@@ -49,21 +49,18 @@ struct AttendSaved<B: Kernels> {
     attn: AttentionSaved<B>,
 }
 
-/// What the second half keeps: norm and experts.
+/// What the second half keeps: norm and feed.
 #[derive(Debug)]
-struct FeedSaved<B: Kernels> {
+struct SecondSaved<B: Kernels> {
     norm: NormSaved<B>,
-    /// The norm's output, unless it is made again.
-    n_td: Option<Tensor<B>>,
-    moe: MoeSaved<B>,
-    shared: Option<MlpSaved<B>>,
+    feed: FeedSaved<B>,
 }
 
 impl<B: Kernels> BlockSaved<B> {
-    /// What the router chose, if that is kept.
+    /// What the router chose, if there is one and that is kept.
     pub(super) fn routing(&self) -> Option<&Routing<B>> {
         match &self.halves {
-            Kept::All(Halves { feed: Kept::All(feed), .. }) => Some(feed.moe.routing()),
+            Kept::All(Halves { feed: Kept::All(second), .. }) => second.feed.routing(),
             _ => None,
         }
     }
@@ -72,7 +69,9 @@ impl<B: Kernels> BlockSaved<B> {
 impl<B: Kernels> Saved for BlockSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.halves.ledger(ledger);
-        self.routed.ledger(ledger);
+        if let Some(routed) = &self.routed {
+            routed.ledger(ledger);
+        }
     }
 }
 
@@ -90,27 +89,34 @@ impl<B: Kernels> Saved for AttendSaved<B> {
     }
 }
 
-impl<B: Kernels> Saved for FeedSaved<B> {
+impl<B: Kernels> Saved for SecondSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.norm.ledger(ledger);
-        if let Some(n_td) = &self.n_td {
-            ledger.tensor(&self.norm.layer, "y", n_td);
-        }
-        self.moe.ledger(ledger);
-        if let Some(shared) = &self.shared {
-            shared.ledger(ledger);
-        }
+        self.feed.list(ledger, &self.norm.layer);
     }
 }
 
 impl<B: Kernels> Block<B> {
     /// Says what the backward passes to come make again.
     pub fn recompute(&mut self, scopes: &[Scope]) {
-        let has = |scope| scopes.contains(&scope);
         self.recompute = scopes.to_vec();
-        self.attn.keep_heads = !has(Scope::Norms);
-        self.moe.experts.keep_a = !has(Scope::Swiglu);
-        self.moe.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
+        self.attn.keep_heads = !scopes.contains(&Scope::Norms);
+        self.feed.recompute(scopes);
+    }
+
+    /// Makes the weights' copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.attn.prepare(cx)?;
+        self.feed.prepare(cx)
+    }
+
+    /// Its parameters, in canonical order.
+    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+        let mut params = vec![&mut self.attn_norm.weight];
+        params.extend(self.attn.params());
+        params.push(&mut self.mlp_norm.weight);
+        params.extend(self.feed.params());
+        params
     }
 
     fn makes_again(&self, scope: Scope) -> bool {
@@ -141,44 +147,32 @@ impl<B: Kernels> Block<B> {
         self.attn_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
     }
 
-    /// x + experts(norm(x)), yet to be added.
-    fn feed(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, FeedSaved<B>)> {
+    /// x + feed(norm(x)), yet to be added.
+    fn feed(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, SecondSaved<B>)> {
         let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        let (mut y_td, moe) = self.moe.forward(cx, &n_td)?;
-        let kept = self.kept_norm(&n_td);
-        let mut shared = None;
-        if let Some(mlp) = &self.shared {
-            let (s_td, saved) = mlp.forward(cx, n_td)?;
-            y_td = Add::new(&y_td, &s_td).run(cx.b)?;
-            shared = Some(saved);
-        }
+        let (y_td, feed) = self.feed.forward(cx, n_td, self.keeps_normed())?;
         let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
-        Ok((y, FeedSaved { norm, n_td: kept, moe, shared }))
+        Ok((y, SecondSaved { norm, feed }))
     }
 
     /// What [`Block::feed`] keeps, made again.
-    fn feed_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<FeedSaved<B>> {
+    fn feed_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<SecondSaved<B>> {
         let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        let moe = self.moe.again(cx, &n_td)?;
-        let kept = self.kept_norm(&n_td);
-        let shared = self.shared.as_ref().map(|mlp| mlp.again(cx, n_td)).transpose()?;
-        Ok(FeedSaved { norm, n_td: kept, moe, shared })
+        Ok(SecondSaved { norm, feed: self.feed.again(cx, n_td, self.keeps_normed())? })
     }
 
-    fn kept_norm(&self, n_td: &Tensor<B>) -> Option<Tensor<B>> {
-        (!self.makes_again(Scope::Norms)).then(|| n_td.clone())
+    fn keeps_normed(&self) -> bool {
+        !self.makes_again(Scope::Norms)
     }
 
-    fn feed_backward(&mut self, cx: &Cx<'_, B>, saved: FeedSaved<B>, dy_td: &Tensor<B>) -> Result<Tensor<B>> {
-        let n_td = match saved.n_td {
-            Some(n_td) => n_td,
-            None => self.mlp_norm.again(cx, &saved.norm)?,
-        };
-        let mut dn_td = self.moe.backward(cx, saved.moe, &n_td, dy_td)?;
-        if let (Some(mlp), Some(saved)) = (&mut self.shared, saved.shared) {
-            let ds_td = mlp.backward(cx, saved, dy_td.clone())?;
-            dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
-        }
+    fn feed_backward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: SecondSaved<B>,
+        dy_td: &Tensor<B>,
+    ) -> Result<Tensor<B>> {
+        let (norm, saved_norm) = (&self.mlp_norm, &saved.norm);
+        let dn_td = self.feed.backward(cx, saved.feed, dy_td, || norm.again(cx, saved_norm))?;
         self.mlp_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
     }
 
@@ -198,7 +192,7 @@ impl<B: Kernels> Block<B> {
         let x_td = attend.norm.x.clone();
         let attend = Kept::of(attention || layers, first.clone(), &x_td, attend);
         let (y, feed) = self.feed(cx, mid)?;
-        let (mid_td, routed) = (feed.norm.x.clone(), feed.moe.routed());
+        let (mid_td, routed) = (feed.norm.x.clone(), feed.feed.routed());
         let feed = Kept::of(experts || layers, second, &mid_td, feed);
         let halves = Kept::of(layers, first, &x_td, Halves { attend, feed });
         Ok((y, BlockSaved { routed, halves }))

@@ -1,11 +1,15 @@
-//! A Qwen3-MoE style decoder: RMSNorm → attention → RMSNorm → mixture of experts, each added to the residual stream.
+//! A decoder: RMSNorm → attention → RMSNorm → mixture of experts (Qwen3-MoE) or MLP (Qwen3, Llama), each added to the residual stream.
 //! t tokens, d model, v vocabulary.
 
 mod block;
+mod feed;
 mod names;
+mod transformers;
 
 pub use block::{Block, BlockSaved};
+pub use feed::Feed;
 pub use names::Named;
+pub use transformers::transformers_config;
 
 use crate::config::ModelConfig;
 use crate::cx::{Cx, Shards};
@@ -36,10 +40,15 @@ pub fn layer_names(config: &ModelConfig) -> Vec<recipe::Layer> {
         let linear = |part: &str| named(LayerKind::Linear, format!("model.layers.{i}.{part}"));
         let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| linear(&format!("self_attn.{p}")));
         let mut layers = attention.to_vec();
+        let mlp = |name: &str| ["gate_up_proj", "down_proj"].map(|p| linear(&format!("{name}.{p}")));
+        if i < config.num_dense() {
+            layers.extend(mlp("mlp"));
+            return layers;
+        }
         layers.push(named(LayerKind::Router, format!("model.layers.{i}.mlp.gate")));
         layers.push(named(LayerKind::Expert, format!("model.layers.{i}.mlp.experts")));
         if config.shared_ffn > 0 {
-            layers.extend(["gate_up_proj", "down_proj"].map(|p| linear(&format!("mlp.shared_expert.{p}"))));
+            layers.extend(mlp("mlp.shared_expert"));
         }
         layers
     };
@@ -144,6 +153,7 @@ impl<B: Kernels> Decoder<B> {
             head_dim: config.head_dim,
             value_dim: config.value_head_dim(),
             seq_len,
+            qk_norm: config.qk_norm,
         };
         let moe = MoeShape {
             d_model: d,
@@ -157,12 +167,16 @@ impl<B: Kernels> Decoder<B> {
         let blocks = (0..config.layers).map(|i| {
             let name = format!("model.layers.{i}");
             let (attn, mlp) = (format!("{name}.self_attn"), format!("{name}.mlp"));
-            let shared = match config.shared_ffn {
-                0 => None,
-                f => {
-                    let name = format!("{mlp}.shared_expert");
-                    Some(Mlp::new(b, seed, &name, (d, f), INIT_STD, out_std, recipe.activations)?)
-                }
+            let dense =
+                |name: &str, ffn| Mlp::new(b, seed, name, (d, ffn), INIT_STD, out_std, recipe.activations);
+            let feed = if i < config.num_dense() {
+                Feed::Dense(dense(&mlp, config.ffn)?)
+            } else {
+                let shared = match config.shared_ffn {
+                    0 => None,
+                    ffn => Some(dense(&format!("{mlp}.shared_expert"), ffn)?),
+                };
+                Feed::Experts { moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?, shared }
             };
             Ok(Block {
                 attn_norm: Norm::new(b, &format!("{name}.input_layernorm"), d, eps)?,
@@ -178,8 +192,7 @@ impl<B: Kernels> Decoder<B> {
                     rope.clone(),
                 )?,
                 mlp_norm: Norm::new(b, &format!("{name}.post_attention_layernorm"), d, eps)?,
-                moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?,
-                shared,
+                feed,
                 recompute: Scope::DEFAULT.to_vec(),
             })
         });
@@ -199,13 +212,7 @@ impl<B: Kernels> Decoder<B> {
 
     /// Makes all weights' copies for this step.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        for block in &mut self.blocks {
-            block.attn.prepare(cx)?;
-            block.moe.prepare(cx)?;
-            if let Some(shared) = &mut block.shared {
-                shared.prepare(cx)?;
-            }
-        }
+        self.blocks.iter_mut().try_for_each(|block| block.prepare(cx))?;
         self.head.as_mut().unwrap_or(&mut self.embed).prepare(cx)
     }
 
@@ -217,13 +224,7 @@ impl<B: Kernels> Decoder<B> {
     /// Every parameter, in canonical order.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         let mut params = vec![&mut self.embed.weight];
-        for block in &mut self.blocks {
-            params.push(&mut block.attn_norm.weight);
-            params.extend(block.attn.params());
-            params.push(&mut block.mlp_norm.weight);
-            params.extend(block.moe.params());
-            params.extend(block.shared.iter_mut().flat_map(Mlp::params));
-        }
+        params.extend(self.blocks.iter_mut().flat_map(Block::params));
         params.push(&mut self.norm.weight);
         params.extend(self.head.iter_mut().map(|head| &mut head.weight));
         params
@@ -298,8 +299,8 @@ impl<B: Kernels> Decoder<B> {
         Ok((head.logits(cx, x_td)?, bad_ids))
     }
 
-    /// Logits after each of these tokens, F32 `[t, v]`, and what each layer's router chose.
-    pub fn inspect(&mut self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Vec<Routing<B>>)> {
+    /// Logits after each of these tokens, F32 `[t, v]`, and what the router of each layer that has one chose, by the layer's number.
+    pub fn inspect(&mut self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Choices<B>)> {
         // What would be made again is looked at here, and so kept.
         let scopes = self.blocks.first().map_or_else(Vec::new, |block| block.recompute.clone());
         self.recompute(&[]);
@@ -307,7 +308,8 @@ impl<B: Kernels> Decoder<B> {
         self.recompute(&scopes);
         let Trunk { x_td, blocks, .. } = trunk?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
-        let choices = blocks.iter().filter_map(|block| block.routing().cloned()).collect();
+        let of = |(layer, block): (usize, &BlockSaved<B>)| Some((layer, block.routing()?.clone()));
+        let choices = blocks.iter().enumerate().filter_map(of).collect();
         Ok((head.logits(cx, x_td)?, choices))
     }
 
@@ -340,6 +342,9 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 }
+
+/// What routers chose, by the number of their layer.
+pub type Choices<B> = Vec<(usize, Routing<B>)>;
 
 /// What all but the head gives and keeps.
 struct Trunk<B: Kernels> {

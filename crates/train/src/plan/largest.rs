@@ -1,7 +1,7 @@
 //! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
 
 use super::{Prediction, in_words};
-use crate::checks::{EXPERTS, Parameters, Sizes, head_width, listed, parameters};
+use crate::checks::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
 use crate::config::{Config, PlainType};
 
 /// A part of the memory of a device.
@@ -50,20 +50,25 @@ fn state(config: &Config, prediction: Option<&Prediction>) -> Vec<Part> {
 /// these sizes, and more.
 fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static str, usize)]) -> Vec<Part> {
     let (m, ranks) = (&config.model, prediction.ranks_of_a_device());
-    let [mut attention, mut shared, mut experts, mut others] = [0; 4];
+    let [mut attention, mut shared, mut experts, mut dense, mut others] = [0; 5];
     for entry in prediction.ledger.unique() {
         let sum = match entry.layer.as_str() {
             layer if layer.contains(".self_attn") => &mut attention,
             layer if layer.contains(".shared_expert") => &mut shared,
+            layer
+                if [".mlp", ".mlp.gate_up_proj", ".mlp.down_proj"].iter().any(|end| layer.ends_with(end)) =>
+            {
+                &mut dense
+            }
             layer if layer.contains(".mlp") => &mut experts,
             _ => &mut others,
         };
         *sum += entry.bytes;
     }
     let arena = prediction.memory.activations;
-    let dropped =
-        arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(attention + shared + experts + others);
-    let layers = ("model.layers", m.layers);
+    let kept = attention + shared + experts + dense + others;
+    let dropped = arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(kept);
+    let (layers, [routed, mlps]) = (("model.layers", m.layers), layers_of(m));
     let part = |bytes: usize, what: &str, more: &[(&'static str, usize)]| Part {
         bytes: (bytes * ranks) as f64,
         what: what.to_owned(),
@@ -75,13 +80,14 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
             experts,
             "what the experts keep",
             &[
-                layers,
+                routed,
                 ("model.top_k", m.top_k),
                 ("model.d_model", m.d_model),
                 ("model.expert_ffn", m.expert_ffn),
             ],
         ),
-        part(shared, "what the shared experts keep", &[layers, ("model.shared_ffn", m.shared_ffn)]),
+        part(shared, "what the shared experts keep", &[routed, ("model.shared_ffn", m.shared_ffn)]),
+        part(dense, "what the MLPs keep", &[mlps, ("model.ffn", m.ffn)]),
         part(others, "what norms and residuals keep", &[layers, ("model.d_model", m.d_model)]),
         part(dropped, "copies of weights, and what a step makes and drops,", weights),
     ]
@@ -90,13 +96,17 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
 /// Some BF16 tensors of every token in every layer.
 fn estimated_activations(config: &Config) -> Part {
     let m = &config.model;
-    let [width, ffn, heads, head_dims, top_k, layers] =
-        [m.d_model, m.expert_ffn, m.heads, m.head_dim + m.value_head_dim(), m.top_k, m.layers]
+    let [width, ffn, expert_ffn, heads, head_dims, top_k] =
+        [m.d_model, m.ffn, m.expert_ffn, m.heads, m.head_dim + m.value_head_dim(), m.top_k]
             .map(|size| size as f64);
-    let values = width + 2.0 * heads * head_dims + top_k * (width + 2.0 * ffn);
+    let [layers, dense, routed] = [m.layers, m.num_dense(), m.num_routed()].map(|layers| layers as f64);
+    let values = layers * (width + 2.0 * heads * head_dims)
+        + routed * top_k * (width + 2.0 * expert_ffn)
+        + dense * (width + 3.0 * ffn);
     let tokens = tokens(config);
-    let bytes = 2.0 * layers * values * tokens.iter().map(|(_, size)| *size as f64).product::<f64>();
-    let more = [("model.layers", m.layers), ("model.d_model", m.d_model), ("model.top_k", m.top_k)];
+    let bytes = 2.0 * values * tokens.iter().map(|(_, size)| *size as f64).product::<f64>();
+    let wide = if m.experts == 0 { ("model.ffn", m.ffn) } else { ("model.top_k", m.top_k) };
+    let more = [("model.layers", m.layers), ("model.d_model", m.d_model), wide];
     Part { bytes, what: "activations, about".into(), sizes: [&tokens[..], &more].concat() }
 }
 

@@ -26,8 +26,13 @@ fn recomputation(config: &Config) -> Vec<Vec<String>> {
         &[Scope::Layers],
     ];
     let own = Scope::normal(&config.train.recompute);
-    let mut choices: Vec<Vec<Scope>> =
-        MORE.iter().map(|more| Scope::normal(&[&own, &Scope::DEFAULT[..], more].concat())).collect();
+    let possible = |scope: &Scope| *scope != Scope::ExpertInput || config.model.experts > 0;
+    let more = |more: &&[Scope]| {
+        let mut scopes = [&own, &Scope::DEFAULT[..], more].concat();
+        scopes.retain(possible);
+        Scope::normal(&scopes)
+    };
+    let mut choices: Vec<Vec<Scope>> = MORE.iter().map(more).collect();
     choices.dedup();
     choices.retain(|choice| *choice != own);
     let setting = |choice: Vec<Scope>| {
@@ -176,6 +181,17 @@ mod tests {
         assert_eq!(of(attention), all[1..]);
         assert_eq!(of(r#"["layers"]"#), all[3..]);
         assert_eq!(of(r#"["swiglu", "layers", "norms", "experts"]"#), [""; 0]);
+    }
+
+    #[test]
+    fn a_dense_model_has_no_experts_input_to_make_again() {
+        let config = Config::load("tiny-dense", &[]).unwrap();
+        let all = [
+            r#"["norms", "swiglu", "attention"]"#,
+            r#"["norms", "swiglu", "attention", "experts"]"#,
+            r#"["norms", "swiglu", "layers"]"#,
+        ];
+        assert_eq!(recomputation(&config).concat(), all.map(|scopes| format!("train.recompute={scopes}")));
     }
 
     #[test]

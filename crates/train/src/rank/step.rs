@@ -57,6 +57,7 @@ impl<B: Kernels> StepBuffers<B> {
         let layout = Layout {
             sites: Layout::SITES_A_LAYER * (config.model.layers + 1),
             layers: config.model.layers,
+            dense: config.model.num_dense(),
             experts: config.model.experts,
             shards: shards.local,
         };
@@ -234,7 +235,8 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             for (i, bad_ids) in out.bad_ids.iter().enumerate() {
                 entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
             }
-            for (layer, routed) in saved.blocks.iter().map(|block| &block.routed).enumerate() {
+            for (layer, block) in saved.blocks.iter().enumerate() {
+                let Some(routed) = &block.routed else { continue };
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
                 entries.push(entry(Source::F32(&routed.losses), losses, 2 * layout.shards));
                 entries.push(entry(Source::I32(&routed.load), load, layout.experts));

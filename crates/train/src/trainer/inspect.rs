@@ -49,7 +49,7 @@ impl Inspection {
 impl<B: Kernels> Trainer<'_, B> {
     /// The next step's first micro-batch, forward and backward, without an optimizer. The trainer is used up.
     ///
-    /// Tensors: `ids`, `targets` `[sequences, seq_len]`; `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
+    /// Tensors: `ids`, `targets` `[sequences, seq_len]`; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
     /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
     /// routers' losses.
     ///
@@ -109,7 +109,7 @@ impl<B: Kernels> Trainer<'_, B> {
             let cx = Cx { training: true, seed: context.config.seed, ..inference };
             model.prepare(&cx)?;
             let (logits, choices) = model.inspect(&cx, &b.upload(ids)?)?;
-            for (layer, routing) in choices.iter().enumerate() {
+            for (layer, routing) in &choices {
                 let experts = b.download(&routing.expert)?.into_iter().map(|expert| expert as f32).collect();
                 seen.push(format!("experts.{layer}"), &[ids.len(), k], experts);
                 seen.push(format!("gates.{layer}"), &[ids.len(), k], b.download(&routing.weight)?);

@@ -4,12 +4,11 @@ use super::Trainer;
 use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::error::Result;
-use crate::model::Named;
+use crate::model::{Named, transformers_config};
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Data, Kernels, Tensor};
-use serde_json::json;
 
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
@@ -138,42 +137,9 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// The model's sizes as Hugging Face's Qwen3-MoE configuration names them.
+    /// The model's sizes as `transformers` names them, of the architecture that loads its checkpoints.
     pub fn config_json(&self) -> String {
-        let m = &self.rank.context.config.model;
-        // Qwen3-MoE has no shared expert and values as wide as keys: another model must not be taken for it.
-        let (architecture, model_type) = match m.shared_ffn == 0 && m.value_head_dim() == m.head_dim {
-            true => ("Qwen3MoeForCausalLM", "qwen3_moe"),
-            false => ("NibbleMoeForCausalLM", "nibble_moe"),
-        };
-        let mut json = json!({
-            "architectures": [architecture],
-            "model_type": model_type,
-            "vocab_size": m.vocab_size,
-            "hidden_size": m.d_model,
-            "num_hidden_layers": m.layers,
-            "num_attention_heads": m.heads,
-            "num_key_value_heads": m.kv_heads,
-            "head_dim": m.head_dim,
-            "num_experts": m.experts,
-            "num_experts_per_tok": m.top_k,
-            "moe_intermediate_size": m.expert_ffn,
-            "shared_expert_intermediate_size": m.shared_ffn,
-            "norm_topk_prob": m.norm_topk_prob,
-            "rope_theta": m.rope_theta,
-            "rms_norm_eps": m.norm_eps,
-            "tie_word_embeddings": m.tie_embeddings,
-            "router_aux_loss_coef": m.aux_loss_coef,
-            "router_z_loss_coef": m.z_loss_coef,
-            "max_position_embeddings": self.rank.context.config.data.seq_len,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "torch_dtype": "float32",
-        });
-        if m.value_head_dim() != m.head_dim {
-            json["v_head_dim"] = m.value_head_dim().into();
-        }
-        format!("{json:#}\n")
+        let config = &self.rank.context.config;
+        transformers_config(&config.model, config.data.seq_len)
     }
 }

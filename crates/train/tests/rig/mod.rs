@@ -18,6 +18,15 @@ pub fn recipes() -> Vec<&'static str> {
 
 /// Two decoder layers with grouped query heads, four experts and a shared one, 512 tokens a step in four shards of
 /// 128: the smallest run whose shards hold whole FP8 blocks and whose widths hold whole MXFP4 blocks.
+const EXPERTS: &str = "experts = 4\ntop_k = 2\nexpert_ffn = 32\nshared_ffn = 32";
+
+/// The same with an MLP in each layer, and queries and keys that are not normed.
+const MLPS: &str = "experts = 0\nffn = 96\nqk_norm = false";
+
+/// What makes the first layer of the small run dense.
+pub const FIRST_DENSE: [&str; 2] = ["model.dense_layers=1", "model.ffn=96"];
+
+/// All but what stands between attentions.
 const SMALL: &str = r#"
 seed = 7
 [model]
@@ -26,10 +35,7 @@ layers = 2
 heads = 2
 kv_heads = 1
 head_dim = 32
-experts = 4
-top_k = 2
-expert_ffn = 32
-shared_ffn = 32
+# feed
 [data]
 seq_len = 128
 [train]
@@ -48,9 +54,24 @@ every = 0
 
 /// The small run under a recipe, with `key=value` changes.
 pub fn small(recipe: &str, changes: &[&str]) -> Config {
+    configured(EXPERTS, recipe, changes)
+}
+
+/// The small run of a dense model.
+pub fn dense(recipe: &str, changes: &[&str]) -> Config {
+    configured(MLPS, recipe, changes)
+}
+
+/// The small run with a layer with experts behind a dense one.
+pub fn mixed(recipe: &str, changes: &[&str]) -> Config {
+    small(recipe, &[&FIRST_DENSE[..], changes].concat())
+}
+
+fn configured(feed: &str, recipe: &str, changes: &[&str]) -> Config {
+    let text = SMALL.replace("# feed", feed);
     let mut overrides = vec![format!("recipe={recipe}")];
     overrides.extend(changes.iter().map(|c| (*c).to_owned()));
-    Config::from_text(SMALL, Path::new("small.toml"), &overrides).unwrap()
+    Config::from_text(&text, Path::new("small.toml"), &overrides).unwrap()
 }
 
 /// What a run ended with, over all ranks.

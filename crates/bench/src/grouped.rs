@@ -1,0 +1,242 @@
+//! `nibble bench grouped`: the three products of a layer of experts, forward and backward, with everything that their format asks for,
+//! format against format.
+
+use super::experts::by_op;
+use super::gpu::{Bench, COOL_DOWN, put_sustained};
+use super::kernels::operands::normal;
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, Quantize, Transpose};
+use nibble_core::{Convert, DType, Groups, Operand, Products, Result as CoreResult, Tensor};
+use nibble_cuda::timing::Sustained;
+use nibble_formats::{Codec, Format, Rounding};
+use serde_json::{Value, json};
+
+/// What a group's rows are a multiple of.
+const ALIGN: usize = 128;
+/// Passes whose operations are timed one by one.
+const PROFILES: usize = 5;
+/// torchao's published shape, of Llama 4's experts.
+const SHAPE: Shape = Shape { rows: 128_000, n: 8192, k: 5120 };
+
+/// The products of experts, forward and backward, quantization included: format against format.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. X, W and dY are given in BF16, and each is quantized along every contraction that it\n\
+    takes part in; dW is BF16. Formats that tensor cores do not take are decoded to BF16 first, and that counts, too.\n\n\
+    Examples:\n  \
+    nibble bench grouped --format mxfp8-e4m3 --groups 1,2,4,8\n  \
+    nibble bench grouped --shapes 32768x16384x5120,32768x5120x8192 --groups 16"
+)]
+pub struct Args {
+    /// Rows of all groups × outputs × inputs of an expert; 128000x8192x5120 where left out.
+    #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
+    shapes: Vec<Shape>,
+    /// Numbers of groups, which share the rows evenly.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8])]
+    groups: Vec<usize>,
+    /// Formats beside BF16.
+    #[arg(long = "format", value_name = "FORMAT", value_delimiter = ',', default_values_t = [Format::E4m3, Format::Mxfp8E4m3])]
+    formats: Vec<Format>,
+}
+
+/// Sizes of the products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    rows: usize,
+    n: usize,
+    k: usize,
+}
+
+impl Shape {
+    fn flop(&self) -> f64 {
+        6.0 * self.rows as f64 * self.n as f64 * self.k as f64
+    }
+}
+
+fn parse_shape(text: &str) -> Result<Shape, String> {
+    let sizes: Option<Vec<usize>> =
+        text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
+    match sizes.as_deref() {
+        Some(&[rows, n, k]) => Ok(Shape { rows, n, k }),
+        _ => Err(format!("`{text}` is not MxNxK, 128000x8192x5120 say")),
+    }
+}
+
+/// What is given: all BF16.
+struct Given<B: Convert> {
+    x: Tensor<B>,
+    w: Tensor<B>,
+    dy: Tensor<B>,
+    groups: Groups<B>,
+}
+
+impl<B: Convert + Products> Given<B> {
+    fn new(b: &B, Shape { rows, n, k }: Shape, num_groups: usize) -> CoreResult<Self> {
+        Ok(Self {
+            x: normal(b, rows, k, 1)?,
+            w: normal(b, num_groups * n, k, 2)?,
+            dy: normal(b, rows, n, 3)?,
+            groups: Groups::uniform(b, num_groups, rows / num_groups, ALIGN, 0)?,
+        })
+    }
+
+    /// All three products, in BF16 or with operands in a format.
+    fn step(&self, b: &B, codec: Option<Codec>) -> CoreResult<()> {
+        let Self { x, w, dy, groups } = self;
+        let stack = groups.num_groups;
+        let mut grad = Tensor::unwritten(b, DType::Bf16, w.rows, w.cols)?;
+        let product =
+            |x: &Operand<B>, w: &Operand<B>| GroupedGemm { x, w, groups, out: DType::Bf16 }.run(b).map(drop);
+        let Some(codec) = codec else {
+            let [x, dy] = [x, dy].map(|x| Operand::Plain(x.clone()));
+            product(&x, &Operand::Plain(w.clone()))?;
+            product(&dy, &Operand::Plain(Transpose { x: w, stack }.run(b)?))?;
+            return GroupedWgrad { dy: &dy, x: &x, groups, grad: &mut grad, accumulate: false }.run(b);
+        };
+        let planes = |x: &Tensor<B>| -> CoreResult<Emitted<B>> {
+            Quantize { groups: Some(groups), ..Quantize::new(x, codec, Planes::Both) }.run(b)
+        };
+        let w = Quantize { stack, ..Quantize::new(w, codec, Planes::Tiles) }.run(b)?;
+        let x = planes(x)?;
+        product(&x.take_rows("bench")?, &w.take_rows("bench")?)?;
+        let dy = planes(dy)?;
+        product(&dy.take_rows("bench")?, &w.take_cols("bench")?)?;
+        let (dy, x) = (dy.take_cols("bench")?, x.take_cols("bench")?);
+        GroupedWgrad { dy: &dy, x: &x, groups, grad: &mut grad, accumulate: false }.run(b)
+    }
+}
+
+/// One format at one shape and number of groups.
+struct Times {
+    sustained: Sustained,
+    burst_ms: f64,
+    ops: Vec<(&'static str, f64)>,
+}
+
+fn measured<B>(bench: &Bench, step: B) -> CoreResult<Times>
+where
+    B: Fn() -> CoreResult<()>,
+{
+    std::thread::sleep(COOL_DOWN);
+    let burst_ms = f64::from(bench.stopwatch.burst_ms(&step)?);
+    let sustained = bench.stopwatch.sustained(&step)?;
+    let mut runs = Vec::new();
+    for _ in 0..PROFILES {
+        step()?;
+        runs.push(bench.cuda.profiled(&step)?.1);
+    }
+    Ok(Times { sustained, burst_ms, ops: by_op(&runs) })
+}
+
+pub fn run(args: &Args) -> Result<Value> {
+    let shapes = if args.shapes.is_empty() { vec![SHAPE] } else { args.shapes.clone() };
+    for (shape, groups) in shapes.iter().flat_map(|shape| args.groups.iter().map(move |g| (shape, *g))) {
+        if groups == 0 || !shape.rows.is_multiple_of(groups * ALIGN) {
+            let rows = shape.rows;
+            return Err(Error::usage(format!(
+                "--groups: {rows} rows in {groups} groups: a group needs a multiple of {ALIGN} rows"
+            )));
+        }
+    }
+    let mut codecs = vec![None];
+    for format in &args.formats {
+        let Some(rule) = format.spec().default_rule() else {
+            return Err(Error::usage(format!("--format: `{format}` has no blocks; BF16 is always measured")));
+        };
+        codecs
+            .push(Some(Codec::new(*format, rule, Rounding::NearestEven).map_err(nibble_core::Error::from)?));
+    }
+    let bench = Bench::open("`nibble bench ops` measures the CPU's products")?;
+    let header = bench.header();
+    let mut all = Vec::new();
+    for shape in shapes {
+        say!("");
+        say!("{} x {} x {}, forward and backward, quantization included", shape.rows, shape.n, shape.k);
+        say!(
+            "{:<7} {:<16} {:>9} {:>6} {:>9} {:>6}  by operation, ms",
+            "groups",
+            "format",
+            "ms",
+            "TF/s",
+            "burst ms",
+            "x bf16"
+        );
+        for &groups in &args.groups {
+            let given = Given::new(&bench.cuda, shape, groups)?;
+            let mut base = None;
+            for codec in &codecs {
+                let name = codec.map_or("bf16".to_owned(), |codec| codec.format().to_string());
+                let mut figures = json!({ "rows": shape.rows, "n": shape.n, "k": shape.k, "groups": groups, "format": name });
+                match measured(&bench, || given.step(&bench.cuda, *codec)) {
+                    Ok(times) => {
+                        say!(
+                            "{}",
+                            line(
+                                shape,
+                                groups,
+                                &name,
+                                &times,
+                                *base.get_or_insert(times.sustained.median_ms)
+                            )
+                        );
+                        put_sustained(&mut figures, "sustained", &times.sustained);
+                        figures["burst_ms"] = json!(times.burst_ms);
+                        figures["ops_ms"] =
+                            times.ops.iter().map(|&(op, ms)| (op.to_owned(), json!(ms))).collect();
+                    }
+                    Err(error) => {
+                        say!("{groups:<7} {name:<16} not timed: {error}");
+                        figures["error"] = json!(error.to_string());
+                    }
+                }
+                all.push(figures);
+            }
+        }
+    }
+    Ok(json!({ "machine": header, "layers": all }))
+}
+
+fn line(shape: Shape, groups: usize, name: &str, times: &Times, base_ms: f32) -> String {
+    let ms = f64::from(times.sustained.median_ms);
+    let ops: Vec<String> = times.ops.iter().map(|(op, ms)| format!("{op} {ms:.2}")).collect();
+    format!(
+        "{groups:<7} {name:<16} {ms:>9.3} {:>6.0} {:>9.3} {:>6.2}  {}",
+        shape.flop() / ms / 1e9,
+        times.burst_ms,
+        f64::from(base_ms) / ms,
+        ops.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_cpu::Cpu;
+
+    #[test]
+    fn every_format_multiplies_on_the_cpu() {
+        let b = Cpu::new(1).unwrap();
+        let given = Given::new(&b, Shape { rows: 256, n: 128, k: 256 }, 2).unwrap();
+        given.step(&b, None).unwrap();
+        for format in Format::ALL {
+            let Some(rule) = format.spec().default_rule() else { continue };
+            let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
+            match (given.step(&b, Some(codec)), format) {
+                // A scale a column would span all groups.
+                (result, Format::E4m3Row | Format::E5m2Row) => {
+                    assert!(matches!(result, Err(nibble_core::Error::Unsupported { .. })), "{format}");
+                }
+                (result, _) => result.unwrap_or_else(|e| panic!("{format}: {e}")),
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_are_read_and_refused_with_what_was_expected() {
+        assert_eq!(parse_shape("128000x8192x5120"), Ok(SHAPE));
+        for text in ["128000x8192", "0x1x1", "axbxc", "1x2x3x4"] {
+            assert!(parse_shape(text).unwrap_err().contains("MxNxK"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Very many random elements, converted by two backends: what the chosen cases of the conformance suite may miss.
+
+use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::host::plain;
+use crate::input::{Input, stream};
+use nibble_core::formats::{Codec, Format, Rounding};
+use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::{Agreement, Convert, DType, Error, Result};
+use std::fmt;
+use std::sync::Arc;
+
+/// Rows and columns of the matrix that is converted at a time.
+const SHAPE: (usize, usize) = (2048, 4096);
+
+/// One of the matrices. A report names it and does not print it.
+#[derive(Clone)]
+struct Matrix {
+    number: u64,
+    values: Arc<Vec<f32>>,
+}
+
+impl fmt::Debug for Matrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "number {}", self.number)
+    }
+}
+
+/// Both planes of a matrix, and their values.
+#[derive(Debug)]
+struct There {
+    codec: Codec,
+    dtype: DType,
+    matrix: Matrix,
+}
+
+impl<B: Convert> Case<B> for There {
+    fn agreement(&self) -> Agreement {
+        Agreement::Bitwise
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let x = plain(b, self.dtype, &self.matrix.values, SHAPE.0, SHAPE.1)?;
+        let random = self.codec.rounding().is_random().then(|| stream("random elements' rounding").into());
+        let made = Quantize { random, ..Quantize::new(&x, self.codec, Planes::Both) }.run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &made)?;
+        for (name, plane) in [("rows", &made.rows), ("cols", &made.cols)] {
+            let plane =
+                plane.as_ref().ok_or_else(|| Error::shape("quantize", name, "not written", "both planes"))?;
+            let back = Dequantize { x: plane.block("quantize")?, dtype: DType::F32 }.run(b)?;
+            out.tensor(b, &format!("decoded {name}"), &back)?;
+        }
+        Ok(out)
+    }
+}
+
+impl Matrix {
+    /// Exponents of the whole range, ties between codes, heavy tails, NaN and infinities, in turn.
+    fn new(number: u64) -> Self {
+        let stream = stream(&format!("random elements {number}"));
+        let of = |input: Input| input.values(&stream, SHAPE.0 * SHAPE.1);
+        // Four bits of mantissa, of which a format keeps three or fewer: many lie halfway between two codes.
+        let coarse = |x: f32| f32::from_bits(x.to_bits() & 0xFFF8_0000);
+        let values = match number % 4 {
+            0 => of(Input::ExtremeExponents),
+            1 => of(Input::ExtremeExponents).into_iter().map(coarse).collect(),
+            2 => of(Input::HeavyTailed),
+            _ => of(Input::NonFinite),
+        };
+        Self { number, values: Arc::new(values) }
+    }
+}
+
+/// Quantizes at least so many random elements, F32 and BF16 in turn, along rows and down columns, in every block format, and decodes
+/// them, on both backends.
+///
+/// # Panics
+/// With a report, where the backends differ by a bit or one refuses.
+pub fn random_elements<A: Convert, B: Convert>(pair: &Pair<A, B>, elements: u64) {
+    let codecs: Vec<Codec> = Format::ALL
+        .into_iter()
+        .filter_map(|format| {
+            let rule = format.spec().default_rule()?;
+            Some(Codec::new(format, rule, Rounding::NearestEven).unwrap_or_else(|e| panic!("{e}")))
+        })
+        .collect();
+    for number in 0..elements.div_ceil((SHAPE.0 * SHAPE.1) as u64) {
+        let matrix = Matrix::new(number);
+        let dtype = [DType::F32, DType::Bf16][(number / 4 % 2) as usize];
+        for &codec in &codecs {
+            pair.check(&There { codec, dtype, matrix: matrix.clone() });
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Queries or keys before attention: each head normed (Qwen3), or as it is (Llama), then rotated. t tokens, n heads, c head_dim.
+
+use super::{Norm, NormSaved};
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use nibble_core::ops::{NormRope, NormRopeBackward, Rope};
+use nibble_core::{Kernels, Result, Tensor};
+
+/// What turns queries or keys.
+#[derive(Debug, Clone)]
+pub struct Heads<B: Kernels> {
+    /// Of each head, `[1, c]`, where the model has one.
+    pub norm: Option<Norm<B>>,
+}
+
+/// The rotation of heads.
+#[derive(Debug)]
+pub struct Rotation<'a, B: Kernels> {
+    /// As [`nibble_core::ops::Rope`] has it.
+    pub table: &'a Tensor<B>,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Position of the first of them.
+    pub first_position: usize,
+}
+
+/// What is kept of turning heads.
+#[derive(Debug)]
+pub struct HeadsSaved<B: Kernels> {
+    /// The norm's input, where there is a norm.
+    norm: Option<NormSaved<B>>,
+    /// The result, which attention's backward pass reads, unless it is made again. Without a norm it is always here: it takes no more
+    /// than that from which it could be made, and a rotation's own backward pass needs neither.
+    turned: Option<Tensor<B>>,
+}
+
+impl<B: Kernels> HeadsSaved<B> {
+    /// Lists what is kept, the result as this kind of this layer.
+    pub(super) fn list(&self, ledger: &mut Ledger, layer: &str, kind: &'static str) {
+        if let Some(norm) = &self.norm {
+            norm.ledger(ledger);
+        }
+        if let Some(turned) = &self.turned {
+            ledger.tensor(layer, kind, turned);
+        }
+    }
+}
+
+impl<B: Kernels> Heads<B> {
+    /// Heads of x, each normed if they are to be, then rotated: `[t, n·c]`. The result is kept if `keep` says so.
+    pub fn forward(
+        &self,
+        cx: &Cx<'_, B>,
+        x: Tensor<B>,
+        rotation: &Rotation<'_, B>,
+        keep: bool,
+    ) -> Result<(Tensor<B>, HeadsSaved<B>)> {
+        let Some(norm) = &self.norm else {
+            let y = rotated(cx, &x, rotation, false)?;
+            return Ok((y.clone(), HeadsSaved { norm: None, turned: Some(y) }));
+        };
+        let out = normed(norm, &x, rotation).run(cx.b)?;
+        let saved = NormSaved { layer: norm.layer(), x, inv_rms: out.inv_rms };
+        let turned = keep.then(|| out.y.clone());
+        Ok((out.y, HeadsSaved { norm: Some(saved), turned }))
+    }
+
+    /// The heads, kept or made again.
+    pub fn turned(
+        &self,
+        cx: &Cx<'_, B>,
+        saved: &mut HeadsSaved<B>,
+        rotation: &Rotation<'_, B>,
+    ) -> Result<Tensor<B>> {
+        match (saved.turned.take(), &self.norm, &saved.norm) {
+            (Some(turned), ..) => Ok(turned),
+            (None, Some(norm), Some(saved)) => Ok(normed(norm, &saved.x, rotation).run(cx.b)?.y),
+            (None, ..) => Err(nibble_core::Error::shape("heads", "what is kept", "nothing", "the heads")),
+        }
+    }
+
+    /// dx, of the gradient dy of what [`Heads::forward`] gives.
+    pub fn backward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: HeadsSaved<B>,
+        dy: Tensor<B>,
+        rotation: &Rotation<'_, B>,
+    ) -> Result<Tensor<B>> {
+        let (Some(norm), Some(saved)) = (&mut self.norm, saved.norm) else {
+            return rotated(cx, &dy, rotation, true);
+        };
+        let &Rotation { table, seq_len, first_position } = rotation;
+        let weight = &norm.weight.master.clone();
+        norm.weight.add_gradient(cx, crate::param::Writes::Adds, |dweight, _| {
+            let NormSaved { x, inv_rms, .. } = &saved;
+            let dy = &dy;
+            NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
+        })
+    }
+}
+
+fn normed<'a, B: Kernels>(
+    norm: &'a Norm<B>,
+    x: &'a Tensor<B>,
+    rotation: &Rotation<'a, B>,
+) -> NormRope<'a, B> {
+    let &Rotation { table, seq_len, first_position } = rotation;
+    NormRope { x, weight: &norm.weight.master, eps: norm.eps, table, seq_len, first_position }
+}
+
+fn rotated<B: Kernels>(
+    cx: &Cx<'_, B>,
+    x: &Tensor<B>,
+    &Rotation { table, seq_len, first_position }: &Rotation<'_, B>,
+    inverse: bool,
+) -> Result<Tensor<B>> {
+    Rope { x, table, seq_len, first_position, inverse }.run(cx.b)
+}
