@@ -95,6 +95,11 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
         params.element.decode(code) * params.kind.multiplier(record, i, params.block)
     }
 
+    /// Whether [`decode`](Self::decode) is the element times the numbers of its levels: so where it is not overridden.
+    fn decodes_by_levels(&self) -> bool {
+        true
+    }
+
     /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
     fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
         [1.0, 1.0]

@@ -11,48 +11,61 @@ use crate::rounding::Rounding;
 ///
 /// | element | bits S/E/M, bias | largest | smallest | specials |
 /// |---|---|---|---|---|
-/// | `E2m1` | 1/2/1, 1 | 6 | 0.5 | none |
-/// | `E2m3` | 1/2/3, 1 | 7.5 | 0.125 | none |
-/// | `E3m2` | 1/3/2, 3 | 28 | 0.0625 | none |
-/// | `E4m3` | 1/4/3, 7 | 448 (0x7E) | 2⁻⁹ | NaN 0x7F, 0xFF; no infinity |
-/// | `E5m2` | 1/5/2, 15 | 57344 (0x7B) | 2⁻¹⁶ | infinity 0x7C, 0xFC; NaN 0x7D..=0x7F, 0xFD..=0xFF |
-/// | `Int8` | two's complement / 64 | 127/64 | 1/64 | no −0; 0x80 (−2) is read and never written |
-/// | `S1p2` | 1/1/2, 1: quarters | 1.75 | 0.25 | none |
+/// | `E2M1` | 1/2/1, 1 | 6 | 0.5 | none |
+/// | `E2M3` | 1/2/3, 1 | 7.5 | 0.125 | none |
+/// | `E3M2` | 1/3/2, 3 | 28 | 0.0625 | none |
+/// | `E4M3` | 1/4/3, 7 | 448 (0x7E) | 2⁻⁹ | NaN 0x7F, 0xFF; no infinity |
+/// | `E5M2` | 1/5/2, 15 | 57344 (0x7B) | 2⁻¹⁶ | infinity 0x7C, 0xFC; NaN 0x7D..=0x7F, 0xFD..=0xFF |
+/// | `INT8` | two's complement / 64 | 127/64 | 1/64 | no −0; 0x80 (−2) is read and never written |
+/// | `S1P2` | 1/1/2, 1: quarters | 1.75 | 0.25 | none |
 ///
 /// ```
 /// use nibble_formats::Element;
-/// assert_eq!(Element::E2m1.encode(-2.5), 0b1100); // the tie goes to the even code: -2
-/// assert_eq!(Element::E2m1.decode(0b1100), -2.0);
-/// assert_eq!(Element::E4m3.encode(1e9), 0x7E); // saturates at 448
-/// assert_eq!(Element::Int8.encode(-0.5), 0xE0); // -32 / 64
+/// assert_eq!(Element::E2M1.encode(-2.5), 0b1100); // the tie goes to the even code: -2
+/// assert_eq!(Element::E2M1.decode(0b1100), -2.0);
+/// assert_eq!(Element::E4M3.encode(1e9), 0x7E); // saturates at 448
+/// assert_eq!(Element::INT8.encode(-0.5), 0xE0); // -32 / 64
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
-    /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; codes 0..=15.
-    E2m1,
-    /// FP6 with three mantissa bits; codes 0..=63.
-    E2m3,
-    /// FP6 with three exponent bits; codes 0..=63.
-    E3m2,
-    /// FP8 E4M3FN: largest 448, NaN, no infinity.
-    E4m3,
-    /// FP8 E5M2: largest 57344, NaN and infinity.
-    E5m2,
-    /// Sixty-fourths from −127/64 to 127/64, in two's complement.
-    Int8,
-    /// Sign and quarters, to 1.75 (E1M2).
-    S1p2,
-}
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Element(&'static ElementFacts);
 
 /// What tells one element from another.
-struct Facts {
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct ElementFacts {
     name: &'static str,
-    mantissa_bits: u32,
     code_bits: u32,
+    mantissa_bits: u32,
     bias: i32,
-    max: f32,
     max_code: u8,
     nan_code: u8,
+    /// Whether the first code above `max_code` is infinity, instead of a NaN as the rest.
+    has_infinity: bool,
+    /// Whether negative codes are two's complement, instead of a sign and a magnitude.
+    twos_complement: bool,
+}
+
+impl ElementFacts {
+    /// A sign, an exponent and a mantissa, with subnormals, and numbers to the last code: no NaN, no infinity.
+    pub(crate) const fn float(name: &'static str, code_bits: u32, mantissa_bits: u32, bias: i32) -> Self {
+        let max_code = (1u8 << (code_bits - 1)) - 1;
+        let (nan_code, has_infinity, twos_complement) = (0, false, false);
+        Self { name, code_bits, mantissa_bits, bias, max_code, nan_code, has_infinity, twos_complement }
+    }
+
+    /// The same with a smaller largest number, and NaNs above it.
+    const fn ending_at(self, max_code: u8, nan_code: u8) -> Self {
+        Self { max_code, nan_code, ..self }
+    }
+
+    /// The same with an infinity right above its largest number.
+    const fn with_infinity(self) -> Self {
+        Self { has_infinity: true, ..self }
+    }
+
+    /// The same in two's complement.
+    const fn in_twos_complement(self) -> Self {
+        Self { twos_complement: true, ..self }
+    }
 }
 
 /// A magnitude as code + fraction of the step to the next code.
@@ -66,40 +79,29 @@ struct Split {
 }
 
 impl Element {
-    /// Every element format.
-    pub const ALL: [Element; 7] = [
-        Element::E2m1,
-        Element::E2m3,
-        Element::E3m2,
-        Element::E4m3,
-        Element::E5m2,
-        Element::Int8,
-        Element::S1p2,
-    ];
+    /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; codes 0..=15.
+    pub const E2M1: Element = Element::of(&ElementFacts::float("e2m1", 4, 1, 1));
+    /// FP6 with three mantissa bits; codes 0..=63.
+    pub const E2M3: Element = Element::of(&ElementFacts::float("e2m3", 6, 3, 1));
+    /// FP6 with three exponent bits; codes 0..=63.
+    pub const E3M2: Element = Element::of(&ElementFacts::float("e3m2", 6, 2, 3));
+    /// FP8 E4M3FN: largest 448, NaN, no infinity.
+    pub const E4M3: Element = Element::of(&ElementFacts::float("e4m3", 8, 3, 7).ending_at(0x7E, 0x7F));
+    /// FP8 E5M2: largest 57344, NaN and infinity.
+    pub const E5M2: Element =
+        Element::of(&ElementFacts::float("e5m2", 8, 2, 15).ending_at(0x7B, 0x7F).with_infinity());
+    /// Sixty-fourths from −127/64 to 127/64, in two's complement.
+    pub const INT8: Element = Element::of(&ElementFacts::float("int8", 8, 6, 1).in_twos_complement());
+    /// Sign and quarters, to 1.75 (E1M2).
+    pub const S1P2: Element = Element::of(&ElementFacts::float("s1p2", 4, 2, 1));
 
-    const fn facts(self) -> &'static Facts {
-        macro_rules! facts {
-            ($name:literal, $mantissa_bits:literal, $code_bits:literal, $bias:literal, $max:expr, $max_code:literal, $nan_code:literal) => {
-                &Facts {
-                    name: $name,
-                    mantissa_bits: $mantissa_bits,
-                    code_bits: $code_bits,
-                    bias: $bias,
-                    max: $max,
-                    max_code: $max_code,
-                    nan_code: $nan_code,
-                }
-            };
-        }
-        match self {
-            Element::E2m1 => facts!("e2m1", 1, 4, 1, 6.0, 0x07, 0),
-            Element::E2m3 => facts!("e2m3", 3, 6, 1, 7.5, 0x1F, 0),
-            Element::E3m2 => facts!("e3m2", 2, 6, 3, 28.0, 0x1F, 0),
-            Element::E4m3 => facts!("e4m3", 3, 8, 7, 448.0, 0x7E, 0x7F),
-            Element::E5m2 => facts!("e5m2", 2, 8, 15, 57344.0, 0x7B, 0x7F),
-            Element::Int8 => facts!("int8", 6, 8, 1, 127.0 / 64.0, 0x7F, 0),
-            Element::S1p2 => facts!("s1p2", 2, 4, 1, 1.75, 0x07, 0),
-        }
+    /// An element of these facts; its name is its own.
+    pub(crate) const fn of(facts: &'static ElementFacts) -> Element {
+        Element(facts)
+    }
+
+    const fn facts(self) -> &'static ElementFacts {
+        self.0
     }
 
     /// Short lower-case name: `e2m1`, `e4m3`, ...
@@ -124,7 +126,7 @@ impl Element {
 
     /// Largest finite value.
     pub const fn max(self) -> f32 {
-        self.facts().max
+        self.decode(self.max_code())
     }
 
     /// Exponent of the largest finite value, ⌊log2 max⌋.
@@ -146,10 +148,7 @@ impl Element {
     /// Whether a code stands for zero, of either sign; bits above the code's are not looked at.
     #[inline]
     pub const fn is_zero(self, code: u8) -> bool {
-        let magnitude = match self {
-            Element::Int8 => 0xFF,
-            _ => (1u8 << (self.code_bits() - 1)) - 1,
-        };
+        let magnitude = if self.facts().twos_complement { 0xFF } else { (1u8 << (self.code_bits() - 1)) - 1 };
         code & magnitude == 0
     }
 
@@ -157,10 +156,10 @@ impl Element {
     #[inline]
     const fn signed(self, magnitude: u8, x: f32) -> u8 {
         let negative = x.to_bits() >> 31;
-        match self {
-            Element::Int8 if negative == 1 => magnitude.wrapping_neg(),
-            Element::Int8 => magnitude,
-            _ => magnitude | (negative << (self.code_bits() - 1)) as u8,
+        match (self.facts().twos_complement, negative) {
+            (true, 1) => magnitude.wrapping_neg(),
+            (true, _) => magnitude,
+            (false, _) => magnitude | (negative << (self.code_bits() - 1)) as u8,
         }
     }
 
@@ -267,56 +266,33 @@ impl Element {
     /// The value of a code; bits above the code's are not looked at.
     #[inline]
     pub const fn decode(self, code: u8) -> f32 {
-        match self {
-            Element::E2m1 => E2M1_VALUES[(code & 15) as usize],
-            Element::E2m3 => E2M3_VALUES[(code & 63) as usize],
-            Element::E3m2 => E3M2_VALUES[(code & 63) as usize],
-            Element::E4m3 => E4M3_VALUES[code as usize],
-            Element::E5m2 => E5M2_VALUES[code as usize],
-            Element::Int8 => code as i8 as f32 / 64.0,
-            Element::S1p2 => S1P2_VALUES[(code & 15) as usize],
+        let facts = self.facts();
+        let m = facts.mantissa_bits;
+        // Of subnormals, and of integers, all of which are.
+        let step = f32::from_bits(((128 - facts.bias - m as i32) as u32) << 23);
+        if facts.twos_complement {
+            return code as i8 as f32 * step;
         }
-    }
-
-    /// The value of a code from its fields: the definition behind the tables of `decode`.
-    const fn decode_fields(self, code: u8) -> f32 {
-        let m = self.mantissa_bits();
-        let negative = (code >> (self.code_bits() - 1)) & 1 == 1;
-        let magnitude = code & ((1u8 << (self.code_bits() - 1)) - 1);
-        let field = (magnitude >> m) as u32;
-        let mantissa = (magnitude & ((1 << m) - 1)) as u32;
-        let value = if magnitude > self.max_code() {
-            match self {
-                Element::E5m2 if mantissa == 0 => f32::INFINITY,
-                _ => f32::NAN,
-            }
+        let sign = 1u8 << (facts.code_bits - 1);
+        let magnitude = code & (sign - 1);
+        let (field, mantissa) = ((magnitude >> m) as u32, (magnitude & ((1 << m) - 1)) as u32);
+        let value = if magnitude > facts.max_code {
+            let infinite = facts.has_infinity && magnitude == facts.max_code + 1;
+            if infinite { f32::INFINITY } else { f32::NAN }
         } else if field == 0 {
-            let step = 1 - self.bias() - m as i32;
-            mantissa as f32 * f32::from_bits(((127 + step) as u32) << 23)
+            mantissa as f32 * step
         } else {
-            f32::from_bits(((field as i32 + 127 - self.bias()) as u32) << 23 | mantissa << (23 - m))
+            f32::from_bits((field + (127 - facts.bias) as u32) << 23 | mantissa << (23 - m))
         };
-        if negative { -value } else { value }
+        if code & sign != 0 { -value } else { value }
     }
 }
 
-/// Values of all codes of an element.
-const fn values<const N: usize>(element: Element) -> [f32; N] {
-    let mut table = [0.0; N];
-    let mut code = 0;
-    while code < N {
-        table[code] = element.decode_fields(code as u8);
-        code += 1;
+impl std::fmt::Debug for Element {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
-    table
 }
-
-static E2M1_VALUES: [f32; 16] = values(Element::E2m1);
-static E2M3_VALUES: [f32; 64] = values(Element::E2m3);
-static E3M2_VALUES: [f32; 64] = values(Element::E3m2);
-static E4M3_VALUES: [f32; 256] = values(Element::E4m3);
-static E5M2_VALUES: [f32; 256] = values(Element::E5m2);
-static S1P2_VALUES: [f32; 16] = values(Element::S1p2);
 
 impl std::fmt::Display for Element {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

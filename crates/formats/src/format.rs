@@ -147,11 +147,9 @@ mod tests {
             assert_eq!(format.to_string().parse(), Ok(format));
         }
         let e = "fp4".parse::<Format>().unwrap_err();
-        assert_eq!(
-            e.to_string(),
-            "unknown format `fp4`: expected one of f32, bf16, e4m3, e5m2, e4m3-row, e5m2-row, e4m3-tensor, e5m2-tensor, \
-             mxfp4, mxfp6-e2m3, mxfp6-e3m2, mxfp8-e4m3, mxfp8-e5m2, mxint8, nvfp4, hif4"
-        );
+        let names = Format::ALL.map(Format::name).join(", ");
+        assert_eq!(e.to_string(), format!("unknown format `fp4`: expected one of {names}"));
+        assert!(names.starts_with("f32, bf16, e4m3, e5m2, e4m3-row"), "{names}");
     }
 
     #[test]

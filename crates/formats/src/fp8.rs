@@ -19,14 +19,14 @@ const ROW: FormatSpec =
 const TENSOR: FormatSpec =
     FormatSpec { rules: &[TensorAmax], scales: |_| ScaleKind::NONE.under_tensor(), codec: &Tensor, ..BLOCKS };
 
-pub(crate) const E4M3: FormatSpec = FormatSpec { name: "e4m3", element: Some(Element::E4m3), ..BLOCKS };
-pub(crate) const E5M2: FormatSpec = FormatSpec { name: "e5m2", element: Some(Element::E5m2), ..BLOCKS };
-pub(crate) const E4M3_ROW: FormatSpec = FormatSpec { name: "e4m3-row", element: Some(Element::E4m3), ..ROW };
-pub(crate) const E5M2_ROW: FormatSpec = FormatSpec { name: "e5m2-row", element: Some(Element::E5m2), ..ROW };
+pub(crate) const E4M3: FormatSpec = FormatSpec { name: "e4m3", element: Some(Element::E4M3), ..BLOCKS };
+pub(crate) const E5M2: FormatSpec = FormatSpec { name: "e5m2", element: Some(Element::E5M2), ..BLOCKS };
+pub(crate) const E4M3_ROW: FormatSpec = FormatSpec { name: "e4m3-row", element: Some(Element::E4M3), ..ROW };
+pub(crate) const E5M2_ROW: FormatSpec = FormatSpec { name: "e5m2-row", element: Some(Element::E5M2), ..ROW };
 pub(crate) const E4M3_TENSOR: FormatSpec =
-    FormatSpec { name: "e4m3-tensor", element: Some(Element::E4m3), ..TENSOR };
+    FormatSpec { name: "e4m3-tensor", element: Some(Element::E4M3), ..TENSOR };
 pub(crate) const E5M2_TENSOR: FormatSpec =
-    FormatSpec { name: "e5m2-tensor", element: Some(Element::E5m2), ..TENSOR };
+    FormatSpec { name: "e5m2-tensor", element: Some(Element::E5M2), ..TENSOR };
 
 /// A scale for a whole line of codes; a row of an operand as products contract it.
 #[derive(Debug)]

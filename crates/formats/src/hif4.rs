@@ -15,7 +15,7 @@ use half::bf16;
 
 pub(crate) const HIF4: FormatSpec = FormatSpec {
     name: "hif4",
-    element: Some(Element::S1p2),
+    element: Some(Element::S1P2),
     code_bits: 4,
     block: 64,
     rules: &[ScaleRule::Amax, ScaleRule::Cann],

@@ -33,7 +33,7 @@ pub fn lift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     if source == e8m0::NAN || target == e8m0::NAN {
         return (0x7F, false);
     }
-    rescale(Element::E2m1.decode(code), i32::from(source) - i32::from(target))
+    rescale(Element::E2M1.decode(code), i32::from(source) - i32::from(target))
 }
 
 /// [`lift_code`] for all 16 codes at once, with bit `c` of the mask set where code `c` changed: a
@@ -53,7 +53,7 @@ pub fn lift_table(source: u8, target: u8) -> ([u8; 16], u16) {
 /// changed.
 #[inline]
 pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
-    let value = Element::E4m3.decode(code);
+    let value = Element::E4M3.decode(code);
     if value.is_nan() {
         return (code, false);
     }
@@ -64,7 +64,7 @@ pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
 /// `target` below `source` raises the exponent instead, saturating.
 #[inline]
 pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
-    let value = Element::E4m3.decode(code);
+    let value = Element::E4M3.decode(code);
     if source == e8m0::NAN || target == e8m0::NAN {
         return (0x7F, false);
     }
@@ -80,6 +80,6 @@ pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
 fn rescale(value: f32, octaves: i32) -> (u8, bool) {
     let octaves = octaves.clamp(-32, 32);
     let scaled = value * f32::from_bits(((127 + octaves) as u32) << 23);
-    let code = Element::E4m3.encode(scaled);
-    (code, Element::E4m3.decode(code) != scaled)
+    let code = Element::E4M3.encode(scaled);
+    (code, Element::E4M3.decode(code) != scaled)
 }

@@ -11,7 +11,7 @@ use crate::spec::{FormatSpec, PLAIN};
 
 pub(crate) const NVFP4: FormatSpec = FormatSpec {
     name: "nvfp4",
-    element: Some(Element::E2m1),
+    element: Some(Element::E2M1),
     code_bits: 4,
     block: 16,
     rules: &[TensorAmax, Amax],
@@ -32,8 +32,8 @@ impl BlockCodec for Nvfp4 {
     fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
         let tensor_inv = params.tensor_inv();
         let wanted = amax(x).unwrap_or(f32::NAN) * (tensor_inv * (1.0 / 6.0));
-        let byte = Element::E4m3.encode(wanted);
-        let value = Element::E4m3.decode(byte) * (1.0 / tensor_inv);
+        let byte = Element::E4M3.encode(wanted);
+        let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
         // A scale of zero takes what is not zero to the largest code, which decodes as zero.
         // The smaller of NaN and a number would be the number.
         let inv = if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) };

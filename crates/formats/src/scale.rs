@@ -53,7 +53,7 @@ impl ScaleNumber {
         match self {
             ScaleNumber::E8m0 => e8m0::decode(bits as u8),
             ScaleNumber::F32 => f32::from_bits(bits),
-            ScaleNumber::E4m3 => Element::E4m3.decode(bits as u8),
+            ScaleNumber::E4m3 => Element::E4M3.decode(bits as u8),
             ScaleNumber::E6m2 => e6m2(bits as u8),
             ScaleNumber::Bit => (1 + (bits & 1)) as f32,
         }

@@ -269,7 +269,7 @@ fn check_nvfp4(v: &Vectors, prefix: &str, tile_rows: usize) {
     assert_same(&what, &scales, &v.u8s(&format!("{prefix}scales")), |a, b| a == b);
     let mut want = vec![0; codes.len()];
     unpack_codes(4, &v.u8s(&format!("{prefix}codes")), &mut want).unwrap();
-    let unsigned = |codes: &[u8]| unsigned_zeros(Element::E2m1, &x, codes);
+    let unsigned = |codes: &[u8]| unsigned_zeros(Element::E2M1, &x, codes);
     assert_same(&what, &unsigned(&codes), &unsigned(&want), |a, b| a == b);
     if v.has(&format!("{prefix}dequant")) {
         assert_same(&what, &values, &v.f32s(&format!("{prefix}dequant")), equal);
@@ -320,7 +320,7 @@ fn check_hif4(v: &Vectors, rule: ScaleRule, rounding: Rounding, transposed: bool
     let (codes, scales) = quantize_rows(&codec, &x, cols);
     let words: Vec<u32> = scales.iter().map(|s| s.0).collect();
     assert_same(&format!("{file} scales"), &words, &v.u32s("scale_word"), |a, b| a == b);
-    let unsigned = |codes: &[u8]| unsigned_zeros(Element::S1p2, &x, codes);
+    let unsigned = |codes: &[u8]| unsigned_zeros(Element::S1P2, &x, codes);
     let want = v.u8s("elem_codes");
     assert_same(&format!("{file} codes"), &unsigned(&codes), &unsigned(&want), |a, b| a == b);
     let (dequant, name) = (decode_rows(&codec, &codes, &scales, cols), "dequant");
@@ -404,7 +404,7 @@ fn check_fp8_in(v: &Vectors, prefix: &str, tile_rows: usize, rule: ScaleRule, le
             continue;
         }
         assert_same(&what, &[codec.scale_kind().multiplier(scale, 0, 128)], &[block.scale], same);
-        let unsigned_zero = |codes: &[u8]| unsigned_zeros(Element::E4m3, &block.x, codes);
+        let unsigned_zero = |codes: &[u8]| unsigned_zeros(Element::E4M3, &block.x, codes);
         assert_same(&what, &unsigned_zero(&codes), &unsigned_zero(&block.codes), |a, b| a == b);
         if let Some(want) = &block.dequant {
             let got: Vec<f32> = codes.iter().map(|&c| codec.decode(c, 0, scale)).collect();
@@ -439,11 +439,11 @@ fn fp8_blocks_with_f32_scales() {
 #[test]
 fn casts_of_bf16_inputs() {
     for (file, element) in [
-        ("fp4", Element::E2m1),
-        ("e2m3", Element::E2m3),
-        ("e3m2", Element::E3m2),
-        ("e4m3", Element::E4m3),
-        ("e5m2", Element::E5m2),
+        ("fp4", Element::E2M1),
+        ("e2m3", Element::E2M3),
+        ("e3m2", Element::E3M2),
+        ("e4m3", Element::E4M3),
+        ("e5m2", Element::E5M2),
     ] {
         for v in vectors(&format!("elem_cast_{file}_all_bf16")) {
             let (x, want, values) = (v.f32s("x"), v.u8s("code_sat"), v.f32s("dequant_sat"));
@@ -461,12 +461,12 @@ fn casts_of_bf16_inputs() {
 fn decode_tables_and_bf16_rounding() {
     for v in vectors("decode_tables") {
         let tables: BTreeMap<&str, fn(u8) -> f32> = BTreeMap::from([
-            ("decode_fp4", (|c| Element::E2m1.decode(c)) as fn(u8) -> f32),
-            ("decode_e4m3", |c| Element::E4m3.decode(c)),
-            ("decode_e5m2", |c| Element::E5m2.decode(c)),
-            ("decode_e2m3", |c| Element::E2m3.decode(c)),
-            ("decode_e3m2", |c| Element::E3m2.decode(c)),
-            ("decode_s1p2", |c| Element::S1p2.decode(c)),
+            ("decode_fp4", (|c| Element::E2M1.decode(c)) as fn(u8) -> f32),
+            ("decode_e4m3", |c| Element::E4M3.decode(c)),
+            ("decode_e5m2", |c| Element::E5M2.decode(c)),
+            ("decode_e2m3", |c| Element::E2M3.decode(c)),
+            ("decode_e3m2", |c| Element::E3M2.decode(c)),
+            ("decode_s1p2", |c| Element::S1P2.decode(c)),
             ("decode_e6m2", |c| ScaleNumber::E6m2.decode(c.into())),
             ("decode_e8m0", e8m0::decode),
         ]);

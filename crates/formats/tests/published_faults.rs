@@ -7,7 +7,7 @@ use nibble_formats::{
 
 /// BF16 bits of an E2M1 code.
 fn bf16_bits(code: u8) -> u16 {
-    bf16::from_f32(Element::E2m1.decode(code)).to_bits()
+    bf16::from_f32(Element::E2M1.decode(code)).to_bits()
 }
 
 /// A released row kernel moves a value by subtracting octaves from the exponent bits of its BF16 form,
@@ -32,7 +32,7 @@ fn zero_wraps_to_448_seven_octaves_below_the_largest_scale() {
     }
     // Codes other than zero it gets right, and so do we.
     for code in (1..8).chain(9..16) {
-        let ours = Element::E4m3.decode(lift_code(code, mine, target).0);
+        let ours = Element::E4M3.decode(lift_code(code, mine, target).0);
         assert_eq!(ours, wrapping_lift(code, 7));
     }
 }
@@ -47,7 +47,7 @@ fn the_column_kernel_loses_signs() {
     assert_eq!(masked(0x0, 7), 448.0, "the fault: zeros become +448");
 
     let target = lift_target([127].into_iter());
-    assert_eq!(Element::E4m3.decode(lift_code(0xE, 127, target).0), -256.0);
+    assert_eq!(Element::E4M3.decode(lift_code(0xE, 127, target).0), -256.0);
     for code in 8..16 {
         assert_ne!(lift_code(code, 120, target).0 & 0x80, 0, "every negative code stays negative");
     }
@@ -59,7 +59,7 @@ fn the_printed_algorithm_turns_zero_into_a_half_and_a_half_into_three_quarters()
     // taken for granted.
     let printed = |code: u8, below: u8| {
         let (sign, e, m) = (code >> 3, (code >> 1) & 3, code & 1);
-        Element::E4m3.decode(sign << 7 | (e + 6 + 6 - below) << 3 | m << 2)
+        Element::E4M3.decode(sign << 7 | (e + 6 + 6 - below) << 3 | m << 2)
     };
     // Six octaves below the largest scale the lifted scale equals the block's own.
     assert_eq!(printed(0x0, 6), 0.5, "the fault: 0 becomes 0.5");
@@ -68,8 +68,8 @@ fn the_printed_algorithm_turns_zero_into_a_half_and_a_half_into_three_quarters()
 
     let target = lift_target([127, 121].into_iter());
     for code in 0..16 {
-        let ours = Element::E4m3.decode(lift_code(code, 121, target).0);
-        assert_eq!(ours.to_bits(), Element::E2m1.decode(code).to_bits(), "the value itself");
+        let ours = Element::E4M3.decode(lift_code(code, 121, target).0);
+        assert_eq!(ours.to_bits(), Element::E2M1.decode(code).to_bits(), "the value itself");
         if code & 7 >= 2 {
             assert_eq!(printed(code, 6), ours, "with an implicit one the algorithm is right");
         }
@@ -82,7 +82,7 @@ fn the_shared_scale_byte_wraps_below_six() {
     assert_eq!(bytes.iter().max().unwrap().wrapping_sub(6), 255, "the fault: 5 − 6 is 255, a NaN");
     assert_eq!(lift_target(bytes.into_iter()), 0);
     // 6 · 2^(5 − 127) under byte 0: 6 · 2⁵ = 192.
-    assert_eq!(Element::E4m3.decode(lift_code(0x7, 5, 0).0), 192.0);
+    assert_eq!(Element::E4M3.decode(lift_code(0x7, 5, 0).0), 192.0);
 }
 
 #[test]
@@ -91,9 +91,9 @@ fn a_nan_is_masked_and_an_infinity_shrinks_to_three() {
     x[3] = f32::NAN;
     // A maximum that drops NaN, then a clamp that does.
     let amax = x.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-    let inv = e8m0::inv(e8m0::encode(ScaleRule::Rceil, Element::E2m1, amax));
+    let inv = e8m0::inv(e8m0::encode(ScaleRule::Rceil, Element::E2M1, amax));
     #[expect(clippy::manual_clamp, reason = "`clamp` would keep the NaN; the fault is that this does not")]
-    let code = Element::E2m1.encode((x[3] * inv).max(-6.0).min(6.0));
+    let code = Element::E2M1.encode((x[3] * inv).max(-6.0).min(6.0));
     assert_eq!(code, 0xF, "the fault: a NaN becomes -6 times a healthy scale");
 
     let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
@@ -102,7 +102,7 @@ fn a_nan_is_masked_and_an_infinity_shrinks_to_three() {
     assert_eq!((made, codes), ((Scale::byte(0xFF), true), [0; 32]));
 
     // An infinite amax wrapped the byte to 126 and both infinities decoded to -6 · 2⁻¹.
-    assert_eq!(Element::E2m1.decode(0xF) * e8m0::decode(126), -3.0, "the fault");
+    assert_eq!(Element::E2M1.decode(0xF) * e8m0::decode(126), -3.0, "the fault");
     for infinity in [f32::INFINITY, f32::NEG_INFINITY] {
         x[3] = infinity;
         let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
@@ -133,9 +133,9 @@ fn unshifted_transpose(code: u8, octaves: u8) -> u8 {
 #[test]
 fn the_transpose_leaves_subnormal_mantissas_unshifted() {
     // 2⁻⁶ is the smallest normal; half of it is the subnormal 4 · 2⁻⁹.
-    assert_eq!(Element::E4m3.decode(unshifted_transpose(0x08, 1)), 0.0, "the fault: 2⁻⁶ / 2 becomes 0");
+    assert_eq!(Element::E4M3.decode(unshifted_transpose(0x08, 1)), 0.0, "the fault: 2⁻⁶ / 2 becomes 0");
     assert_eq!(shift_e4m3(0x08, 1), (0x04, false));
-    assert_eq!(Element::E4m3.decode(0x04), 2f32.powi(-7));
+    assert_eq!(Element::E4M3.decode(0x04), 2f32.powi(-7));
 
     // 1.875 · 2⁻⁶, four octaves down, is 0.9375 of the smallest subnormal; the fault makes it 7.
     assert_eq!(unshifted_transpose(0x0F, 4), 0x07, "the fault");
@@ -144,8 +144,8 @@ fn the_transpose_leaves_subnormal_mantissas_unshifted() {
     assert_eq!(shift_e4m3(0x0F, 40), (0x00, true));
 
     let error = |code: u8, octaves: u8, got: u8| {
-        let exact = f64::from(Element::E4m3.decode(code)) * 2f64.powi(-i32::from(octaves));
-        (f64::from(Element::E4m3.decode(got)) - exact).abs()
+        let exact = f64::from(Element::E4M3.decode(code)) * 2f64.powi(-i32::from(octaves));
+        (f64::from(Element::E4M3.decode(got)) - exact).abs()
     };
     let pairs = || (0..0x7Fu8).flat_map(|code| (0..32u8).map(move |octaves| (code, octaves)));
     let worst = |f: &dyn Fn(u8, u8) -> u8| pairs().map(|(c, k)| error(c, k, f(c, k))).fold(0.0, f64::max);
@@ -159,7 +159,7 @@ fn the_transpose_flushes_subnormals_and_makes_nan_finite() {
         (0..=255u8).filter(|&c| !matches!(c, 0x00 | 0x80) && unshifted_transpose(c, 0) != c).count();
     assert_eq!(flushed, 14, "the fault: 14 codes change although nothing was shifted");
     assert_eq!(unshifted_transpose(0x80, 0), 0, "the fault: -0 loses its sign");
-    assert_eq!(Element::E4m3.decode(unshifted_transpose(0x7F, 1)), 240.0, "the fault: NaN becomes 240");
+    assert_eq!(Element::E4M3.decode(unshifted_transpose(0x7F, 1)), 240.0, "the fault: NaN becomes 240");
 
     for code in 0..=255u8 {
         assert_eq!(shift_e4m3(code, 0), (code, false));
@@ -179,5 +179,5 @@ fn a_float_logarithm_misses_the_first_value_above_a_power_of_two() {
     let by_logarithm = (quotient.log2() as f32).ceil() as i32 + 127;
     assert_eq!(by_logarithm, 227, "the fault");
     assert!(f64::from(amax) > 6.0 * f64::from(e8m0::decode(227)));
-    assert_eq!(e8m0::encode(ScaleRule::Rceil, Element::E2m1, amax), 228);
+    assert_eq!(e8m0::encode(ScaleRule::Rceil, Element::E2M1, amax), 228);
 }

@@ -7,7 +7,7 @@
 //! are exact.
 //!
 //! ```text
-//! nibble_testkit::conformance!(avx2, Pair::strict(Cpu::scalar(1).unwrap(), Cpu::with(3, Isa::Avx2, Path::Simd).unwrap()));
+//! nibble_testkit::conformance!(avx2, Pair::strict(Cpu::scalar(1).unwrap(), Cpu::with(3, Isa::Avx2, CodePath::Simd).unwrap()));
 //! ```
 
 pub use crate::ops::*;

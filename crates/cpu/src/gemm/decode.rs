@@ -3,13 +3,13 @@
 use nibble_formats::Element;
 
 /// BF16 bits of the 128 magnitudes of E4M3.
-pub(super) static E4M3: [u16; 128] = bf16_bits(Element::E4m3);
+pub(super) static E4M3: [u16; 128] = bf16_bits(Element::E4M3);
 
 /// BF16 bits of the 128 magnitudes of E5M2.
-pub(super) static E5M2: [u16; 128] = bf16_bits(Element::E5m2);
+pub(super) static E5M2: [u16; 128] = bf16_bits(Element::E5M2);
 
 /// BF16 bits of the 16 codes of E2M1.
-pub(super) static E2M1: [u16; 16] = bf16_bits(Element::E2m1);
+pub(super) static E2M1: [u16; 16] = bf16_bits(Element::E2M1);
 
 /// BF16 bits of an FP8 code.
 pub(super) fn fp8(table: &[u16; 128], code: u8) -> u16 {

@@ -345,8 +345,8 @@ fn block_scaled_products_equal_the_specification() {
             let a = Scaled::new(&mut r, m, k, block, 1, kind);
             let b = Scaled::new(&mut r, n, k, block, b_rows, kind);
             for (e8m0_a, e8m0_b) in [(false, false), (true, false), (true, true)] {
-                let x: Vec<_> = (0..m).map(|i| vec![a.row(i, e8m0_a, Element::E5m2)]).collect();
-                let y: Vec<_> = (0..n).map(|i| vec![b.row(i, e8m0_b, Element::E4m3)]).collect();
+                let x: Vec<_> = (0..m).map(|i| vec![a.row(i, e8m0_a, Element::E5M2)]).collect();
+                let y: Vec<_> = (0..n).map(|i| vec![b.row(i, e8m0_b, Element::E4M3)]).collect();
                 let want =
                     product(&x, &y, |x, y| spec::dot_block_scaled(&x[0].0, &y[0].0, &x[0].1, &y[0].1, block));
                 if kind == Kind::Finite {
@@ -402,8 +402,8 @@ fn fp4_codes_multiply_like_their_values() {
         let ones = vec![127u8; n * k.div_ceil(32)];
         let scales = OperandScales::rows(ScalePlane::powers(&ones), 32, k.div_ceil(32));
         let b = Operand::rows(Data::E2m1(&packed), stride).scaled(scales);
-        let x: Vec<_> = (0..m).map(|i| vec![a.row(i, true, Element::E4m3)]).collect();
-        let decoded = |row: &Vec<u8>| row.iter().map(|&c| bf16::from_f32(Element::E2m1.decode(c))).collect();
+        let x: Vec<_> = (0..m).map(|i| vec![a.row(i, true, Element::E4M3)]).collect();
+        let decoded = |row: &Vec<u8>| row.iter().map(|&c| bf16::from_f32(Element::E2M1.decode(c))).collect();
         let y: Vec<_> = fp4.iter().map(|row| vec![(decoded(row), vec![1.0; k])]).collect();
         let want = product(&x, &y, |x, y| spec::dot_block_scaled(&x[0].0, &y[0].0, &x[0].1, &y[0].1, 32));
         for isa in isas() {
@@ -503,7 +503,7 @@ fn ragged_contractions_sum_over_each_group() {
             |rows: &[Vec<bf16>]| rows.iter().map(|x| x[start..start + len].to_vec()).collect::<Vec<_>>();
         plain.extend(product(&cut(&dy.rows), &cut(&x.rows), spec::dot_bf16));
         let cut = |s: &Scaled, i| {
-            let (codes, scales) = s.row(i, true, Element::E4m3);
+            let (codes, scales) = s.row(i, true, Element::E4M3);
             vec![(codes[start..start + len].to_vec(), scales[start / 128..].to_vec())]
         };
         let dy: Vec<_> = (0..m).map(|i| cut(&dy8, i)).collect();

@@ -1,5 +1,6 @@
-//! Products of formats that the engine has no codes for. Their codes times the scales of their blocks are BF16 numbers, exactly as far as
-//! its exponents reach, so they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
+//! Products of formats that the engine has no codes for. Where their codes times the scales of their blocks are BF16 numbers, exactly as
+//! far as its exponents reach, they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
+//! Where they are not, both sides are multiplied as the F32 numbers that they stand for.
 
 use super::operands::{down_rows, gemm_element, view};
 use super::quantize::spec::Decoder;
@@ -14,17 +15,25 @@ use rayon::prelude::*;
 pub(super) enum Side<'a> {
     /// As it is.
     AsIs(&'a Operand<Cpu>),
-    /// As BF16.
+    /// As plain numbers.
     Lowered(Lowered),
 }
 
-/// A quantized operand as BF16, in the order of its codes.
+/// A quantized operand as plain numbers, in the order of its codes.
 pub(super) struct Lowered {
-    values: Vec<bf16>,
+    values: Values,
     /// Values of a line, along which the contraction runs.
     len: usize,
     /// Where there are F32 scales on either side: those of this one.
     scales: Option<Apart>,
+}
+
+/// Numbers `[lines][len]`.
+enum Values {
+    /// Without F32 scales.
+    Bf16(Vec<bf16>),
+    /// Whole.
+    F32(Vec<f32>),
 }
 
 /// F32 scales `[lines][blocks]`, as bytes.
@@ -42,6 +51,9 @@ pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> 
     if has_codes(x) && has_codes(y) {
         return Ok((Side::AsIs(a), Side::AsIs(b)));
     }
+    if ![x, y].iter().all(|q| folds(q)) {
+        return Ok((Side::Lowered(widen(cpu, x)?), Side::Lowered(widen(cpu, y)?)));
+    }
     let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
     let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
     let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
@@ -57,24 +69,54 @@ fn has_codes(q: &BlockScaled<Cpu>) -> bool {
     gemm_element(q).is_some() && (q.format.spec().code_bits == 8 || line_len(q).is_multiple_of(2))
 }
 
+/// Whether codes and scales, F32 scales aside, are BF16 numbers.
+fn folds(q: &BlockScaled<Cpu>) -> bool {
+    let codes_alone = q.scale_kind() == ScaleKind::F32 && q.format.spec().codec.decodes_by_levels();
+    codes_alone || q.format.folds_into_bf16(q.rule)
+}
+
 fn line_len(q: &BlockScaled<Cpu>) -> usize {
     if q.axis == BlockAxis::Col { q.rows } else { q.cols }
 }
 
-fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowered> {
-    let (decoder, len) = (Decoder::of(q)?, line_len(q));
+/// Its lines, with place (row, column) of a value by line and position.
+fn lines(q: &BlockScaled<Cpu>) -> (usize, impl Fn(usize, usize) -> (usize, usize) + Sync) {
     let down = q.axis == BlockAxis::Col;
-    let lines = if down { q.cols } else { q.rows };
-    let place = |line: usize, k: usize| if down { (k, line) } else { (line, k) };
-    let mut values = vec![bf16::ZERO; lines * len];
+    (if down { q.cols } else { q.rows }, move |line, k| if down { (k, line) } else { (line, k) })
+}
+
+/// Every value, line by line.
+fn values<T: Clone + Send>(
+    cpu: &Cpu,
+    q: &BlockScaled<Cpu>,
+    zero: T,
+    of: impl Fn(usize, usize) -> T + Sync,
+) -> Vec<T> {
+    let (len, (lines, place)) = (line_len(q), lines(q));
+    let mut values = vec![zero; lines * len];
     cpu.pool().install(|| {
         values.par_chunks_mut(len.max(1)).enumerate().for_each(|(line, out)| {
             for (k, out) in out.iter_mut().enumerate() {
                 let (row, col) = place(line, k);
-                *out = bf16::from_f32(decoder.exact(row, col));
+                *out = of(row, col);
             }
         });
     });
+    values
+}
+
+/// As F32, with every scale.
+fn widen(cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
+    let decoder = Decoder::of(q)?;
+    let values = Values::F32(values(cpu, q, 0.0, |row, col| decoder.value(row, col)));
+    Ok(Lowered { values, len: line_len(q), scales: None })
+}
+
+/// As BF16, with F32 scales, if there are any on either side, for as many values beside it.
+fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowered> {
+    let (decoder, len, (lines, place)) = (Decoder::of(q)?, line_len(q), lines(q));
+    let exact = |row, col| bf16::from_f32(decoder.exact(row, col));
+    let values = Values::Bf16(values(cpu, q, bf16::ZERO, exact));
     let scales = apart.map(|block| {
         let blocks = len.div_ceil(block);
         let at = |i: usize| place(i / blocks, i % blocks * block);
@@ -87,7 +129,11 @@ fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowere
 impl Lowered {
     /// From line `first` on.
     fn view(&self, first: usize) -> gemm::Operand<'_> {
-        let rows = gemm::Operand::rows(gemm::Data::Bf16(&self.values), self.len).at(first * self.len);
+        let values = match &self.values {
+            Values::Bf16(values) => gemm::Data::Bf16(values),
+            Values::F32(values) => gemm::Data::F32(values),
+        };
+        let rows = gemm::Operand::rows(values, self.len).at(first * self.len);
         match &self.scales {
             Some(Apart { bytes, block, blocks }) => {
                 let plane = ScalePlane { kind: ScaleKind::F32, bytes };

@@ -10,7 +10,7 @@ pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
     let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
     let blocks = q.format.spec().block.is_multiple_of(2);
     let element = q.format.spec().element.filter(|_| one_number && blocks);
-    element.filter(|element| matches!(element, Element::E2m1 | Element::E4m3 | Element::E5m2))
+    element.filter(|element| matches!(*element, Element::E2M1 | Element::E4M3 | Element::E5M2))
 }
 
 fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
@@ -23,9 +23,9 @@ fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
 fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
     let codes = q.codes.as_slice();
     match gemm_element(q) {
-        Some(Element::E4m3) => Ok(gemm::Data::E4m3(codes)),
-        Some(Element::E5m2) => Ok(gemm::Data::E5m2(codes)),
-        Some(Element::E2m1) => Ok(gemm::Data::E2m1(codes)),
+        Some(Element::E4M3) => Ok(gemm::Data::E4m3(codes)),
+        Some(Element::E5M2) => Ok(gemm::Data::E5m2(codes)),
+        Some(Element::E2M1) => Ok(gemm::Data::E2m1(codes)),
         _ => Err(Error::unsupported(op, q.format, "the engine does not read its codes")),
     }
 }

@@ -102,8 +102,8 @@ impl Large {
             true => (large(rows).map(|row| row / share).collect(), (0..k.div_ceil(128)).collect()),
             false => ((0..rows.div_ceil(share)).collect(), large(k).map(|at| at / 128).collect()),
         };
-        let value = |code: usize| Element::E4m3.decode(code as u8);
-        let shrunk: Vec<u8> = (0..256).map(|code| Element::E4m3.encode(value(code) / self.gain)).collect();
+        let value = |code: usize| Element::E4M3.decode(code as u8);
+        let shrunk: Vec<u8> = (0..256).map(|code| Element::E4M3.encode(value(code) / self.gain)).collect();
         for line in lines {
             for &block in &blocks {
                 if let Plane::Codes(_) = plane {
@@ -241,7 +241,7 @@ impl Plane {
                 Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len))
             }
             OperandKind::Fp8(_) => {
-                let codes: Vec<u8> = value.into_iter().map(|x| Element::E4m3.encode(x)).collect();
+                let codes: Vec<u8> = value.into_iter().map(|x| Element::E4M3.encode(x)).collect();
                 Self::Codes(random.draw(&codes, len))
             }
         }

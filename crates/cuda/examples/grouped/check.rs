@@ -223,7 +223,7 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<Compared>, S
             return Err(format!("{}: output {at} is {}, then {}", case.name(), d[at], again[at]));
         }
     }
-    let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4m3.decode(code as u8)));
+    let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4M3.decode(code as u8)));
     let pick = |at: usize| Compared {
         at,
         got: d[at],

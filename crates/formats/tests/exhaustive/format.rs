@@ -48,7 +48,7 @@ fn multiplier(kind: ScaleKind, record: Scale, i: usize, block: usize) -> f64 {
             ScaleNumber::E8m0 => 2f64.powi((bits & 0xFF) as i32 - 127),
             ScaleNumber::E6m2 if bits & 0xFF == 0xFF => f64::NAN,
             ScaleNumber::E6m2 => (1.0 + (bits & 3) as f64 / 4.0) * 2f64.powi((bits >> 2 & 63) as i32 - 48),
-            ScaleNumber::E4m3 => f64::from(Element::E4m3.decode(bits as u8)),
+            ScaleNumber::E4m3 => f64::from(Element::E4M3.decode(bits as u8)),
         };
         at += level.number.bits() * level.count;
     }
@@ -57,7 +57,7 @@ fn multiplier(kind: ScaleKind, record: Scale, i: usize, block: usize) -> f64 {
 
 #[test]
 fn every_code_under_every_scale_is_what_the_record_says() {
-    for codec in codecs() {
+    for codec in codecs().into_iter().filter(|codec| codec.format().spec().codec.decodes_by_levels()) {
         let (kind, block) = (codec.scale_kind(), codec.format().spec().block);
         for record in records(kind) {
             for code in all_codes(codec.element()) {
@@ -102,7 +102,7 @@ fn a_codes_value_is_encoded_as_that_code() {
             for i in 0..x.len() {
                 for code in all_codes(codec.element()) {
                     let value = codec.decode(code, i, scale.record);
-                    let unused = codec.element() == Element::Int8 && code == 0x80;
+                    let unused = codec.element() == Element::INT8 && code == 0x80;
                     if !value.is_finite() || unused || (value == 0.0 && !codec.element().is_zero(code)) {
                         continue;
                     }
@@ -121,7 +121,7 @@ fn values_go_to_the_nearest_code_and_keep_their_order() {
         for (x, scale) in blocks(&codec).into_iter().filter(|(_, scale)| !scale.is_nan()) {
             for i in (0..x.len()).step_by(7) {
                 // The integer that is never written has no counterpart.
-                let written = |code: &u8| codec.element() != Element::Int8 || *code != 0x80;
+                let written = |code: &u8| codec.element() != Element::INT8 || *code != 0x80;
                 let codes = all_codes(codec.element()).filter(written);
                 let mut values: Vec<f32> = codes.map(|code| codec.decode(code, i, scale.record)).collect();
                 values.retain(|value| value.is_finite());

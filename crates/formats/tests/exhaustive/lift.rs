@@ -2,18 +2,18 @@ use crate::oracle::Oracle;
 use nibble_formats::{Element, lift_code, lift_table, lift_target, shift_code, shift_e4m3, shift_target};
 
 fn same_value(code: u8, exact: f64) -> bool {
-    f64::from(Element::E4m3.decode(code)) == exact
+    f64::from(Element::E4M3.decode(code)) == exact
 }
 
 #[test]
 fn every_code_under_every_pair_of_scales() {
-    let oracle = Oracle::new(Element::E4m3);
+    let oracle = Oracle::new(Element::E4M3);
     for source in 0..=254u8 {
         for target in 0..=254u8 {
             let factor = 2f64.powi(i32::from(source) - i32::from(target));
             let mut mask = 0u16;
             for code in 0..16u8 {
-                let exact = f64::from(Element::E2m1.decode(code)) * factor;
+                let exact = f64::from(Element::E2M1.decode(code)) * factor;
                 let (got, changed) = lift_code(code, source, target);
                 assert_eq!(got, oracle.nearest_even(exact), "{code} {source} -> {target}");
                 assert_eq!(changed, !same_value(got, exact), "{code} {source} -> {target}");
@@ -37,7 +37,7 @@ fn lifts_are_exact_while_scales_lie_within_fourteen_octaves() {
             assert_eq!((table[0], table[8]), (0x00, 0x80), "zeros keep their sign at any distance");
             for (code, lifted) in table.into_iter().enumerate() {
                 assert_eq!(lifted & 0x80 != 0, code & 8 != 0, "signs stay");
-                assert!(Element::E4m3.decode(lifted).abs() <= 384.0);
+                assert!(Element::E4M3.decode(lifted).abs() <= 384.0);
             }
         }
     }
@@ -70,11 +70,11 @@ fn nan_blocks_stay_nan_and_do_not_count_as_changed() {
 
 #[test]
 fn every_e4m3_code_shifted_by_every_distance() {
-    let oracle = Oracle::new(Element::E4m3);
+    let oracle = Oracle::new(Element::E4M3);
     for octaves in 0..=300u32 {
         for code in 0..=255u8 {
             let (got, changed) = shift_e4m3(code, octaves);
-            let value = Element::E4m3.decode(code);
+            let value = Element::E4M3.decode(code);
             if value.is_nan() {
                 assert_eq!((got, changed), (code, false), "NaN stays the same NaN");
                 continue;

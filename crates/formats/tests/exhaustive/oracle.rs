@@ -1,24 +1,38 @@
 //! The oracle: an element format is the list of its values, rounding is a search among their midpoints.
 
-use nibble_formats::Element;
+use nibble_formats::{Element, Format};
+
+/// The elements of all formats.
+pub fn elements() -> Vec<Element> {
+    let mut all: Vec<Element> = Vec::new();
+    for element in Format::ALL.into_iter().filter_map(|format| format.spec().element) {
+        if !all.contains(&element) {
+            all.push(element);
+        }
+    }
+    all
+}
 
 /// Non-negative values of an element, from the definition of its fields; the index is the code.
 pub fn magnitudes(element: Element) -> Vec<f64> {
-    let (exponent_bits, mantissa_bits, bias) = match element {
-        Element::E2m1 => (2, 1, 1),
-        Element::E2m3 => (2, 3, 1),
-        Element::E3m2 => (3, 2, 3),
-        Element::E4m3 => (4, 3, 7),
-        Element::E5m2 => (5, 2, 15),
-        Element::Int8 => return (0..128).map(|code| f64::from(code) / 64.0).collect(),
-        Element::S1p2 => return (0..8).map(|code| f64::from(code) / 4.0).collect(),
+    let (exponent_bits, mantissa_bits, bias) = match element.name() {
+        "e2m1" => (2, 1, 1),
+        "e2m3" => (2, 3, 1),
+        "e3m2" => (3, 2, 3),
+        "e4m3" => (4, 3, 7),
+        "e5m2" => (5, 2, 15),
+        "int8" => return (0..128).map(|code| f64::from(code) / 64.0).collect(),
+        "s1p2" => return (0..8).map(|code| f64::from(code) / 4.0).collect(),
+        // By what it says of itself.
+        _ => {
+            let mantissa_bits = element.mantissa_bits();
+            (element.code_bits() - 1 - mantissa_bits, mantissa_bits, element.bias())
+        }
     };
-    let codes = match element {
-        Element::E2m1 => 8,
-        Element::E2m3 | Element::E3m2 => 32,
-        Element::E4m3 => 127, // 0x7F is NaN
-        Element::E5m2 => 124, // 0x7C.. are infinity and NaN
-        Element::Int8 | Element::S1p2 => unreachable!("returned above"),
+    let codes = match element.name() {
+        "e4m3" => 127, // 0x7F is NaN
+        "e5m2" => 124, // 0x7C.. are infinity and NaN
+        _ => 1 << (exponent_bits + mantissa_bits),
     };
     assert!(codes <= 1 << (exponent_bits + mantissa_bits));
     let steps = f64::from(1 << mantissa_bits);
@@ -41,10 +55,10 @@ pub struct Oracle {
 
 /// A magnitude's code with a sign: two's complement for integers, a bit for the others.
 pub fn with_sign(element: Element, code: usize, negative: bool) -> u8 {
-    match (element, negative) {
+    match (element == Element::INT8, negative) {
         (_, false) => code as u8,
-        (Element::Int8, true) => (256 - code) as u8,
-        (_, true) => code as u8 | 1 << (element.code_bits() - 1),
+        (true, true) => (256 - code) as u8,
+        (false, true) => code as u8 | 1 << (element.code_bits() - 1),
     }
 }
 

@@ -40,15 +40,15 @@ pub(crate) struct E4m3;
 pub(crate) struct E5m2;
 
 impl Small for E2m1 {
-    const ELEMENT: Element = Element::E2m1;
+    const ELEMENT: Element = Element::E2M1;
     const BLOCK: usize = 32;
 }
 impl Small for E4m3 {
-    const ELEMENT: Element = Element::E4m3;
+    const ELEMENT: Element = Element::E4M3;
     const BLOCK: usize = 128;
 }
 impl Small for E5m2 {
-    const ELEMENT: Element = Element::E5m2;
+    const ELEMENT: Element = Element::E5M2;
     const BLOCK: usize = 128;
 }
 

@@ -16,7 +16,7 @@ fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
 
 /// Counts one block of the source: its codes, whether one of them changed, whether it holds a NaN.
 fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, inexact: bool, nan: bool) {
-    let element = format.spec().element.unwrap_or(Element::E4m3);
+    let element = format.spec().element.unwrap_or(Element::E4M3);
     let non_zero = codes.filter(|&code| !element.is_zero(code)).count();
     tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero > 0);
     tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);
@@ -25,7 +25,7 @@ fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, ine
 
 /// Element of the source that marks its block NaN by itself.
 fn is_nan_code(format: Format, code: u8) -> bool {
-    format == Format::E4m3 && Element::E4m3.decode(code).is_nan()
+    format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
 /// E4M3 codes of block b of a row of MXFP4 under a target scale; counts it.

@@ -184,8 +184,8 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
             let mut changed = false;
             for (&code, &lifted) in all.iter().zip(lifted_codes) {
                 let exact =
-                    f64::from(Element::E2m1.decode(code)) * f64::from(i32::from(source) - target).exp2();
-                let got = f64::from(Element::E4m3.decode(lifted));
+                    f64::from(Element::E2M1.decode(code)) * f64::from(i32::from(source) - target).exp2();
+                let got = f64::from(Element::E4M3.decode(lifted));
                 changed |= got != exact;
                 assert_eq!(got.is_sign_negative(), code >= 8, "signs stay, of zeros too");
                 // Within 14 octaves of the largest exact; past that the nearest, at most half the step 2⁻⁹.
