@@ -4,7 +4,7 @@
 //! its memory back. So the range itself is used by the first stream alone: it may be overwritten, freed or used again at once,
 //! by replayed work, too.
 //!
-//! What is too large for a copy on the device is brought out as it is ([`copy_out`]), while the first stream leaves it alone.
+//! What is too large for a copy on the device is brought out as it is (`copy_out`), while the first stream leaves it alone.
 
 use crate::buffer::Buffer;
 use crate::device::Device;
