@@ -37,7 +37,7 @@ def rotate(x, theta):
 def attention(p, name, x, m):
     b, s, _ = x.shape
     heads, kv, c = m["num_attention_heads"], m["num_key_value_heads"], m["head_dim"]
-    part = lambda proj, n: F.linear(x, p[f"{name}.{proj}.weight"]).view(b, s, n, c)
+    part = lambda proj, n: F.linear(x, p[f"{name}.{proj}.weight"]).view(b, s, n, -1)  # values may have heads of another size
     q, k, v = part("q_proj", heads), part("k_proj", kv), part("v_proj", kv)
     if f"{name}.q_norm.weight" in p:
         q, k = (rms_norm(t, p[f"{name}.{n}.weight"], m["rms_norm_eps"]) for t, n in ((q, "q_norm"), (k, "k_norm")))
@@ -47,7 +47,7 @@ def attention(p, name, x, m):
     scores = q @ k.transpose(-1, -2) / c**0.5
     hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
     out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
-    return F.linear(out.transpose(1, 2).reshape(b, s, heads * c), p[f"{name}.o_proj.weight"])
+    return F.linear(out.transpose(1, 2).reshape(b, s, -1), p[f"{name}.o_proj.weight"])
 
 
 def swiglu_mlp(p, name, x):

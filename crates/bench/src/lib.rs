@@ -1,7 +1,8 @@
 //! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
-//! its scalar specification, and the GPU's conversions, products and expert layers beside the speed of its memory and tensor
+//! its scalar specification, and the GPU's conversions, products, attention and expert layers beside the speed of its memory and tensor
 //! cores.
 
+mod attention;
 mod experts;
 mod floors;
 mod gemm;
@@ -30,6 +31,7 @@ use std::path::PathBuf;
     nibble bench ops --json ops.json\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
+    nibble bench attention --only 192\n  \
     nibble bench experts --quick --only V3 --only Qwen3\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 8"
 )]
@@ -50,6 +52,7 @@ enum What {
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),
+    Attention(attention::Args),
     Experts(experts::Args),
     Grouped(grouped::Args),
 }
@@ -69,6 +72,7 @@ pub fn run(args: Args) -> Result<()> {
         What::All(args) => json!({ "step": step::run(args)?, "ops": ops::run()? }),
         What::Kernels(args) => json!({ "kernels": kernels::run(args)? }),
         What::Gemm(args) => json!({ "gemm": gemm::run(args)? }),
+        What::Attention(args) => json!({ "attention": attention::run(args)? }),
         What::Experts(args) => json!({ "experts": experts::run(args)? }),
         What::Grouped(args) => json!({ "grouped": grouped::run(args)? }),
     };

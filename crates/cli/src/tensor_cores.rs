@@ -19,6 +19,8 @@ pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
         ("model.d_model", m.d_model, linear.max(expert).max(head)),
         ("model.heads x model.head_dim", m.heads * m.head_dim, linear),
         ("model.kv_heads x model.head_dim", m.kv_heads * m.head_dim, linear),
+        ("model.heads x model.value_head_dim", m.heads * m.value_head_dim, linear),
+        ("model.kv_heads x model.value_head_dim", m.kv_heads * m.value_head_dim, linear),
         ("model.ffn", m.ffn, linear),
         ("model.expert_ffn", m.expert_ffn, expert),
         ("model.shared_ffn", m.shared_ffn, linear),
@@ -27,9 +29,14 @@ pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
     let odd = sizes.into_iter().filter(|(_, size, unit)| !size.is_multiple_of(*unit));
     let mut missed: Vec<String> =
         odd.map(|(key, size, unit)| format!("{key} = {size}, not a multiple of {unit}")).collect();
-    if !ATTENTION_DIMS.contains(&m.head_dim) {
-        let known = ATTENTION_DIMS.map(|dim| dim.to_string()).join(" or ");
-        missed.push(format!("attention, of model.head_dim = {}, not {known}", m.head_dim));
+    let dims = (m.head_dim, m.value_head_dim());
+    if !ATTENTION_DIMS.contains(&dims) {
+        let of = |(head, value)| match head == value {
+            true => format!("{head}"),
+            false => format!("{head} with values of {value}"),
+        };
+        let known = ATTENTION_DIMS.map(of).join(" or ");
+        missed.push(format!("attention, of model.head_dim = {}, not {known}", of(dims)));
     }
     missed
 }
@@ -49,9 +56,13 @@ mod tests {
             assert_eq!(of(recipe, &[]), [""; 0], "{recipe}");
         }
         let odd = ["model.expert_ffn=712", "model.vocab_size=50257", "model.head_dim=96"];
-        let attention = "attention, of model.head_dim = 96, not 64 or 128";
+        let attention = "attention, of model.head_dim = 96, not 64 or 128 or 192 with values of 128";
         let vocab = "model.vocab_size = 50257, not a multiple of 8";
         assert_eq!(of("bf16", &odd), [vocab, attention]);
+        assert_eq!(of("bf16", &["model.head_dim=192", "model.value_head_dim=128"]), [""; 0]);
+        let values =
+            "attention, of model.head_dim = 192 with values of 64, not 64 or 128 or 192 with values of 128";
+        assert_eq!(of("bf16", &["model.head_dim=192", "model.value_head_dim=64"]), [values]);
         let expert = "model.expert_ffn = 712, not a multiple of 16";
         assert_eq!(of("mxfp4-hopper", &odd), [expert, vocab, attention]);
         assert_eq!(of("f32", &[]).len(), 1);

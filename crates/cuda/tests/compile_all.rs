@@ -76,9 +76,15 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
     let all = |names: &[&str]| names.iter().map(|name| arg(name)).collect::<Vec<_>>().join(", ");
     const STAGES: [&str; 3] = ["kStages", "kOutBuffers", "kBoxes"];
     let (layout, least, most) = match spec.name {
-        "nib::attention_wgmma" => (format!("nib::ForwardShared<{}>", all(&["kDim", "kGroups"])), 1008, 1152),
-        "nib::attention_wgmma_backward_kv" => (format!("nib::BackwardKvShared<{}>", arg("kDim")), 1008, 1152),
-        "nib::attention_wgmma_backward_q" => (format!("nib::BackwardQShared<{}>", arg("kDim")), 1008, 1152),
+        "nib::attention_wgmma" => {
+            (format!("nib::ForwardShared<{}>", all(&["kDim", "kValueDim", "kGroups"])), 1008, 1152)
+        }
+        "nib::attention_wgmma_backward_kv" => {
+            (format!("nib::BackwardKvShared<{}>", all(&["kDim", "kValueDim"])), 1008, 1152)
+        }
+        "nib::attention_wgmma_backward_q" => {
+            (format!("nib::BackwardQShared<{}>", all(&["kDim", "kValueDim"])), 1008, 1152)
+        }
         "nib::attention" => (format!("nib::AttentionShared<{}>", arg("kDim")), 0, 0),
         "nib::attention_backward_kv" | "nib::attention_backward_q" => {
             (format!("nib::AttentionGradShared<{}>", all(&["kDim", "kRows"])), 0, 0)

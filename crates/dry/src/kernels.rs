@@ -109,9 +109,12 @@ impl Products for Dry {
     });
 }
 
-/// 4 · (pairs of a query and a key) · (columns of all heads), of BF16 or F32.
-fn attends(dtype: DType, pairs: f64, cols: usize) -> Flops {
-    Flops::of((plain(dtype), plain(dtype)), 4.0 * pairs * cols as f64)
+/// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along
+/// heads of v.
+fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
+    let heads = (q.cols / head_dim.max(1)) as f64;
+    let type_of = plain(q.dtype());
+    Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
 }
 
 /// The half of each sequence's square that a causal mask leaves.
@@ -153,17 +156,18 @@ impl Model for Dry {
         Work::reads(&[op.x]).and_reads(Some(op.seq_len), &[op.table])
     });
     op!(attention(Attention) -> AttentionOut<Self>, |op| {
-        let flops = attends(op.q.dtype(), causal_pairs(op.q.rows, op.seq_len), op.q.cols);
+        let pairs = causal_pairs(op.q.rows, op.seq_len);
+        let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
         Work { flops, ..Work::reads(&[op.q, op.k, op.v]) }
     });
     op!(attention_decode(AttentionDecode) -> Tensor<Self>, |op| {
-        let flops = attends(op.q.dtype(), op.len as f64, op.q.cols);
+        let flops = attends(op.q, (op.head_dim, op.value_dim), [op.len as f64; 2]);
         Work { flops, ..Work::reads(&[op.q]).and_reads(Some(op.len), &[op.k, op.v]) }
     });
-    // Five products where the forward pass has two: the scores are made again.
+    // Five products where the forward pass has two: the scores are made again; dq and dk are along their heads, dP and dv along values'.
     op!(attention_backward(AttentionBackward) -> AttentionGrads<Self>, |op| {
-        let pairs = 2.5 * causal_pairs(op.q.rows, op.seq_len);
-        let flops = attends(op.q.dtype(), pairs, op.q.cols);
+        let pairs = causal_pairs(op.q.rows, op.seq_len);
+        let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
         Work { flops, ..Work::reads(&[op.q, op.k, op.v, op.out, op.lse, op.dout]) }
     });
     op!(cross_entropy(CrossEntropy) -> CrossEntropyOut<Self>, |op| Work::reads(&[op.logits, op.targets]));

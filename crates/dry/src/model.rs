@@ -149,13 +149,13 @@ impl Dry {
     }
 
     pub(crate) fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
-        let (tokens, cols) = op.q.shape();
-        let out = self.plain(op.q.dtype(), tokens, cols)?;
-        Ok(AttentionOut { out, lse: self.buf(tokens * (cols / op.head_dim.max(1)))? })
+        let (tokens, heads) = (op.q.rows, op.q.cols / op.head_dim.max(1));
+        let out = self.plain(op.q.dtype(), tokens, heads * op.value_dim)?;
+        Ok(AttentionOut { out, lse: self.buf(tokens * heads)? })
     }
 
     pub(crate) fn attention_decode(&self, op: AttentionDecode<'_, Self>) -> Result<Tensor<Self>> {
-        self.plain(op.q.dtype(), op.q.rows, op.q.cols)
+        self.plain(op.q.dtype(), op.q.rows, op.q.cols / op.head_dim.max(1) * op.value_dim)
     }
 
     pub(crate) fn attention_backward(&self, op: AttentionBackward<'_, Self>) -> Result<AttentionGrads<Self>> {

@@ -62,3 +62,10 @@ fn a_window_that_moves_is_computed_again() {
     check(&Cpu::new(2).unwrap(), "bf16", seq_len - 3, 6);
     check(&Recorder::new(Cpu::new(2).unwrap()), "mxfp4-hopper", seq_len - 2, 4);
 }
+
+#[test]
+fn values_of_another_size_than_keys_are_kept_as_well() {
+    for values in ["model.value_head_dim=16", "model.value_head_dim=64"] {
+        check_run(&Cpu::new(2).unwrap(), &small("bf16", &[values]), 1, 9);
+    }
+}

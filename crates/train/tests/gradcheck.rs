@@ -194,10 +194,18 @@ fn norm_layer() {
 #[test]
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
-    for (heads, kv_heads, qk_norm) in [(4, 2, true), (4, 1, true), (2, 2, true), (4, 2, false)] {
+    let all = [
+        (4, 2, 8, true),
+        (4, 1, 8, true),
+        (2, 2, 8, true),
+        (4, 2, 8, false),
+        (4, 2, 4, true),
+        (2, 1, 12, false),
+    ];
+    for (heads, kv_heads, value_dim, qk_norm) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, seq_len, qk_norm };
+        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, value_dim, seq_len, qk_norm };
         let rope = rope_table(&cpu, seq_len, head_dim, 100.0).unwrap();
         let mut layer =
             Attention::new(&cpu, 1, "attention", shape, 1e-5, 0.3, 0.3, DType::F32, rope).unwrap();
@@ -208,7 +216,7 @@ fn attention_layer_with_grouped_query_heads() {
         assert_eq!(norms.len(), if qk_norm { 2 } else { 0 });
         norms.into_iter().for_each(|norm| uneven(&cpu, norm));
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        let name = format!("attention {heads}/{kv_heads}, norms: {qk_norm}");
+        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm}");
         check_layer(&name, layer, &cx, &x, d_model, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
     }
 }

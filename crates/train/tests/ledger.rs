@@ -18,7 +18,11 @@ use rig::{SOLO, cx, matrix, small};
 #[test]
 fn the_ledger_is_what_the_allocator_holds() {
     for recipe in rig::recipes() {
-        for changes in [&[][..], &["model.shared_ffn=0", "model.tie_embeddings=false", "train.shards=2"]] {
+        for changes in [
+            &[][..],
+            &["model.shared_ffn=0", "model.tie_embeddings=false", "train.shards=2"],
+            &["model.value_head_dim=64"],
+        ] {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &SOLO, &small(recipe, changes)).unwrap();
             let (ledger, live) = trainer.ledger().unwrap();

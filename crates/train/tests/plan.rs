@@ -46,6 +46,7 @@ fn every_arena_is_as_large_as_predicted() {
         ],
         &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]", "train.grad_accum=2"],
         &["recipe=fp8-flow", "train.recompute=[]"],
+        &["recipe=bf16", "model.head_dim=48", "model.value_head_dim=16", "train.recompute=[]"],
         &["recipe=mxfp4-hopper-head8"],
         &[
             "recipe=mxfp4-hopper-head8",

@@ -168,3 +168,37 @@ fn a_run_that_is_stopped_in_an_evaluation_writes_the_checkpoint_of_its_step_once
         assert_eq!(summary.checkpoint.as_ref(), paths.last());
     }
 }
+
+#[test]
+fn values_of_another_size_come_back_and_are_not_called_qwen3() {
+    let b = Cpu::new(2).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    let trained = |value_head_dim: usize| {
+        let size = format!("model.value_head_dim={value_head_dim}");
+        let mut trainer = Trainer::new(&b, &SOLO, &small("bf16", &["model.shared_ffn=0", &size])).unwrap();
+        trainer.train_step().unwrap();
+        trainer
+    };
+    let json = |trainer: &Trainer<'_, Cpu>| -> serde_json::Value {
+        serde_json::from_str(&trainer.config_json()).unwrap()
+    };
+    let mut trainer = trained(16);
+    let config = json(&trainer);
+    assert_eq!([&config["model_type"], &config["architectures"][0]], ["nibble_moe", "NibbleMoeForCausalLM"]);
+    assert_eq!((&config["head_dim"], &config["v_head_dim"]), (&32.into(), &16.into()));
+    let path = trainer.save(Some(&store)).unwrap().unwrap();
+    let saved = state(&b, &mut trainer);
+    trainer.train_step().unwrap();
+    assert!(state(&b, &mut trainer) != saved);
+    trainer.load(&Checkpoint::open(&path).unwrap()).unwrap();
+    assert!(state(&b, &mut trainer) == saved);
+    // As wide as keys: Qwen3-MoE, in which nothing else is said; weights of another size are refused.
+    for same in [0, 32] {
+        let mut trainer = trained(same);
+        let config = json(&trainer);
+        assert_eq!((&config["model_type"], config.get("v_head_dim")), (&"qwen3_moe".into(), None));
+        let error = trainer.load(&Checkpoint::open(&path).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("v_proj"), "{error}");
+    }
+}

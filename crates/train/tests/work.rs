@@ -109,13 +109,16 @@ fn flops_of_a_step_are_those_that_throughput_counts_and_scores_made_again() {
         &["recipe=f32", "model.shared_ffn=64"],
         &["recipe=fp8-flow", "train.grad_accum=3"],
         &["recipe=mxfp4-hopper-head8", "model.layers=3", "train.recompute=[]"],
+        &["recipe=bf16", "model.head_dim=24", "model.value_head_dim=8"],
         &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=1", "model.ffn=96"],
         &["recipe=bf16", "model.qk_norm=false"],
     ] {
         let config = config(changes);
         let calls = calls(&config);
-        // The backward pass of attention has five products, of which throughput counts four.
-        let again: f64 = of("attention", &calls).iter().map(|work| work.flops.total() / 2.0).sum();
+        // The backward pass of attention has five products, of which throughput counts four: not the scores, along keys' heads.
+        let (head, value) = (config.model.head_dim as f64, config.model.value_head_dim() as f64);
+        let again: f64 =
+            of("attention", &calls).iter().map(|work| work.flops.total() * head / (head + value)).sum();
         let expected = config.flops_per_token() * config.tokens_per_step() as f64 + again;
         assert!((total(&calls) / expected - 1.0).abs() < 1e-12, "{changes:?}: {} {expected}", total(&calls));
     }

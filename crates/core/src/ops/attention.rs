@@ -3,7 +3,8 @@ use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
 
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
-/// Rows are sequences of `seq_len` tokens, one after the other. Scores and sums in F32, scaled by 1/sqrt(head_dim). Of BF16
+/// Rows are sequences of `seq_len` tokens, one after the other. Scores and sums in F32, scaled by 1/sqrt(head_dim), the size of query and
+/// key heads; heads of values, and so of the output, may have another. Of BF16
 /// inputs a backend may round the probabilities P to BF16 before they multiply v, and in the backward pass P and dS before
 /// their products, as tensor cores want them: see [`attention_agreement`].
 #[derive(Debug)]
@@ -12,10 +13,12 @@ pub struct Attention<'a, B: Backend> {
     pub q: &'a Tensor<B>,
     /// `[t, kv_heads · head_dim]`.
     pub k: &'a Tensor<B>,
-    /// `[t, kv_heads · head_dim]`.
+    /// `[t, kv_heads · value_dim]`.
     pub v: &'a Tensor<B>,
-    /// Elements of a head.
+    /// Elements of a head of queries and keys.
     pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
 }
@@ -23,7 +26,7 @@ pub struct Attention<'a, B: Backend> {
 /// The result of [`Attention`].
 #[derive(Debug, Clone)]
 pub struct AttentionOut<B: Backend> {
-    /// `[t, heads · head_dim]`, type of q.
+    /// `[t, heads · value_dim]`, type of q.
     pub out: Tensor<B>,
     /// log Σ exp(score) of each (row, head): `t · heads` values.
     pub lse: B::Buf<f32>,
@@ -47,7 +50,8 @@ pub fn attention_agreement(q: DType) -> Agreement {
 impl<B: Backend> Attention<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
-        check_qkv("attention", self.q, self.k, self.v, self.head_dim, self.seq_len)
+        check_qkv("attention", self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)
+            .map(drop)
     }
 
     /// Checks and runs.
@@ -61,7 +65,7 @@ impl<B: Backend> Attention<'_, B> {
 }
 
 /// Attention of one more token: one row of [`Attention`], that of the last of `len` tokens, against the keys and values of all of
-/// them. Returns `[1, heads · head_dim]`, type of q. Backends owe each other what they do in [`Attention`] ([`attention_agreement`]);
+/// them. Returns `[1, heads · value_dim]`, type of q. Backends owe each other what they do in [`Attention`] ([`attention_agreement`]);
 /// on one backend it agrees with [`Attention`] no worse, and on a CPU it is the same but for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
@@ -69,10 +73,12 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub q: &'a Tensor<B>,
     /// `[capacity, kv_heads · head_dim]`: rows from `len` on are not read.
     pub k: &'a Tensor<B>,
-    /// As k.
+    /// `[capacity, kv_heads · value_dim]`, likewise.
     pub v: &'a Tensor<B>,
-    /// Elements of a head.
+    /// Elements of a head of queries and keys.
     pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
     /// Tokens so far, that of q included.
     pub len: usize,
 }
@@ -81,9 +87,9 @@ impl<B: Backend> AttentionDecode<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_decode";
-        let Self { q, k, v, head_dim, len } = self;
+        let Self { q, k, v, head_dim, value_dim, len } = self;
         expect_eq(OP, "rows of q", q.rows, 1)?;
-        check_heads(OP, q, k, v, *head_dim)?;
+        check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
         match (1..=k.rows).contains(len) {
             true => Ok(()),
             false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
@@ -113,10 +119,12 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub out: &'a Tensor<B>,
     /// Its log-sum-exp.
     pub lse: &'a B::Buf<f32>,
-    /// `[t, heads · head_dim]`.
+    /// `[t, heads · value_dim]`.
     pub dout: &'a Tensor<B>,
-    /// Elements of a head.
+    /// Elements of a head of queries and keys.
     pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
 }
@@ -136,12 +144,13 @@ impl<B: Backend> AttentionBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";
-        check_qkv(OP, self.q, self.k, self.v, self.head_dim, self.seq_len)?;
-        expect_eq(OP, "shape of out", self.out.shape(), self.q.shape())?;
-        expect_eq(OP, "shape of dout", self.dout.shape(), self.q.shape())?;
+        let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
+        let shape = (self.q.rows, heads * self.value_dim);
+        expect_eq(OP, "shape of out", self.out.shape(), shape)?;
+        expect_eq(OP, "shape of dout", self.dout.shape(), shape)?;
         let types = (self.out.dtype(), self.dout.dtype());
         expect_eq(OP, "types of out and dout", types, (self.q.dtype(), self.q.dtype()))?;
-        expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * (self.q.cols / self.head_dim))
+        expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
     }
 
     /// Checks and runs.
@@ -154,30 +163,31 @@ impl<B: Backend> AttentionBackward<'_, B> {
     }
 }
 
+/// Gives the number of query heads. `dims`: `head_dim` and `value_dim`.
 fn check_qkv<B: Backend>(
     op: &'static str,
     q: &Tensor<B>,
     k: &Tensor<B>,
     v: &Tensor<B>,
-    head_dim: usize,
+    dims: (usize, usize),
     seq_len: usize,
-) -> Result<()> {
+) -> Result<usize> {
     expect_eq(op, "rows of k", k.rows, q.rows)?;
-    check_heads(op, q, k, v, head_dim)?;
+    let heads = check_heads(op, q, k, v, dims)?;
     if seq_len == 0 || !q.rows.is_multiple_of(seq_len) {
         return Err(Error::shape(op, "rows of q", q.rows, format!("a multiple of seq_len = {seq_len}")));
     }
-    Ok(())
+    Ok(heads)
 }
 
+/// Gives the number of query heads.
 fn check_heads<B: Backend>(
     op: &'static str,
     q: &Tensor<B>,
     k: &Tensor<B>,
     v: &Tensor<B>,
-    head_dim: usize,
-) -> Result<()> {
-    expect_eq(op, "shape of v", v.shape(), k.shape())?;
+    (head_dim, value_dim): (usize, usize),
+) -> Result<usize> {
     expect_eq(op, "types of k and v", (k.dtype(), v.dtype()), (q.dtype(), q.dtype()))?;
     if head_dim == 0
         || !q.cols.is_multiple_of(head_dim)
@@ -188,5 +198,9 @@ fn check_heads<B: Backend>(
         let got = format!("{} and {} columns with head_dim {head_dim}", q.cols, k.cols);
         return Err(Error::shape(op, "q and k", got, "whole heads, query heads a multiple of key heads"));
     }
-    Ok(())
+    if value_dim == 0 {
+        return Err(Error::shape(op, "value_dim", value_dim, "at least 1"));
+    }
+    expect_eq(op, "shape of v", v.shape(), (k.rows, k.cols / head_dim * value_dim))?;
+    Ok(q.cols / head_dim)
 }

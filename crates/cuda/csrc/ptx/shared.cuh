@@ -12,4 +12,9 @@ __device__ __forceinline__ float2 table_f32x2(u32 address) {
     return v;
 }
 
+/// 16 bytes, aligned, written where the program says: an ordinary store the compiler may put off, and what it stores then takes registers.
+__device__ __forceinline__ void store_shared_in_order(u32 address, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 }  // namespace nib::ptx

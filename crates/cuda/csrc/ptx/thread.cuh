@@ -83,6 +83,26 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
+/// The lower of two packed BF16.
+__device__ __forceinline__ float low_bf16(u32 packed) { return __uint_as_float(packed << 16); }
+
+/// The higher of two packed BF16.
+__device__ __forceinline__ float high_bf16(u32 packed) { return __uint_as_float(packed & 0xFFFF0000); }
+
+/// `low_bf16` by another instruction: of the same one the compiler keeps an earlier result, in a register for each.
+__device__ __forceinline__ float low_bf16_again(u32 packed) {
+    float x;
+    asm("prmt.b32 %0, %1, 0, 0x1044;" : "=f"(x) : "r"(packed));
+    return x;
+}
+
+/// `high_bf16` likewise.
+__device__ __forceinline__ float high_bf16_again(u32 packed) {
+    float x;
+    asm("prmt.b32 %0, %1, 0, 0x3244;" : "=f"(x) : "r"(packed));
+    return x;
+}
+
 /// Four 8x8 tiles of 16-bit elements from a warp's registers: lane 8t+i names row i of tile t.
 __device__ __forceinline__ void store_matrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),

@@ -84,4 +84,13 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u32 a0, u32 a1, u32 a
     }
 }
 
+/// d += A·B, 64 x 192 x 16, with A in registers. B's columns lie along k, or (kDown) across.
+template <bool kDown, bool kFresh>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[96], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+    static_assert(!kFresh);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NIB_NAMES_96 "}, {%96, %97, %98, %99}, %100, 1, 1, 1, %101;\n"
+                 : NIB_REGISTERS_96
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
+}
+
 }  // namespace nib::ptx

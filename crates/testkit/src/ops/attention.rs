@@ -12,27 +12,30 @@ struct Heads {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    value_dim: usize,
     dtype: DType,
     input: Input,
     strict: bool,
 }
 
 impl Heads {
-    fn tensor<B: Model>(&self, b: &B, name: &str, heads: usize) -> Result<Tensor<B>> {
-        let (rows, cols) = (self.sequences * self.seq_len, heads * self.head_dim);
+    /// Rows of `heads` heads of `dim` elements.
+    fn tensor<B: Model>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
+        let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
         plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
     }
 
     fn qkv<B: Model>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
         Ok([
-            self.tensor(b, "attention.q", self.heads)?,
-            self.tensor(b, "attention.k", self.kv_heads)?,
-            self.tensor(b, "attention.v", self.kv_heads)?,
+            self.tensor(b, "attention.q", self.heads, self.head_dim)?,
+            self.tensor(b, "attention.k", self.kv_heads, self.head_dim)?,
+            self.tensor(b, "attention.v", self.kv_heads, self.value_dim)?,
         ])
     }
 
     fn forward<B: Model>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
-        Attention { q, k, v, head_dim: self.head_dim, seq_len: self.seq_len }.run(b)
+        let Self { head_dim, value_dim, seq_len, .. } = *self;
+        Attention { q, k, v, head_dim, value_dim, seq_len }.run(b)
     }
 }
 
@@ -62,14 +65,14 @@ impl<B: Model> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { head_dim, seq_len, heads, .. } = self.0;
+        let Heads { head_dim, value_dim, seq_len, heads, .. } = self.0;
         let qkv = self.0.qkv(b)?;
         let made = self.0.forward(b, &qkv)?;
-        let dout = self.0.tensor(b, "attention.dout", heads)?;
+        let dout = self.0.tensor(b, "attention.dout", heads, value_dim)?;
         let [q, k, v] = &qkv;
+        let AttentionOut { out, lse } = &made;
         let grads =
-            AttentionBackward { q, k, v, out: &made.out, lse: &made.lse, dout: &dout, head_dim, seq_len }
-                .run(b)?;
+            AttentionBackward { q, k, v, out, lse, dout: &dout, head_dim, value_dim, seq_len }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "dv", &grads.dv)?;
         // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
@@ -81,27 +84,37 @@ impl<B: Model> Case<B> for Backward {
     }
 }
 
-/// One query or many, one head or groups of them; lengths around the vectors' width on a CPU and around whole tiles on a GPU, whose
-/// kernels for heads of 64 and 128 are others.
+/// One query or many, one head or groups of them, values of queries' size or of another; lengths around the vectors' width on a CPU and
+/// around whole tiles on a GPU, whose kernels for heads of 64, of 128, and of 192 with values of 128 are others.
 fn cases(strict: bool) -> Vec<Heads> {
     let mut cases = Vec::new();
     let shapes = [
-        (1, 1, 1, 1, 8),
-        (3, 17, 4, 2, 16),
-        (2, 65, 6, 1, 32),
-        (1, 130, 2, 2, 64),
-        (2, 33, 3, 3, 20),
-        (3, 1, 2, 1, 128),
-        (2, 200, 8, 1, 128),
-        (3, 200, 3, 3, 64),
-        (2, 256, 2, 1, 128),
-        (1, 385, 4, 1, 64),
-        (2, 40, 2, 1, 200),
+        (1, 1, 1, 1, 8, 8),
+        (3, 17, 4, 2, 16, 16),
+        (2, 65, 6, 1, 32, 32),
+        (1, 130, 2, 2, 64, 64),
+        (2, 33, 3, 3, 20, 20),
+        (3, 1, 2, 1, 128, 128),
+        (2, 200, 8, 1, 128, 128),
+        (3, 200, 3, 3, 64, 64),
+        (2, 256, 2, 1, 128, 128),
+        (1, 385, 4, 1, 64, 64),
+        (2, 40, 2, 1, 200, 200),
+        (2, 19, 4, 2, 24, 16),
+        (1, 66, 2, 1, 8, 40),
+        (2, 45, 2, 2, 64, 128),
+        (1, 70, 3, 1, 128, 64),
+        (3, 1, 2, 1, 192, 128),
+        (2, 64, 2, 2, 192, 128),
+        (2, 200, 6, 2, 192, 128),
+        (1, 385, 3, 1, 192, 128),
+        (2, 512, 2, 1, 192, 128),
     ];
-    for (sequences, seq_len, heads, kv_heads, head_dim) in shapes {
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim) in shapes {
         for dtype in PLAIN {
             let input = Input::Normal;
-            let heads = Heads { sequences, seq_len, heads, kv_heads, head_dim, dtype, input, strict };
+            let heads =
+                Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim, dtype, input, strict };
             cases.push(heads);
             // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
@@ -132,8 +145,9 @@ impl<B: Model> Case<B> for Decode {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let [_, k, v] = self.heads.qkv(b)?;
         let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
-        let q = one.tensor(b, "attention.q", one.heads)?;
-        let made = AttentionDecode { q: &q, k: &k, v: &v, head_dim: one.head_dim, len: self.len }.run(b)?;
+        let Heads { head_dim, value_dim, .. } = one;
+        let q = one.tensor(b, "attention.q", one.heads, head_dim)?;
+        let made = AttentionDecode { q: &q, k: &k, v: &v, head_dim, value_dim, len: self.len }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made)?;
         Ok(out)

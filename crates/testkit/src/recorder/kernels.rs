@@ -125,10 +125,10 @@ impl<B: Model> Model for Recorder<B> {
         reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
     }) -> Tensor<Self>);
     op!(rope(Rope { reads x, table; plain seq_len, first_position, inverse; }) -> Tensor<Self>);
-    op!(attention(Attention { reads q, k, v; plain head_dim, seq_len; }) -> AttentionOut<Self>);
-    op!(attention_decode(AttentionDecode { reads q, k, v; plain head_dim, len; }) -> Tensor<Self>);
+    op!(attention(Attention { reads q, k, v; plain head_dim, value_dim, seq_len; }) -> AttentionOut<Self>);
+    op!(attention_decode(AttentionDecode { reads q, k, v; plain head_dim, value_dim, len; }) -> Tensor<Self>);
     op!(attention_backward(AttentionBackward {
-        reads q, k, v, out, lse, dout; plain head_dim, seq_len;
+        reads q, k, v, out, lse, dout; plain head_dim, value_dim, seq_len;
     }) -> AttentionGrads<Self>);
     op!(cross_entropy(CrossEntropy { reads logits, targets; plain scale, shards, grad; }) -> CrossEntropyOut<Self>);
     op!(begin_step(BeginStep { reads inputs; writes clock, control, table; plain layout; }) -> ());

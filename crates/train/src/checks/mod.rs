@@ -3,7 +3,7 @@
 mod sizes;
 
 pub use sizes::check_sizes;
-pub(crate) use sizes::{EXPERTS, Parameters, Sizes, layers_of, listed, parameters};
+pub(crate) use sizes::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
 
 use crate::config::{Config, read_text};
 use crate::error::Result;
@@ -77,6 +77,7 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         ("model.expert_ffn", config.model.expert_ffn),
         ("model.shared_ffn", config.model.shared_ffn),
         ("model.head_dim", config.model.heads * config.model.head_dim),
+        ("model.value_head_dim", config.model.heads * config.model.value_head_dim()),
     ];
     for section in &sections {
         for block in Site::ALL.map(|site| section.at(site).format.spec()).iter().filter(|s| !s.ragged) {

@@ -35,6 +35,14 @@ impl Parameters {
     }
 }
 
+/// The larger width of a head.
+pub(crate) fn head_width(m: &ModelConfig) -> (&'static str, usize) {
+    match m.value_head_dim > m.head_dim {
+        true => ("model.value_head_dim", m.value_head_dim),
+        false => ("model.head_dim", m.head_dim),
+    }
+}
+
 /// The layers with experts, and those with an MLP, under the key that says how many there are.
 pub(crate) fn layers_of(m: &ModelConfig) -> [(&'static str, usize); 2] {
     let routed = if m.dense_layers == 0 { "model.layers" } else { "model.layers - model.dense_layers" };
@@ -42,11 +50,11 @@ pub(crate) fn layers_of(m: &ModelConfig) -> [(&'static str, usize); 2] {
     [(routed, m.num_routed()), (dense, m.num_dense())]
 }
 
-/// All parameters but those of norms. Keys and values have no more heads than queries have.
+/// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
 pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 6] {
     let [routed, dense] = layers_of(m);
     let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
-    let (heads, head_dim) = (("model.heads", m.heads), ("model.head_dim", m.head_dim));
+    let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
     let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
     let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
     [
@@ -96,7 +104,12 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         );
         return Err(Error::config("model.experts", why));
     }
-    for (key, columns) in [("model.d_model", m.d_model), ("model.head_dim", m.head_dim)] {
+    let columns = [
+        ("model.d_model", m.d_model),
+        ("model.head_dim", m.head_dim),
+        ("model.value_head_dim", m.value_head_dim),
+    ];
+    for (key, columns) in columns {
         if columns > MOST_COLUMNS {
             return Err(Error::config(key, format!("is {columns}, expected at most {MOST_COLUMNS}")));
         }
@@ -116,7 +129,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let widest = [
         2 * wide(m.expert_ffn),
         wide(m.d_model),
-        wide(m.heads) * wide(m.head_dim),
+        wide(m.heads) * wide(head_width(m).1),
         2 * wide(m.shared_ffn),
         2 * wide(m.ffn),
     ];

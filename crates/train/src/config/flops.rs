@@ -6,7 +6,7 @@ impl ModelConfig {
     /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, dense MLPs, the head.
     #[must_use]
     pub fn active_matrix_parameters(&self) -> u64 {
-        let attention = self.d_model * (2 * self.heads + 2 * self.kv_heads) * self.head_dim;
+        let attention = self.d_model * (self.heads + self.kv_heads) * (self.head_dim + self.value_head_dim());
         let experts = 3 * self.d_model * (self.top_k * self.expert_ffn + self.shared_ffn);
         let router = self.d_model * self.experts;
         let mlps = self.num_routed() * (experts + router) + self.num_dense() * 3 * self.d_model * self.ffn;
@@ -21,7 +21,8 @@ impl Config {
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let m = &self.model;
-        let attention = (m.layers * m.heads * m.head_dim) as f64 * self.data.seq_len as f64;
+        let heads = m.layers * m.heads * (m.head_dim + m.value_head_dim());
+        let attention = heads as f64 * self.data.seq_len as f64 / 2.0;
         6.0 * (m.active_matrix_parameters() as f64 + attention)
     }
 }
@@ -40,6 +41,10 @@ mod tests {
             + 64 * 8 + 2 * 3 * 64 * 64 + 3 * 64 * 32 // router, experts, shared expert
             + 64 * 64; // head
         assert_eq!(config.flops_per_token(), (3 * 2 * multiply_adds) as f64);
+        // Values of 8: half of v and of what goes out, and of the product of probabilities and values.
+        let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
+        let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
+        assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);
     }
 
     #[test]

@@ -84,8 +84,10 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head; even, because RoPE turns pairs.
+    /// Width of a head of queries and keys; even, because RoPE turns pairs.
     pub head_dim: usize,
+    /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
+    pub value_head_dim: usize,
     /// Whether each query and key head has an RMSNorm before it is rotated, as in Qwen3; Llama has none.
     pub qk_norm: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
@@ -114,6 +116,14 @@ pub struct ModelConfig {
     pub z_loss_coef: f64,
 }
 
+impl ModelConfig {
+    /// Width of a head of values, and of what attention gives for a head.
+    #[must_use]
+    pub fn value_head_dim(&self) -> usize {
+        if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
+    }
+}
+
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {
@@ -123,6 +133,7 @@ impl Default for ModelConfig {
             heads: 4,
             kv_heads: 2,
             head_dim: 16,
+            value_head_dim: 0,
             qk_norm: true,
             ffn: 0,
             dense_layers: 0,

@@ -1,5 +1,5 @@
 //! Causal self-attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama).
-//! t tokens, d model, h heads, g key/value heads, c head_dim.
+//! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::{Heads, HeadsSaved, Input, Layer, Linear, LinearSaved, Norm, Rotation, wgrad_x};
 use crate::cx::Cx;
@@ -20,8 +20,10 @@ pub struct AttentionShape {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Elements of a head of queries and keys.
     pub head_dim: usize,
+    /// Elements of a head of values.
+    pub value_dim: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// Whether queries and keys are normed.
@@ -55,9 +57,9 @@ pub struct Attention<B: Kernels> {
     pub q: Linear<B>,
     /// `[g·c, d]`.
     pub k: Linear<B>,
-    /// `[g·c, d]`.
+    /// `[g·u, d]`.
     pub v: Linear<B>,
-    /// `[d, h·c]`.
+    /// `[d, h·u]`.
     pub o: Linear<B>,
     /// Norm and rotation of the queries.
     pub q_heads: Heads<B>,
@@ -75,7 +77,7 @@ pub struct Attention<B: Kernels> {
 pub struct KvCache<B: Kernels> {
     /// Rotated, `[seq_len, g·c]`.
     k: Tensor<B>,
-    /// `[seq_len, g·c]`.
+    /// `[seq_len, g·u]`.
     v: Tensor<B>,
     /// Rows that are filled.
     len: usize,
@@ -168,20 +170,19 @@ impl<B: Kernels> Attention<B> {
             let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
             Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: LayerKind::Linear })
         };
-        let heads = |part: &str| -> Result<Heads<B>> {
+        let normed = |part: &str| -> Result<Heads<B>> {
             let norm = shape.qk_norm.then(|| Norm::new(b, &format!("{name}.{part}"), shape.head_dim, eps));
             Ok(Heads { norm: norm.transpose()? })
         };
-        let (d, q_cols, kv_cols) =
-            (shape.d_model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let AttentionShape { d_model: d, heads, kv_heads, head_dim, value_dim, .. } = shape;
         Ok(Self {
             name: name.to_owned(),
-            q: linear("q_proj", q_cols, d, std)?,
-            k: linear("k_proj", kv_cols, d, std)?,
-            v: linear("v_proj", kv_cols, d, std)?,
-            o: linear("o_proj", d, q_cols, out_std)?,
-            q_heads: heads("q_norm")?,
-            k_heads: heads("k_norm")?,
+            q: linear("q_proj", heads * head_dim, d, std)?,
+            k: linear("k_proj", kv_heads * head_dim, d, std)?,
+            v: linear("v_proj", kv_heads * value_dim, d, std)?,
+            o: linear("o_proj", d, heads * value_dim, out_std)?,
+            q_heads: normed("q_norm")?,
+            k_heads: normed("k_norm")?,
             shape,
             rope,
             keep_heads: false,
@@ -239,8 +240,10 @@ impl<B: Kernels> Attention<B> {
     /// The forward pass up to its last product: what that multiplies, and what is kept.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
-        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len.min(x_td.rows));
-        let AttentionOut { out, lse } = AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len }.run(cx.b)?;
+        let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
+        let seq_len = seq_len.min(x_td.rows);
+        let op = AttentionOp { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
+        let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
@@ -251,25 +254,27 @@ impl<B: Kernels> Attention<B> {
     /// the cache. Several tokens at once only where it is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len)?;
-        let (t, head_dim) = (x_td.rows, self.shape.head_dim);
+        let AttentionShape { head_dim, value_dim, .. } = self.shape;
+        let t = x_td.rows;
         for (from, to) in [(&k, &mut cache.k), (&v, &mut cache.v)] {
             copy_rows(cx.b, from, 0..t, to, cache.len)?;
         }
         let first = cache.len;
         cache.len += t;
         let out = if first == 0 {
-            AttentionOp { q: &q, k: &k, v: &v, head_dim, seq_len: t }.run(cx.b)?.out
+            AttentionOp { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len: t }.run(cx.b)?.out
         } else {
-            AttentionDecode { q: &q, k: &cache.k, v: &cache.v, head_dim, len: cache.len }.run(cx.b)?
+            let (k, v) = (&cache.k, &cache.v);
+            AttentionDecode { q: &q, k, v, head_dim, value_dim, len: cache.len }.run(cx.b)?
         };
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
     /// A cache for a sequence.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
-        let (rows, cols) = (self.shape.seq_len, self.shape.kv_heads * self.shape.head_dim);
-        let zeros = || Tensor::zeros(b, activations, rows, cols);
-        Ok(KvCache { k: zeros()?, v: zeros()?, len: 0 })
+        let AttentionShape { seq_len, kv_heads, head_dim, value_dim, .. } = self.shape;
+        let zeros = |dim| Tensor::zeros(b, activations, seq_len, kv_heads * dim);
+        Ok(KvCache { k: zeros(head_dim)?, v: zeros(value_dim)?, len: 0 })
     }
 
     /// What a forward pass keeps, made again.
@@ -294,7 +299,7 @@ impl<B: Kernels> Layer<B> for Attention<B> {
         mut saved: AttentionSaved<B>,
         dy_td: Tensor<B>,
     ) -> Result<Tensor<B>> {
-        let (head_dim, seq_len) = (self.shape.head_dim, self.shape.seq_len);
+        let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
         let rotation = Rotation { table: &self.rope, seq_len, first_position: 0 };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;
@@ -307,6 +312,7 @@ impl<B: Kernels> Layer<B> for Attention<B> {
             lse: &saved.lse,
             dout: &dout,
             head_dim,
+            value_dim,
             seq_len,
         };
         let grads = op.run(cx.b)?;

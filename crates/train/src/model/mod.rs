@@ -151,6 +151,7 @@ impl<B: Kernels> Decoder<B> {
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
+            value_dim: config.value_head_dim(),
             seq_len,
             qk_norm: config.qk_norm,
         };

@@ -6,6 +6,13 @@ use serde_json::{Map, Value, json};
 /// The architecture by which `transformers` loads a model, and its type. Where it has none, a name that it does not know: a model
 /// must not be taken for another.
 fn architecture(m: &ModelConfig) -> (&'static str, &'static str) {
+    // It has no model whose values are not as wide as keys.
+    if m.value_head_dim() != m.head_dim {
+        return match m.experts {
+            0 => ("NibbleForCausalLM", "nibble"),
+            _ => ("NibbleMoeForCausalLM", "nibble_moe"),
+        };
+    }
     match (m.experts, m.shared_ffn, m.qk_norm) {
         (0, _, true) => ("Qwen3ForCausalLM", "qwen3"),
         (0, _, false) => ("LlamaForCausalLM", "llama"),
@@ -53,6 +60,7 @@ pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
     }
     if architecture.starts_with("Nibble") {
         add("qk_norm", m.qk_norm.into());
+        add("v_head_dim", m.value_head_dim().into());
     }
     format!("{:#}\n", Value::Object(config))
 }
@@ -83,6 +91,11 @@ mod tests {
         assert_eq!(named(&[&DENSE[..], &["model.qk_norm=false"]].concat()), "LlamaForCausalLM");
         assert_eq!(named(&["model.shared_ffn=32"]), "NibbleMoeForCausalLM");
         assert_eq!(named(&["model.qk_norm=false"]), "NibbleMoeForCausalLM");
+        assert_eq!(named(&["model.value_head_dim=16"]), "Qwen3MoeForCausalLM");
+        assert_eq!(named(&[&DENSE[..], &["model.value_head_dim=8"]].concat()), "NibbleForCausalLM");
+        let wide = of(&["model.value_head_dim=32"]);
+        assert_eq!(wide["model_type"], "nibble_moe");
+        assert_eq!((&wide["head_dim"], &wide["v_head_dim"]), (&json!(16), &json!(32)));
         let mixed = of(&["model.layers=4", "model.dense_layers=2", "model.ffn=96"]);
         assert_eq!(mixed["architectures"][0], "Qwen3MoeForCausalLM");
         assert_eq!((&mixed["mlp_only_layers"], &mixed["intermediate_size"]), (&json!([0, 1]), &json!(96)));

@@ -1,7 +1,7 @@
 //! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
 
 use super::{Prediction, in_words};
-use crate::checks::{EXPERTS, Parameters, Sizes, layers_of, listed, parameters};
+use crate::checks::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
 use crate::config::{Config, PlainType};
 
 /// A part of the memory of a device.
@@ -75,11 +75,7 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
         sizes: [&tokens(config)[..], more].concat(),
     };
     vec![
-        part(
-            attention,
-            "what attention keeps",
-            &[layers, ("model.heads", m.heads), ("model.head_dim", m.head_dim)],
-        ),
+        part(attention, "what attention keeps", &[layers, ("model.heads", m.heads), head_width(m)]),
         part(
             experts,
             "what the experts keep",
@@ -100,10 +96,11 @@ fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static st
 /// Some BF16 tensors of every token in every layer.
 fn estimated_activations(config: &Config) -> Part {
     let m = &config.model;
-    let [width, ffn, expert_ffn, heads, head_dim, top_k] =
-        [m.d_model, m.ffn, m.expert_ffn, m.heads, m.head_dim, m.top_k].map(|size| size as f64);
+    let [width, ffn, expert_ffn, heads, head_dims, top_k] =
+        [m.d_model, m.ffn, m.expert_ffn, m.heads, m.head_dim + m.value_head_dim(), m.top_k]
+            .map(|size| size as f64);
     let [layers, dense, routed] = [m.layers, m.num_dense(), m.num_routed()].map(|layers| layers as f64);
-    let values = layers * (width + 4.0 * heads * head_dim)
+    let values = layers * (width + 2.0 * heads * head_dims)
         + routed * top_k * (width + 2.0 * expert_ffn)
         + dense * (width + 3.0 * ffn);
     let tokens = tokens(config);

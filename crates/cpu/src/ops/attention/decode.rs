@@ -13,27 +13,36 @@ const KEYS: usize = 8;
 
 pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "attention_decode";
-    let sizes = Heads::new(op.q, op.k, op.head_dim, 1);
+    let (head_dim, value_dim) = (op.head_dim, op.value_dim);
+    let sizes = Heads::new(op.q, op.k, (head_dim, value_dim), 1);
     let [q, k, v] = [T::slice(OP, "q", op.q)?, T::slice(OP, "k", op.k)?, T::slice(OP, "v", op.v)?];
-    let mut out = cpu.scratch::<T>(q.len());
+    let mut out = cpu.scratch::<T>(sizes.heads * value_dim);
     let head = |(head, to): (usize, &mut [T])| {
         let query: Vec<f32> =
-            q[head * op.head_dim..][..op.head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
-        let first = sizes.kv_head(head) * op.head_dim;
-        one_head(&query, [k, v].map(|x| &x[first..]), op.k.cols, op.len, to);
+            q[head * head_dim..][..head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
+        let kv_head = sizes.kv_head(head);
+        let keys = Rows { x: &k[kv_head * head_dim..], stride: op.k.cols };
+        let values = Rows { x: &v[kv_head * value_dim..], stride: op.v.cols };
+        one_head(&query, keys, values, op.len, to);
     };
-    cpu.pool().install(|| out.as_mut_slice().par_chunks_mut(op.head_dim).enumerate().for_each(head));
-    Tensor::new(T::data(out), 1, op.q.cols)
+    cpu.pool().install(|| out.as_mut_slice().par_chunks_mut(value_dim).enumerate().for_each(head));
+    Tensor::new(T::data(out), 1, sizes.heads * value_dim)
 }
 
-/// `query` is scaled; keys and values are rows that are `stride` apart.
-fn one_head<T: Real>(query: &[f32], [k, v]: [&[T]; 2], stride: usize, len: usize, to: &mut [T]) {
-    let dim = query.len();
-    let row =
-        |x: &'_ [T], j: usize| -> Vec<f32> { x[j * stride..][..dim].iter().map(|x| x.widen()).collect() };
+/// Rows of one head, from one to the next `stride`.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    x: &'a [T],
+    stride: usize,
+}
+
+/// `query` is scaled.
+fn one_head<T: Real>(query: &[f32], k: Rows<'_, T>, v: Rows<'_, T>, len: usize, to: &mut [T]) {
+    let key =
+        |j: usize| -> Vec<f32> { k.x[j * k.stride..][..query.len()].iter().map(|x| x.widen()).collect() };
     let mut weights = Vec::with_capacity(len);
     for first in (0..len).step_by(KEYS) {
-        let keys: Vec<Vec<f32>> = (first..len.min(first + KEYS)).map(|j| row(k, j)).collect();
+        let keys: Vec<Vec<f32>> = (first..len.min(first + KEYS)).map(key).collect();
         let mut sums = [0.0f32; KEYS];
         for (c, q) in query.iter().enumerate() {
             for (sum, key) in sums.iter_mut().zip(&keys) {
@@ -43,9 +52,9 @@ fn one_head<T: Real>(query: &[f32], [k, v]: [&[T]; 2], stride: usize, len: usize
         weights.extend(&sums[..keys.len()]);
     }
     let (_, sum) = softmax_terms(&mut weights);
-    let mut out = vec![0.0f32; dim];
+    let mut out = vec![0.0f32; to.len()];
     for (j, &weight) in weights.iter().enumerate() {
-        for (out, x) in out.iter_mut().zip(&v[j * stride..][..dim]) {
+        for (out, x) in out.iter_mut().zip(&v.x[j * v.stride..]) {
             *out = weight.mul_add(x.widen(), *out);
         }
     }

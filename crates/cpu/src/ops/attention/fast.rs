@@ -55,7 +55,7 @@ fn for_units(cpu: &Cpu, sizes: &Heads, heads: usize, run: impl Fn(&mut Space<'_>
         let first = i * heads % sizes.heads;
         Unit { sequence: i * heads / sizes.heads, kv_head: sizes.kv_head(first), heads: first..first + heads }
     };
-    let multiply_adds = sizes.tokens() * sizes.seq_len * sizes.heads * sizes.head_dim;
+    let multiply_adds = sizes.tokens() * sizes.seq_len * sizes.heads * sizes.head_dim.max(sizes.value_dim);
     let space = || Space::new(sizes, cpu.isa());
     if multiply_adds < WORTH_A_THREAD || cpu.pool().current_num_threads() == 1 {
         let mut space = space();
@@ -74,6 +74,8 @@ struct Space<'a> {
     isa: Isa,
     /// head_dim, padded.
     width: usize,
+    /// value_dim, padded.
+    value_width: usize,
     /// seq_len, padded.
     keys: usize,
     /// From one row of scores to the next; odd multiples of a cache line keep rows apart in the cache.
@@ -93,12 +95,13 @@ struct Space<'a> {
 
 impl<'a> Space<'a> {
     fn new(sizes: &'a Heads, isa: Isa) -> Self {
-        let width = sizes.head_dim.next_multiple_of(LANES);
+        let [width, value_width] = [sizes.head_dim, sizes.value_dim].map(|dim| dim.next_multiple_of(LANES));
         let keys = sizes.seq_len.next_multiple_of(LANES);
         Self {
             sizes,
             isa,
             width,
+            value_width,
             keys,
             stride: keys + if (keys / LANES).is_multiple_of(2) { LANES } else { 0 },
             k: Vec::new(),
@@ -111,19 +114,20 @@ impl<'a> Space<'a> {
             ds: Vec::new(),
             dk: Vec::new(),
             dv: Vec::new(),
-            tile: vec![0.0; TILE * width],
+            tile: vec![0.0; TILE * width.max(value_width)],
         }
     }
 
     fn forward<T: Real>(&mut self, unit: &Unit, input: &ForwardInput<'_, T>, output: &ForwardOutput<'_, T>) {
-        let (sizes, width) = (self.sizes, self.width);
+        let (sizes, width, value_width) = (self.sizes, self.width, self.value_width);
         self.lay_out_keys(unit, input.k, input.v);
         self.q.resize(TILE * width, 0.0);
         self.p.resize(TILE * self.stride, 0.0);
         for head in unit.heads.clone() {
             for first in (0..sizes.seq_len).step_by(TILE) {
                 let rows = first..(first + TILE).min(sizes.seq_len);
-                let q = sizes.cells(input.q, sizes.heads, unit.sequence, head, rows.clone());
+                let q =
+                    sizes.cells(input.q, (sizes.heads, sizes.head_dim), unit.sequence, head, rows.clone());
                 widen_rows(
                     self.isa,
                     q,
@@ -133,10 +137,11 @@ impl<'a> Space<'a> {
                     &mut self.q,
                     width,
                 );
-                self.against_keys(&self.q, &self.k_panels, first).run(self.isa, &mut self.p);
+                self.against((&self.q, width), &self.k_panels, sizes.head_dim, first)
+                    .run(self.isa, &mut self.p);
                 let softmax = softmax_rows(self.isa, &mut self.p, self.stride, first, keys_of(first));
-                over_keys(&self.p, self.stride, &self.v, width, rows.end).run(self.isa, &mut self.tile);
-                for (row, (i, x)) in rows.zip(self.tile.chunks_exact(width)).enumerate() {
+                over_keys(&self.p, self.stride, &self.v, value_width, rows.end).run(self.isa, &mut self.tile);
+                for (row, (i, x)) in rows.zip(self.tile.chunks_exact(value_width)).enumerate() {
                     let token = unit.sequence * sizes.seq_len + i;
                     // SAFETY: no other unit has this sequence and query head.
                     let (out, lse) = unsafe { (output.out.row(token, head), output.lse.row(token, head)) };
@@ -153,28 +158,28 @@ impl<'a> Space<'a> {
         input: &BackwardInput<'_, T>,
         output: &BackwardOutput<'_, T>,
     ) {
-        let (sizes, width) = (self.sizes, self.width);
+        let (sizes, width, value_width) = (self.sizes, self.width, self.value_width);
         self.lay_out_keys(unit, input.k, input.v);
-        self.v_panels.resize(self.keys * sizes.head_dim, 0.0);
-        transpose_panels(self.isa, &self.v, width, sizes.head_dim, &mut self.v_panels);
-        for x in [&mut self.q, &mut self.dout] {
-            x.resize(BLOCK * width, 0.0);
-        }
+        self.v_panels.resize(self.keys * sizes.value_dim, 0.0);
+        transpose_panels(self.isa, &self.v, value_width, sizes.value_dim, &mut self.v_panels);
+        self.q.resize(BLOCK * width, 0.0);
+        self.dout.resize(BLOCK * value_width, 0.0);
         for x in [&mut self.p, &mut self.ds] {
             x.resize(BLOCK * self.stride, 0.0);
         }
-        for x in [&mut self.dk, &mut self.dv] {
+        for (x, width) in [(&mut self.dk, width), (&mut self.dv, value_width)] {
             x.clear();
             x.resize(self.keys * width, 0.0);
         }
         for head in unit.heads.clone() {
             for first in (0..sizes.seq_len).step_by(BLOCK) {
                 let rows = first..(first + BLOCK).min(sizes.seq_len);
-                for (x, factor, to) in
-                    [(input.q, sizes.scale(), &mut self.q), (input.dout, 1.0, &mut self.dout)]
-                {
-                    let x = sizes.cells(x, sizes.heads, unit.sequence, head, rows.clone());
-                    widen_rows(self.isa, x, sizes.heads * sizes.head_dim, sizes.head_dim, factor, to, width);
+                for (x, factor, to, dim, width) in [
+                    (input.q, sizes.scale(), &mut self.q, sizes.head_dim, width),
+                    (input.dout, 1.0, &mut self.dout, sizes.value_dim, value_width),
+                ] {
+                    let x = sizes.cells(x, (sizes.heads, dim), unit.sequence, head, rows.clone());
+                    widen_rows(self.isa, x, sizes.heads * dim, dim, factor, to, width);
                 }
                 for tile in rows.clone().step_by(TILE) {
                     self.query_grads(unit, head, tile - first, tile, input, output);
@@ -188,7 +193,7 @@ impl<'a> Space<'a> {
             let (dk, dv) =
                 unsafe { (output.dk.row(token, unit.kv_head), output.dv.row(token, unit.kv_head)) };
             store_row(self.isa, &self.dk[j * width..][..width], 1.0, dk);
-            store_row(self.isa, &self.dv[j * width..][..width], 1.0, dv);
+            store_row(self.isa, &self.dv[j * value_width..][..value_width], 1.0, dv);
         }
     }
 
@@ -202,12 +207,14 @@ impl<'a> Space<'a> {
         input: &BackwardInput<'_, T>,
         output: &BackwardOutput<'_, T>,
     ) {
-        let (sizes, width, stride) = (self.sizes, self.width, self.stride);
+        let (sizes, width, value_width, stride) = (self.sizes, self.width, self.value_width, self.stride);
         let rows = first..(first + TILE).min(sizes.seq_len);
+        let of_values = (sizes.heads, sizes.value_dim);
         let [out, dout] =
-            [input.out, input.dout].map(|x| sizes.cells(x, sizes.heads, unit.sequence, head, rows.clone()));
+            [input.out, input.dout].map(|x| sizes.cells(x, of_values, unit.sequence, head, rows.clone()));
         let mut delta = [0.0; TILE];
-        row_dots(self.isa, dout, out, sizes.heads * sizes.head_dim, sizes.head_dim, &mut delta[..rows.len()]);
+        let value_cols = sizes.heads * sizes.value_dim;
+        row_dots(self.isa, dout, out, value_cols, sizes.value_dim, &mut delta[..rows.len()]);
         let mut lse = [0.0; TILE];
         for (i, lse) in rows.clone().zip(&mut lse) {
             *lse = input.lse[(unit.sequence * sizes.seq_len + i) * sizes.heads + head];
@@ -216,8 +223,10 @@ impl<'a> Space<'a> {
         let mut ds = std::mem::take(&mut self.ds);
         let (p_tile, ds_tile) =
             (&mut p[at * stride..][..TILE * stride], &mut ds[at * stride..][..TILE * stride]);
-        self.against_keys(&self.q[at * width..], &self.k_panels, first).run(self.isa, p_tile);
-        self.against_keys(&self.dout[at * width..], &self.v_panels, first).run(self.isa, ds_tile);
+        self.against((&self.q[at * width..], width), &self.k_panels, sizes.head_dim, first)
+            .run(self.isa, p_tile);
+        self.against((&self.dout[at * value_width..], value_width), &self.v_panels, sizes.value_dim, first)
+            .run(self.isa, ds_tile);
         score_grads(self.isa, p_tile, ds_tile, stride, first, keys_of(first), &lse, &delta);
         over_keys(ds_tile, stride, &self.k, width, rows.end).run(self.isa, &mut self.tile);
         (self.p, self.ds) = (p, ds);
@@ -230,12 +239,14 @@ impl<'a> Space<'a> {
 
     /// dV += Pᵀ·dO and dK += dSᵀ·Q over a block of queries.
     fn add_key_grads(&mut self, queries: Range<usize>) {
-        let width = self.width;
         for key in (0..queries.end).step_by(TILE) {
             let from = key.max(queries.start);
             let at = from - queries.start;
-            let sums = [(&self.p, &self.dout, &mut self.dv), (&self.ds, &self.q, &mut self.dk)];
-            for (weights, rows, sum) in sums {
+            let sums = [
+                (&self.p, &self.dout, &mut self.dv, self.value_width),
+                (&self.ds, &self.q, &mut self.dk, self.width),
+            ];
+            for (weights, rows, sum, width) in sums {
                 let product = Product {
                     a: &weights[at * self.stride + key..],
                     a_at: Rows { row: 1, step: self.stride },
@@ -254,24 +265,32 @@ impl<'a> Space<'a> {
     /// K and V of a unit as F32 rows, and K as panels.
     fn lay_out_keys<T: Real>(&mut self, unit: &Unit, k: &[T], v: &[T]) {
         let (sizes, width) = (self.sizes, self.width);
-        for (x, to) in [(k, &mut self.k), (v, &mut self.v)] {
-            let x = sizes.cells(x, sizes.kv_heads, unit.sequence, unit.kv_head, 0..sizes.seq_len);
+        for (x, to, dim, width) in
+            [(k, &mut self.k, sizes.head_dim, width), (v, &mut self.v, sizes.value_dim, self.value_width)]
+        {
+            let x = sizes.cells(x, (sizes.kv_heads, dim), unit.sequence, unit.kv_head, 0..sizes.seq_len);
             to.resize(self.keys * width, 0.0);
-            widen_rows(self.isa, x, sizes.kv_heads * sizes.head_dim, sizes.head_dim, 1.0, to, width);
+            widen_rows(self.isa, x, sizes.kv_heads * dim, dim, 1.0, to, width);
         }
         self.k_panels.resize(self.keys * sizes.head_dim, 0.0);
         transpose_panels(self.isa, &self.k, width, sizes.head_dim, &mut self.k_panels);
     }
 
-    /// A tile of rows times the transposed keys (or values), as far as the tile from query `first` on sees them.
-    fn against_keys<'p>(&self, rows: &'p [f32], panels: &'p [f32], first: usize) -> Product<'p> {
-        let head_dim = self.sizes.head_dim;
+    /// A tile of rows of `dim` elements (`width` from one to the next) times transposed keys or values, as far as the tile from query
+    /// `first` on sees them.
+    fn against<'p>(
+        &self,
+        (rows, width): (&'p [f32], usize),
+        panels: &'p [f32],
+        dim: usize,
+        first: usize,
+    ) -> Product<'p> {
         Product {
             a: rows,
-            a_at: Rows { row: self.width, step: 1 },
+            a_at: Rows { row: width, step: 1 },
             b: panels,
-            b_at: Panels { step: LANES, panel: head_dim * LANES },
-            k: head_dim,
+            b_at: Panels { step: LANES, panel: dim * LANES },
+            k: dim,
             panels: keys_of(first) / LANES,
             out_row: self.stride,
             onward: false,

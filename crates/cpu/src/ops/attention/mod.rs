@@ -48,13 +48,16 @@ struct Heads {
     seq_len: usize,
     heads: usize,
     kv_heads: usize,
+    /// Of queries and keys.
     head_dim: usize,
+    /// Of values.
+    value_dim: usize,
 }
 
 impl Heads {
-    fn new(q: &Tensor<Cpu>, k: &Tensor<Cpu>, head_dim: usize, seq_len: usize) -> Self {
+    fn new(q: &Tensor<Cpu>, k: &Tensor<Cpu>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
         let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
-        Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim }
+        Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim, value_dim }
     }
 
     fn scale(&self) -> f32 {
@@ -75,18 +78,18 @@ impl Heads {
         self.sequences * self.seq_len
     }
 
-    /// From the first to the last element of some rows of one head of a sequence; rows of the slice are `num_heads ·
-    /// head_dim` apart.
+    /// From the first to the last element of some rows of one head of a sequence, in a tensor of `num_heads` heads of `dim`: rows of the
+    /// slice are `num_heads · dim` apart.
     fn cells<'a, T>(
         &self,
         x: &'a [T],
-        num_heads: usize,
+        (num_heads, dim): (usize, usize),
         sequence: usize,
         head: usize,
         rows: Range<usize>,
     ) -> &'a [T] {
-        let at = |row: usize| ((sequence * self.seq_len + row) * num_heads + head) * self.head_dim;
-        if rows.is_empty() { &[] } else { &x[at(rows.start)..at(rows.end - 1) + self.head_dim] }
+        let at = |row: usize| ((sequence * self.seq_len + row) * num_heads + head) * dim;
+        if rows.is_empty() { &[] } else { &x[at(rows.start)..at(rows.end - 1) + dim] }
     }
 }
 
@@ -155,13 +158,14 @@ impl<'a, T> Cells<'a, T> {
 
 fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     const OP: &str = "attention";
-    let sizes = Heads::new(op.q, op.k, op.head_dim, op.seq_len);
+    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.seq_len);
     let input = ForwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
         v: T::slice(OP, "v", op.v)?,
     };
-    let mut out = cpu.scratch::<T>(input.q.len());
+    let cols = sizes.heads * sizes.value_dim;
+    let mut out = cpu.scratch::<T>(sizes.tokens() * cols);
     let mut lse = cpu.scratch::<f32>(sizes.tokens() * sizes.heads);
     let output = ForwardOutput {
         out: Cells::new(out.as_mut_slice(), sizes.tokens(), sizes.heads),
@@ -171,12 +175,12 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
         CodePath::Scalar => spec::forward(&sizes, &input, &output),
         CodePath::Simd => fast::forward(cpu, &sizes, &input, &output),
     }
-    Ok(AttentionOut { out: Tensor::new(T::data(out), op.q.rows, op.q.cols)?, lse })
+    Ok(AttentionOut { out: Tensor::new(T::data(out), op.q.rows, cols)?, lse })
 }
 
 fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
     const OP: &str = "attention_backward";
-    let sizes = Heads::new(op.q, op.k, op.head_dim, op.seq_len);
+    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.seq_len);
     let input = BackwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,

@@ -12,17 +12,24 @@ use nibble_formats::math::{exp, log};
 struct View<'a, T> {
     x: &'a [T],
     stride: usize,
-    head_dim: usize,
+    dim: usize,
 }
 
 impl<'a, T: Real> View<'a, T> {
-    fn new(x: &'a [T], sizes: &Heads, num_heads: usize, sequence: usize, head: usize) -> Self {
-        let x = sizes.cells(x, num_heads, sequence, head, 0..sizes.seq_len);
-        Self { x, stride: num_heads * sizes.head_dim, head_dim: sizes.head_dim }
+    /// Of a tensor of `num_heads` heads of `dim`.
+    fn new(
+        x: &'a [T],
+        sizes: &Heads,
+        (num_heads, dim): (usize, usize),
+        sequence: usize,
+        head: usize,
+    ) -> Self {
+        let x = sizes.cells(x, (num_heads, dim), sequence, head, 0..sizes.seq_len);
+        Self { x, stride: num_heads * dim, dim }
     }
 
     fn row(&self, i: usize) -> &'a [T] {
-        &self.x[i * self.stride..][..self.head_dim]
+        &self.x[i * self.stride..][..self.dim]
     }
 
     fn scaled(&self, i: usize, scale: f32) -> Vec<f32> {
@@ -50,15 +57,15 @@ fn tile_end(sizes: &Heads, i: usize) -> usize {
 pub(super) fn forward<T: Real>(sizes: &Heads, input: &ForwardInput<'_, T>, output: &ForwardOutput<'_, T>) {
     for unit in 0..sizes.sequences * sizes.heads {
         let (sequence, head) = (unit / sizes.heads, unit % sizes.heads);
-        let q = View::new(input.q, sizes, sizes.heads, sequence, head);
-        let k = View::new(input.k, sizes, sizes.kv_heads, sequence, sizes.kv_head(head));
-        let v = View::new(input.v, sizes, sizes.kv_heads, sequence, sizes.kv_head(head));
+        let q = View::new(input.q, sizes, (sizes.heads, sizes.head_dim), sequence, head);
+        let k = View::new(input.k, sizes, (sizes.kv_heads, sizes.head_dim), sequence, sizes.kv_head(head));
+        let v = View::new(input.v, sizes, (sizes.kv_heads, sizes.value_dim), sequence, sizes.kv_head(head));
         for i in 0..sizes.seq_len {
             let query = q.scaled(i, sizes.scale());
             let mut weights: Vec<f32> = (0..=i).map(|j| chain(&query, k.row(j))).collect();
             let (max, sum) = softmax_terms(&mut weights);
             weights.resize(tile_end(sizes, i), 0.0);
-            let mut out = vec![0.0; sizes.head_dim];
+            let mut out = vec![0.0; sizes.value_dim];
             for (j, &weight) in weights.iter().enumerate() {
                 add_row(&mut out, weight, v.row(j));
             }
@@ -75,14 +82,14 @@ pub(super) fn backward<T: Real>(sizes: &Heads, input: &BackwardInput<'_, T>, out
     let group = sizes.group();
     for unit in 0..sizes.sequences * sizes.kv_heads {
         let (sequence, kv_head) = (unit / sizes.kv_heads, unit % sizes.kv_heads);
-        let k = View::new(input.k, sizes, sizes.kv_heads, sequence, kv_head);
-        let v = View::new(input.v, sizes, sizes.kv_heads, sequence, kv_head);
+        let k = View::new(input.k, sizes, (sizes.kv_heads, sizes.head_dim), sequence, kv_head);
+        let v = View::new(input.v, sizes, (sizes.kv_heads, sizes.value_dim), sequence, kv_head);
         let mut dk = vec![vec![0.0; sizes.head_dim]; sizes.seq_len];
-        let mut dv = dk.clone();
+        let mut dv = vec![vec![0.0; sizes.value_dim]; sizes.seq_len];
         for head in kv_head * group..(kv_head + 1) * group {
-            let q = View::new(input.q, sizes, sizes.heads, sequence, head);
-            let out = View::new(input.out, sizes, sizes.heads, sequence, head);
-            let dout = View::new(input.dout, sizes, sizes.heads, sequence, head);
+            let q = View::new(input.q, sizes, (sizes.heads, sizes.head_dim), sequence, head);
+            let out = View::new(input.out, sizes, (sizes.heads, sizes.value_dim), sequence, head);
+            let dout = View::new(input.dout, sizes, (sizes.heads, sizes.value_dim), sequence, head);
             for i in 0..sizes.seq_len {
                 let row = sequence * sizes.seq_len + i;
                 let lse = input.lse[row * sizes.heads + head];

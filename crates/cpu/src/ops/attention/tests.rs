@@ -20,33 +20,36 @@ impl Case {
         seq_len: usize,
         heads: usize,
         kv_heads: usize,
-        head_dim: usize,
+        (head_dim, value_dim): (usize, usize),
         spread: f32,
     ) -> Self {
-        let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim };
+        let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim };
         let wide = |site, n: usize, by: f32| -> Vec<f32> {
-            let x = normals(site, sizes.tokens() * n * head_dim);
+            let x = normals(site, sizes.tokens() * n);
             // Numbers of both types, so that one reference serves both.
             x.iter().map(|x| bf16::from_f32(x * by).to_f32()).collect()
         };
-        let (q, k) = (wide(1, heads, spread), wide(2, kv_heads, spread));
-        Self { sizes, q, k, v: wide(3, kv_heads, 1.0), dout: wide(4, heads, 1.0) }
+        let (q, k) = (wide(1, heads * head_dim, spread), wide(2, kv_heads * head_dim, spread));
+        Self { sizes, q, k, v: wide(3, kv_heads * value_dim, 1.0), dout: wide(4, heads * value_dim, 1.0) }
     }
 
-    /// The ratios and lengths that matter: one token, lengths around tiles and blocks, head sizes around panels.
+    /// The ratios and lengths that matter: one token, lengths around tiles and blocks, head sizes around panels, values of another size.
     fn all() -> Vec<Self> {
         let sizes = [
-            (1, 1, 1, 1, 16),
-            (3, 1, 4, 1, 8),
-            (2, 7, 2, 2, 16),
-            (1, 8, 4, 1, 32),
-            (2, 9, 4, 2, 5),
-            (1, 17, 8, 2, 24),
-            (3, 40, 4, 1, 16),
-            (2, 65, 6, 3, 48),
-            (1, 100, 2, 1, 128),
+            (1, 1, 1, 1, (16, 16)),
+            (3, 1, 4, 1, (8, 8)),
+            (2, 7, 2, 2, (16, 16)),
+            (1, 8, 4, 1, (32, 32)),
+            (2, 9, 4, 2, (5, 5)),
+            (1, 17, 8, 2, (24, 24)),
+            (3, 40, 4, 1, (16, 16)),
+            (2, 65, 6, 3, (48, 48)),
+            (1, 100, 2, 1, (128, 128)),
+            (2, 35, 4, 2, (24, 16)),
+            (1, 20, 2, 1, (7, 40)),
+            (2, 18, 3, 1, (48, 20)),
         ];
-        sizes.into_iter().map(|(s, l, h, g, d)| Self::new(s, l, h, g, d, 1.0)).collect()
+        sizes.into_iter().map(|(s, l, h, g, dims)| Self::new(s, l, h, g, dims, 1.0)).collect()
     }
 
     fn tensor(&self, cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
@@ -62,8 +65,8 @@ impl Case {
 
     fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
-        let op =
-            Attention { q: &q, k: &k, v: &v, head_dim: self.sizes.head_dim, seq_len: self.sizes.seq_len };
+        let Heads { head_dim, value_dim, seq_len, .. } = self.sizes;
+        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
         op.check().unwrap();
         attention(cpu, op).unwrap()
     }
@@ -79,6 +82,7 @@ impl Case {
             lse: &lse,
             dout: &dout,
             head_dim: self.sizes.head_dim,
+            value_dim: self.sizes.value_dim,
             seq_len: self.sizes.seq_len,
         };
         op.check().unwrap();
@@ -88,22 +92,21 @@ impl Case {
 
 /// Softmax attention in f64, straight from the formula: (out, lse).
 fn reference(sizes: &Heads, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let d = sizes.head_dim;
-    let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; q.len() / d]);
+    let (d, c) = (sizes.head_dim, sizes.value_dim);
+    let (mut out, mut lse) = (vec![0.0; q.len() / d * c], vec![0.0; q.len() / d]);
     for token in 0..sizes.tokens() {
         let first = token - token % sizes.seq_len;
         for head in 0..sizes.heads {
-            let at = (token * sizes.heads + head) * d;
-            let kv = |other: usize| (other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads)) * d;
-            let scores: Vec<f64> = (first..=token)
-                .map(|other| (0..d).map(|i| q[at + i] * k[kv(other) + i]).sum::<f64>() / (d as f64).sqrt())
-                .collect();
+            let at = token * sizes.heads + head;
+            let kv = |other: usize| other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads);
+            let dot = |other: usize| (0..d).map(|i| q[at * d + i] * k[kv(other) * d + i]).sum::<f64>();
+            let scores: Vec<f64> = (first..=token).map(|other| dot(other) / (d as f64).sqrt()).collect();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-            lse[at / d] = max + sum.ln();
+            lse[at] = max + sum.ln();
             for (j, s) in scores.iter().enumerate() {
-                let p = (s - lse[at / d]).exp();
-                (0..d).for_each(|i| out[at + i] += p * v[kv(first + j) + i]);
+                let p = (s - lse[at]).exp();
+                (0..c).for_each(|i| out[at * c + i] += p * v[kv(first + j) * c + i]);
             }
         }
     }
@@ -127,7 +130,7 @@ fn forward_is_the_formula_and_the_same_everywhere() {
         for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
             let (got, got_lse) = same_everywhere(|cpu| {
                 let got = case.forward(cpu, dtype);
-                assert_eq!((got.out.dtype(), got.out.cols), (dtype, case.sizes.heads * case.sizes.head_dim));
+                assert_eq!((got.out.dtype(), got.out.cols), (dtype, case.sizes.heads * case.sizes.value_dim));
                 (bits(&got.out), got.lse.as_slice().iter().map(|x| x.to_bits()).collect::<Vec<_>>())
             });
             let got: Vec<f32> = match dtype {
@@ -202,7 +205,7 @@ fn backward_is_the_derivative_of_the_formula() {
 #[test]
 fn scores_of_ten_thousand_neither_overflow_nor_lose_the_sum() {
     // Scores are of the order of ±1e4: the softmax is one-hot nearly everywhere.
-    let case = Case::new(2, 33, 4, 2, 16, 50.0);
+    let case = Case::new(2, 33, 4, 2, (16, 16), 50.0);
     let (out, lse) = reference(&case.sizes, &wide(&case.q), &wide(&case.k), &wide(&case.v));
     assert!(lse.iter().any(|x| *x > 5e3), "the case is too tame");
     let got = same_everywhere(|cpu| bits(&case.forward(cpu, DType::F32).out));
@@ -220,10 +223,10 @@ fn scores_of_ten_thousand_neither_overflow_nor_lose_the_sum() {
 #[test]
 fn nothing_looks_ahead() {
     let cpu = Cpu::new(2).unwrap();
-    let case = Case::new(2, 30, 4, 2, 16, 1.0);
+    let case = Case::new(2, 30, 4, 2, (16, 16), 1.0);
     let before = case.forward(&cpu, DType::F32).out.to_f32_vec(&cpu).unwrap();
     for token in [5, 16, 29, 30 + 13] {
-        let mut changed = Case::new(2, 30, 4, 2, 16, 1.0);
+        let mut changed = Case::new(2, 30, 4, 2, (16, 16), 1.0);
         changed.k[token * 32..][..32].fill(3.0);
         changed.v[token * 32..][..32].fill(-2.0);
         let after = changed.forward(&cpu, DType::F32).out.to_f32_vec(&cpu).unwrap();
@@ -232,7 +235,7 @@ fn nothing_looks_ahead() {
             assert_eq!(before[i * 64..][..64] != after[i * 64..][..64], sees, "token {token}, query {i}");
         }
         // A gradient that arrives at one token alone reaches that token and earlier ones.
-        let mut alone = Case::new(2, 30, 4, 2, 16, 1.0);
+        let mut alone = Case::new(2, 30, 4, 2, (16, 16), 1.0);
         alone.dout.iter_mut().enumerate().filter(|(e, _)| e / 64 != token).for_each(|(_, d)| *d = 0.0);
         let dv = alone.backward(&cpu, DType::F32).dv.to_f32_vec(&cpu).unwrap();
         for i in 0..60 {
@@ -247,7 +250,8 @@ fn no_tokens_give_no_output() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
         let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
         let (q, k) = (none(32), none(16));
-        let got = attention(&cpu, Attention { q: &q, k: &k, v: &k, head_dim: 16, seq_len: 8 }).unwrap();
+        let op = Attention { q: &q, k: &k, v: &k, head_dim: 16, value_dim: 16, seq_len: 8 };
+        let got = attention(&cpu, op).unwrap();
         assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
     }
 }
@@ -258,8 +262,36 @@ fn a_type_that_differs_is_named() {
     let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
     let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
     let lse = cpu.zeros::<f32>(4).unwrap();
-    let op =
-        AttentionBackward { q: &x, k: &x, v: &x, out: &x, lse: &lse, dout: &half, head_dim: 16, seq_len: 4 };
+    let (out, dout, head_dim, value_dim) = (&x, &half, 16, 16);
+    let op = AttentionBackward { q: &x, k: &x, v: &x, out, lse: &lse, dout, head_dim, value_dim, seq_len: 4 };
     let error = attention_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_named() {
+    let cpu = Cpu::new(1).unwrap();
+    let of = |cols| Tensor::zeros(&cpu, DType::F32, 4, cols).unwrap();
+    // 4 query heads of 6, 2 key heads; values of 5.
+    let (q, k, v, wrong) = (of(24), of(12), of(10), of(12));
+    let forward = |v, value_dim| {
+        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, seq_len: 4 };
+        op.check().map_err(|error| error.to_string())
+    };
+    assert_eq!(forward(&v, 5), Ok(()));
+    assert_eq!(forward(&wrong, 5).unwrap_err(), "attention: `shape of v` is (4, 12), expected (4, 10)");
+    assert_eq!(forward(&v, 0).unwrap_err(), "attention: `value_dim` is 0, expected at least 1");
+    let one = Tensor::zeros(&cpu, DType::F32, 1, 24).unwrap();
+    let decode = |v| AttentionDecode { q: &one, k: &k, v, head_dim: 6, value_dim: 5, len: 3 }.check();
+    decode(&v).unwrap();
+    let error = decode(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
+    let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
+    let backward = |out, dout| {
+        let (q, k, v, lse) = (&q, &k, &v, &lse);
+        AttentionBackward { q, k, v, out, lse, dout, head_dim: 6, value_dim: 5, seq_len: 4 }.check()
+    };
+    backward(&out, &out).unwrap();
+    let error = backward(&out, &q).unwrap_err().to_string();
+    assert_eq!(error, "attention_backward: `shape of dout` is (4, 24), expected (4, 20)");
 }

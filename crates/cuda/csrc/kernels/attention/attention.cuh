@@ -1,6 +1,7 @@
 // Causal attention with grouped query heads on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// attention<T, kDim>: q [t, heads · head_dim], k and v [t, kv_heads · head_dim] of type T; out as q; lse [t, heads], natural logarithms.
+// attention<T, kDim>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads · value_dim], of type T;
+//   lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
 //   (2 · kDim + 64) · 68 · 4 bytes. A cta has 64 queries of a head and goes over their keys 64 at a time, in order, with the softmax's
 //   sums so far (Milakov and Gimelshein). Everything is F32; P is not rounded.
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     const int kv_head = head / (sizes.heads / sizes.kv_heads);
     const int first = tile * kQueries;
     const int own = threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
-    load_rows<T, kDim, kQueries>(shared.q, q, sizes, sizes.heads, sequence, head, first, sizes.scale);
+    load_rows<T, kDim, kQueries>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, first, sizes.scale);
 
     float sum[kOwn][kDim / 16];
     float max[kOwn], total[kOwn];
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     }
     for (int key = 0; key <= first; key += kQueries) {
         __syncthreads();
-        load_rows<T, kDim, kQueries>(shared.kv, k, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        load_rows<T, kDim, kQueries>(shared.kv, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
         __syncthreads();
         float score[kOwn][kOwn];
         multiply_rows<kDim, kQueries>(score, shared.q, shared.kv);
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         }
         write_weights<kQueries>(shared.weights, score);
         __syncthreads();
-        load_rows<T, kDim, kQueries>(shared.kv, v, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        load_rows<T, kDim, kQueries>(shared.kv, v, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, key, 1.0f);
         __syncthreads();
         add_weighted<kDim, kQueries>(sum, shared.weights, shared.kv);
     }
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         if (other == 0 && row < sizes.seq_len)
             lse[u64(u32(sequence * sizes.seq_len + row)) * sizes.heads + head] = max[i] + log_of_normal(total[i]);
     }
-    store_rows<T, kDim, kQueries>(out, sum, inverse, sizes, sizes.heads, sequence, head, first);
+    store_rows<T, kDim, kQueries>(out, sum, inverse, sizes, sizes.heads, sizes.value_dim, sequence, head, first);
 }
 
 }  // namespace nib

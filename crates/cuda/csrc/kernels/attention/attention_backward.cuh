@@ -1,7 +1,7 @@
 // The backward pass of causal attention on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// Both kernels: q, dout [t, heads · head_dim], k, v [t, kv_heads · head_dim] of type T; lse and delta as `attention_rows` writes them,
-//   with factor 1. P = exp(q·k - lse) and dS = P · (dout·v - delta) are made again in each, so that nobody adds to another's sums.
+// Both kernels: q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim] of type T, both
+//   sizes kDim at most; lse and delta as `attention_rows` writes them, with factor 1. P = exp(q·k - lse) and dS = P · (dout·v - delta) are made again in each, so that nobody adds to another's sums.
 //   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
 // attention_backward_q<T, kDim, kRows>: dq = dS · k / sqrt(head_dim). Grid ceil(seq_len / kRows) · heads · sequences, most keys first.
 // attention_backward_kv<T, kDim, kRows>: dv = Pᵀ · dout and dk = dSᵀ · q / sqrt(head_dim), summed over the group's query heads in order
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     const int sequence = unit / sizes.heads, head = unit % sizes.heads;
     const int kv_head = head / (sizes.heads / sizes.kv_heads);
     const int own = first + threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
-    load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sequence, head, first, sizes.scale);
-    load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sequence, head, first, 1.0f);
+    load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, first, sizes.scale);
+    load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sizes.value_dim, sequence, head, first, 1.0f);
     float own_lse[kOwn], own_delta[kOwn], factor[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     clear(sum);
     for (int key = 0; key <= first; key += kRows) {
         __syncthreads();
-        load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
-        load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sequence, kv_head, key, 1.0f);
+        load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
+        load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, key, 1.0f);
         __syncthreads();
         float score[kOwn][kOwn], ds[kOwn][kOwn];
         multiply_rows<kDim, kRows>(score, shared.q, shared.k);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         __syncthreads();
         add_weighted<kDim, kRows>(sum, shared.ds, shared.k);
     }
-    store_rows<T, kDim, kRows>(dq, sum, factor, sizes, sizes.heads, sequence, head, first);
+    store_rows<T, kDim, kRows>(dq, sum, factor, sizes, sizes.heads, sizes.head_dim, sequence, head, first);
 }
 
 template <class T, int kDim, int kRows>
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     const int unit = int(blockIdx.x) % units;
     const int sequence = unit / sizes.kv_heads, kv_head = unit % sizes.kv_heads;
     const int own = first + threadIdx.x / 16 * kOwn, other = threadIdx.x % 16 * kOwn;
-    load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sequence, kv_head, first, 1.0f);
-    load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sequence, kv_head, first, 1.0f);
+    load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, first, 1.0f);
+    load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, first, 1.0f);
     float sum_k[kOwn][kDim / 16], sum_v[kOwn][kDim / 16];
     clear(sum_k);
     clear(sum_v);
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         const u64 rows = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded;
         for (int query = first; query < sizes.seq_len; query += kRows) {
             __syncthreads();
-            load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sequence, head, query, sizes.scale);
-            load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sequence, head, query, 1.0f);
+            load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, query, sizes.scale);
+            load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sizes.value_dim, sequence, head, query, 1.0f);
             __syncthreads();
             float score[kOwn][kOwn], ds[kOwn][kOwn];
             multiply_rows<kDim, kRows>(score, shared.k, shared.q);
@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     float one[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) one[i] = 1.0f;
-    store_rows<T, kDim, kRows>(dv, sum_v, one, sizes, sizes.kv_heads, sequence, kv_head, first);
-    store_rows<T, kDim, kRows>(dk, sum_k, one, sizes, sizes.kv_heads, sequence, kv_head, first);
+    store_rows<T, kDim, kRows>(dv, sum_v, one, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, first);
+    store_rows<T, kDim, kRows>(dk, sum_k, one, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, first);
 }
 
 }  // namespace nib

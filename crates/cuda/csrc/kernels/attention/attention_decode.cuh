@@ -1,7 +1,7 @@
 // Attention of one query a head against keys and values in a cache, on the ordinary cores: heads of up to 256 elements, F32 or BF16.
 //
-// attention_decode<T>: q and out [kv_heads * group * head_dim], k and v [keys or more, kv_heads * head_dim], all of type T. Query head h
-//   attends with head h / group of k and v; scores are scaled by `scale`.
+// attention_decode<T>: q [kv_heads * group * head_dim], k [keys or more, kv_heads * head_dim], v [keys or more, kv_heads * value_dim],
+//   out [kv_heads * group * value_dim], all of type T. Query head h attends with head h / group of k and v; scores are scaled by `scale`.
 //   256 threads; grid: a cta a query head; dynamic shared memory 4 * keys bytes: the weights. Everything is F32.
 //   A warp makes the score of a key, its lanes' parts added by a fixed tree; the weights' sum and the values' sums are of fixed parts,
 //   added in order. So the bits do not depend on the device.
@@ -40,7 +40,7 @@ __device__ __forceinline__ float over_cta(float mine, float (&warps)[kDecodeWarp
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads)
     attention_decode(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out, u32 keys,
-                     u32 group, u32 kv_heads, u32 head_dim, float scale) {
+                     u32 group, u32 kv_heads, u32 head_dim, u32 value_dim, float scale) {
     extern __shared__ float weights[];
     __shared__ float query[kLargestHead];
     __shared__ float parts[kDecodeThreads];
@@ -71,18 +71,20 @@ __global__ void __launch_bounds__(kDecodeThreads)
     sum = over_cta(sum, warps, [](float a, float b) { return a + b; });
 
     // Each element has `runs` threads, each of which takes every `runs`-th key.
-    const u32 width = (head_dim + 31) / 32 * 32, runs = kDecodeThreads / width;
+    const u32 width = (value_dim + 31) / 32 * 32, runs = kDecodeThreads / width;
     const u32 run = thread / width, c = thread % width;
+    const u64 value_stride = u64(kv_heads) * value_dim, value_first = u64(head / group) * value_dim;
     float value = 0.0f;
-    if (run < runs && c < head_dim)
-        for (u32 key = run; key < keys; key += runs) value = fmaf(weights[key], plain_at<T>(v, key * stride + first + c), value);
+    if (run < runs && c < value_dim)
+        for (u32 key = run; key < keys; key += runs)
+            value = fmaf(weights[key], plain_at<T>(v, key * value_stride + value_first + c), value);
     parts[thread] = value;
     __syncthreads();
-    if (thread < head_dim) {
+    if (thread < value_dim) {
         float all = parts[thread];
         for (u32 i = 1; i < runs; ++i) all += parts[i * width + thread];
         const float mean[1] = {all * (1.0f / sum)};
-        Few<T, 1>::from_f32(mean).store(out + (u64(head) * head_dim + thread) * T::kBytes);
+        Few<T, 1>::from_f32(mean).store(out + (u64(head) * value_dim + thread) * T::kBytes);
     }
 }
 

@@ -1,9 +1,9 @@
 // What the backward pass of attention wants of each query, beside q and dout.
 //
-// attention_rows<T, kLanes, kEach>: out and dout [t, heads · head_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
+// attention_rows<T, kLanes, kEach>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
 //   of F32: lse · factor, +infinity past the sequence (so that P is 0 there), and delta = Σ out · dout, 0 past the sequence.
 //   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
-//   32 and 1 take any head_dim, others head_dim = kLanes · kEach on 16 bytes. A chain a lane, then a tree over the lanes.
+//   32 and 1 take any value_dim, others value_dim = kLanes · kEach on 16 bytes. A chain a lane, then a tree over the lanes.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 
@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
     const bool inside = sequence < sizes.sequences;
     float delta = 0.0f, log_sum = infinity();
     if (inside && row < sizes.seq_len) {
-        const u64 start = element_of(sizes, sizes.heads, sequence, row, head);
-        for (int d = threadIdx.x % kLanes * kEach; d < sizes.head_dim; d += kLanes * kEach) {
+        const u64 start = element_of(sizes, sizes.heads, sizes.value_dim, sequence, row, head);
+        for (int d = threadIdx.x % kLanes * kEach; d < sizes.value_dim; d += kLanes * kEach) {
             const auto x = Few<T, kEach>::load(out + (start + d) * T::kBytes);
             const auto y = Few<T, kEach>::load(dout + (start + d) * T::kBytes);
 #pragma unroll

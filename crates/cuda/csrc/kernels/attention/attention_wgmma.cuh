@@ -1,7 +1,9 @@
-// Causal attention with grouped query heads on the tensor cores: BF16, heads of 64 or 128 elements, any sequence length.
+// Causal attention with grouped query heads on the tensor cores: BF16, any sequence length, heads of 64 or 128 elements, or of 192 with
+// values of 128.
 //
-// attention_wgmma<kDim, kGroups>: q, k, v and out as tensor maps of [sequences][seq_len][heads · kDim] in boxes of 64 columns by
-//   64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads], natural logarithms.
+// attention_wgmma<kDim, kValueDim, kGroups>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
+//   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
+//   natural logarithms.
 //   128 · (kGroups + 1) threads, any number of ctas up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
 // One warp loads; each of kGroups warpgroups has 64 queries. The scores of the next keys are on the tensor cores while the softmax of
 // these runs, and warpgroups take turns in issuing, so that one's products run during the other's exponentials. P is rounded to BF16;
@@ -18,14 +20,15 @@ constexpr int kKeys = 128;       // of a tile
 constexpr int kKeyStages = 2;
 constexpr float kSlack = 8.0f;   // the exponent P may reach
 
-template <int kDim, int kGroups>
+template <int kDim, int kValueDim, int kGroups>
 struct ForwardShared {
     static constexpr int kRows = kGroups * kGroupRows;
-    static constexpr int kRowBytes = kDim * 2;
-    u8 q[kRows * kRowBytes];
-    u8 k[kKeyStages][kKeys * kRowBytes];
-    u8 v[kKeyStages][kKeys * kRowBytes];
-    u8 out[kGroups * 4][16 * kRowBytes];
+    // Beside longer keys there is room for one box of a warp's results.
+    static constexpr int kBoxesOut = kDim > kValueDim ? 1 : kValueDim / kBoxCols;
+    u8 q[kRows * kDim * 2];
+    u8 k[kKeyStages][kKeys * kDim * 2];
+    u8 v[kKeyStages][kKeys * kValueDim * 2];
+    u8 out[kGroups * 4][kBoxesOut * 16 * kBoxRowBytes];
     ptx::Barrier q_full, q_empty;
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
@@ -37,8 +40,8 @@ __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) 
 }
 
 /// Fills the rings: one thread.
-template <int kDim, int kGroups>
-__device__ __forceinline__ void feed(ForwardShared<kDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
+template <int kDim, int kValueDim, int kGroups>
+__device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
                                      const TensorMap& map_v, const AttentionSizes& sizes, int tiles, int section) {
     constexpr int kRows = kGroups * kGroupRows;
     const int all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
@@ -62,7 +65,7 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kGroups>& shared, const
             load_tile<kDim, kKeys>(shared.k[at.stage], map_k, shared.k_ring.full[at.stage], kv_head, n * kKeys, work.sequence);
             ptx::barrier_wait(shared.v_ring.empty[at.stage], at.parity ^ 1);
             ptx::barrier_arrive_expect(shared.v_ring.full[at.stage], sizeof(shared.v[0]));
-            load_tile<kDim, kKeys>(shared.v[at.stage], map_v, shared.v_ring.full[at.stage], kv_head, n * kKeys, work.sequence);
+            load_tile<kValueDim, kKeys>(shared.v[at.stage], map_v, shared.v_ring.full[at.stage], kv_head, n * kKeys, work.sequence);
             at.advance();
         }
     }
@@ -121,11 +124,11 @@ struct SoftmaxRows {
 };
 
 /// One warpgroup's queries. `warp` counts within the warpgroups that multiply.
-template <int kDim, int kGroups>
-__device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, const TensorMap& map_out, float* lse,
+template <int kDim, int kValueDim, int kGroups>
+__device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
                                        const AttentionSizes& sizes, int tiles, int section, int warp) {
     constexpr int kRows = kGroups * kGroupRows;
-    constexpr u32 kStage = kKeys * kDim * 2 / 16;
+    constexpr u32 kKeyStage = kKeys * kDim * 2 / 16, kValueStage = kKeys * kValueDim * 2 / 16;
     const int lane = ptx::lane_idx(), group = warp / 4;
     const int all = tiles * sizes.heads * sizes.sequences;
     const int own_row = group * kGroupRows + warp % 4 * 16 + lane / 4;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
     const auto release = [&](ptx::Barrier& empty) {
         if (lane == 0) ptx::barrier_arrive(empty);
     };
-    float s[kKeys / 2], o[kDim / 2];
+    float s[kKeys / 2], o[kValueDim / 2];
     u32 p[kKeys / 4];
     SoftmaxRows softmax;
     Place<1> q_at;
@@ -156,13 +159,13 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
         };
         float less[2];
 #pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0f;
+        for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
         ptx::barrier_wait(shared.q_full, q_at.parity);
         q_at.advance();
         ptx::barrier_wait(shared.k_ring.full[k_at.stage], k_at.parity);
         ptx::named_barrier_wait<256>(turn);
         ptx::wgmma_fence();
-        multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kStage);
+        multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kKeyStage);
         ptx::wgmma_commit();
         ptx::named_barrier_arrive<256>(next_turn);
         ptx::wgmma_wait();
@@ -177,11 +180,11 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
             ptx::named_barrier_wait<256>(turn);
             ptx::wgmma_pin(o);
             ptx::wgmma_fence();
-            multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kStage);
+            multiply_along<kDim, kGroupRows, kKeys>(s, q, k + k_at.stage * kKeyStage);
             ptx::wgmma_commit();
             ptx::barrier_wait(shared.v_ring.full[v_at.stage], v_at.parity);
             ptx::wgmma_fence();
-            multiply_down<kKeys>(o, p, v + v_at.stage * kStage);
+            multiply_down<kKeys>(o, p, v + v_at.stage * kValueStage);
             ptx::wgmma_commit();
             ptx::named_barrier_arrive<256>(next_turn);
             ptx::wgmma_wait_until<1>();
@@ -199,14 +202,14 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
             to_weights(p, s);
             if (grown) {
 #pragma unroll
-                for (int i = 0; i < kDim / 2; ++i) o[i] *= less[i / 2 % 2];
+                for (int i = 0; i < kValueDim / 2; ++i) o[i] *= less[i / 2 % 2];
             }
         }
         release(shared.q_empty);
         ptx::barrier_wait(shared.v_ring.full[v_at.stage], v_at.parity);
         ptx::wgmma_pin(o);
         ptx::wgmma_fence();
-        multiply_down<kKeys>(o, p, v + v_at.stage * kStage);
+        multiply_down<kKeys>(o, p, v + v_at.stage * kValueStage);
         ptx::wgmma_commit();
         float inverse[2];
 #pragma unroll
@@ -224,18 +227,19 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kGroups>& shared, con
         ptx::wgmma_pin(o);
         release(shared.v_ring.empty[v_at.stage]);
         v_at.advance();
-        store_warp_rows<kDim>(shared.out[warp], map_out, o, inverse[0], inverse[1], work.head, row - lane / 4, work.sequence);
+        store_warp_rows<kValueDim, ForwardShared<kDim, kValueDim, kGroups>::kBoxesOut>(shared.out[warp], map_out, o, inverse[0], inverse[1],
+                                                                                       work.head, row - lane / 4, work.sequence);
     }
     if (group == 0) ptx::named_barrier_wait<256>(turn);
     ptx::tma_store_wait_all();
 }
 
-template <int kDim, int kGroups>
+template <int kDim, int kValueDim, int kGroups>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_wgmma(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_out, float* lse,
                     const __grid_constant__ AttentionSizes sizes, int section) {
-    using Shared = ForwardShared<kDim, kGroups>;
+    using Shared = ForwardShared<kDim, kValueDim, kGroups>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
     const int tiles = ceil_div(sizes.seq_len, Shared::kRows);
@@ -250,10 +254,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     __syncthreads();
     if (warp < 4) {
         ptx::registers_shrink_to<kGroups == 2 ? 24 : 32>();
-        if (threadIdx.x == 0) feed<kDim, kGroups>(shared, map_q, map_k, map_v, sizes, tiles, section);
+        if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups>(shared, map_q, map_k, map_v, sizes, tiles, section);
     } else {
         ptx::registers_grow_to<kGroups == 2 ? 240 : 160>();
-        attend<kDim, kGroups>(shared, map_out, lse, sizes, tiles, section, warp - 4);
+        attend<kDim, kValueDim, kGroups>(shared, map_out, lse, sizes, tiles, section, warp - 4);
     }
 }
 

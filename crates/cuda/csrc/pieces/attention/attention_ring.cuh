@@ -125,9 +125,15 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Stages a warp's 16 rows of sums, row l/4 times `low` and row l/4 + 8 times `high`, as boxes of 16 rows, and sends them to `row` on. The
-/// engine may still read the boxes afterwards.
-template <int kDim>
+/// Waits until the engine has read what this warp staged.
+__device__ __forceinline__ void staged_rows_read() {
+    if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();
+    __syncwarp();
+}
+
+/// Stages a warp's 16 rows of sums, row l/4 times `low` and row l/4 + 8 times `high`, as boxes of 16 rows, kBoxes at a time, and sends them
+/// to `row` on. The engine may still read the last boxes afterwards.
+template <int kDim, int kBoxes = kDim / kBoxCols>
 __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
                                                 int head, int row, int sequence) {
     constexpr int kBoxBytes = 16 * kBoxRowBytes;
@@ -135,27 +141,25 @@ __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map
     const u32 tile = lane / 8, in_box = lane % 8 + 8 * (tile & 1);
     const u32 to = shared_address(staged) + in_box * kBoxRowBytes;
 #pragma unroll
-    for (int j = 0; j < kDim / 8; j += 2) {
-        const u32 chunk = (j % 8 + (tile >> 1)) ^ (lane % 8);
-        const float* const x = sum + 4 * j;
-        ptx::store_matrix_x4(to + j / 8 * kBoxBytes + chunk * 16, ptx::pack_bf16(x[0] * low, x[1] * low),
-                             ptx::pack_bf16(x[2] * high, x[3] * high), ptx::pack_bf16(x[4] * low, x[5] * low),
-                             ptx::pack_bf16(x[6] * high, x[7] * high));
-    }
-    ptx::fence_shared_to_async();
-    __syncwarp();
-    if (lane == 0) {
+    for (int first = 0; first < kDim / kBoxCols; first += kBoxes) {
+        if (first > 0) staged_rows_read();
 #pragma unroll
-        for (int box = 0; box < kDim / kBoxCols; ++box)
-            ptx::tma_store(map, staged + box * kBoxBytes, head * kDim + box * kBoxCols, row, sequence);
-        ptx::tma_store_commit();
+        for (int j = 0; j < kBoxes * 8; j += 2) {
+            const u32 chunk = (j % 8 + (tile >> 1)) ^ (lane % 8);
+            const float* const x = sum + 4 * (8 * first + j);
+            ptx::store_matrix_x4(to + j / 8 * kBoxBytes + chunk * 16, ptx::pack_bf16(x[0] * low, x[1] * low),
+                                 ptx::pack_bf16(x[2] * high, x[3] * high), ptx::pack_bf16(x[4] * low, x[5] * low),
+                                 ptx::pack_bf16(x[6] * high, x[7] * high));
+        }
+        ptx::fence_shared_to_async();
+        __syncwarp();
+        if (lane == 0) {
+#pragma unroll
+            for (int box = 0; box < kBoxes; ++box)
+                ptx::tma_store(map, staged + box * kBoxBytes, head * kDim + (first + box) * kBoxCols, row, sequence);
+            ptx::tma_store_commit();
+        }
     }
-}
-
-/// Waits until the engine has read what this warp staged.
-__device__ __forceinline__ void staged_rows_read() {
-    if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();
-    __syncwarp();
 }
 
 }  // namespace nib

@@ -7,22 +7,24 @@ namespace nib {
 constexpr float kLog2E = 1.44269504f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
-/// The sizes of a call. Rows of q are `heads · head_dim` elements, of k and v `kv_heads · head_dim`.
+/// The sizes of a call. Rows of q are `heads · head_dim` elements, of k `kv_heads · head_dim`, of v `kv_heads · value_dim`, of out
+/// `heads · value_dim`.
 struct AttentionSizes {
     int sequences;
     int seq_len;
     int heads;
     int kv_heads;
     int head_dim;
+    int value_dim;
     /// seq_len rounded up to whole tiles: the length of a head's `lse` and `delta` in the backward pass.
     int padded;
     /// 1/sqrt(head_dim).
     float scale;
 };
 
-/// The first element of a head's row in a tensor of `heads` heads.
-__device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads, int sequence, int row, int head) {
-    return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * sizes.head_dim;
+/// The first element of a head's row in a tensor of `heads` heads of `dim` elements.
+__device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads, int dim, int sequence, int row, int head) {
+    return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * dim;
 }
 
 }  // namespace nib

@@ -19,17 +19,17 @@ __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
 }
 
-/// Fills a tile with rows from `first` on, times `factor`; zeros past the sequence and past the head.
+/// Fills a tile with rows of `dim` elements from `first` on, times `factor`; zeros past the sequence and past the head.
 template <class T, int kDim, int kRows>
-__device__ __forceinline__ void load_rows(float* tile, const u8* from, const AttentionSizes& sizes, int heads, int sequence,
+__device__ __forceinline__ void load_rows(float* tile, const u8* from, const AttentionSizes& sizes, int heads, int dim, int sequence,
                                           int head, int first, float factor) {
-    const u64 start = element_of(sizes, heads, sequence, first, head);
-    const u64 next = u64(heads) * sizes.head_dim;
+    const u64 start = element_of(sizes, heads, dim, sequence, first, head);
+    const u64 next = u64(heads) * dim;
 #pragma unroll 4
     for (int at = threadIdx.x; at < kRows * kDim; at += kAttentionThreads) {
         const int row = at / kDim, d = at % kDim;
         float x = 0.0f;
-        if (first + row < sizes.seq_len && d < sizes.head_dim) x = T::number(from + (start + row * next + d) * T::kBytes);
+        if (first + row < sizes.seq_len && d < dim) x = T::number(from + (start + row * next + d) * T::kBytes);
         tile[d * stride_of<kRows>() + row] = x * factor;
     }
 }
@@ -100,19 +100,19 @@ __device__ __forceinline__ void add_weighted(float (&sum)[kRows / 16][kDim / 16]
     }
 }
 
-/// Writes own rows of sums, times `factor[i]`, to a tensor's rows from `first` on.
+/// Writes own rows of `dim` sums, times `factor[i]`, to a tensor's rows from `first` on.
 template <class T, int kDim, int kRows>
 __device__ __forceinline__ void store_rows(u8* to, const float (&sum)[kRows / 16][kDim / 16], const float (&factor)[kRows / 16],
-                                           const AttentionSizes& sizes, int heads, int sequence, int head, int first) {
+                                           const AttentionSizes& sizes, int heads, int dim, int sequence, int head, int first) {
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) {
         const int row = first + threadIdx.x / 16 * (kRows / 16) + i;
         if (row >= sizes.seq_len) break;
-        const u64 start = element_of(sizes, heads, sequence, row, head);
+        const u64 start = element_of(sizes, heads, dim, sequence, row, head);
 #pragma unroll
         for (int c = 0; c < kDim / 16; ++c) {
             const int d = threadIdx.x % 16 + 16 * c;
-            if (d < sizes.head_dim) Few<T, 1>::from_f32({sum[i][c] * factor[i]}).store(to + (start + d) * T::kBytes);
+            if (d < dim) Few<T, 1>::from_f32({sum[i][c] * factor[i]}).store(to + (start + d) * T::kBytes);
         }
     }
 }

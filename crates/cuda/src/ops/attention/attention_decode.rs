@@ -23,28 +23,31 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         buffers.tensor(argument, x)?;
     }
-    let AttentionDecode { q, k, v, head_dim, len } = op;
-    if head_dim > LARGEST_HEAD {
-        return Err(Error::shape(OP, "head_dim", head_dim, format!("at most {LARGEST_HEAD} on a GPU")));
+    let AttentionDecode { q, k, v, head_dim, value_dim, len } = op;
+    for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+        if dim > LARGEST_HEAD {
+            return Err(Error::shape(OP, name, dim, format!("at most {LARGEST_HEAD} on a GPU")));
+        }
     }
     if len > MOST_KEYS {
         return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
     }
     let device = cuda.device();
-    let out = unwritten_plain(device, q.dtype(), 1, q.cols)?;
     let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
+    let out = unwritten_plain(device, q.dtype(), 1, heads * value_dim)?;
     if heads == 0 {
         return Ok(out);
     }
     let launch =
         Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: len * size_of::<f32>() };
-    let [group, kv_heads, head_dim_arg, keys] = [heads / kv_heads, kv_heads, head_dim, len].map(|n| n as u32);
+    let [group, kv_heads, keys] = [heads / kv_heads, kv_heads, len].map(|n| n as u32);
+    let (key_dim, value_dim) = (head_dim as u32, value_dim as u32);
     let scale = 1.0 / (head_dim as f32).sqrt();
     let kernel = device.kernel(&spec(q.dtype()))?;
     let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
     // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out
-    // was made like q and is not yet shared.
-    unsafe { kernel.launch(launch, &[q, k, v, to, &keys, &group, &kv_heads, &head_dim_arg, &scale]) }?;
+    // was made of as many heads of values and is not yet shared.
+    unsafe { kernel.launch(launch, &[q, k, v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale]) }?;
     Ok(out)
 }
 

@@ -1,4 +1,5 @@
-//! Attention on the tensor cores (`csrc/kernels/attention/attention_wgmma.cuh`, `attention_wgmma_backward.cuh`): BF16, heads of 64 or 128.
+//! Attention on the tensor cores (`csrc/kernels/attention/attention_wgmma.cuh`, `attention_wgmma_backward.cuh`): BF16, heads of 64 or 128,
+//! or of 192 with values of 128.
 
 use super::{QueryRows, Sizes};
 use crate::jit::{KernelSpec, TemplateArg};
@@ -10,11 +11,11 @@ use half::bf16;
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{Data, Result, Tensor};
 
-/// Elements of the heads it takes.
-pub const DIMS: [usize; 2] = [64, 128];
+/// Elements of the heads it takes: of queries and keys, and of values.
+pub const DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 /// Queries or keys of a warpgroup.
 const GROUP_ROWS: usize = 64;
-/// Keys of a tile where queries stay.
+/// Keys of a tile of the forward pass.
 const KEYS: usize = 128;
 /// Rows of a box on its way out.
 const ROWS_OUT: usize = 16;
@@ -22,10 +23,10 @@ const ROWS_OUT: usize = 16;
 const BOX_COLS: usize = 64;
 /// Warpgroups that multiply in the backward pass.
 const GRAD_GROUPS: usize = 2;
-/// Stages of rings: of keys, and of queries.
+/// Stages of rings: of keys in the forward pass, and of queries.
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
-/// Barriers, and what it takes to start on a multiple of 1024.
+/// Barriers and what lies beside them, and what it takes to start on a multiple of 1024.
 const REST: usize = 128 + 1024;
 /// What the L2 is asked to hold: keys and values of the heads at work, or queries and dout of the groups at work.
 const KEYS_HELD: usize = 24 << 20;
@@ -43,26 +44,29 @@ impl Wgmma {
     pub fn choose(sizes: &Sizes, tensors: &[&Tensor<Cuda>], num_sms: u32) -> Option<Self> {
         let aligned =
             |x: &&Tensor<Cuda>| matches!(&x.data, Data::Bf16(x) if x.get().address().is_multiple_of(16));
-        let takes = DIMS.contains(&sizes.head_dim()) && sizes.heads() > 0 && tensors.iter().all(aligned);
+        let takes = DIMS.contains(&sizes.dims()) && sizes.heads() > 0 && tensors.iter().all(aligned);
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
     }
 
-    fn dim(&self) -> usize {
-        self.sizes.head_dim()
+    fn dims(&self) -> Dims {
+        let (head, value) = self.sizes.dims();
+        Dims { head, value }
     }
 
     /// Query heads whose keys and values the L2 holds, at least those of one group.
     fn heads_held(&self) -> i32 {
         let sizes = &self.sizes;
-        let kv_heads = (KEYS_HELD / (sizes.seq_len() * 4 * self.dim())).max(1);
+        let kv_heads = (KEYS_HELD / row_bytes(sizes.seq_len(), self.dims().both())).max(1);
         (kv_heads * sizes.group()).min(sizes.heads() * sizes.sequences()) as i32
     }
 
     /// Groups whose queries and dout the L2 holds, at least a quarter of all: few of the last would keep few multiprocessors busy.
     fn groups_held(&self) -> i32 {
         let sizes = &self.sizes;
-        let (all, group_bytes) =
-            (sizes.kv_heads() * sizes.sequences(), sizes.seq_len() * 4 * self.dim() * sizes.group());
+        let (all, group_bytes) = (
+            sizes.kv_heads() * sizes.sequences(),
+            row_bytes(sizes.seq_len() * sizes.group(), self.dims().both()),
+        );
         (QUERIES_HELD / group_bytes).max(all.div_ceil(4)).min(all) as i32
     }
 
@@ -79,12 +83,12 @@ impl Wgmma {
         [q, k, v, out]: [&Tensor<Cuda>; 4],
         lse: &Buffer<f32>,
     ) -> Result<()> {
-        let dim = self.dim();
-        let groups = forward_groups(dim);
-        let launch = self.persistent(groups * GROUP_ROWS, 128 * (groups + 1), forward_shared(dim));
+        let dims = self.dims();
+        let groups = dims.forward_groups();
+        let launch = self.persistent(groups * GROUP_ROWS, 128 * (groups + 1), dims.forward_shared());
         let (q, k) = (self.map(q, GROUP_ROWS)?, self.map(k, KEYS)?);
         let (v, out) = (self.map(v, KEYS)?, self.map(out, ROWS_OUT)?);
-        let kernel = device.kernel(&forward_spec(dim))?;
+        let kernel = device.kernel(&dims.forward_spec())?;
         // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse has.
         unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &self.heads_held()]) }
     }
@@ -97,19 +101,19 @@ impl Wgmma {
         rows: &QueryRows,
         grads: &AttentionGrads<Cuda>,
     ) -> Result<()> {
-        let (dim, grad_rows) = (self.dim(), GRAD_GROUPS * GROUP_ROWS);
+        let (dims, grad_rows) = (self.dims(), GRAD_GROUPS * GROUP_ROWS);
         let threads = 128 * (GRAD_GROUPS + 1);
-        let (q, dout) = (self.map(op.q, query_rows(dim))?, self.map(op.dout, query_rows(dim))?);
+        let (q, dout) = (self.map(op.q, dims.query_rows())?, self.map(op.dout, dims.query_rows())?);
         let (k, v) = (self.map(op.k, GROUP_ROWS)?, self.map(op.v, GROUP_ROWS)?);
         let (dk, dv) = (self.map(&grads.dk, ROWS_OUT)?, self.map(&grads.dv, ROWS_OUT)?);
         let launch = Launch {
             ctas: self.sizes.tiles(grad_rows, self.sizes.kv_heads()) as u32,
             threads: threads as u32,
             cluster: 1,
-            shared_bytes: backward_kv_shared(dim),
+            shared_bytes: dims.backward_kv_shared(),
         };
         let (lse, delta) = (&rows.lse, &rows.delta);
-        let kernel = device.kernel(&backward_spec(Part::Kv, dim))?;
+        let kernel = device.kernel(&dims.backward_spec(Part::Kv))?;
         // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
         // sequences of all heads.
         unsafe {
@@ -117,9 +121,10 @@ impl Wgmma {
                 .launch(launch, &[&q, &k, &v, &dout, &dk, &dv, lse, delta, &self.sizes, &self.groups_held()])
         }?;
         let (q, dout) = (self.map(op.q, GROUP_ROWS)?, self.map(op.dout, GROUP_ROWS)?);
-        let (k, v, dq) = (self.map(op.k, KEYS)?, self.map(op.v, KEYS)?, self.map(&grads.dq, ROWS_OUT)?);
-        let launch = self.persistent(grad_rows, threads, backward_q_shared(dim));
-        let kernel = device.kernel(&backward_spec(Part::Q, dim))?;
+        let (k, v) = (self.map(op.k, dims.grad_keys())?, self.map(op.v, dims.grad_keys())?);
+        let dq = self.map(&grads.dq, ROWS_OUT)?;
+        let launch = self.persistent(grad_rows, threads, dims.backward_q_shared());
+        let kernel = device.kernel(&dims.backward_spec(Part::Q))?;
         // SAFETY: likewise.
         unsafe {
             kernel.launch(launch, &[&q, &k, &v, &dout, &dq, lse, delta, &self.sizes, &self.heads_held()])
@@ -146,30 +151,9 @@ impl Wgmma {
     }
 }
 
-/// Warpgroups that multiply in the forward pass: short heads leave registers for three.
-const fn forward_groups(dim: usize) -> usize {
-    if dim > 64 { 2 } else { 3 }
-}
-
-fn forward_spec(dim: usize) -> KernelSpec {
-    KernelSpec {
-        source: "kernels/attention/attention_wgmma.cuh",
-        name: "nib::attention_wgmma",
-        args: vec![
-            ("kDim", TemplateArg::Int(dim as i64)),
-            ("kGroups", TemplateArg::Int(forward_groups(dim) as i64)),
-        ],
-    }
-}
-
 /// Rows of BF16.
 const fn row_bytes(rows: usize, dim: usize) -> usize {
     rows * dim * size_of::<bf16>()
-}
-
-/// q, k and v in their stages, and out.
-const fn forward_shared(dim: usize) -> usize {
-    row_bytes(2 * forward_groups(dim) * GROUP_ROWS + 2 * KEY_STAGES * KEYS, dim) + REST
 }
 
 /// A kernel of the backward pass.
@@ -179,43 +163,107 @@ enum Part {
     Kv,
 }
 
-fn backward_spec(part: Part, dim: usize) -> KernelSpec {
-    KernelSpec {
-        source: "kernels/attention/attention_wgmma_backward.cuh",
-        name: match part {
-            Part::Q => "nib::attention_wgmma_backward_q",
-            Part::Kv => "nib::attention_wgmma_backward_kv",
-        },
-        args: vec![("kDim", TemplateArg::Int(dim as i64))],
+/// Sizes of heads, one of [`DIMS`], and what follows of them: as in the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Dims {
+    /// Of queries and keys.
+    head: usize,
+    /// Of values.
+    value: usize,
+}
+
+impl Dims {
+    /// A key with its value, or a query with dout.
+    const fn both(self) -> usize {
+        self.head + self.value
     }
-}
 
-/// Queries of a tile where keys stay: short heads leave registers for more.
-const fn query_rows(dim: usize) -> usize {
-    if dim > 64 { 64 } else { 128 }
-}
+    /// Whether sums of so many columns leave less room for the rest.
+    const fn long(self) -> bool {
+        self.head > 128
+    }
 
-/// k and v, q and dout with their rows' numbers in their stages, and what goes out.
-const fn backward_kv_shared(dim: usize) -> usize {
-    let queries = 2 * QUERY_STAGES * query_rows(dim);
-    row_bytes(3 * GRAD_GROUPS * GROUP_ROWS + queries, dim) + queries * size_of::<f32>() + REST
-}
+    /// Warpgroups that multiply in the forward pass: short heads leave registers for three.
+    const fn forward_groups(self) -> usize {
+        if self.head > 64 { 2 } else { 3 }
+    }
 
-/// q and dout, k and v in their stages, and dq.
-const fn backward_q_shared(dim: usize) -> usize {
-    row_bytes(3 * GRAD_GROUPS * GROUP_ROWS + 2 * KEY_STAGES * KEYS, dim) + REST
+    /// Queries of a tile where keys stay: short heads leave registers for more.
+    const fn query_rows(self) -> usize {
+        if self.head > 64 { 64 } else { 128 }
+    }
+
+    /// Keys of a tile where queries stay in the backward pass.
+    const fn grad_keys(self) -> usize {
+        if self.long() { 64 } else { 128 }
+    }
+
+    /// Columns of a row of `dim` that are on their way out at once.
+    const fn cols_out(self, dim: usize) -> usize {
+        if self.long() { BOX_COLS } else { dim }
+    }
+
+    /// q, k and v in their stages, and out.
+    const fn forward_shared(self) -> usize {
+        let queries = self.forward_groups() * GROUP_ROWS;
+        row_bytes(queries, self.head + self.cols_out(self.value))
+            + row_bytes(KEY_STAGES * KEYS, self.both())
+            + REST
+    }
+
+    /// k and v, q and dout with their rows' numbers in their stages, and what rounding takes from P, or 16 bytes a warpgroup.
+    const fn backward_kv_shared(self) -> usize {
+        let (keys, queries) = (GRAD_GROUPS * GROUP_ROWS, QUERY_STAGES * self.query_rows());
+        let rest = if self.long() { row_bytes(keys, self.query_rows()) } else { GRAD_GROUPS * 16 };
+        row_bytes(keys + queries, self.both()) + 2 * queries * size_of::<f32>() + rest + REST
+    }
+
+    /// q and dout, k and v in their stages, and dq.
+    const fn backward_q_shared(self) -> usize {
+        let (queries, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 2 });
+        row_bytes(queries + stages * self.grad_keys(), self.both())
+            + row_bytes(queries, self.cols_out(self.head))
+            + REST
+    }
+
+    /// The template's arguments that every kernel has.
+    fn args(self) -> Vec<(&'static str, TemplateArg)> {
+        let of = |dim: usize| TemplateArg::Int(dim as i64);
+        vec![("kDim", of(self.head)), ("kValueDim", of(self.value))]
+    }
+
+    fn forward_spec(self) -> KernelSpec {
+        let groups = ("kGroups", TemplateArg::Int(self.forward_groups() as i64));
+        KernelSpec {
+            source: "kernels/attention/attention_wgmma.cuh",
+            name: "nib::attention_wgmma",
+            args: self.args().into_iter().chain([groups]).collect(),
+        }
+    }
+
+    fn backward_spec(self, part: Part) -> KernelSpec {
+        KernelSpec {
+            source: "kernels/attention/attention_wgmma_backward.cuh",
+            name: match part {
+                Part::Q => "nib::attention_wgmma_backward_q",
+                Part::Kv => "nib::attention_wgmma_backward_kv",
+            },
+            args: self.args(),
+        }
+    }
 }
 
 /// The instances.
 pub(super) fn instances() -> Vec<Instance> {
-    let of_dim = |dim| {
+    let of_dims = |(head, value)| {
+        let dims = Dims { head, value };
         [
-            (forward_spec(dim), forward_shared(dim)),
-            (backward_spec(Part::Kv, dim), backward_kv_shared(dim)),
-            (backward_spec(Part::Q, dim), backward_q_shared(dim)),
+            (dims.forward_spec(), dims.forward_shared()),
+            (dims.backward_spec(Part::Kv), dims.backward_kv_shared()),
+            (dims.backward_spec(Part::Q), dims.backward_q_shared()),
         ]
     };
-    DIMS.into_iter().flat_map(of_dim).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    DIMS.into_iter().flat_map(of_dims).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 #[cfg(test)]
@@ -225,15 +273,18 @@ mod tests {
     #[test]
     fn sections_are_whole_groups_that_the_l2_holds() {
         let of = |sizes| Wgmma { sizes, num_sms: 132 };
-        let long = of(Sizes::of(8, 4096, [16, 4], 128));
+        let long = of(Sizes::of(8, 4096, [16, 4], (128, 128)));
         // 2 MiB of keys and values a head, 8 MiB of queries and dout a group.
         assert_eq!((long.heads_held(), long.groups_held()), (12 * 4, 8));
-        let short = of(Sizes::of(1, 200, [8, 1], 64));
+        let short = of(Sizes::of(1, 200, [8, 1], (64, 64)));
         assert_eq!((short.heads_held(), short.groups_held()), (8, 1));
-        let longest = of(Sizes::of(1, 1 << 20, [8, 2], 128));
+        let longest = of(Sizes::of(1, 1 << 20, [8, 2], (128, 128)));
         assert_eq!((longest.heads_held(), longest.groups_held()), (4, 1));
-        let many = of(Sizes::of(32, 4096, [16, 4], 128));
+        let many = of(Sizes::of(32, 4096, [16, 4], (128, 128)));
         assert_eq!((many.heads_held(), many.groups_held()), (48, 32));
+        // 2.5 MiB of keys and values a head, 10 MiB of queries and dout a group.
+        let unequal = of(Sizes::of(8, 4096, [16, 4], (192, 128)));
+        assert_eq!((unequal.heads_held(), unequal.groups_held()), (9 * 4, 8));
         assert_eq!(long.persistent(128, 384, 0).ctas, 132);
         assert_eq!(short.persistent(192, 512, 0).ctas, 16);
     }

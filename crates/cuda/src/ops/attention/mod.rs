@@ -1,5 +1,5 @@
-//! `attention` and `attention_backward` on a GPU: BF16 heads of 64 and 128 on the tensor cores (`attention_wgmma.rs`), all others here, on
-//! the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
+//! `attention` and `attention_backward` on a GPU: BF16 heads of 64, of 128, and of 192 with values of 128 on the tensor cores
+//! (`attention_wgmma.rs`), all others here, on the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
 //! Nobody adds to another cta's sums: the backward pass makes P and dS twice, once for dq and once for dk and dv.
 
@@ -38,6 +38,7 @@ pub(super) struct Sizes {
     heads: i32,
     kv_heads: i32,
     head_dim: i32,
+    value_dim: i32,
     padded: i32,
     scale: f32,
 }
@@ -50,15 +51,17 @@ impl Sizes {
         op: &'static str,
         q: &Tensor<Cuda>,
         k: &Tensor<Cuda>,
-        head_dim: usize,
+        (head_dim, value_dim): (usize, usize),
         seq_len: usize,
     ) -> Result<Option<Self>> {
         if q.rows == 0 {
             return Ok(None);
         }
         let most = DIMS[DIMS.len() - 1];
-        if head_dim > most {
-            return Err(Error::shape(op, "head_dim", head_dim, format!("at most {most} on a GPU")));
+        for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if dim > most {
+                return Err(Error::shape(op, name, dim, format!("at most {most} on a GPU")));
+            }
         }
         let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
@@ -67,17 +70,24 @@ impl Sizes {
             let got = format!("{} rows of {heads} heads", q.rows);
             return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
         }
-        Ok(Some(Self::of(sequences, seq_len, [q.cols / head_dim, k.cols / head_dim], head_dim)))
+        let heads = [q.cols / head_dim, k.cols / head_dim];
+        Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim))))
     }
 
     /// Of query heads and of heads of keys and values.
-    pub fn of(sequences: usize, seq_len: usize, [heads, kv_heads]: [usize; 2], head_dim: usize) -> Self {
+    pub fn of(
+        sequences: usize,
+        seq_len: usize,
+        [heads, kv_heads]: [usize; 2],
+        (head_dim, value_dim): (usize, usize),
+    ) -> Self {
         Self {
             sequences: sequences as i32,
             seq_len: seq_len as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
             head_dim: head_dim as i32,
+            value_dim: value_dim as i32,
             padded: seq_len.next_multiple_of(PADDED) as i32,
             scale: 1.0 / (head_dim as f32).sqrt(),
         }
@@ -113,14 +123,15 @@ impl Sizes {
         self.heads() / self.kv_heads()
     }
 
-    /// Elements of a head.
-    pub fn head_dim(&self) -> usize {
-        self.head_dim as usize
+    /// Elements of a head of queries and keys, and of one of values.
+    pub fn dims(&self) -> (usize, usize) {
+        (self.head_dim as usize, self.value_dim as usize)
     }
 
     /// The least instance that takes the heads.
     fn dim(&self) -> usize {
-        DIMS.into_iter().find(|&dim| dim >= self.head_dim()).unwrap_or(DIMS[DIMS.len() - 1])
+        let largest = self.head_dim.max(self.value_dim) as usize;
+        DIMS.into_iter().find(|&dim| dim >= largest).unwrap_or(DIMS[DIMS.len() - 1])
     }
 }
 
@@ -132,9 +143,10 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
         buffers.tensor(argument, x)?;
     }
     let device = cuda.device();
-    let out = unwritten_plain(device, op.q.dtype(), op.q.rows, op.q.cols)?;
-    let lse = device.alloc::<f32>(op.q.rows * (op.q.cols / op.head_dim))?;
-    let sizes = Sizes::new(FORWARD, op.q, op.k, op.head_dim, op.seq_len)?;
+    let heads = op.q.cols / op.head_dim;
+    let out = unwritten_plain(device, op.q.dtype(), op.q.rows, heads * op.value_dim)?;
+    let lse = device.alloc::<f32>(op.q.rows * heads)?;
+    let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
         if let Some(wgmma) = Wgmma::choose(&sizes, &[op.q, op.k, op.v], device.info().num_sms) {
             wgmma.forward(device, [op.q, op.k, op.v, &out], &lse)?;
@@ -182,7 +194,7 @@ pub(crate) fn attention_backward(
     let device = cuda.device();
     let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
     let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
-    if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, op.head_dim, op.seq_len)? {
+    if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)? {
         let inputs = [op.q, op.k, op.v, op.out, op.dout];
         match Wgmma::choose(&sizes, &inputs, device.info().num_sms) {
             Some(wgmma) => {
@@ -215,9 +227,9 @@ impl Cores {
     }
 
     /// Lanes and elements of `attention_rows`: the tensor cores' tensors lie on 16 bytes.
-    fn lanes(self, dtype: DType, head_dim: usize) -> (usize, usize) {
+    fn lanes(self, dtype: DType, value_dim: usize) -> (usize, usize) {
         let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
-            of == dtype && lanes * each == head_dim && each > 1
+            of == dtype && lanes * each == value_dim && each > 1
         };
         let fitting = ROW_LANES.iter().find(fits).filter(|_| self == Self::Tensor);
         fitting.map_or((ROW_LANES[0].1, ROW_LANES[0].2), |&(_, lanes, each)| (lanes, each))
@@ -240,7 +252,7 @@ impl QueryRows {
         if len == 0 {
             return Ok(rows);
         }
-        let (lanes, each) = cores.lanes(op.q.dtype(), sizes.head_dim());
+        let (lanes, each) = cores.lanes(op.q.dtype(), op.value_dim);
         let ctas = len.div_ceil(THREADS as usize / lanes) as u32;
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let [out, dout] = [op.out, op.dout].map(|x| plain_arg(x).0);

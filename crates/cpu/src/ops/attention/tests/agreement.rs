@@ -84,12 +84,13 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
         Tensor::from_bf16(&cpu, &x, seq, dim).unwrap()
     };
     let [q, k, v, dout] = [q, k, v, dout].map(tensor);
-    let made = attention(&cpu, Attention { q: &q, k: &k, v: &v, head_dim: dim, seq_len: seq }).unwrap();
-    let AttentionOut { out, lse } = made;
-    let (head_dim, seq_len) = (dim, seq);
-    let op = AttentionBackward { q: &q, k: &k, v: &v, out: &out, lse: &lse, dout: &dout, head_dim, seq_len };
+    let (q, k, v, dout, head_dim, value_dim, seq_len) = (&q, &k, &v, &dout, dim, dim, seq);
+    let AttentionOut { out, lse } =
+        attention(&cpu, Attention { q, k, v, head_dim, value_dim, seq_len }).unwrap();
+    let (out, lse) = (&out, &lse);
+    let op = AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, seq_len };
     let AttentionGrads { dq, dk, dv } = attention_backward(&cpu, op).unwrap();
-    [out, dq, dk, dv].map(|x| x.to_f32_vec(&cpu).unwrap())
+    [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }
 
 /// q, k, v and dout in BF16: the scores' spread, and how heavy the tails of v and dout are.
