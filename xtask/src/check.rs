@@ -1,5 +1,6 @@
 //! `cargo xtask check`.
 
+use crate::names;
 use crate::run::{command, output, root};
 use std::time::Instant;
 
@@ -17,6 +18,7 @@ pub fn check(tests: Tests) -> Result<(), String> {
     let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"];
     let doc = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
     step("format", || cargo(&["fmt", "--all", "--check"], &[]))?;
+    step("names of formats", names::check)?;
     step("no C", no_c)?;
     step("licences and sources", licences)?;
     step("packages", packages)?;

@@ -1,9 +1,11 @@
 //! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask bench` keeps a dated benchmark; `cargo xtask moved`
-//! builds a checkout that was moved.
+//! builds a checkout that was moved; `cargo xtask made-up` adds a format to a copy.
 
 mod bench;
 mod check;
+mod made_up;
 mod moved;
+mod names;
 mod run;
 
 use std::process::ExitCode;
@@ -11,6 +13,7 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documentation, tests (not with --fast)
        cargo xtask moved             a copy of this checkout builds, is moved, and builds again
+       cargo xtask made-up           a copy of this checkout takes a made-up format in three hunks, and its tests pass
        cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md";
 
 fn main() -> ExitCode {
@@ -20,6 +23,7 @@ fn main() -> ExitCode {
         ["check"] => check::check(check::Tests::Run),
         ["check", "--fast"] => check::check(check::Tests::Skip),
         ["moved"] => moved::moved(),
+        ["made-up"] => made_up::made_up(),
         ["bench", ref rest @ ..] => bench::bench(rest),
         _ => {
             eprintln!("{USAGE}");

@@ -29,7 +29,8 @@ fn sources() -> Result<Vec<String>, String> {
     Ok(listed.split_terminator('\0').map(str::to_owned).collect())
 }
 
-fn copy_sources(to: &Path) -> Result<(), String> {
+/// Copies them.
+pub(crate) fn copy_sources(to: &Path) -> Result<(), String> {
     for file in sources()? {
         let (from, to) = (root().join(&file), to.join(&file));
         // Deleted here, and not yet in the index.
@@ -79,7 +80,8 @@ fn check(folder: &Path) -> Result<(), String> {
     }
 }
 
-fn remove(folder: &Path) -> Result<(), String> {
+/// Removes a folder, if it is there.
+pub(crate) fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {e}", folder.display())),
         _ => Ok(()),

@@ -49,6 +49,15 @@ pub enum DeviceKind {
     Gpu,
 }
 
+/// Values of a buffer that follow one another.
+#[derive(Debug, Clone)]
+pub struct ValueRun<'a, B: Backend, T: Plain> {
+    /// The buffer.
+    pub buf: &'a B::Buf<T>,
+    /// Which of its values.
+    pub range: Range<usize>,
+}
+
 /// Memory and order only; nothing numeric.
 ///
 /// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
@@ -113,13 +122,14 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
     /// The values of [`Backend::begin_download`], waiting for them.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
-    /// Copies the values from index `at` on to the host, beside the work that other threads issue meanwhile: it waits for none of
-    /// that, and none of that waits for it. So the caller owes that nothing issued and not yet done writes these values, and that
-    /// nothing is issued that does before this returns.
+    /// Copies these runs of values to the host, one behind the other, beside the work that other threads issue meanwhile: it waits for
+    /// none of that, and none of that waits for it. So the caller owes that nothing issued and not yet done writes these values, and
+    /// that nothing is issued that does before this returns. It waits once for all of them: many short runs take hardly longer than one.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if the buffer has fewer; [`crate::Error::Device`] while work is recorded.
-    fn copy_out<T: Plain>(&self, buf: &Self::Buf<T>, at: usize, to: &mut [T]) -> Result<()>;
+    /// [`crate::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are; [`crate::Error::Device`] while
+    /// work is recorded.
+    fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()>;
     /// Zeros on the host. Making them takes far longer than a copy to them: keep them.
     ///
     /// # Errors

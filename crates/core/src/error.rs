@@ -143,3 +143,19 @@ pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<
     }
     Ok(range)
 }
+
+/// Checks that every range is within so many values of its own, and that all ranges together are as many values as there is room for.
+///
+/// # Errors
+/// [`Error::Shape`] naming `op`.
+pub fn check_runs(
+    op: &'static str,
+    runs: impl IntoIterator<Item = (usize, Range<usize>)>,
+    room: usize,
+) -> Result<()> {
+    let mut all = 0usize;
+    for (len, range) in runs {
+        all = all.saturating_add(check_range(op, len, range)?.len());
+    }
+    expect_eq(op, "values of all runs", all, room)
+}

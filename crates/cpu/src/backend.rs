@@ -1,7 +1,9 @@
 use crate::gemm::Isa;
 use crate::memory::{Arena, Memory, Words, or_out_of_room, out_of_room};
 use crate::room;
-use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, check_range};
+use nibble_core::{
+    Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range, check_runs,
+};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
@@ -302,10 +304,15 @@ impl Backend for Cpu {
         Ok(pending)
     }
 
-    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
-        let range = check_range("copy_out", Self::len(buf), at..at.saturating_add(to.len()))?;
-        to.copy_from_slice(&buf.as_slice()[range]);
+    fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {
+        check_runs("copy_out", from.iter().map(|run| (Self::len(run.buf), run.range.clone())), to.len())?;
         self.inner.memory.traffic.download(size_of_val(to));
+        let mut rest = to;
+        for ValueRun { buf, range } in from {
+            let (here, behind) = rest.split_at_mut(range.len());
+            here.copy_from_slice(&buf.as_slice()[range.clone()]);
+            rest = behind;
+        }
         Ok(())
     }
 

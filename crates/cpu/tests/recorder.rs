@@ -2,7 +2,7 @@
 //! replay; what is watched is what happened; a fault hits what it is meant for.
 
 use nibble_core::ops::{Add, Cast, Gemm, SumShards};
-use nibble_core::{Backend, DType, Data, Error, Operand, Result, Tensor};
+use nibble_core::{Backend, DType, Data, Error, Operand, Result, Tensor, ValueRun};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Event, Point, Struck};
 use nibble_testkit::{Pair, Recorder, conformance};
@@ -150,6 +150,28 @@ fn a_write_through_a_shared_handle_copies_also_where_it_is_recorded() {
     b.replay(&recording).unwrap();
     assert_eq!((values(&b, &kept), values(&b, &into)), (vec![2.0], vec![4.0]));
     assert_ne!(kept.buffer_id(), into.buffer_id());
+}
+
+/// Of a CPU, and through a recorder, which passes them on: runs of several buffers, one behind the other.
+#[test]
+fn runs_of_values_are_copied_out_one_behind_the_other() {
+    fn check<B: Backend>(b: &B) {
+        let (first, second) = (b.upload(&[1i32, 2, 3, 4]).unwrap(), b.upload(&[5, 6, 7]).unwrap());
+        let run = |buf, range| ValueRun { buf, range };
+        let runs = [run(&second, 1..3), run(&first, 0..0), run(&first, 1..4), run(&second, 0..1)];
+        let (mut to, before) = ([0; 6], b.traffic());
+        b.copy_out(&runs, &mut to).unwrap();
+        assert_eq!(to, [6, 7, 2, 3, 4, 5]);
+        let moved = b.traffic() - before;
+        assert_eq!((moved.downloads, moved.download_bytes), (1, 24));
+        b.copy_out::<i32>(&[], &mut []).unwrap();
+        let error = b.copy_out(&runs, &mut [0; 5]).unwrap_err().to_string();
+        assert!(error.contains("copy_out") && error.contains("values of all runs"), "{error}");
+        let error = b.copy_out(&[run(&second, 2..4)], &mut [0; 2]).unwrap_err().to_string();
+        assert!(error.contains("`range`") && error.contains("2..4") && error.contains("0..3"), "{error}");
+    }
+    check(&cpu());
+    check(&Recorded::new(cpu()));
 }
 
 #[test]

@@ -3,12 +3,12 @@
 use crate::arena::{Arena, Entered};
 use crate::buffer::Buffer;
 use crate::device::Device;
-use crate::download::Pending;
+use crate::download::{Pending, copy_out};
 use crate::driver::failed;
 use crate::pinned::Pinned;
 use crate::profile::Marks;
 use crate::recording::Recording;
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, check_range};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -162,8 +162,9 @@ impl Backend for Cuda {
         pending.finish()
     }
 
-    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
-        buf.get().copy_out(at, to)
+    fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {
+        let runs: Vec<_> = from.iter().map(|run| (run.buf.get(), run.range.clone())).collect();
+        copy_out(&self.device, &runs, to)
     }
 
     fn host_values(&self, len: usize) -> Result<Pinned> {

@@ -4,8 +4,7 @@
 //! its memory back. So the range itself is used by the first stream alone: it may be overwritten, freed or used again at once,
 //! by replayed work, too.
 //!
-//! What is too large for a copy on the device is brought out as it is (`Buffer::copy_out`), while the first stream leaves it
-//! alone.
+//! What is too large for a copy on the device is brought out as it is (`copy_out`), while the first stream leaves it alone.
 
 use crate::buffer::Buffer;
 use crate::device::Device;
@@ -14,7 +13,7 @@ use crate::landing::Landing;
 use crate::pinned::Pinned;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
-use nibble_core::{Result, check_range};
+use nibble_core::{Result, check_range, check_runs};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem;
@@ -26,7 +25,7 @@ const SMALLEST_LANDING: usize = 4 << 10;
 /// Pinned blocks up to this many bytes stay for the next download.
 const LARGEST_KEPT: usize = 16 << 20;
 
-/// What [`Buffer::copy_out`] brings at a time, and the size of the two pinned blocks that it goes through.
+/// What [`copy_out`] brings at a time to memory that is not pinned, and the size of the two pinned blocks that it goes through.
 const PIECE: usize = 8 << 20;
 
 /// A download under way.
@@ -88,23 +87,39 @@ impl<T: Pod> Buffer<T> {
         }
         Ok(pending)
     }
+}
 
-    /// Copies the values from index `at` on, by the second stream alone and without a copy on the device: from any thread, while
-    /// the first stream goes on. Whatever writes them must have been waited for, and nothing may write them before this returns.
-    ///
-    /// # Errors
-    /// [`nibble_core::Error::Shape`] if the buffer has fewer; [`nibble_core::Error::Device`] while work is recorded.
-    pub(crate) fn copy_out(&self, at: usize, to: &mut [T]) -> Result<()> {
-        check_range("copy_out", self.len(), at..at.saturating_add(to.len()))?;
-        let device = self.device();
-        device.not_recording("copy_out")?;
-        device.stream()?;
-        let to: &mut [u8] = bytemuck::cast_slice_mut(to);
-        device.traffic().download(to.len());
-        let from = self.address() + (at * size_of::<T>()) as u64;
-        // SAFETY: as many bytes are there, and stay: `self` holds them until this returns.
-        unsafe { device.bring(from, to) }
-    }
+/// Copies runs of values, one behind the other, by the second stream alone and without a copy on the device: from any thread, while
+/// the first stream goes on. Whatever writes them must have been waited for, and nothing may write them before this returns. The buffers
+/// are this device's.
+///
+/// # Errors
+/// [`nibble_core::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are;
+/// [`nibble_core::Error::Device`] while work is recorded, and from the driver.
+pub(crate) fn copy_out<T: Pod>(
+    device: &Device,
+    from: &[(&Buffer<T>, Range<usize>)],
+    to: &mut [T],
+) -> Result<()> {
+    check_runs("copy_out", from.iter().map(|(buffer, range)| (buffer.len(), range.clone())), to.len())?;
+    device.not_recording("copy_out")?;
+    device.stream()?;
+    let to: &mut [u8] = bytemuck::cast_slice_mut(to);
+    device.traffic().download(to.len());
+    let size = size_of::<T>();
+    let span = |(buffer, range): &(&Buffer<T>, Range<usize>)| Span {
+        from: buffer.address() + (range.start * size) as u64,
+        bytes: range.len() * size,
+    };
+    let spans: Vec<Span> = from.iter().map(span).filter(|span| span.bytes > 0).collect();
+    // SAFETY: by the check above so many bytes are there, and all are as many as `to` has. They stay: `from` borrows the buffers.
+    unsafe { device.bring(&spans, to) }
+}
+
+/// Bytes on the device.
+struct Span {
+    from: u64,
+    bytes: usize,
 }
 
 impl Device {
@@ -135,17 +150,16 @@ impl Device {
         }
     }
 
-    /// Brings bytes at `from` to the host by the second stream. With the context current.
+    /// Brings these bytes to the host, one span behind the other, by the second stream. With the context current.
     ///
     /// # Safety
-    /// As many bytes as `to` has are there until this returns.
-    unsafe fn bring(&self, from: u64, to: &mut [u8]) -> Result<()> {
+    /// The spans are as many bytes as `to` has, and stay until this returns.
+    unsafe fn bring(&self, spans: &[Span], to: &mut [u8]) -> Result<()> {
         if Pinned::is_at(to.as_ptr()) {
             // Its event alone is wanted.
             let block = self.landing(SMALLEST_LANDING)?;
-            // SAFETY: by the caller's promise; `to` stays until the wait below, or the one after a failure, is over.
-            let brought = unsafe { self.fetch_piece(from, to.len(), to.as_mut_ptr(), &block) }
-                .and_then(|()| block.wait());
+            // SAFETY: by the caller's promise; `to` stays until the wait, or the one after a failure, is over.
+            let brought = unsafe { self.fetch_spans(spans, to, &block) }.and_then(|()| block.wait());
             if brought.is_err() {
                 self.drain_copies();
             }
@@ -153,13 +167,36 @@ impl Device {
             return brought;
         }
         let blocks = [self.landing(PIECE)?, self.landing(PIECE)?];
-        // SAFETY: by the caller's promise.
-        let brought = unsafe { self.bring_through(&blocks, from, to) };
-        if brought.is_err() {
-            self.drain_copies();
+        let mut rest = to;
+        let mut brought = Ok(());
+        for span in spans {
+            let (here, behind) = std::mem::take(&mut rest).split_at_mut(span.bytes);
+            rest = behind;
+            // SAFETY: by the caller's promise.
+            brought = unsafe { self.bring_through(&blocks, span.from, here) };
+            if brought.is_err() {
+                self.drain_copies();
+                break;
+            }
         }
         blocks.into_iter().for_each(|block| self.land(Some(block)));
         brought
+    }
+
+    /// Issues the copies of the spans to pinned memory, one behind the other; the event `done` of `marked` has passed when all of them
+    /// are there. After an error copies may be under way.
+    ///
+    /// # Safety
+    /// As for [`Device::bring`]; nobody touches `to` until the event has passed.
+    unsafe fn fetch_spans(&self, spans: &[Span], to: &mut [u8], marked: &Landing) -> Result<()> {
+        let mut rest = to;
+        for span in spans {
+            let (here, behind) = std::mem::take(&mut rest).split_at_mut(span.bytes);
+            rest = behind;
+            // SAFETY: by the caller's promise.
+            unsafe { self.fetch_bytes(span.from, span.bytes, here.as_mut_ptr())? };
+        }
+        self.mark(marked)
     }
 
     /// While one block is emptied the other one is filled.
@@ -193,12 +230,26 @@ impl Device {
     /// # Safety
     /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the event has passed.
     unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: *mut u8, marked: &Landing) -> Result<()> {
-        // SAFETY: by the caller's promise; event and stream are alive and of one context.
-        unsafe {
-            let code = sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies());
-            check("cuMemcpyDtoHAsync", code)?;
-            named("cuEventRecord", result::event::record(marked.done, self.copies()))
-        }
+        // SAFETY: by the caller's promise.
+        unsafe { self.fetch_bytes(from, bytes, to)? };
+        self.mark(marked)
+    }
+
+    /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone.
+    ///
+    /// # Safety
+    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the stream has passed it.
+    unsafe fn fetch_bytes(&self, from: u64, bytes: usize, to: *mut u8) -> Result<()> {
+        // SAFETY: by the caller's promise; the stream is alive.
+        check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies())
+        })
+    }
+
+    /// The event `done` passes when the second stream has done what was issued on it so far.
+    fn mark(&self, marked: &Landing) -> Result<()> {
+        // SAFETY: event and stream are alive and of one context.
+        named("cuEventRecord", unsafe { result::event::record(marked.done, self.copies()) })
     }
 
     /// After a failure: waits for what may still copy to a block that is about to go.

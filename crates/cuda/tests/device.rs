@@ -3,7 +3,7 @@
 mod gpu;
 
 use gpu::device;
-use nibble_core::{Backend, Traffic};
+use nibble_core::{Backend, Plain, Traffic, ValueRun};
 use nibble_cuda::Cuda;
 use nibble_cuda::backend::Buf;
 
@@ -140,7 +140,7 @@ fn values_come_out_beside_the_work() {
         let copier = threads.spawn(move || {
             for at in [0, 1, 4 << 20, words.len() - 3, words.len()] {
                 let mut to = vec![0; words.len() - at];
-                b.copy_out(&copy, at, &mut to).unwrap();
+                b.copy_out(&[run(&copy, at..words.len())], &mut to).unwrap();
                 assert!(to == words[at..], "from {at}");
             }
         });
@@ -156,11 +156,41 @@ fn values_come_out_beside_the_work() {
     let mut host = b.host_values(values.len()).unwrap();
     assert!(host.as_ref().iter().all(|x| *x == 0.0));
     for at in [0, 1, 4 << 20, values.len()] {
-        b.copy_out(&buf_f32, at, &mut host.as_mut()[..values.len() - at]).unwrap();
+        b.copy_out(&[run(&buf_f32, at..values.len())], &mut host.as_mut()[..values.len() - at]).unwrap();
         assert!(host.as_ref()[..values.len() - at] == values[at..], "pinned, from {at}");
     }
-    let error = b.copy_out(&buf, words.len() - 1, &mut [0, 0]).unwrap_err().to_string();
+    let error =
+        b.copy_out(&[run(&buf, words.len() - 1..words.len() + 1)], &mut [0, 0]).unwrap_err().to_string();
     assert!(error.contains("copy_out") && error.contains("`range`"), "{error}");
+}
+
+fn run<T: Plain>(buf: &<Cuda as Backend>::Buf<T>, range: std::ops::Range<usize>) -> ValueRun<'_, Cuda, T> {
+    ValueRun { buf, range }
+}
+
+/// Runs of several buffers lie one behind the other, in pinned memory and in other.
+#[test]
+fn many_runs_come_out_at_once() {
+    let Some(device) = device("runs of several buffers") else { return };
+    let b = Cuda::on(device.clone());
+    let all: Vec<Vec<f32>> =
+        (0..70).map(|i| (0..1000 + 77 * i).map(|j| (i * 10_000 + j) as f32).collect()).collect();
+    let bufs: Vec<_> = all.iter().map(|values| b.upload(values).unwrap()).collect();
+    device.synchronize().unwrap();
+    let cut = |i: usize| i % 5..all[i].len() - 3 * (i % 2);
+    let runs: Vec<_> = (0..70).rev().map(|i| run(&bufs[i], cut(i))).chain([run(&bufs[3], 4..4)]).collect();
+    let want: Vec<f32> = (0..70).rev().flat_map(|i| all[i][cut(i)].to_vec()).collect();
+    let mut plain = vec![0.0; want.len()];
+    b.copy_out(&runs, &mut plain).unwrap();
+    assert!(plain == want);
+    let mut host = b.host_values(want.len() + 1).unwrap();
+    let before = b.traffic();
+    b.copy_out(&runs, &mut host.as_mut()[1..]).unwrap();
+    assert!(host.as_ref()[1..] == want && host.as_ref()[0] == 0.0);
+    assert_eq!((b.traffic() - before).downloads, 1);
+    b.copy_out::<f32>(&[], &mut []).unwrap();
+    let error = b.copy_out(&runs, &mut host.as_mut()[..10]).unwrap_err().to_string();
+    assert!(error.contains("copy_out") && error.contains("values of all runs"), "{error}");
 }
 
 #[test]

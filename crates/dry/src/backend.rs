@@ -2,7 +2,9 @@
 
 use crate::Dry;
 use crate::memory::{Arena, Buf};
-use nibble_core::{Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, check_range};
+use nibble_core::{
+    Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range, check_runs,
+};
 use std::convert::Infallible;
 use std::fmt;
 use std::ops::Range;
@@ -89,9 +91,14 @@ impl Backend for Dry {
         check_range("copy", to.len(), at..at.saturating_add(range.len())).map(drop)
     }
 
-    fn copy_out<T: Plain>(&self, buf: &Buf<T>, at: usize, to: &mut [T]) -> Result<()> {
-        let range = check_range("copy_out", buf.len(), at..at.saturating_add(to.len()))?;
-        to.copy_from_slice(&buf.values()[range]);
+    fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {
+        check_runs("copy_out", from.iter().map(|run| (run.buf.len(), run.range.clone())), to.len())?;
+        let mut rest = to;
+        for ValueRun { buf, range } in from {
+            let (here, behind) = rest.split_at_mut(range.len());
+            here.copy_from_slice(&buf.values()[range.clone()]);
+            rest = behind;
+        }
         Ok(())
     }
 

@@ -5,6 +5,7 @@
 
 mod rig;
 
+use nibble_core::formats::{Format, WHOLE_LINE};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use rig::train;
@@ -26,6 +27,53 @@ fn every_format_trains_to_the_committed_losses() {
         let dense = rig::dense(&recipe, &["model.ffn=128"]);
         assert_trains(&here, name, "The small dense run", &dense, &format!("dense/{name}.txt"));
     }
+}
+
+/// Both operands of products along rows.
+const ROWS: &str = r#"
+fprop.x = { format = "NAME" }
+fprop.w = { format = "NAME" }
+dgrad.dy = { format = "NAME" }
+"#;
+
+/// And of those down them, with what is kept for one.
+const COLUMNS: &str = r#"
+wgrad.dy = { format = "NAME" }
+wgrad.x = { format = "NAME" }
+saved.x = { format = "NAME", axis = "col" }
+"#;
+
+/// Formats that no recipe has: `tiny`, at a quarter of its batch, learns with every product in one that may be.
+#[test]
+fn formats_of_no_recipe_learn() {
+    let recipes = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
+    let texts =
+        std::fs::read_dir(&recipes).unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()));
+    let texts: String = texts.map(|text| text.unwrap()).collect();
+    let mut trained = 0;
+    for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
+        let name = format.name();
+        if texts.contains(&format!("\"{name}\"")) {
+            continue;
+        }
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.toml"));
+        // One scale a column does not end where a group of rows does.
+        let columns = if format.spec().block == WHOLE_LINE { "" } else { COLUMNS };
+        let products = [ROWS, columns].concat().replace("NAME", name);
+        let recipe = format!(
+            "description = \"{name} in all products\"\nextends = \"bf16\"\n[linear]{products}[expert]{products}"
+        );
+        std::fs::write(&file, recipe).unwrap();
+        let recipe = format!("recipe={}", file.display());
+        let changes = ["train.batch_size=4", "train.steps=20", "train.warmup_steps=5"].map(String::from);
+        let config = Config::load("tiny", &[&[recipe], &changes[..]].concat()).unwrap();
+        let got = losses(&config, 2);
+        assert!(got.iter().all(|loss| loss.is_finite()), "{name}: {got:?}");
+        assert!(got[STEPS as usize - 1] < got[0] - 0.2, "{name} learns: {got:?}");
+        println!("trained: {name}, {:.3} to {:.3} nats", got[0], got[STEPS as usize - 1]);
+        trained += 1;
+    }
+    assert!(trained > 0, "every format has a recipe: this test has nothing to do");
 }
 
 #[track_caller]

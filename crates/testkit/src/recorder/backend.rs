@@ -3,7 +3,7 @@
 use super::call::{Taken, open};
 use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic};
+use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun};
 use std::ops::Range;
 
 impl<B: Backend> Backend for Recorder<B> {
@@ -107,11 +107,17 @@ impl<B: Backend> Backend for Recorder<B> {
         self.inner.finish_download(pending)
     }
 
-    fn copy_out<T: Plain>(&self, buf: &Buf<T, B>, at: usize, to: &mut [T]) -> Result<()> {
+    fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {
         self.refuse_while_recording("copy_out")?;
-        let arguments = || format!("{buf:?} from {at}");
-        self.note(|| Event::of_transfer("copy_out", arguments(), [buf.cell.id()], []));
-        self.inner.copy_out(&buf.inner(&self.inner)?, at, to)
+        let arguments = || format!("{from:?}");
+        self.note(|| {
+            let inputs = from.iter().map(|run| run.buf.cell.id()).collect();
+            Event { op: "copy_out", arguments: arguments(), inputs, ..Event::default() }
+        });
+        let inner: Vec<B::Buf<T>> =
+            from.iter().map(|run| run.buf.inner(&self.inner)).collect::<Result<_>>()?;
+        let runs = inner.iter().zip(from).map(|(buf, run)| ValueRun { buf, range: run.range.clone() });
+        self.inner.copy_out(&runs.collect::<Vec<_>>(), to)
     }
 
     fn host_values(&self, len: usize) -> Result<B::Host> {

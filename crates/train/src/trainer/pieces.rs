@@ -178,6 +178,29 @@ impl<B: Backend> Pieces<B> {
         })
     }
 
+    /// Values of a piece, at most.
+    pub fn longest(&self) -> usize {
+        self.pool.len
+    }
+
+    /// Takes the values of the next piece all at once: `read` copies them.
+    pub fn take_whole(
+        &mut self,
+        read: impl FnOnce(&mut [f32]) -> Result<()>,
+    ) -> std::result::Result<(), Stopped> {
+        let full = self.left.min(self.pool.len);
+        let filled = self.pool.take().and_then(|mut piece| {
+            read(&mut piece.room()[..full])?;
+            piece.filled = full;
+            Ok(piece)
+        });
+        let stopped = filled.is_err();
+        self.left -= full;
+        // If nobody listens, there is an error already.
+        let sent = self.to.send(filled);
+        if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
+    }
+
     /// Takes so many values: `read` copies those from an index on.
     pub fn take(
         &mut self,

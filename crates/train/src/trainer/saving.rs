@@ -17,8 +17,9 @@ use crate::fault::{Point, reach};
 use crate::model::Named;
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
-use nibble_core::{Backend, Data, Error as CoreError, Kernels, Tensor};
+use nibble_core::{Backend, Data, Error as CoreError, Kernels, Tensor, ValueRun};
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -151,10 +152,8 @@ fn copy<B: Kernels>(
     }
     for file in files {
         pieces.begin(num_values(file));
-        for Source { spec, of, first } in file {
-            let narrow = &mut narrow;
-            let read = |at: usize, to: &mut [f32]| copy_values(b, tensors.get(of), first + at, to, narrow);
-            if let Err(Stopped) = pieces.take(spec.num_values(), read) {
+        for runs in cut(file, pieces.longest()) {
+            if let Err(Stopped) = pieces.take_whole(|to| copy_values(b, tensors, &runs, to, &mut narrow)) {
                 return;
             }
         }
@@ -164,24 +163,55 @@ fn copy<B: Kernels>(
     }
 }
 
-/// Copies values as F32; through `narrow` if they are BF16.
+/// Values of one of a parameter's tensors.
+type Run = ((usize, Part), Range<usize>);
+
+/// A file's values, cut into pieces of so many; the last one may be shorter.
+fn cut(file: &[Source], piece: usize) -> Vec<Vec<Run>> {
+    let mut all: Vec<Vec<Run>> = Vec::new();
+    let mut room = 0;
+    for Source { spec, of, first } in file {
+        let (mut at, end) = (*first, first + spec.num_values());
+        while at < end {
+            if room == 0 {
+                all.push(Vec::new());
+                room = piece.max(1);
+            }
+            let now = room.min(end - at);
+            // There is one: made where there was no room.
+            all.last_mut().into_iter().for_each(|runs| runs.push((*of, at..at + now)));
+            (at, room) = (at + now, room - now);
+        }
+    }
+    all
+}
+
+/// Copies values as F32, all of them at once; through `narrow` if they are BF16. A file's tensors are of one type.
 fn copy_values<B: Kernels>(
     b: &B,
-    from: Option<&Tensor<B>>,
-    at: usize,
+    tensors: &HashMap<(usize, Part), Tensor<B>>,
+    runs: &[Run],
     to: &mut [f32],
     narrow: &mut Option<Piece<B>>,
 ) -> Result<()> {
-    match (from.map(|tensor| &tensor.data), narrow) {
-        (Some(Data::F32(buf)), _) => b.copy_out(buf, at, to)?,
-        (Some(Data::Bf16(buf)), Some(narrow)) => {
-            let narrow: &mut [bf16] = &mut bytemuck::cast_slice_mut(narrow.room())[..to.len()];
-            b.copy_out(buf, at, narrow)?;
-            to.iter_mut().zip(narrow).for_each(|(to, from)| *to = from.to_f32());
+    let (mut wide, mut short) = (Vec::new(), Vec::new());
+    for (of, range) in runs {
+        match tensors.get(of).map(|tensor| &tensor.data) {
+            Some(Data::F32(buf)) => wide.push(ValueRun { buf, range: range.clone() }),
+            Some(Data::Bf16(buf)) => short.push(ValueRun { buf, range: range.clone() }),
+            None => return Err(CoreError::shape("save", "tensor", "none", "that of a parameter").into()),
         }
-        _ => return Err(CoreError::shape("save", "tensor", "none", "that of a parameter").into()),
     }
-    Ok(())
+    match narrow {
+        Some(narrow) if wide.is_empty() => {
+            let narrow: &mut [bf16] = &mut bytemuck::cast_slice_mut(narrow.room())[..to.len()];
+            b.copy_out(&short, narrow)?;
+            to.iter_mut().zip(narrow).for_each(|(to, from)| *to = from.to_f32());
+            Ok(())
+        }
+        _ if short.is_empty() => Ok(b.copy_out(&wide, to)?),
+        _ => Err(CoreError::shape("save", "tensors of a file", "of two types", "of one").into()),
+    }
 }
 
 /// Hashes and writes what comes.
@@ -368,4 +398,25 @@ type Writer = JoinHandle<Result<PathBuf>>;
 fn started<T>(thread: std::io::Result<JoinHandle<T>>) -> Result<JoinHandle<T>> {
     let failed = |e: std::io::Error| CoreError::Device { call: "thread::spawn".into(), why: e.to_string() };
     Ok(thread.map_err(failed)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_cut_into_whole_pieces_in_its_order() {
+        let source = |of: usize, len: usize, first: usize| Source {
+            spec: TensorSpec { name: of.to_string(), shape: vec![len] },
+            of: (of, Part::Master),
+            first,
+        };
+        let file = [source(2, 5, 10), source(0, 0, 7), source(1, 2, 0), source(2, 9, 0)];
+        let runs: Vec<Vec<(usize, Range<usize>)>> = cut(&file, 6)
+            .into_iter()
+            .map(|runs| runs.into_iter().map(|(of, run)| (of.0, run)).collect())
+            .collect();
+        assert_eq!(runs, [vec![(2, 10..15), (1, 0..1)], vec![(1, 1..2), (2, 0..5)], vec![(2, 5..9)]]);
+        assert!(cut(&[], 6).is_empty());
+    }
 }
