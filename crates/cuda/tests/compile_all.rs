@@ -91,6 +91,13 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
         }
         "nib::quantize_cols" => (format!("nib::ColumnShared<{}>", all(&["In", "E", "kF32Scales"])), 0, 0),
         "nib::quantize_tiles" => (format!("nib::SquareShared<{}>", arg("In")), 0, 0),
+        "nib::quantize_units" => {
+            (format!("nib::QuantizeUnitsShared<{}>", all(&["F", "In", "kAcross"])), 0, 0)
+        }
+        "nib::dequantize_units" => {
+            let across = if arg("kDown") == "true" { 2 } else { 16 };
+            (format!("nib::DecodedShared<{}, {across}>", all(&["F", "Out"])), 0, 0)
+        }
         "nib::quantize_hadamard_cols" => {
             (format!("nib::QuantizeHadamardShared<{}>", all(&["E", "Round"])), 0, 0)
         }

@@ -3,6 +3,7 @@
 use crate::Dry;
 use crate::memory::Buf;
 use half::bf16;
+use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{
@@ -48,9 +49,6 @@ impl Dry {
             }
             Emit::Block { codec, planes } => (codec, planes),
         };
-        if self.is_gpu() {
-            check_on_gpu("quantize", codec.format(), planes)?;
-        }
         let stored = stored(codec);
         let capacity = rows.next_multiple_of(stored.0.column_step().max(least_block));
         let row_plane = || self.planes(stored, BlockAxis::Row, (rows, cols, 1));
@@ -75,6 +73,22 @@ impl Dry {
             false => self.planes(stored, BlockAxis::Row, (stack * rows, cols, 1)),
         };
         Ok([plane(n, k)?, plane(k, n)?])
+    }
+
+    /// What a GPU measures before it encodes under a scale for a line or for a tensor: of each row a group (4 bytes), or of each line its
+    /// largest magnitude and whether it has a non-zero code (5). What it has a number a group of is too little to count.
+    fn measured(&self, op: &Quantize<'_, Self>) -> Result<Option<Buf<u8>>> {
+        let (rows, cols) = op.x.shape();
+        let (rows, cols) = match op.planes {
+            Planes::Rows => (rows, 0),
+            Planes::Cols => (0, cols),
+            Planes::Both => (rows, cols),
+            Planes::Tiles => (rows, op.stack * cols),
+        };
+        let by_line = op.codec.format().spec().block == WHOLE_LINE;
+        let grouped = op.codec.scale_kind().has_tensor_scale() && op.groups.is_some();
+        let bytes = if by_line { 5 * (rows + cols) } else { 4 * op.x.rows };
+        (self.is_gpu() && (by_line || grouped)).then(|| self.buf(bytes)).transpose()
     }
 
     /// Rows of a matrix at other places, one each of `index`.
@@ -161,6 +175,11 @@ fn is_fused_pair(dh: Emit, a: Emit) -> bool {
     }
 }
 
+/// Whether a GPU has kernels for this format alone.
+fn has_own_kernels(format: Format) -> bool {
+    matches!(format, Format::Mxfp4 | Format::E4m3)
+}
+
 fn stored(codec: Codec) -> (Format, ScaleRule) {
     (codec.format(), codec.rule())
 }
@@ -169,12 +188,10 @@ impl Dry {
     pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let (rows, cols) = op.x.shape();
         if op.planes == Planes::Tiles {
-            if self.is_gpu() {
-                check_on_gpu("quantize", op.codec.format(), op.planes)?;
-            }
             let n = rows / op.stack.max(1);
             let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
             let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
+            let _measured = self.measured(&op)?;
             return Ok(Emitted { rows, cols, counts: Some(self.counts()?) });
         }
         let least_block = match op.hadamard {
@@ -184,7 +201,8 @@ impl Dry {
         let emit = Emit::Block { codec: op.codec, planes: op.planes };
         let emitted = || self.emitted(emit, rows, cols, least_block);
         // A transform that is not made as the matrix is read: on the host always, on a GPU of what is not BF16.
-        let apart = op.hadamard.is_some() && !(self.is_gpu() && op.x.dtype() == DType::Bf16);
+        let fused = op.x.dtype() == DType::Bf16 && has_own_kernels(op.codec.format());
+        let apart = op.hadamard.is_some() && !(self.is_gpu() && fused);
         let transformed = || {
             let rows = if op.planes == Planes::Cols {
                 rows.next_multiple_of(least_block.max(op.codec.format().column_step()))
@@ -199,7 +217,9 @@ impl Dry {
         }
         let out = emitted()?;
         let _transformed = apart.then(transformed).transpose()?;
-        if op.planes == Planes::Both {
+        let _measured = self.measured(&op)?;
+        let by_32 = matches!(op.codec.format(), Format::Mxfp8E4m3 | Format::Mxfp8E5m2);
+        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) {
             // The rows' scales by columns, before they come to their places.
             let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =

@@ -2,7 +2,8 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use nibble_core::formats::Format;
+use nibble_core::formats::WHOLE_LINE;
+use nibble_core::formats::{Element, Format};
 use nibble_core::ops::*;
 use nibble_core::{Backend, DType, Groups, Operand, Result, Tensor};
 
@@ -33,6 +34,25 @@ impl Shape {
     }
 }
 
+/// Whether kernels of a GPU read an operand's codes: FP8 under a scale for 128 or more.
+fn is_fp8(x: &Operand<Dry>) -> bool {
+    let Operand::Block(q) = x else { return false };
+    let spec = q.format.spec();
+    let long = spec.block == WHOLE_LINE || spec.block.is_multiple_of(128);
+    long && matches!(spec.element, Some(Element::E4M3 | Element::E5M2))
+}
+
+/// Whether a GPU decodes both operands first.
+fn is_lowered(a: &Operand<Dry>, b: &Operand<Dry>) -> bool {
+    let as_it_is = |x: &Operand<Dry>| is_fp8(x) || x.format() == Format::Mxfp4;
+    matches!((a, b), (Operand::Block(_), Operand::Block(_))) && !(as_it_is(a) && as_it_is(b))
+}
+
+/// Whether its tensor cores take an operand.
+fn on_tensor_cores(x: &Operand<Dry>) -> bool {
+    x.format() == Format::Bf16 || is_fp8(x) && x.format().spec().element == Some(Element::E4M3)
+}
+
 impl Dry {
     /// A BF16 operand in F32, where the other one is.
     fn widened(&self, x: &Operand<Self>, other: &Operand<Self>) -> Result<Option<Tensor<Self>>> {
@@ -54,6 +74,7 @@ impl Dry {
             (|n: usize| n.is_multiple_of(BF16_UNIT), |n: usize| n.is_multiple_of(F32_UNIT));
         match (a.format(), b.format(), out, shape) {
             _ if [m, n, k].contains(&0) => {}
+            _ if is_lowered(a, b) => return self.beside_lowered((a, b), ProductDims { m, n, k }, shape),
             (Format::Bf16, Format::F32, DType::F32, Shape::Dense) if of_f32(n) && of_bf16(k) => {
                 let _parts = self.bf16(PARTS * n * k)?;
                 let _wide: Buf<f32> = self.buf(m * PARTS * n)?;
@@ -68,12 +89,9 @@ impl Dry {
                 let _tall: Buf<f32> = self.buf(groups * runs * PARTS * m * n)?;
             }
             // Those that the tensor cores take as they are.
-            (
-                Format::Bf16 | Format::E4m3,
-                Format::Bf16 | Format::E4m3,
-                _,
-                Shape::Contraction { groups, runs },
-            ) if runs > 1 && of_f32(n) => {
+            (_, _, _, Shape::Contraction { groups, runs })
+                if runs > 1 && of_f32(n) && on_tensor_cores(a) && on_tensor_cores(b) =>
+            {
                 let _all: Buf<f32> = self.buf(groups * runs * m * n)?;
             }
             _ => {
@@ -81,6 +99,26 @@ impl Dry {
             }
         }
         Ok(())
+    }
+
+    /// What a GPU's product takes of operands whose codes no kernel reads: both in BF16, what that product takes, and, under a tensor's
+    /// scale, the sums.
+    fn beside_lowered(
+        &self,
+        (a, b): (&Operand<Self>, &Operand<Self>),
+        dims: ProductDims,
+        shape: Shape,
+    ) -> Result<()> {
+        let folds = |x: &Operand<Self>| matches!(x, Operand::Block(q) if q.format.folds_into_bf16(q.rule));
+        let folded = folds(a) && folds(b);
+        let dtype = if folded { DType::Bf16 } else { DType::F32 };
+        let plain = |x: &Operand<Self>| self.plain(dtype, x.rows(), x.cols()).map(Operand::Plain);
+        let (plain_a, plain_b) = (plain(a)?, plain(b)?);
+        let matrices = if let Shape::Contraction { groups, .. } = shape { groups } else { 1 };
+        let of_tensor =
+            folded && [a, b].iter().any(|x| matches!(x, Operand::Block(q) if q.tensor_scale.is_some()));
+        let _sums: Option<Buf<f32>> = of_tensor.then(|| self.buf(matrices * dims.m * dims.n)).transpose()?;
+        self.beside_product((&plain_a, &plain_b), dims, DType::F32, shape)
     }
 
     fn product(

@@ -113,7 +113,22 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
         simple("BF16 → E4M3 both, F32 scales", both, Block::E4M3_AMAX, Both),
         simple("BF16 → E4M3 both", both, Block::E4M3, Both),
         Kernel::dense("F32 → E4M3 tiles, both ways", tiles),
+        general("BF16 → MXFP8 rows", Block::MXFP8, Rows),
+        general("BF16 → MXFP8 both", Block::MXFP8, Both),
+        general("BF16 → MXFP6 rows", Block::MXFP6, Rows),
+        general("BF16 → MXFP6 both", Block::MXFP6, Both),
+        general("BF16 → NVFP4 rows", Block::NVFP4, Rows),
+        general("BF16 → NVFP4 both", Block::NVFP4, Both),
+        general("BF16 → HiF4 rows", Block::HIF4, Rows),
+        general("BF16 → HiF4 both", Block::HIF4, Both),
     ]
+}
+
+/// A format that the general kernel takes, rounded as it is defined.
+fn general<B: Convert>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
+    let against = if planes == Planes::Both { "rows, then columns" } else { "" };
+    let build = move |o: &Operands<B>| quantize(o, to, planes, to.format.rounding(to.rule));
+    Kernel { rows: Rows::Dense, ..Kernel::new(name, against, build) }
 }
 
 fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
@@ -162,6 +177,10 @@ fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
         kernel("E4M3 → MXFP4 rows", Block::E4M3, Block::MXFP4, Row),
         Kernel::dense("MXFP4 → BF16", |o| dequantize(o, Block::MXFP4)),
         Kernel::dense("E4M3 → BF16", |o| dequantize(o, Block::E4M3)),
+        Kernel::dense("MXFP8 → BF16", |o| dequantize(o, Block::MXFP8)),
+        Kernel::dense("MXFP6 → BF16", |o| dequantize(o, Block::MXFP6)),
+        Kernel::dense("NVFP4 → BF16", |o| dequantize(o, Block::NVFP4)),
+        Kernel::dense("HiF4 → BF16", |o| dequantize(o, Block::HIF4)),
     ]
 }
 

@@ -79,8 +79,14 @@ impl Block {
     /// With one E8M0 byte a block.
     pub const E4M3: Self = Self { format: Format::E4m3, rule: ScaleRule::Rceil };
 
+    pub const MXFP8: Self = Self { format: Format::Mxfp8E4m3, rule: ScaleRule::Rceil };
+    pub const MXFP6: Self = Self { format: Format::Mxfp6E2m3, rule: ScaleRule::Rceil };
+    /// Without a scale of the tensor, for which values are read twice.
+    pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
+    pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
+
     fn scale_bytes(self) -> usize {
-        if self.rule == ScaleRule::Amax { size_of::<f32>() } else { 1 }
+        self.format.scale_kind(self.rule).bytes()
     }
 
     fn plane(self, axis: BlockAxis, rows: usize, cols: usize) -> usize {

@@ -33,9 +33,7 @@ pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, P
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
-pub use quantize::{
-    Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random, check_on_gpu, has_gpu_kernels,
-};
+pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};

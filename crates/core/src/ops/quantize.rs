@@ -345,22 +345,3 @@ pub(crate) fn check_axis<B: Backend>(
 ) -> Result<()> {
     expect_eq(op, argument, x.axis, axis)
 }
-
-/// Whether a GPU's kernels take a format: plain numbers, and blocks under one power of two or one single.
-pub fn has_gpu_kernels(format: Format) -> bool {
-    matches!(format, Format::F32 | Format::Bf16 | Format::Mxfp4 | Format::E4m3 | Format::E5m2)
-}
-
-/// Refuses what a GPU cannot quantize to.
-///
-/// # Errors
-/// [`Error::Unsupported`] for a format without kernels, or for square tiles of one that has none.
-pub fn check_on_gpu(op: &'static str, format: Format, planes: Planes) -> Result<()> {
-    if !has_gpu_kernels(format) {
-        return Err(Error::unsupported(op, format, "it has no kernel on a GPU; the CPU takes it"));
-    }
-    if planes == Planes::Tiles && !format.spec().tiles {
-        return Err(Error::unsupported(op, format, "it has no square tiles, and a GPU's weights have"));
-    }
-    Ok(())
-}

@@ -81,4 +81,12 @@ struct E5m2 : Fp8<E5m2> {
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e5m2x2_from_f32(low, high); }
 };
 
+/// The same elements in MXFP8's blocks.
+struct E4m3By32 : E4m3 {
+    static constexpr int kBlock = 32;
+};
+struct E5m2By32 : E5m2 {
+    static constexpr int kBlock = 32;
+};
+
 }  // namespace nib

@@ -1,6 +1,5 @@
 //! What operations borrow: buffers of the lengths that follow from their shapes, on the operation's own device.
 
-use super::planes::check_format;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::{Buffer, Device};
@@ -16,7 +15,11 @@ pub(super) struct BufferCheck<'d> {
 
 impl<'d> BufferCheck<'d> {
     pub fn by(op: &'static str, cuda: &'d Cuda) -> Self {
-        Self { op, device: cuda.device() }
+        Self::on(op, cuda.device())
+    }
+
+    pub fn on(op: &'static str, device: &'d Device) -> Self {
+        Self { op, device }
     }
 
     /// A buffer of any length.
@@ -68,8 +71,15 @@ impl<'d> BufferCheck<'d> {
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
         let code_bytes = BlockScaled::<Cuda>::code_bytes(x.format, x.axis, x.rows, x.cols);
         self.part(argument, "bytes of codes", &x.codes, code_bytes)?;
-        check_format(self.op, x.format)?;
-        self.part(argument, "bytes of scales", &x.scales, x.scale_bytes()).map(drop)
+        self.part(argument, "bytes of scales", &x.scales, x.scale_bytes())?;
+        match (&x.tensor_scale, x.scale_kind().has_tensor_scale()) {
+            (Some(scales), true) => self.part(argument, "scales of the tensor", scales, x.rows).map(drop),
+            (None, false) => Ok(()),
+            (scales, _) => {
+                let said = |given| if given { "a scale of the tensor" } else { "no scale of the tensor" };
+                Err(Error::shape(self.op, argument, said(scales.is_some()), said(scales.is_none())))
+            }
+        }
     }
 
     /// Either.

@@ -14,6 +14,7 @@ pub(crate) mod swiglu;
 pub(crate) mod vocabulary;
 
 pub use attention::attention_wgmma::DIMS as ATTENTION_DIMS;
+pub use convert::has_own_kernels;
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -62,6 +63,7 @@ pub fn shared_sizes() -> Vec<SharedSize> {
 pub fn instances() -> Vec<Instance> {
     [
         products::grouped_config::instances(),
+        products::lowered::instances(),
         products::product_parts::instances(),
         products::product_runs::instances(),
         products::product_simt::instances(),

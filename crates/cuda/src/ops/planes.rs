@@ -7,7 +7,6 @@ use crate::launch::KernelArg;
 use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Planes, check_on_gpu};
 use nibble_core::{BlockScaled, DType, Data, Result, Tensor};
 
 /// The device's name of a plain type.
@@ -26,7 +25,7 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
-        // Of formats that no kernel knows (`check_format`).
+        // The kernels that ask know neither.
         ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
@@ -63,7 +62,6 @@ fn unwritten_as(
     (rows, cols, stack): (usize, usize, usize),
     scale_layout: ScaleLayout,
 ) -> Result<BlockScaled<Cuda>> {
-    check_format("alloc", format)?;
     let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
     let kind = format.scale_kind(rule);
     Ok(BlockScaled {
@@ -75,18 +73,10 @@ fn unwritten_as(
         stack,
         codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
         scales: Buf::new(device.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?),
-        tensor_scale: None,
+        tensor_scale: kind.has_tensor_scale().then(|| device.alloc(rows).map(Buf::new)).transpose()?,
         scale_layout,
         shared_cols: 1,
     })
-}
-
-/// Whether kernels know a format: one power of two or one single a block.
-///
-/// # Errors
-/// [`nibble_core::Error::Unsupported`] if none does.
-pub(super) fn check_format(op: &'static str, format: Format) -> Result<()> {
-    check_on_gpu(op, format, Planes::Rows)
 }
 
 /// What a launch takes for a tensor's codes and scales.
@@ -105,6 +95,14 @@ pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
     match &x.data {
         Data::F32(x) => (x.get(), 0),
         Data::Bf16(x) => (x.get(), 1),
+    }
+}
+
+/// Where a plain matrix lies.
+pub(super) fn plain_address(x: &Tensor<Cuda>) -> u64 {
+    match &x.data {
+        Data::F32(x) => x.get().address(),
+        Data::Bf16(x) => x.get().address(),
     }
 }
 

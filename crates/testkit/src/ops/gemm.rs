@@ -4,7 +4,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
-use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
 use nibble_core::{Agreement, DType, Groups, Operand, Products, Result};
 
@@ -16,8 +16,8 @@ enum Stored {
 }
 
 use BlockAxis::{Col, Row, Tile};
-use Format::{E4m3, E5m2, Mxfp4};
-use ScaleRule::{Amax, Rceil};
+use Format::{E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4};
+use ScaleRule::{Amax, Rceil, TensorAmax};
 
 /// A matrix as the operand says; `pads` are rows that hold NaN bytes or zeros.
 struct Matrix<'a> {
@@ -47,7 +47,8 @@ impl Matrix<'_> {
             }
             Stored::Block(format, rule, axis) => {
                 // Integers are exact under powers of two only, which F32 scales can be as well.
-                let exact = self.input == Input::Integers && rule == Amax;
+                let powers = format.spec().rules.contains(&Rceil);
+                let exact = self.input == Input::Integers && rule == Amax && powers;
                 let codec = codec(format, if exact { Rceil } else { rule }, Rounding::NearestEven);
                 let mut q = HostBlock::quantize(codec, axis, &x, rows, cols, self.stack);
                 if exact {
@@ -62,11 +63,25 @@ impl Matrix<'_> {
     }
 }
 
-/// What products owe each other: on integers whose sums are exact, the bits.
+/// Whether all scales of an operand may be powers of two.
+fn may_be_exact(stored: Stored) -> bool {
+    match stored {
+        Stored::Plain(_) => true,
+        Stored::Block(format, rule, _) => {
+            format.spec().rules.contains(&Rceil)
+                && [ScaleKind::E8M0, ScaleKind::F32].contains(&format.scale_kind(rule))
+        }
+    }
+}
+
+/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, FP8 under a scale for 128 or more and MXFP4 are
+/// multiplied as they are, the others as BF16.
 fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
     match operands {
-        _ if input == Input::Integers => Agreement::Bitwise,
-        [Stored::Block(E4m3 | E5m2, ..), _] => FP8_AGREEMENT,
+        _ if input == Input::Integers && operands.into_iter().all(may_be_exact) => Agreement::Bitwise,
+        [Stored::Block(Mxfp4, ..), Stored::Block(Mxfp4, ..)] => agreement,
+        [Stored::Block(format, ..), _] if format.spec().block >= 128 => FP8_AGREEMENT,
+        [Stored::Block(..), _] => BF16_AGREEMENT,
         [Stored::Plain(a), Stored::Plain(b)] if [a, b, out].contains(&DType::Bf16) => BF16_AGREEMENT,
         _ => agreement,
     }
@@ -104,6 +119,15 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((E4m3, Rceil), (E4m3, Rceil, Row)),
         ((E5m2, Rceil), (E4m3, Rceil, Tile)),
         ((Mxfp4, Rceil), (Mxfp4, Rceil, Row)),
+        ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil, Row)),
+        ((Mxint8, Rceil), (Mxfp6E2m3, Rceil, Row)),
+        ((Mxfp4, Rceil), (Mxfp8E4m3, Rceil, Row)),
+        ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax, Tile)),
+        ((Nvfp4, Amax), (Nvfp4, TensorAmax, Row)),
+        ((Hif4, Amax), (Hif4, Amax, Row)),
+        ((E4m3Row, Amax), (E4m3Row, Amax, Row)),
+        ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax, Tile)),
+        ((E5m2Tensor, TensorAmax), (E4m3, Rceil, Tile)),
     ] {
         pairs.push((Stored::Block(a.0, a.1, Row), Stored::Block(b.0, b.1, b.2)));
     }
@@ -144,7 +168,7 @@ pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
                 pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input });
             }
         }
-        if !matches!(a, Stored::Block(Mxfp4, ..)) {
+        if !matches!(a, Stored::Block(Mxfp4, ..)) && !matches!(b, Stored::Block(Mxfp4, ..)) {
             pair.check(&Product { a, b, m: 5, n: 9, k: 201, out: DType::F32, input: Input::Normal });
         }
     }
@@ -273,9 +297,15 @@ impl<B: Products> Case<B> for Wgrad {
 /// Conformance of [`GroupedWgrad`].
 pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
     let mut stored = plain_pairs();
-    for (dy, x) in
-        [((E4m3, Amax), (E4m3, Amax)), ((E4m3, Rceil), (E4m3, Rceil)), ((E5m2, Rceil), (E4m3, Amax))]
-    {
+    for (dy, x) in [
+        ((E4m3, Amax), (E4m3, Amax)),
+        ((E4m3, Rceil), (E4m3, Rceil)),
+        ((E5m2, Rceil), (E4m3, Amax)),
+        ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil)),
+        ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax)),
+        ((Hif4, Amax), (Hif4, Amax)),
+        ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
+    ] {
         stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
     }
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));

@@ -3,24 +3,16 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
+use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize, Random};
-use nibble_core::{Agreement, Convert, DType, Error, Result};
+use nibble_core::{Agreement, Convert, DType, Result};
 
 /// Every rule of every block format, to nearest.
 pub(super) fn codecs() -> impl Iterator<Item = Codec> {
     let all = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
     Format::ALL.into_iter().flat_map(all).map(|(format, rule)| codec(format, rule, Rounding::NearestEven))
-}
-
-/// Whether the backend under test has any code for a format. Where it says that it has none, there is nothing to compare.
-fn takes<A: Convert, B: Convert>(pair: &Pair<A, B>, format: Format) -> bool {
-    let Some(rule) = format.spec().default_rule() else { return false };
-    let b = &pair.b;
-    let tried = plain(b, DType::F32, &[1.0; 128 * 128], 128, 128)
-        .and_then(|x| Quantize::new(&x, codec(format, rule, Rounding::NearestEven), Planes::Rows).run(b));
-    !matches!(tried, Err(Error::Unsupported { .. }))
 }
 
 pub(super) fn codec(format: Format, rule: ScaleRule, rounding: Rounding) -> Codec {
@@ -208,6 +200,12 @@ fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         codec(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::E4m3, ScaleRule::Amax, Rounding::Stochastic),
         codec(Format::E5m2, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Mxfp8E4m3, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::Stochastic),
+        codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven),
+        codec(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway),
+        codec(Format::Hif4, ScaleRule::Cann, Rounding::NearestEven),
+        codec(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven),
     ];
     let inputs =
         [Input::Normal, Input::NonFinite, Input::SignedZeros, Input::ExtremeExponents, Input::Outliers];
@@ -225,7 +223,7 @@ fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
                 input,
             };
             // Short of a block where the format allows it.
-            let rows = if codec.format().spec().ragged { 3 * len + 5 } else { 384 };
+            let rows = if codec.format().column_step() >= 128 { 3 * len + 5 } else { 384 };
             pair.check(&case(Planes::Rows, None, 37, 384));
             // No multiple of 16: where a strip's scales lie together, they are padded.
             pair.check(&case(Planes::Cols, None, rows, 72));
@@ -237,15 +235,52 @@ fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     }
 }
 
-/// The planes a format has, and a shape for each with short last blocks where the format allows them.
+/// The planes of a format, and a shape for each with short last blocks where the format allows them. Weights have square tiles, or else
+/// blocks along their rows.
 fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
     let ragged = format.spec().ragged;
     let (rows, cols) = if ragged { (37, 200) } else { (96, 96) };
     let mut shapes: Vec<_> = [Planes::Rows, Planes::Cols, Planes::Both].map(|p| (p, rows, cols, 1)).to_vec();
-    if format.spec().tiles {
-        shapes.extend([(Planes::Tiles, 140, 70, 1), (Planes::Tiles, 3 * 20, 130, 3)]);
-    }
+    shapes.extend(match ragged {
+        true => [(Planes::Tiles, 140, 70, 1), (Planes::Tiles, 3 * 20, 130, 3)],
+        false => [(Planes::Tiles, 160, 64, 1), (Planes::Tiles, 3 * 32, 128, 3)],
+    });
     shapes
+}
+
+/// Every rounding of every format, where kernels take whole tiles and where groups end inside them.
+fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let roundings = [
+        Rounding::NearestEven,
+        Rounding::NearestAway,
+        Rounding::Stochastic,
+        Rounding::Dither { delta_q16: 0x3000 },
+    ];
+    for (i, of) in codecs().enumerate() {
+        let (format, rule) = (of.format(), of.rule());
+        for (j, rounding) in roundings.into_iter().enumerate() {
+            let (codec, dtype) = (codec(format, rule, rounding), PLAIN[(i + j) % 2]);
+            let input = [Input::Normal, Input::Outliers, Input::ExtremeExponents][(i + j) % 3];
+            for (planes, rows, cols) in [(Planes::Rows, 20, 1152), (Planes::Both, 160, 192)] {
+                pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
+            }
+            let rows_only = format.spec().block == WHOLE_LINE;
+            for (k, spread) in [Spread::Zipf, Spread::EmptyGroups].into_iter().enumerate() {
+                let planes = if rows_only { Planes::Rows } else { [Planes::Both, Planes::Cols][k] };
+                let input = [Input::Normal, Input::NonFinite, Input::SignedZeros][(i + j + k) % 3];
+                pair.check(&Ragged {
+                    codec,
+                    planes,
+                    spread,
+                    num_groups: 3,
+                    rows: 200,
+                    cols: 96,
+                    dtype,
+                    input,
+                });
+            }
+        }
+    }
 }
 
 /// Real models' widths: a few rows, two uneven groups, square tiles, a transform.
@@ -255,6 +290,10 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         codec(Format::E4m3, ScaleRule::Amax, Rounding::NearestEven),
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic),
         codec(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Mxfp8E4m3, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Mxfp6E2m3, ScaleRule::Rceil, Rounding::NearestEven),
+        codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven),
+        codec(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway),
     ];
     let (dtype, input) = (DType::Bf16, Input::Outliers);
     for (i, codec) in codecs.into_iter().enumerate() {
@@ -265,7 +304,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
                 pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
             }
         }
-        let cols = WIDTHS[i];
+        let cols = WIDTHS[i % WIDTHS.len()];
         if spec.tiles {
             let (planes, dtype) = (Planes::Tiles, DType::F32);
             pair.check(&Dense { codec, planes, rows: 160, cols, stack: 2, dtype, input });
@@ -281,7 +320,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
 pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
-    for codec in codecs().filter(|codec| takes(pair, codec.format())) {
+    for codec in codecs() {
         for (planes, rows, cols, stack) in shapes(codec.format()) {
             for (i, input) in Input::ALL.into_iter().enumerate() {
                 pair.check(&Dense { codec, planes, rows, cols, stack, dtype: PLAIN[i % 2], input });
@@ -328,6 +367,7 @@ pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         }
     }
     step_on_device(pair);
+    general(pair);
     transformed(pair);
     wide(pair);
 }
@@ -382,13 +422,13 @@ impl<B: Convert> Case<B> for DecodingAny {
 
 /// Conformance of [`Dequantize`].
 pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
-    for codec in codecs().filter(|codec| takes(pair, codec.format())) {
+    for codec in codecs() {
         for (planes, rows, cols, stack) in shapes(codec.format()) {
             let axis = match planes {
                 Planes::Rows => BlockAxis::Row,
                 Planes::Cols => BlockAxis::Col,
-                Planes::Tiles => BlockAxis::Tile,
-                Planes::Both => continue,
+                Planes::Tiles if codec.format().spec().tiles => BlockAxis::Tile,
+                Planes::Tiles | Planes::Both => continue,
             };
             for (i, input) in Input::ALL.into_iter().enumerate() {
                 let dtype = PLAIN[i % 2];
@@ -408,16 +448,28 @@ pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         (Format::E4m3, BlockAxis::Row, 9, 5120, 1),
         (Format::E4m3, BlockAxis::Col, 37, 4096, 1),
         (Format::E4m3, BlockAxis::Tile, 2 * 64, 2048, 2),
+        (Format::Mxfp6E3m2, BlockAxis::Row, 37, 2496, 1),
+        (Format::Mxfp6E2m3, BlockAxis::Col, 384, 392, 1),
+        (Format::Mxfp8E5m2, BlockAxis::Row, 20, 2504, 1),
+        (Format::Mxint8, BlockAxis::Col, 256, 320, 1),
+        (Format::Nvfp4, BlockAxis::Tile, 2 * 152, 1104, 2),
+        (Format::Nvfp4, BlockAxis::Col, 256, 264, 1),
+        (Format::Hif4, BlockAxis::Row, 33, 2112, 1),
+        (Format::Hif4, BlockAxis::Col, 320, 264, 1),
+        (Format::E4m3Tensor, BlockAxis::Col, 256, 136, 1),
+        (Format::E5m2Row, BlockAxis::Row, 18, 1032, 1),
     ];
     for (format, axis, rows, cols, stack) in large {
-        let (codec, input) = (codec(format, ScaleRule::Rceil, Rounding::NearestEven), Input::Outliers);
+        let rules = format.spec().rules;
+        let rule = if rules.contains(&ScaleRule::Rceil) { ScaleRule::Rceil } else { rules[0] };
+        let (codec, input) = (codec(format, rule, Rounding::NearestEven), Input::Outliers);
         PLAIN.into_iter().for_each(|dtype| {
             pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
         });
     }
     // Any byte is a record of powers of two alone.
     let powers = |f: &Format| f.is_block() && f.spec().rules.contains(&ScaleRule::Rceil);
-    for format in Format::ALL.into_iter().filter(powers).filter(|f| takes(pair, *f)) {
+    for format in Format::ALL.into_iter().filter(powers) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {
             PLAIN.into_iter().for_each(|dtype| pair.check(&DecodingAny { format, axis, dtype }));
         }

@@ -61,7 +61,7 @@ struct FourRows {
 
     /// There are `rows` rows.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
-        const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0;
+        const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0 && scales.block_stride != 0;
         // A row's bytes, or its four F32, begin on a multiple of their size.
         const u32 odd = scales.row_stride | u32(first_block);
         if (by_block)

@@ -1,4 +1,6 @@
-//! `dequantize` on a GPU (`csrc/kernels/convert/dequantize.cuh`).
+//! `dequantize` on a GPU: MXFP4 and FP8 in blocks (`csrc/kernels/convert/dequantize.cuh`), and every other format by the general kernel.
+
+mod units;
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -26,12 +28,26 @@ const ONE_ROW: usize = 1 << 30;
 
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    decoded(cuda.device(), op, false)
+}
+
+/// The values of codes and of their blocks' scales in BF16, without a tensor's.
+pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
+    decoded(device, Dequantize { x, dtype: DType::Bf16 }, true)
+}
+
+/// The values in F32, with every scale.
+pub(crate) fn wide(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
+    decoded(device, Dequantize { x, dtype: DType::F32 }, false)
+}
+
+fn decoded(device: &Device, op: Dequantize<'_, Cuda>, bare: bool) -> Result<Tensor<Cuda>> {
     op.check()?;
-    BufferCheck::by(OP, cuda).blocks("x", op.x)?;
+    BufferCheck::on(OP, device).blocks("x", op.x)?;
     let desc = DequantizeDesc::of(op.x, op.dtype)?;
     let data = match op.dtype {
-        DType::F32 => Data::F32(decode::<f32>(cuda.device(), &desc, op.x)?),
-        DType::Bf16 => Data::Bf16(decode::<bf16>(cuda.device(), &desc, op.x)?),
+        DType::F32 => Data::F32(decode::<f32>(device, &desc, op.x, bare)?),
+        DType::Bf16 => Data::Bf16(decode::<bf16>(device, &desc, op.x, bare)?),
     };
     Tensor::new(data, op.x.rows, op.x.cols)
 }
@@ -160,8 +176,19 @@ struct DequantizeConfig {
 }
 
 /// Runs the kernel that the description asks for.
-fn decode<T: Plain>(device: &Device, desc: &DequantizeDesc, x: &BlockScaled<Cuda>) -> Result<Buf<T>> {
+fn decode<T: Plain>(
+    device: &Device,
+    desc: &DequantizeDesc,
+    x: &BlockScaled<Cuda>,
+    bare: bool,
+) -> Result<Buf<T>> {
     let out = device.alloc::<T>(desc.rows * desc.cols)?;
+    if units::takes(x.format, x.rule) {
+        if desc.rows != 0 && desc.cols != 0 {
+            units::launch(device, x, desc.dtype, bare, &out)?;
+        }
+        return Ok(Buf::new(out));
+    }
     let Some(config) = desc.config(device.info().num_sms)? else {
         return Ok(Buf::new(out));
     };
@@ -205,6 +232,7 @@ pub(crate) fn instances() -> Vec<Instance> {
             }
         }
     }
+    all.extend(units::instances());
     all
 }
 

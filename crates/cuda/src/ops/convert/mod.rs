@@ -4,3 +4,6 @@ pub(crate) mod dequantize;
 pub(crate) mod quantize;
 pub(crate) mod scale_tiles;
 pub(crate) mod transcode;
+mod units;
+
+pub use units::has_own_kernels;

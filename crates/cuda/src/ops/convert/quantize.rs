@@ -1,18 +1,21 @@
 //! `quantize` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
 mod config;
+mod units;
 
-pub(crate) use config::instances;
+pub(crate) use config::{has_fast_kernels, instances};
 
 use crate::Buffer;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{column_stride, plain_arg, planes_or_nulls, unwritten, unwritten_columns};
+use crate::ops::planes::{
+    column_stride, plain_address, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
+};
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
-use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleRule};
-use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize, check_on_gpu};
+use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
+use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
@@ -66,7 +69,6 @@ pub(crate) fn quantize_counting(
     counts: Counts<Cuda>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
-    check_on_gpu(OP, op.codec.format(), op.planes)?;
     let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
     buffers.tensor("x", op.x)?;
     buffers.groups(op.groups)?;
@@ -77,16 +79,19 @@ pub(crate) fn quantize_counting(
     desc.check()?;
     let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
     let stored = (codec.format(), codec.rule());
-    let row_axis = if op.planes == Planes::Tiles { BlockAxis::Tile } else { BlockAxis::Row };
+    // A weight's planes have blocks along their rows where the format has no square ones.
+    let (row_axis, matrices) = match op.planes {
+        Planes::Tiles if codec.format().spec().tiles => (BlockAxis::Tile, stack),
+        _ => (BlockAxis::Row, 1),
+    };
     let rows = match op.planes {
         Planes::Cols => None,
-        _ => Some(unwritten(device, stored, row_axis, (stack * desc.rows, cols, stack))?),
+        _ => Some(unwritten(device, stored, row_axis, (stack * desc.rows, cols, matrices))?),
     };
     let cols = match op.planes {
         Planes::Rows => None,
-        Planes::Tiles => Some(unwritten(device, stored, BlockAxis::Tile, (stack * cols, desc.rows, stack))?),
-        _ if desc.lays_strips_together() => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
-        _ => Some(unwritten(device, stored, BlockAxis::Col, (desc.capacity, cols, 1))?),
+        Planes::Tiles => Some(unwritten(device, stored, row_axis, (stack * cols, desc.rows, matrices))?),
+        Planes::Cols | Planes::Both => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
     };
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = Source::of(&op);
@@ -94,10 +99,14 @@ pub(crate) fn quantize_counting(
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
                 let transformed = transform_first(device, &source, &desc, &transform)?;
-                // Padding has become numbers like others; its ids matter to random bits only.
-                let row_id = source.row_id.filter(|_| codec.rounding().is_random());
-                let source = Source { x: &transformed, row_id, every_row: true, ..source };
-                launch(device, &op, &desc.transformed(), &source, &out)?;
+                let last = desc.transformed();
+                // Padding has become numbers like others, as far as its transform block has a row that counts. The general kernel knows;
+                // for the others zeros are numbers like others too.
+                let row_id = source.row_id.filter(|_| last.is_general());
+                let id_mask = if op.planes == Planes::Cols { -(transform.len as i32) } else { -1 };
+                let address = transformed.address();
+                let source = Source { x: &transformed, address, row_id, id_mask, ..source };
+                launch(device, &op, &last, &source, &out)?;
             }
             None => launch(device, &op, &desc, &source, &out)?,
         }
@@ -110,21 +119,23 @@ pub(crate) fn quantize_counting(
 #[derive(Clone, Copy)]
 struct Source<'a> {
     x: &'a dyn KernelArg,
+    address: u64,
     row_id: Option<&'a Buffer<i32>>,
     start: Option<&'a Buffer<i32>>,
     num_groups: i32,
-    /// Whether rows count whatever their id.
-    every_row: bool,
+    /// A row counts if the id of this part of its number is not negative.
+    id_mask: i32,
 }
 
 impl<'a> Source<'a> {
     fn of(op: &Quantize<'a, Cuda>) -> Self {
         Self {
             x: plain_arg(op.x).0,
+            address: plain_address(op.x),
             row_id: op.groups.map(|groups| groups.row_id.get()),
             start: op.groups.map(|groups| groups.start.get()),
             num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
-            every_row: false,
+            id_mask: -1,
         }
     }
 }
@@ -218,10 +229,12 @@ fn launch(
     source: &Source<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
-    let config = desc.config(device.info().num_sms as usize);
+    let Some(config) = desc.config(device.info().num_sms as usize) else {
+        return units::launch(device, op, desc, source, out);
+    };
     let kernel = device.kernel(&config.spec)?;
     let Source { x, row_id, start, num_groups, .. } = *source;
-    let (every_row, counts) = (i32::from(source.every_row), out.counts);
+    let counts = out.counts;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
     let rounding = RoundingArg::new(op.codec.rounding(), op.random);
     let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
@@ -271,21 +284,5 @@ fn launch(
             ])
         }
         QuantizeKernel::Tiles => launch(&[&planes, &[counts, &rows, &cols], &[&rule, &rounding]]),
-        QuantizeKernel::Any => {
-            let form = match desc.planes {
-                Planes::Rows => 1,
-                Planes::Cols => 2,
-                Planes::Both => 3,
-                Planes::Tiles => 4,
-            };
-            let policy = match op.codec.rounding() {
-                Rounding::NearestEven => 0,
-                Rounding::NearestAway => 1,
-                Rounding::Stochastic => 2,
-                Rounding::Dither { .. } => 3,
-            };
-            let is_f32 = i32::from(desc.kind() == ScaleKind::F32);
-            launch(&[&planes, &sizes, &[&form, &is_f32, &policy, &every_row], &[&rule, &rounding]])
-        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::grouped_product::{self, GroupedProduct};
+use super::lowered::{Lowered, fp8_element};
 use super::product::{GroupBuffers, Product, Ragged, ScaleValues, StridedScales, Target};
 use super::product_parts::Parts;
 use super::product_runs::{Runs, sum_to};
@@ -9,10 +10,14 @@ use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use crate::ops::plain::elementwise::cast_values;
 use half::bf16;
+use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::layout::mn_major_stride;
-use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
 use nibble_core::ops::Gemm;
 use nibble_core::{BlockScaled, DType, Data, Error, Operand, Result, Tensor};
+
+/// Contractions of formats with a scale a line are passed as whole multiples of this.
+const LONGEST_BLOCK: usize = 128;
 
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "gemm";
@@ -35,9 +40,9 @@ impl Product<'_> {
         out: DType,
         accumulate: bool,
     ) -> Option<GroupedDesc> {
-        let kind = match (a.format(), b.format()) {
-            (Format::E4m3, Format::E4m3) => OperandKind::Fp8(scales_b(b)),
-            (Format::Bf16, Format::Bf16) => OperandKind::Bf16,
+        let kind = match (fp8_element(a), fp8_element(b)) {
+            (Some(Element::E4M3), Some(Element::E4M3)) => OperandKind::Fp8(scales_b(b)),
+            _ if (a.format(), b.format()) == (Format::Bf16, Format::Bf16) => OperandKind::Bf16,
             _ => return None,
         };
         let desc = GroupedDesc {
@@ -68,6 +73,9 @@ impl Product<'_> {
     pub fn run(&self, a: &Operand<Cuda>, b: &Operand<Cuda>, d: Target<'_>) -> Result<()> {
         let groups =
             self.groups.map(|groups| GroupBuffers { start: groups.start.get(), len: groups.len.get() });
+        if let Some(lowered) = Lowered::of(a, b) {
+            return lowered.run(self, d);
+        }
         let (out, accumulate) = match &d {
             Target::Bf16 { accumulate, .. } => (DType::Bf16, *accumulate),
             Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
@@ -88,7 +96,8 @@ impl Product<'_> {
         let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
-            Operand::Block(q) => Some(q.format.spec().block),
+            // A scale for a whole line is one for whatever is longer.
+            Operand::Block(q) => Some(q.format.spec().block.min(self.k.next_multiple_of(LONGEST_BLOCK))),
         };
         let num_groups = self.groups.map_or(1, |groups| groups.num_groups);
         let (a, b) = (self.side(a)?, self.side(b)?);
@@ -155,13 +164,14 @@ impl Product<'_> {
             }
             Operand::Block(q) => {
                 let codes = q.codes.get();
-                let values = match q.format {
-                    Format::E4m3 => Values::E4m3(codes),
-                    Format::E5m2 => Values::E5m2(codes),
-                    Format::Mxfp4 => Values::E2m1(codes),
-                    format => return Err(Error::unsupported(self.op, format, "it has no codes")),
+                let values = match fp8_element(x) {
+                    Some(Element::E4M3) => Values::E4m3(codes),
+                    Some(Element::E5M2) => Values::E5m2(codes),
+                    _ if q.format == Format::Mxfp4 => Values::E2m1(codes),
+                    _ => return Err(Error::unsupported(self.op, q.format, "it has no codes")),
                 };
-                let tile_rows = if q.axis == BlockAxis::Tile { q.format.spec().block } else { 1 };
+                let is_square = q.axis == BlockAxis::Tile && q.tensor_scale.is_none();
+                let tile_rows = if is_square { q.format.spec().block } else { 1 };
                 let scales = Some(scales(self.op, q)?);
                 Ok(Side {
                     values,
@@ -189,6 +199,8 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
 /// What is known of an operand's scales.
 fn scales_b(x: &Operand<Cuda>) -> ScalesB {
     match x {
+        // A tensor's scale lies beside each row.
+        Operand::Block(q) if q.tensor_scale.is_some() => ScalesB::Floats,
         Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
         Operand::Block(q) if q.scale_kind() == ScaleKind::E8M0 => {
             ScalesB::repeating(if q.axis == BlockAxis::Col { q.shared_cols } else { 1 })
@@ -199,8 +211,20 @@ fn scales_b(x: &Operand<Cuda>) -> ScalesB {
 
 /// Where the scales of a quantized operand lie.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScales<'a>> {
+    if let Some(of_rows) = &q.tensor_scale {
+        // One for each row of the matrix: along its own codes the same, and down the columns the same for a block, which ends where a
+        // group does.
+        let values = ScaleValues::f32(of_rows.get());
+        return Ok(match q.axis {
+            BlockAxis::Col => StridedScales { values, row_stride: 0, block_stride: q.format.spec().block },
+            BlockAxis::Row | BlockAxis::Tile => StridedScales { values, row_stride: 1, block_stride: 0 },
+        });
+    }
     let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
+    if q.format.spec().block == WHOLE_LINE {
+        return Ok(StridedScales { values, row_stride: 1, block_stride: 0 });
+    }
     match q.scale_layout {
         ScaleLayout::RowMajor => Ok(StridedScales::row_major(values, blocks)),
         ScaleLayout::MnMajor => {

@@ -6,6 +6,7 @@ pub(crate) mod grouped_desc;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;
+pub(crate) mod lowered;
 pub(crate) mod product;
 pub(crate) mod product_parts;
 pub(crate) mod product_runs;

@@ -312,8 +312,8 @@ impl Reorder<'_> {
         Tensor::new(data, self.rows, x.cols)
     }
 
-    /// Blocks along the row, codes and scales in one launch. Where there is no row codes and scale bytes are 0, F32 scales the
-    /// smallest normal number.
+    /// Blocks along the row, codes and scales in one launch, a scale of the tensor in another. Where there is no row codes and scale bytes
+    /// are 0, F32 scales the smallest normal number, and the tensor's 1.
     fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
         x.check_rows_travel(self.op, "rows")?;
         let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
@@ -321,7 +321,13 @@ impl Reorder<'_> {
         let (to, scales) = self.plane(&x.scales, blocks * kind.bytes(), kind.least().0)?;
         self.copy(x.rows, plane, Some(scales))?;
         let scales = Buf::new(to);
-        Ok(BlockScaled { rows: self.rows, stack: 1, codes: Buf::new(codes), scales, ..x.clone() })
+        let tensor_scale = x.tensor_scale.as_ref().map(|of_rows| {
+            let (to, plane) = self.plane(of_rows, 1, 1.0f32.to_bits())?;
+            self.copy(x.rows, plane, None)?;
+            Ok::<_, Error>(Buf::new(to))
+        });
+        let (tensor_scale, codes) = (tensor_scale.transpose()?, Buf::new(codes));
+        Ok(BlockScaled { rows: self.rows, stack: 1, codes, scales, tensor_scale, ..x.clone() })
     }
 }
 

@@ -1,13 +1,13 @@
-//! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/routing/copy_rows.cuh`): a record is codes ‖ scales ‖ zeros to a multiple of 16.
+//! `pack_rows`, `unpack_rows` on a GPU (`csrc/kernels/routing/copy_rows.cuh`): a record is codes ‖ scales ‖ the tensor's scale ‖ zeros to a
+//! multiple of 16.
 
 use super::copy_rows::{CopyRows, Order, Plane, Span};
 use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::check_format;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{Data, Error, Operand, Plain, Result, RowKind, Tensor};
+use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, RowKind, Tensor};
 use nibble_formats::Format;
 
 /// See [`PackRows`].
@@ -32,7 +32,8 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
     let len =
         len.ok_or_else(|| Error::shape(OP, "index.len()", index.len(), "a buffer that fits the memory"))?;
     // The kernel writes codes and scales; what pads them to 16 bytes is there before.
-    let out = if code_bytes + scale_bytes == row_bytes {
+    let tensor_bytes = kind.tensor_scale_bytes();
+    let out = if code_bytes + scale_bytes + tensor_bytes == row_bytes {
         cuda.device().alloc::<u8>(len)?
     } else {
         cuda.device().filled(len, 0)?
@@ -48,6 +49,20 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
     };
     // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`BufferCheck`).
     unsafe { copy.run(cuda.device()) }?;
+    if let Operand::Block(BlockScaled { tensor_scale: Some(of_rows), .. }) = op.rows {
+        let from = Span::of(of_rows.get(), tensor_bytes);
+        let to = to.skipping(code_bytes + scale_bytes);
+        let copy = CopyRows {
+            op: OP,
+            codes: Plane { from, to, bytes: tensor_bytes, pad: 0 },
+            scales: None,
+            order: Order::Gather(index),
+            rows: index.len(),
+            rows_in: op.rows.rows(),
+        };
+        // SAFETY: as above.
+        unsafe { copy.run(cuda.device()) }?;
+    }
     Ok(Buf::new(out))
 }
 
@@ -65,9 +80,9 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
         _ => {}
     }
     kind.check_rule(OP)?;
-    check_format(OP, format)?;
     let (codes, scales) = records.blocks()?;
-    Ok(Operand::Block(kind.block_rows(rows, codes, scales, None)))
+    let tensor_scale = records.tensor_scale()?;
+    Ok(Operand::Block(kind.block_rows(rows, codes, scales, tensor_scale)))
 }
 
 /// Messages, back to back.
@@ -98,6 +113,18 @@ impl Records<'_> {
         let (to, plane) = self.plane(0, self.kind.code_bytes())?;
         self.copy(plane, None)?;
         Ok(Buf::new(to))
+    }
+
+    /// Of formats that have one.
+    fn tensor_scale(&self) -> Result<Option<Buf<f32>>> {
+        let (offset, bytes) =
+            (self.kind.code_bytes() + self.kind.scale_bytes(), self.kind.tensor_scale_bytes());
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let (to, plane) = self.plane(offset, bytes)?;
+        self.copy(plane, None)?;
+        Ok(Some(Buf::new(to)))
     }
 
     fn blocks(&self) -> Result<(Buf<u8>, Buf<u8>)> {

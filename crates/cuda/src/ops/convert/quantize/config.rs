@@ -61,8 +61,6 @@ pub(super) enum QuantizeKernel {
     HadamardCols,
     /// Square tiles.
     Tiles,
-    /// Whatever the others do not take.
-    Any,
 }
 
 /// A configuration: the instance and the shape of its launch.
@@ -93,6 +91,8 @@ impl Variant {
             (Format::Mxfp4, Element::E2M1, ScaleKind::E8M0),
             (Format::E4m3, Element::E4M3, ScaleKind::E8M0),
             (Format::E4m3, Element::E4M3, ScaleKind::F32),
+            (Format::Mxfp8E4m3, Element::E4M3, ScaleKind::E8M0),
+            (Format::Mxfp8E5m2, Element::E5M2, ScaleKind::E8M0),
         ];
         let inputs = [
             (DType::F32, Rounding::NearestEven),
@@ -100,8 +100,9 @@ impl Variant {
             (DType::Bf16, Rounding::Stochastic),
         ];
         let of = move |(format, element, kind)| {
-            let plain = inputs.into_iter().take(if kind == ScaleKind::F32 { 2 } else { 3 });
-            let transformed = inputs.into_iter().skip(if kind == ScaleKind::F32 { 3 } else { 1 });
+            let is_plain = kind == ScaleKind::F32 || !matches!(format, Format::Mxfp4 | Format::E4m3);
+            let plain = inputs.into_iter().take(if is_plain { 2 } else { 3 });
+            let transformed = inputs.into_iter().skip(if is_plain { 3 } else { 1 });
             let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
             plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
                 input,
@@ -121,10 +122,19 @@ impl Variant {
             name,
             args: vec![
                 ("In", input_type(self.input)),
-                ("E", element_type(self.element)),
+                ("E", self.device_element()),
                 ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
                 ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
             ],
+        }
+    }
+
+    /// The device's struct: of an element in blocks.
+    fn device_element(&self) -> TemplateArg {
+        match self.format {
+            Format::Mxfp8E4m3 => TemplateArg::Type("nib::E4m3By32"),
+            Format::Mxfp8E5m2 => TemplateArg::Type("nib::E5m2By32"),
+            _ => element_type(self.element),
         }
     }
 
@@ -174,7 +184,7 @@ impl Variant {
 
     /// Weights are not rounded randomly, and have no tiles of MXFP4.
     fn has_tiles(&self) -> bool {
-        self.format != Format::Mxfp4 && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
+        self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
     /// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
@@ -215,7 +225,7 @@ impl Variant {
     }
 }
 
-fn input_type(input: DType) -> TemplateArg {
+pub(super) fn input_type(input: DType) -> TemplateArg {
     TemplateArg::Type(match input {
         DType::Bf16 => "nib::Bf16",
         DType::F32 => "nib::F32",
@@ -227,17 +237,9 @@ fn element_type(element: Element) -> TemplateArg {
         Element::E2M1 => "nib::E2m1",
         Element::E4M3 => "nib::E4m3",
         Element::E5M2 => "nib::E5m2",
-        // `check_format` lets none of the formats in that have others.
+        // No variant has others.
         _ => "nib::Unknown",
     })
-}
-
-fn any_spec(input: DType, element: Element) -> KernelSpec {
-    KernelSpec {
-        source: "kernels/convert/quantize_any.cuh",
-        name: "nib::quantize_any",
-        args: vec![("In", input_type(input)), ("E", element_type(element))],
-    }
 }
 
 /// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
@@ -257,6 +259,11 @@ impl RowScales {
     pub fn ctas(&self) -> usize {
         self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
     }
+}
+
+/// Whether a fast kernel quantizes to a format.
+pub(crate) fn has_fast_kernels(format: Format) -> bool {
+    Variant::all().any(|variant| variant.format == format)
 }
 
 /// The kernel that brings scales to their places.
@@ -280,7 +287,7 @@ impl QuantizeDesc {
         let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
         let rows = op.x.rows / op.stack.max(1);
         // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
-        let dense_capacity = rows.next_multiple_of(op.codec.format().spec().block);
+        let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
         let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
         Self {
             input: op.x.dtype(),
@@ -358,6 +365,10 @@ impl QuantizeDesc {
                 self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
             }
             Planes::Rows => true,
+            // Blocks of 32 of both planes are counted by lanes that all have columns.
+            Planes::Both if format.spec().block == 32 => {
+                self.capacity.is_multiple_of(32) && self.cols.is_multiple_of(32)
+            }
             Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
             Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
         };
@@ -381,17 +392,16 @@ impl QuantizeDesc {
         self.hadamard.is_none() || self.variant().is_some()
     }
 
-    /// Whether the scales of columns come to lie a strip together.
-    pub fn lays_strips_together(&self) -> bool {
-        let last = if self.is_fused() { *self } else { self.transformed() };
-        matches!(last.planes, Planes::Cols | Planes::Both) && last.variant().is_some()
+    /// Whether the general kernel takes it.
+    pub fn is_general(&self) -> bool {
+        self.variant().is_none()
     }
 
     /// What is left to do once the transform has been made.
     pub fn transformed(&self) -> Self {
         let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
-        let ragged = self.ragged && self.codec.rounding().is_random();
-        Self { input: DType::F32, rows, ragged, hadamard: None, ..*self }
+        let transformed = Self { input: DType::F32, rows, hadamard: None, ..*self };
+        Self { ragged: self.ragged && transformed.is_general(), ..transformed }
     }
 
     /// The kernel that makes it, and its ctas.
@@ -404,12 +414,13 @@ impl QuantizeDesc {
         }
     }
 
-    pub fn config(&self, num_sms: usize) -> QuantizeConfig {
+    /// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
+    pub fn config(&self, num_sms: usize) -> Option<QuantizeConfig> {
         let config = |path, spec, ctas: usize, threads, shared_bytes| {
             let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
             QuantizeConfig { path, spec, launch }
         };
-        match (self.variant(), self.planes) {
+        Some(match (self.variant(), self.planes) {
             (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
                 let ctas = self.units().div_ceil(32).min(num_sms);
                 config(
@@ -448,14 +459,8 @@ impl QuantizeDesc {
                 256,
                 variant.square_shared_bytes(),
             ),
-            (None, _) => config(
-                QuantizeKernel::Any,
-                any_spec(self.input, self.codec.element()),
-                self.squares(),
-                128,
-                0,
-            ),
-        }
+            (None, _) => return None,
+        })
     }
 }
 
@@ -479,10 +484,9 @@ pub fn instances() -> Vec<Instance> {
             .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
     );
     for input in [DType::Bf16, DType::F32] {
-        let elements = [Element::E2M1, Element::E4M3, Element::E5M2];
-        all.extend(elements.map(|element| Instance { spec: any_spec(input, element), shared_bytes: 0 }));
         all.extend([false, true].map(|down| transform_instance(input, down)));
     }
+    all.extend(super::units::instances());
     all
 }
 

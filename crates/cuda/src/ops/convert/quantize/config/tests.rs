@@ -1,11 +1,12 @@
 use super::*;
+use crate::ops::convert::quantize::units::UnitsConfig;
 use nibble_core::formats::ScaleRule;
 
 fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDesc {
-    let rule = if format == Format::Mxfp4 { ScaleRule::Rceil } else { ScaleRule::Amax };
+    let rule = format.spec().default_rule().unwrap();
     let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
     let capacity = match planes {
-        Planes::Cols | Planes::Both => rows.next_multiple_of(format.spec().block),
+        Planes::Cols | Planes::Both => rows.next_multiple_of(format.column_step()),
         Planes::Rows | Planes::Tiles => rows,
     };
     QuantizeDesc {
@@ -21,14 +22,15 @@ fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDes
     }
 }
 
-fn path(desc: QuantizeDesc) -> QuantizeKernel {
-    desc.config(132).path
+/// None: the general kernel.
+fn path(desc: QuantizeDesc) -> Option<QuantizeKernel> {
+    desc.config(132).map(|config| config.path)
 }
 
 #[test]
 fn every_launch_is_of_an_instance_that_is_built() {
     let built = instances();
-    for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
+    for format in Format::ALL {
         for &rule in format.spec().rules {
             for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 9 }]) {
                 for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
@@ -38,9 +40,16 @@ fn every_launch_is_of_an_instance_that_is_built() {
                         let codec = Codec::new(format, rule, rounding).unwrap();
                         let asked =
                             QuantizeDesc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
-                        let config = if asked.is_fused() { asked } else { asked.transformed() }.config(132);
-                        let instance =
-                            Instance { spec: config.spec, shared_bytes: config.launch.shared_bytes };
+                        let last = if asked.is_fused() { asked } else { asked.transformed() };
+                        let instance = match last.config(132) {
+                            Some(QuantizeConfig { spec, launch, .. }) => {
+                                Instance { spec, shared_bytes: launch.shared_bytes }
+                            }
+                            None => {
+                                let UnitsConfig { spec, launch, .. } = UnitsConfig::of(&last).unwrap();
+                                Instance { spec, shared_bytes: launch.shared_bytes }
+                            }
+                        };
                         let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
                         assert!(
                             !one_plane && hadamard.is_some() || built.contains(&instance),
@@ -57,20 +66,17 @@ fn every_launch_is_of_an_instance_that_is_built() {
 #[test]
 fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
     for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
-        assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), QuantizeKernel::Any);
-        assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), QuantizeKernel::Any);
-        assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), QuantizeKernel::Any);
+        assert_ne!(path(desc(Format::E4m3, planes, 256, 264)), None);
+        assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), None);
+        assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), None);
     }
-    assert_ne!(
-        path(desc(Format::E4m3, Planes::Cols, 37, 264)),
-        QuantizeKernel::Any,
-        "a dense plane has whole blocks"
-    );
-    assert_eq!(
-        path(QuantizeDesc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }),
-        QuantizeKernel::Any
-    );
-    assert_eq!(path(desc(Format::E4m3, Planes::Tiles, 250, 264)), QuantizeKernel::Any, "lines of 250 bytes");
+    assert_ne!(path(desc(Format::Mxfp8E4m3, Planes::Both, 64, 224)), None);
+    assert_ne!(path(desc(Format::Mxfp8E4m3, Planes::Cols, 64, 200)), None);
+    assert_eq!(path(desc(Format::Mxfp8E4m3, Planes::Both, 64, 200)), None, "a last block is short");
+    assert_eq!(path(desc(Format::Mxfp8E4m3, Planes::Tiles, 64, 224)), None, "it has no square tiles");
+    assert_ne!(path(desc(Format::E4m3, Planes::Cols, 37, 264)), None, "a dense plane has whole blocks");
+    assert_eq!(path(QuantizeDesc { capacity: 37, ..desc(Format::E4m3, Planes::Cols, 37, 264) }), None);
+    assert_eq!(path(desc(Format::E4m3, Planes::Tiles, 250, 264)), None, "lines of 250 bytes");
 }
 
 #[test]
@@ -86,7 +92,7 @@ fn warps_take_as_many_columns_whatever_their_registers_hold() {
     let of = |rounding, input| {
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
         let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
-        let config = QuantizeDesc { codec, input, ragged: true, ..asked }.config(132);
+        let config = QuantizeDesc { codec, input, ragged: true, ..asked }.config(132).unwrap();
         (config.path, config.launch.ctas)
     };
     let rows = |segments, rounds, ctas| (QuantizeKernel::Rows { segments, rounds }, ctas);

@@ -1,0 +1,66 @@
+// FP8 in blocks of 128, under one scale a line of codes, and under one a tensor. The twin of crates/formats/src/whole.rs for the last two.
+#pragma once
+#include "formats/block_format.cuh"
+
+namespace nib {
+
+/// Blocks of 128, or 128 x 128: F32, or a power of two. `Whole` is the element as it is stored, `E` the same by itself.
+template <class Whole, class E, bool kF32>
+struct Fp8Block : OneFactor<Whole> {
+    static constexpr int kBlock = 128, kPart = 128, kScaleBytes = kF32 ? 4 : 1;
+    static constexpr bool kTiles = true;
+
+    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg rule, TensorInverse) {
+        if constexpr (kF32) {
+            const auto scale = amax_scale<E>(amax[0]);
+            return {__float_as_uint(scale.stored), scale.inverse};
+        } else {
+            return power_of<Whole>(amax[0], rule);
+        }
+    }
+    __device__ __forceinline__ static float multiplier(u32 record, int) { return kF32 ? __uint_as_float(record) : e8m0_decode(record); }
+};
+
+using E4m3Block = Fp8Block<WholeE4m3, E4m3, true>;
+using E4m3BlockPower = Fp8Block<WholeE4m3, E4m3, false>;
+using E5m2Block = Fp8Block<WholeE5m2, E5m2, true>;
+using E5m2BlockPower = Fp8Block<WholeE5m2, E5m2, false>;
+
+/// A scale a line: F32, or a power of two.
+template <class E, bool kF32>
+struct Fp8Line : OneFactor<E> {
+    static constexpr int kBlock = 64, kPart = 64, kScaleBytes = kF32 ? 4 : 1;
+    static constexpr bool kLine = true;
+
+    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg rule, TensorInverse) {
+        if constexpr (!kF32) return power_of<E>(amax[0], rule);
+        if (amax[0] >= kInfinityBits) return Scaled::nan(kNanBits);
+        const float largest = fmaxf(__uint_as_float(amax[0]), 1e-12f);
+        const float inverse = __double2float_rn(__ddiv_rn(double(__uint_as_float(E::kMaxBits)), double(largest)));
+        return {__float_as_uint(__frcp_rn(inverse)), inverse};
+    }
+    __device__ __forceinline__ static float multiplier(u32 record, int) { return kF32 ? __uint_as_float(record) : e8m0_decode(record); }
+};
+
+using E4m3Line = Fp8Line<WholeE4m3, true>;
+using E4m3LinePower = Fp8Line<WholeE4m3, false>;
+using E5m2Line = Fp8Line<WholeE5m2, true>;
+using E5m2LinePower = Fp8Line<WholeE5m2, false>;
+
+/// A scale a tensor. Blocks of 128 are what is counted; they store nothing.
+template <class E>
+struct Fp8Tensor : OneFactor<E> {
+    static constexpr int kBlock = 128, kPart = 128, kScaleBytes = 0;
+    static constexpr bool kTensor = true, kTiles = true;
+
+    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg, TensorInverse tensor) {
+        const bool nan = amax[0] >= kInfinityBits || tensor.inverse != tensor.inverse;
+        return nan ? Scaled::nan(0) : Scaled{0, tensor.inverse};
+    }
+    __device__ __forceinline__ static float multiplier(u32, int) { return 1.0f; }
+};
+
+using E4m3Tensor = Fp8Tensor<WholeE4m3>;
+using E5m2Tensor = Fp8Tensor<WholeE5m2>;
+
+}  // namespace nib

@@ -1,0 +1,10 @@
+// MXFP6 of either element: four codes in three bytes.
+#pragma once
+#include "formats/block_format.cuh"
+
+namespace nib {
+
+struct Mxfp6E2m3 : MxFormat<E2m3> {};
+struct Mxfp6E3m2 : MxFormat<E3m2> {};
+
+}  // namespace nib

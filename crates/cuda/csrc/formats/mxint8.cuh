@@ -1,0 +1,9 @@
+// MXINT8: sixty-fourths in two's complement.
+#pragma once
+#include "formats/block_format.cuh"
+
+namespace nib {
+
+struct Mxint8 : MxFormat<Int8> {};
+
+}  // namespace nib

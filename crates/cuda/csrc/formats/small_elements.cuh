@@ -1,0 +1,303 @@
+// Elements of blocks, sixteen neighbours of a line at a time: what quantize_units and dequantize_units know of a number. The twins of
+// crates/formats/src/element.rs. Each struct has its facts and
+//   nearest_even   sixteen x · factor to codes, packed as they are stored; whether one of them is not zero
+//   decode         sixteen packed codes to their values
+// and `spec_code` below is every rounding of one number, as crates/formats/src/element.rs has it.
+//
+// Hopper converts to E4M3 and E5M2. Scaled so that the smallest normal numbers coincide, a narrower element with as many mantissa bits
+// is the same code: E2M3 is the lower part of E4M3, E3M2 and quarters that of E5M2, subnormal codes as well.
+#pragma once
+#include "formats/e2m1.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/e8m0.cuh"
+#include "ptx/packed.cuh"
+
+namespace nib {
+
+constexpr int kNearestEven = 0;
+constexpr int kNearestAway = 1;
+constexpr int kStochastic = 2;
+constexpr int kDither = 3;
+/// As a template argument: one of these, known when the kernel runs.
+constexpr int kAnyRounding = 4;
+
+/// What one number is rounded by where that is known at run time.
+struct Decision {
+    int policy;
+    u32 delta_q16;
+    u32 r;  // sixteen random bits
+};
+
+/// The code of a number that is not NaN, of any element and rounding.
+template <class E>
+__host__ __device__ inline u32 spec_code(float y, const Decision& by) {
+    union {
+        float number;
+        u32 bits;
+    } of;
+    of.number = y;
+    const u32 magnitude = of.bits & 0x7FFFFFFF, negative = of.bits >> 31;
+    u32 code = E::kMaxCode;
+    if (magnitude < E::kMaxBits) {
+        const int exponent = (magnitude >> 23) > 1 ? int(magnitude >> 23) : 1, least = 128 - E::kBias;
+        const u64 significand = magnitude >> 23 == 0 ? magnitude : (magnitude & 0x7FFFFF) | 0x800000;
+        const u32 base = exponent > least ? u32(exponent - least) : 0;
+        const u32 below = least > exponent ? u32(least - exponent) : 0;
+        const u32 shift = 23 - E::kMantissaBits + below < 60 ? 23 - E::kMantissaBits + below : 60;
+        const u32 floor_code = (base << E::kMantissaBits) + u32(significand >> shift);
+        const u64 rest = significand & ((u64(1) << shift) - 1);
+        const u32 fraction = shift <= 32 ? u32(rest << (32 - shift)) : u32(rest >> (shift - 32));
+        const bool sticky = shift > 32 && (rest & ((u64(1) << (shift - 32)) - 1)) != 0;
+        bool up;
+        if (by.policy == kStochastic) {
+            up = by.r < fraction >> 16;
+        } else if (by.policy == kNearestAway) {
+            up = fraction >= 0x80000000u;
+        } else {
+            const long long d = by.policy == kDither ? (long long)by.delta_q16 * (2 * (long long)by.r + 1 - 65536) : 0;
+            const long long t = (long long)fraction + d, half = 0x80000000ll;
+            up = t > half || (t == half && (sticky || (floor_code & 1) != 0));
+        }
+        code = floor_code + up;
+    }
+    if constexpr (E::kTwosComplement) return (negative ? 0 - code : code) & 0xFF;
+    return code | negative << (E::kBits - 1);
+}
+
+/// The bits of `a` under the mask, the others of `b`.
+__host__ __device__ constexpr u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+
+/// Sixteen codes, a byte each, as they are stored.
+template <int kBits>
+__device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)[kBits / 2]) {
+    if constexpr (kBits == 8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = bytes[i];
+    } else if constexpr (kBits == 4) {
+        u32 half[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) half[i] = bytes[i] | bytes[i] >> 4;  // in bytes 0 and 2
+        words[0] = __byte_perm(half[0], half[1], 0x6420);
+        words[1] = __byte_perm(half[2], half[3], 0x6420);
+    } else {
+        static_assert(kBits == 6, "codes have 4, 6 or 8 bits");
+        u32 part[4];  // 24 bits
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 twelve = choose_bits(0x003F003F, bytes[i], bytes[i] >> 2) & 0x0FFF0FFF;
+            part[i] = choose_bits(0xFFF, twelve, twelve >> 4);
+        }
+        words[0] = part[0] | part[1] << 24;
+        words[1] = part[1] >> 8 | part[2] << 16;
+        words[2] = part[2] >> 16 | part[3] << 8;
+    }
+}
+
+/// Undoes that.
+template <int kBits>
+__device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u32 (&bytes)[4]) {
+    if constexpr (kBits == 8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bytes[i] = words[i];
+    } else if constexpr (kBits == 4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 even = words[i] & 0x0F0F0F0F, odd = words[i] >> 4 & 0x0F0F0F0F;
+            bytes[2 * i] = __byte_perm(even, odd, 0x5140);
+            bytes[2 * i + 1] = __byte_perm(even, odd, 0x7362);
+        }
+    } else {
+        const u32 part[4] = {words[0], __funnelshift_r(words[0], words[1], 24), __funnelshift_r(words[1], words[2], 16), words[2] >> 8};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 twelve = choose_bits(0xFFF, part[i], part[i] << 4);
+            bytes[i] = (twelve & 0x003F003F) | (twelve << 2 & 0x3F003F00);
+        }
+    }
+}
+
+/// Values of four codes of eight bits, by way of F16, which has both formats in it.
+template <bool kE5m2>
+__device__ __forceinline__ void decode_bytes(u32 four, float* value) {
+    const u32 low = kE5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
+    const u32 high = kE5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
+    const float2 a = ptx::f32x2_from_f16x2(low), b = ptx::f32x2_from_f16x2(high);
+    value[0] = a.x;
+    value[1] = a.y;
+    value[2] = b.x;
+    value[3] = b.y;
+}
+
+/// An element that is E4M3 or (kE5m2) E5M2, or the lower part of it, `kUnit` times as large.
+template <int kBits_, int kBias_, int kEmax_, u32 kMaxBits_, u32 kMaxCode_, bool kE5m2>
+struct PartOfFp8 {
+    static constexpr int kBits = kBits_, kMantissaBits = kE5m2 ? 2 : 3, kBias = kBias_, kEmax = kEmax_;
+    static constexpr u32 kMaxBits = kMaxBits_, kMaxCode = kMaxCode_;
+    static constexpr bool kTwosComplement = false;
+    static constexpr u32 kMagnitude = 0x01010101u * ((1u << (kBits - 1)) - 1);
+
+    /// Two to the difference of the exponents.
+    __host__ __device__ static constexpr float unit() {
+        float unit = 1.0f;
+        for (int i = kBias; i < (kE5m2 ? 15 : 7); ++i) unit *= 2.0f;
+        return unit;
+    }
+
+    /// The factor is a power of two where bits are six, so that it takes the difference of the exponents exactly.
+    __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[kBits / 2]) {
+        if constexpr (kBits != 8) factor = __fmul_rn(factor, 1.0f / unit());
+        u32 bytes[4], any = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[j] = __fmul_rn(x[4 * i + j], factor);
+                // What is whole saturates by itself.
+                if constexpr (kBits != 8) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
+            }
+            const u16 low = kE5m2 ? ptx::e5m2x2_from_f32(v[0], v[1]) : ptx::e4m3x2_from_f32(v[0], v[1]);
+            const u16 high = kE5m2 ? ptx::e5m2x2_from_f32(v[2], v[3]) : ptx::e4m3x2_from_f32(v[2], v[3]);
+            bytes[i] = ptx::pack_u16(low, high);
+            any |= bytes[i];
+            // The sign comes down to the code.
+            if constexpr (kBits != 8) bytes[i] = (bytes[i] & kMagnitude) | (bytes[i] >> (8 - kBits) & ~kMagnitude & 0x3F3F3F3F);
+        }
+        pack_sixteen<kBits>(bytes, words);
+        return any & (kBits == 8 ? 0x7F7F7F7F : kMagnitude);
+    }
+
+    __device__ __forceinline__ static void decode(const u32 (&words)[kBits / 2], float (&value)[16]) {
+        u32 bytes[4];
+        unpack_sixteen<kBits>(words, bytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 four = bytes[i];
+            if constexpr (kBits != 8) four = (four & kMagnitude) | (four & (0x01010101u << (kBits - 1))) << (8 - kBits);
+            decode_bytes<kE5m2>(four, value + 4 * i);
+            if constexpr (kBits != 8) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) value[4 * i + j] = __fmul_rn(value[4 * i + j], unit());
+            }
+        }
+    }
+
+private:
+    static constexpr float kMax = kMaxCode == 0x7E ? 448.0f : kMaxCode == 0x7B ? 57344.0f : kE5m2 ? 28.0f : 7.5f;
+};
+
+using WholeE4m3 = PartOfFp8<8, 7, 8, 0x43E00000, 0x7E, false>;
+using WholeE5m2 = PartOfFp8<8, 15, 15, 0x47600000, 0x7B, true>;
+using E2m3 = PartOfFp8<6, 1, 2, 0x40F00000, 0x1F, false>;
+using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
+
+/// E2M1, of numbers that any scale brought there.
+struct SixteenE2m1 {
+    static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
+    static constexpr u32 kMaxBits = 0x40C00000, kMaxCode = 7;
+    static constexpr bool kTwosComplement = false;
+
+    __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            F32::Eight eight;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) eight.number[j] = x[8 * i + j];
+            words[i] = E2m1::encode<true>(eight, factor);
+        }
+        return (words[0] | words[1]) & E2m1::kMagnitudes;
+    }
+
+    __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
+        // Of 0, 0.5, 1, 1.5; of 2, 3, 4, 6, as the upper bytes of F16. A code without its sign picks one.
+        constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 eight = words[i], magnitudes = eight & 0x77777777, even_signs = eight << 4;
+            const u32 low = __byte_perm(kSmall, kLarge, magnitudes), high = __byte_perm(kSmall, kLarge, magnitudes >> 16);
+            decode_bytes<true>(low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), value + 8 * i);
+            decode_bytes<true>(high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080), value + 8 * i + 4);
+        }
+    }
+};
+
+/// Sixty-fourths in two's complement.
+struct Int8 {
+    static constexpr int kBits = 8, kMantissaBits = 6, kBias = 1, kEmax = 0;
+    static constexpr u32 kMaxBits = 0x3FFE0000, kMaxCode = 0x7F;
+    static constexpr bool kTwosComplement = true;
+
+    __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[4]) {
+        u32 any = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 of[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                of[j] = __float_as_uint(
+                    __fmaf_rn(ptx::clamp_magnitude(__fmul_rn(x[4 * i + j], factor), 127.0f / 64.0f), 64.0f, 0x1.8p23f));
+            words[i] = __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040), 0x5410);
+            any |= words[i];
+        }
+        return any;
+    }
+
+    __device__ __forceinline__ static void decode(const u32 (&words)[4], float (&value)[16]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 biased = words[i] ^ 0x80808080;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float whole = __fadd_rn(__uint_as_float(__byte_perm(biased, 0x4B000000, 0x7540 | j)), -(0x1p23f + 128.0f));
+                value[4 * i + j] = __fmul_rn(whole, 1.0f / 64.0f);
+            }
+        }
+    }
+};
+
+/// Sign and quarters, to 1.75.
+struct S1p2 {
+    static constexpr int kBits = 4, kMantissaBits = 2, kBias = 1, kEmax = 0;
+    static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
+    static constexpr bool kTwosComplement = false;
+
+    /// Codes of sixteen x · factor, one factor for four, rounded from the exact product: away from zero at ties, or to even.
+    template <bool kAway>
+    __device__ __forceinline__ static bool nearest(const float (&x)[16], const float (&factor)[4], u32 (&words)[2]) {
+        constexpr u32 kFar = 0x4B000000;  // of 2^23, whose last place is worth one
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 code[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float quarters = __fmul_rn(factor[2 * i + j / 4], 4.0f), v = fabsf(x[8 * i + j]);
+                // One rounding of the exact sum; the truncations do not pass a whole number.
+                const float whole = kAway ? __fadd_rz(fminf(__fmaf_rz(v, quarters, 0.5f), 7.0f), 0x1p23f)
+                                          : fminf(__fmaf_rn(v, quarters, 0x1p23f), 0x1p23f + 7.0f);
+                code[j] = __float_as_uint(whole);
+            }
+            // Sums of what does not overlap, and of constants taken off at the end.
+            const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
+            const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
+            u32 top[4];  // bytes of elements j and j + 4
+#pragma unroll
+            for (int j = 0; j < 4; ++j) top[j] = __byte_perm(__float_as_uint(x[8 * i + j]), __float_as_uint(x[8 * i + j + 4]), 0x0073);
+            const u32 signs = choose_bits(0x80808080, __byte_perm(top[1], top[3], 0x5140), __byte_perm(top[0], top[2], 0x5140) >> 4);
+            words[i] = choose_bits(0x77777777, odd * 16 + even - kFar * 0x11111111u, signs);
+        }
+        return (words[0] | words[1]) & 0x77777777;
+    }
+
+    __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
+        u32 bytes[4];
+        unpack_sixteen<4>(words, bytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            decode_bytes<true>((bytes[i] & 0x07070707) | (bytes[i] & 0x08080808) << 4, value + 4 * i);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) value[4 * i + j] = __fmul_rn(value[4 * i + j], 0x1p14f);
+        }
+    }
+};
+
+}  // namespace nib

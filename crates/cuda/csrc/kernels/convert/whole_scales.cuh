@@ -1,0 +1,118 @@
+// What formats need whose scale is for a line or for a tensor, before their values are encoded and after. Maxima of bits do not depend on who
+// comes first, so that atomics give the same ones each time.
+//
+// A row counts as in quantize_units.cuh. Maxima are bits of F32 magnitudes, a NaN above infinity above the others; zeros before.
+//
+// row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
+//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8).
+// column_maxima<In>: x [stack * rows][cols] -> [stack * cols]. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
+// spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
+//   ceil(rows / 256).
+// tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
+//   number is `largest`. 256 threads; grid ceil(spans / 256).
+// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null. 256 threads; grid ceil(rows / 256).
+// count_lines: counts[0] += how many of `lines` bytes are not zero. 256 threads; grid ceil(lines / 256).
+#pragma once
+#include "formats/bf16.cuh"
+#include "formats/block_format.cuh"
+#include "math/hadamard.cuh"
+#include "math/reduce.cuh"
+
+namespace nib {
+
+template <class In>
+__global__ void __launch_bounds__(256)
+    row_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
+               int matrix_rows, int by_span, int rows, int cols) {
+    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const bool counted = row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0;
+    u32 largest = 0;
+    const u8* const from = x + u64(row) * cols * In::kBytes;
+    const bool aligned = cols % 8 == 0;
+    for (int col = lane * 8; counted && col < cols; col += 256) {
+        const u8* const at = from + u64(col) * In::kBytes;
+        const auto eight = aligned ? In::template load<true>(at, cols - col) : In::template load<false>(at, cols - col);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u32 magnitude = __float_as_uint(In::value(eight, i)) & 0x7FFFFFFF;
+            if (magnitude >= kInfinityBits && by_span != 0) magnitude = by_span == 1 ? 0 : 0xFFFFFFFF;
+            largest = max(largest, magnitude);
+        }
+    }
+    largest = __reduce_max_sync(kAllLanes, largest);
+    if (lane != 0) return;
+    if (by_span == 0) maxima[row] = largest;
+    else if (largest != 0) atomicMax(maxima + (span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row)), largest);
+}
+
+template <class In>
+__global__ void __launch_bounds__(128)
+    column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, int rows, int cols) {
+    const int across = ceil_div(cols, 128), down = ceil_div(rows, 256);
+    const int col = blockIdx.x % across * 128 + threadIdx.x, first = blockIdx.x / across % down * 256;
+    const u64 matrix = blockIdx.x / across / down;
+    if (col >= cols) return;
+    u32 largest = 0;
+    for (int row = first; row < min(first + 256, rows); ++row) {
+        if (row_id != nullptr && __ldg(row_id + (row & id_mask)) < 0) continue;
+        largest = max(largest, __float_as_uint(In::number(x + ((matrix * rows + row) * cols + col) * In::kBytes)) & 0x7FFFFFFF);
+    }
+    if (largest != 0) atomicMax(maxima + matrix * cols + col, largest);
+}
+
+__global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ start, int num_groups, int* out, int rows) {
+    const int row = blockIdx.x * 256 + threadIdx.x;
+    if (row >= rows) return;
+    if (row < __ldg(start) || row >= __ldg(start + num_groups)) {
+        out[row] = num_groups;
+        return;
+    }
+    int low = 0, high = num_groups - 1;  // the last start that is not above the row
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (__ldg(start + middle) <= row) low = middle;
+        else high = middle - 1;
+    }
+    out[row] = low;
+}
+
+template <bool kNvfp4>
+__global__ void __launch_bounds__(256)
+    tensor_scales(const u32* __restrict__ maxima, int spans, float largest, TensorInverse* inverses, float* scales) {
+    const int span = blockIdx.x * 256 + threadIdx.x;
+    if (span >= spans) return;
+    const u32 bits = maxima[span];
+    const float amax = __uint_as_float(bits), most = 0x1.fffffep127f;
+    float inverse = 1.0f, scale = 1.0f;
+    if (bits > kInfinityBits) {
+        inverse = scale = __uint_as_float(kNanBits);
+    } else if (bits != 0) {
+        inverse = __fdiv_rn(largest, amax);
+        if constexpr (kNvfp4) {
+            inverse = fminf(inverse, most);
+            scale = __fdiv_rn(amax, largest);
+        } else {
+            inverse = inverse > most ? most : inverse;
+            scale = __frcp_rn(inverse);
+        }
+    }
+    inverses[span] = {inverse, __frcp_rn(inverse)};
+    scales[span] = scale;
+}
+
+__global__ void __launch_bounds__(256)
+    spread_scales(const float* __restrict__ scales, const int* __restrict__ span_of_row, int matrix_rows, float* out, int rows) {
+    const int row = blockIdx.x * 256 + threadIdx.x;
+    if (row < rows) out[row] = __ldg(scales + (span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row)));
+}
+
+__global__ void __launch_bounds__(256) count_lines(const u8* __restrict__ any, int lines, u64* counts) {
+    __shared__ u32 total[3];
+    const int line = blockIdx.x * 256 + threadIdx.x;
+    Tally tally;
+    tally.non_zero += line < lines && __ldg(any + line) != 0;
+    tally.flush(counts, total);
+}
+
+}  // namespace nib

@@ -1,0 +1,145 @@
+// Units: 64 neighbouring values of a line, which one of 256 threads looks after. What quantize_units and dequantize_units have in common.
+//
+// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. Plain values lie in shared memory unit after unit along the rows. A unit is 16
+// bytes longer than its values, so that threads which read theirs, 16 bytes at a time, find them in different banks; the lower 64 rows of 128 lie
+// 64 bytes further, so that sixteen columns and the same ones 64 rows below do too. Codes lie unit after unit of what is written, row or
+// column.
+#pragma once
+#include "formats/all.cuh"
+#include "formats/bf16.cuh"
+#include "math/reduce.cuh"
+#include "pieces/convert/column_tile.cuh"
+#include "ptx/global.cuh"
+#include "ptx/thread.cuh"
+
+namespace nib {
+
+constexpr int kUnit = 64;
+constexpr int kUnitThreads = 256;
+
+/// Plain values of a tile with kAcross units of a row.
+template <class T, int kAcross>
+struct UnitValues {
+    static constexpr int kStride = kUnit * T::kBytes + 16;
+    static constexpr int kBytes = kUnitThreads * kStride + (kAcross == 2 ? 64 : 0);
+    static constexpr int kRows = kUnitThreads / kAcross, kCols = kAcross * kUnit;
+    static constexpr int kVectors = kUnit * T::kBytes / 16;  // of a unit
+
+    u8 bytes[kBytes];
+
+    /// Vectors of a row, rows that all threads move at a time, and how often they do.
+    static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
+
+    __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride + (kAcross == 2 && u >= 128 ? 64 : 0); }
+    /// Where a thread's vector of pass `i` lies.
+    __device__ __forceinline__ u8* moved(int i) {
+        const int u = threadIdx.x / kVectors;
+        return bytes + u * kStride + threadIdx.x % kVectors * 16 + i * (kUnitThreads / kVectors) * kStride +
+               (kAcross == 2 && i * (kUnitThreads / kVectors) >= 128 ? 64 : 0);
+    }
+    /// Value `col` of row `row` of the tile.
+    __device__ __forceinline__ u8* value(int row, int col) { return unit(row * kAcross + col / kUnit) + col % kUnit * T::kBytes; }
+};
+
+/// Codes of a tile.
+template <class F>
+struct UnitCodes {
+    static constexpr int kBytes = kUnit * F::Element::kBits / 8;  // of a unit
+    static constexpr int kVectors = kBytes / 16;
+    static constexpr int kStride = kBytes == 48 ? 48 : kBytes + 16;
+    u8 bytes[kUnitThreads * kStride];
+
+    __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride; }
+
+    /// Which vectors a thread moves, where kAcross units are a line: in each pass the same one of lines so far apart.
+    template <int kAcross>
+    struct Moved {
+        static constexpr int kPerLine = kAcross * kVectors;
+        static constexpr int kLines = kPerLine > 128 ? 1 : kPerLine > 64 ? 2 : kPerLine > 32 ? 4 : kPerLine > 4 ? (kPerLine > 8 ? 8 : 32) : 64;
+        static constexpr int kPasses = kUnitThreads / kAcross / kLines;
+        static_assert(kPerLine * kLines <= kUnitThreads && kPasses * kLines * kAcross == kUnitThreads, "each vector once");
+        int line = threadIdx.x / kPerLine, byte, offset;
+
+        __device__ __forceinline__ Moved() {
+            const int place = threadIdx.x % kPerLine;
+            byte = place / kVectors * kBytes + place % kVectors * 16;
+            offset = (line * kAcross + place / kVectors) * kStride + place % kVectors * 16;
+        }
+        /// From one pass to the next, in this struct.
+        static constexpr int kStep = kLines * kAcross * kStride;
+    };
+
+    /// Stores units, kAcross of them a line, to lines of `line_bytes`: line 0 and its first byte lie at `to`, `lines` exist, and of each so
+    /// many bytes. is_aligned: lines are whole vectors.
+    template <int kAcross>
+    __device__ __forceinline__ void store(u8* to, u64 line_bytes, int lines, int bytes_left, bool is_aligned) {
+        using M = Moved<kAcross>;
+        const M mine;
+        if (mine.line >= M::kLines || mine.byte >= bytes_left) return;
+        u8* at = to + mine.line * line_bytes + mine.byte;
+        if (is_aligned) {
+#pragma unroll
+            for (int i = 0; i < M::kPasses; ++i) {
+                if (mine.line + i * M::kLines < lines) ptx::store_16(at, *reinterpret_cast<const uint4*>(bytes + mine.offset + i * M::kStep));
+                at += M::kLines * line_bytes;
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < M::kPasses && mine.line + i * M::kLines < lines; ++i) {
+                for (int b = 0; b < min(bytes_left - mine.byte, 16); ++b) at[b] = bytes[mine.offset + i * M::kStep + b];
+                at += M::kLines * line_bytes;
+            }
+        }
+    }
+
+    /// Loads them, zeros where there are none.
+    template <int kAcross>
+    __device__ __forceinline__ void load(const u8* from, u64 line_bytes, int lines, int bytes_left, bool is_aligned) {
+        using M = Moved<kAcross>;
+        const M mine;
+        if (mine.line >= M::kLines) return;
+        const u8* at = from + mine.line * line_bytes + mine.byte;
+        if (is_aligned) {
+#pragma unroll
+            for (int i = 0; i < M::kPasses; ++i) {
+                const bool present = mine.line + i * M::kLines < lines && mine.byte < bytes_left;
+                ptx::copy_16_async(bytes + mine.offset + i * M::kStep, present ? at : from, present);
+                at += M::kLines * line_bytes;
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < M::kPasses; ++i) {
+                const bool present = mine.line + i * M::kLines < lines;
+                for (int b = 0; b < 16; ++b)
+                    bytes[mine.offset + i * M::kStep + b] = present && mine.byte + b < bytes_left ? at[b] : 0;
+                at += M::kLines * line_bytes;
+            }
+        }
+    }
+};
+
+/// Bytes of so many codes; a last one that is not full counts whole.
+__device__ __forceinline__ u64 code_bytes(int bits, int codes) { return (u64(codes) * bits + 7) / 8; }
+
+/// A plane of records; a stack's lines follow each other.
+struct RecordPlane {
+    u8* records;
+    u64 line_stride;
+    u64 block_stride;
+
+    template <int kBytes>
+    __device__ __forceinline__ void store(u64 line, u64 block, u32 record) const {
+        const u64 at = line * line_stride + block * block_stride;
+        if constexpr (kBytes == 1) records[at] = u8(record);
+        if constexpr (kBytes == 4) reinterpret_cast<u32*>(records)[at] = record;
+    }
+    template <int kBytes>
+    __device__ __forceinline__ u32 load(u64 line, u64 block) const {
+        const u64 at = line * line_stride + block * block_stride;
+        if constexpr (kBytes == 1) return __ldg(records + at);
+        if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(records) + at);
+        return 0;
+    }
+};
+
+}  // namespace nib

@@ -1,0 +1,404 @@
+//! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`), and what formats with a scale for a line or
+//! for a tensor want measured first (`csrc/kernels/convert/whole_scales.cuh`).
+
+use super::config::{QuantizeDesc, input_type};
+use super::{OP, Planned, Source};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch, RoundingArg, plain_args};
+use crate::ops::Instance;
+use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
+use crate::{Buffer, Cuda, Device};
+use nibble_core::formats::{Element, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{BlockScaled, DType, Error, Result};
+
+const THREADS: u32 = 256;
+/// Tiles down a column that are done side by side where both planes are written.
+const BAND: usize = 4;
+
+/// How the kernel is launched.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct UnitsConfig {
+    pub spec: KernelSpec,
+    pub launch: Launch,
+    pub band: usize,
+}
+
+/// The device's `ScaleArg` (csrc/formats/block_format.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ScaleArg {
+    up: u32,
+    up_least: u32,
+    nan_from: u32,
+}
+
+impl ScaleArg {
+    /// For a rule that makes powers of two; what the others get does not matter.
+    fn of(rule: ScaleRule, element: Element) -> Self {
+        const INFINITY: u32 = 0x7F80_0000;
+        const MANTISSA: u32 = 0x7F_FFFF;
+        let most = element.max().to_bits() & MANTISSA;
+        // Subnormal magnitudes have no leading bit: the least scale takes 2⁻¹²⁷ · max, in their units.
+        let (up, up_least) = match rule {
+            ScaleRule::Floor => (0, 0),
+            ScaleRule::Ceil => (MANTISSA, MANTISSA - 0x40_0000),
+            ScaleRule::Even => (1 << (22 - element.mantissa_bits()), 1 << (22 - element.mantissa_bits())),
+            ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => {
+                (MANTISSA - most, MANTISSA - ((0x80_0000 | most) >> 1))
+            }
+        };
+        Self { up, up_least, nan_from: if rule == ScaleRule::Even { INFINITY - up } else { INFINITY } }
+    }
+}
+
+/// The device's `UnitsArg`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct UnitsArg {
+    x: u64,
+    row_codes: u64,
+    col_codes: u64,
+    row_records: RecordPlane,
+    col_records: RecordPlane,
+    counts: u64,
+    row_id: u64,
+    row_amax: u64,
+    col_amax: u64,
+    row_any: u64,
+    col_any: u64,
+    tensor: u64,
+    span_of_row: u64,
+    rows: i32,
+    cols: i32,
+    capacity: i32,
+    stack: i32,
+    form: i32,
+    policy: i32,
+    band: i32,
+    id_mask: i32,
+    x_aligned: u32,
+    rows_aligned: u32,
+    cols_aligned: u32,
+    pad: u32,
+    rule: ScaleArg,
+    pad_too: u32,
+}
+plain_args!(UnitsArg);
+
+/// The device's number of a rounding (csrc/formats/small_elements.cuh).
+fn policy(rounding: Rounding) -> i64 {
+    match rounding {
+        Rounding::NearestEven => 0,
+        Rounding::NearestAway => 1,
+        Rounding::Stochastic => 2,
+        Rounding::Dither { .. } => 3,
+    }
+}
+const ANY_POLICY: i64 = 4;
+
+/// The instance for a format, its numbers, a rounding (none: any) and the units of a row of a tile.
+fn instance(format: UnitFormat, input: DType, rounding: Option<Rounding>, across: usize) -> Instance {
+    let args = vec![
+        ("F", TemplateArg::Type(format.device)),
+        ("In", input_type(input)),
+        ("kRound", TemplateArg::Int(rounding.map_or(ANY_POLICY, policy))),
+        ("kAcross", TemplateArg::Int(across as i64)),
+    ];
+    let spec = KernelSpec { source: "kernels/convert/quantize_units.cuh", name: "nib::quantize_units", args };
+    Instance { spec, shared_bytes: format.quantize_shared_bytes(input, across) }
+}
+
+fn whole_spec(name: &'static str, args: Vec<(&'static str, TemplateArg)>) -> KernelSpec {
+    KernelSpec { source: "kernels/convert/whole_scales.cuh", name, args }
+}
+
+fn maxima_spec(down: bool, input: DType) -> KernelSpec {
+    let name = if down { "nib::column_maxima" } else { "nib::row_maxima" };
+    whole_spec(name, vec![("In", input_type(input))])
+}
+
+fn tensor_spec(format: Format) -> KernelSpec {
+    whole_spec("nib::tensor_scales", vec![("kNvfp4", TemplateArg::Bool(format == Format::Nvfp4))])
+}
+
+/// The instances built for it.
+pub(super) fn instances() -> Vec<Instance> {
+    let inputs = [DType::Bf16, DType::F32];
+    let mut all = Vec::new();
+    for format in UnitFormat::all() {
+        for &rounding in format.own {
+            all.push(instance(format, DType::Bf16, Some(rounding), LONG));
+            all.extend(inputs.map(|input| instance(format, input, Some(rounding), SQUARE)));
+        }
+        all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
+    }
+    let maxima = inputs.into_iter().flat_map(|input| [false, true].map(|down| maxima_spec(down, input)));
+    let tensor = [Format::Nvfp4, Format::E4m3Tensor].map(tensor_spec);
+    let others =
+        ["nib::spans_of_rows", "nib::spread_scales", "nib::count_lines"].map(|name| whole_spec(name, vec![]));
+    let plain = maxima.chain(tensor).chain(others);
+    all.extend(plain.map(|spec| Instance { spec, shared_bytes: 0 }));
+    all
+}
+
+impl UnitsConfig {
+    /// For any description.
+    pub fn of(desc: &QuantizeDesc) -> Result<Self> {
+        let (format, rule, rounding) = (desc.codec.format(), desc.codec.rule(), desc.codec.rounding());
+        let Some(unit) = UnitFormat::of(format, rule) else {
+            return Err(Error::unsupported(OP, format, "it has no kernel on a GPU; the CPU takes it"));
+        };
+        let own = unit.own.contains(&rounding).then_some(rounding);
+        let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
+        let across = if long { LONG } else { SQUARE };
+        let Instance { spec, shared_bytes } = instance(unit, desc.input, own, across);
+        let lines = if desc.planes == Planes::Rows { desc.rows } else { desc.capacity };
+        let ctas = desc.stack * tiles(lines, desc.cols, across);
+        let ctas = u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31);
+        let ctas = ctas
+            .ok_or_else(|| Error::shape(OP, "x", format!("{} × {}", desc.rows, desc.cols), "fewer tiles"))?;
+        let band = match desc.planes {
+            Planes::Rows => 1,
+            Planes::Cols => tiles(lines, 1, across),
+            Planes::Both | Planes::Tiles => BAND,
+        };
+        Ok(Self { spec, launch: Launch { ctas, threads: THREADS, cluster: 1, shared_bytes }, band })
+    }
+}
+
+/// Where the records of a plane lie.
+fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
+    let Some(plane) = plane else { return RecordPlane::NONE };
+    let (lines, blocks) = plane.shape_of_scales();
+    let records = plane.scales.get().address();
+    match plane.scale_layout {
+        ScaleLayout::MnMajor => {
+            let stride = nibble_core::formats::layout::mn_major_stride(lines, plane.scale_kind().bytes());
+            RecordPlane { records, line_stride: 1, block_stride: stride as u64 }
+        }
+        _ => RecordPlane { records, line_stride: blocks as u64, block_stride: 1 },
+    }
+}
+
+/// What is measured of a matrix before its values are encoded.
+#[derive(Default)]
+struct Measured {
+    /// Of lines: bits of their largest magnitudes, and whether they get a non-zero code.
+    rows: Option<(Buffer<u32>, Buffer<u8>)>,
+    cols: Option<(Buffer<u32>, Buffer<u8>)>,
+    /// Of tensors.
+    inverses: Option<Buffer<f32>>,
+    span_of_row: Option<Buffer<i32>>,
+}
+
+/// One matrix or a stack as the kernels see it.
+struct Measure<'a> {
+    device: &'a Device,
+    desc: &'a QuantizeDesc,
+    source: &'a Source<'a>,
+}
+
+fn grid(threads: usize) -> Launch {
+    Launch {
+        ctas: threads.div_ceil(THREADS as usize).max(1) as u32,
+        threads: THREADS,
+        cluster: 1,
+        shared_bytes: 0,
+    }
+}
+
+impl Measure<'_> {
+    /// The largest magnitude of each row, or of each span: see the kernel for `by_span`.
+    fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
+        let Self { device, desc, source } = *self;
+        let (rows, cols) = (desc.stack * desc.rows, desc.cols);
+        let launch = Launch { ctas: rows.div_ceil(8) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let (matrix_rows, rows, cols) = (desc.rows.max(1) as i32, rows as i32, cols as i32);
+        let args: [&dyn KernelArg; 9] =
+            [source.x, out, &source.row_id, &source.id_mask, &spans, &matrix_rows, &by_span, &rows, &cols];
+        // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span.
+        unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
+    }
+
+    fn column_maxima(&self, out: &Buffer<u32>) -> Result<()> {
+        let Self { device, desc, source } = *self;
+        let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(128);
+        let launch = Launch { ctas: ctas as u32, threads: 128, cluster: 1, shared_bytes: 0 };
+        let (rows, cols) = (desc.rows as i32, desc.cols as i32);
+        let args: [&dyn KernelArg; 6] = [source.x, out, &source.row_id, &source.id_mask, &rows, &cols];
+        // SAFETY: as above; out has one number for each column of the stack.
+        unsafe { device.kernel(&maxima_spec(true, desc.input))?.launch(launch, &args) }
+    }
+
+    /// The scales of lines.
+    fn lines(&self) -> Result<Measured> {
+        let Self { device, desc, .. } = *self;
+        let mut measured = Measured::default();
+        if desc.planes != Planes::Cols {
+            let lines = desc.stack * desc.rows;
+            let (maxima, any) = (device.alloc(lines)?, device.filled(lines, 0)?);
+            self.row_maxima(&maxima, None, 0)?;
+            measured.rows = Some((maxima, any));
+        }
+        if desc.planes != Planes::Rows {
+            let lines = desc.stack * desc.cols;
+            let (maxima, any) = (device.filled(lines, 0)?, device.filled(lines, 0)?);
+            self.column_maxima(&maxima)?;
+            measured.cols = Some((maxima, any));
+        }
+        Ok(measured)
+    }
+
+    /// The scale of each span, and that of each row of what is written.
+    fn tensor(&self, out: &Planned<'_>) -> Result<Measured> {
+        let Self { device, desc, source } = *self;
+        let format = desc.codec.format();
+        let span_of_row = match source.start {
+            Some(start) => {
+                let spans = device.alloc::<i32>(desc.rows)?;
+                let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
+                let args: [&dyn KernelArg; 4] = [start, &source.num_groups, &spans, &(desc.rows as i32)];
+                // SAFETY: `start` has a number more than there are groups (`BufferCheck`), and the spans are as many as the rows.
+                unsafe { kernel.launch(grid(desc.rows), &args) }?;
+                Some(spans)
+            }
+            None => None,
+        };
+        let count = if span_of_row.is_some() { source.num_groups as usize + 1 } else { desc.stack };
+        let maxima = device.filled::<u32>(count, 0)?;
+        // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
+        let marks_all = desc.codec.scale_kind().levels().is_empty();
+        self.row_maxima(&maxima, span_of_row.as_ref(), if marks_all { 2 } else { 1 })?;
+        let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
+        let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
+        let args: [&dyn KernelArg; 5] = [&maxima, &(count as i32), &largest, &inverses, &scales];
+        // SAFETY: maxima and scales are `count`, and the inverses two for each.
+        unsafe { device.kernel(&tensor_spec(format))?.launch(grid(count), &args) }?;
+        let spread = |plane: Option<&BlockScaled<Cuda>>, matrix_rows: usize| -> Result<()> {
+            let Some(of_rows) = plane.and_then(|plane| plane.tensor_scale.as_ref()) else { return Ok(()) };
+            let rows = of_rows.get().len();
+            let kernel = device.kernel(&whole_spec("nib::spread_scales", vec![]))?;
+            let args: [&dyn KernelArg; 5] =
+                [&scales, &span_of_row.as_ref(), &(matrix_rows.max(1) as i32), of_rows.get(), &(rows as i32)];
+            // SAFETY: each row's span is one of those that have a scale: a matrix of the stack, or what `spans_of_rows` wrote for it.
+            unsafe { kernel.launch(grid(rows), &args) }
+        };
+        spread(out.rows, desc.rows)?;
+        spread(out.cols, if desc.planes == Planes::Tiles { desc.cols } else { desc.capacity })?;
+        Ok(Measured { inverses: Some(inverses), span_of_row, ..Measured::default() })
+    }
+
+    /// Adds the lines with a non-zero code to the counts.
+    fn count_lines(&self, measured: &Measured, counts: &Buffer<u64>) -> Result<()> {
+        let Some((_, any)) = measured.rows.as_ref().or(measured.cols.as_ref()) else { return Ok(()) };
+        let kernel = self.device.kernel(&whole_spec("nib::count_lines", vec![]))?;
+        let args: [&dyn KernelArg; 3] = [any, &(any.len() as i32), counts];
+        // SAFETY: as many flags as are said, and three counts.
+        unsafe { kernel.launch(grid(any.len()), &args) }
+    }
+}
+
+/// Quantizes values as they stand.
+pub(super) fn launch(
+    device: &Device,
+    op: &Quantize<'_, Cuda>,
+    desc: &QuantizeDesc,
+    source: &Source<'_>,
+    out: &Planned<'_>,
+) -> Result<()> {
+    let config = UnitsConfig::of(desc)?;
+    let (codec, measure) = (desc.codec, Measure { device, desc, source });
+    let format = codec.format();
+    let by_line = format.spec().block == nibble_core::formats::WHOLE_LINE;
+    let measured = match (by_line, codec.scale_kind().has_tensor_scale()) {
+        (true, _) => measure.lines()?,
+        (false, true) => measure.tensor(out)?,
+        (false, false) => Measured::default(),
+    };
+    let address = |plane: Option<&BlockScaled<Cuda>>| plane.map_or(0, |plane| plane.codes.get().address());
+    let form = match desc.planes {
+        Planes::Rows => 1,
+        Planes::Cols => 2,
+        Planes::Tiles if format.spec().tiles => 4,
+        Planes::Both | Planes::Tiles => 3,
+    };
+    let whole = |codes: usize| u32::from(format.row_code_bytes(codes).is_multiple_of(16));
+    let arg = UnitsArg {
+        x: source.address,
+        row_codes: address(out.rows),
+        col_codes: address(out.cols),
+        row_records: records(out.rows),
+        col_records: records(out.cols),
+        counts: out.counts.address(),
+        row_id: source.row_id.map_or(0, Buffer::address),
+        row_amax: measured.rows.as_ref().map_or(0, |(maxima, _)| maxima.address()),
+        col_amax: measured.cols.as_ref().map_or(0, |(maxima, _)| maxima.address()),
+        row_any: measured.rows.as_ref().map_or(0, |(_, any)| any.address()),
+        col_any: measured.cols.as_ref().map_or(0, |(_, any)| any.address()),
+        tensor: measured.inverses.as_ref().map_or(0, Buffer::address),
+        span_of_row: measured.span_of_row.as_ref().map_or(0, Buffer::address),
+        rows: desc.rows as i32,
+        cols: desc.cols as i32,
+        capacity: desc.capacity as i32,
+        stack: desc.stack as i32,
+        form,
+        policy: policy(codec.rounding()) as i32,
+        band: config.band as i32,
+        id_mask: source.id_mask,
+        x_aligned: u32::from((desc.cols * desc.input.size_bytes()).is_multiple_of(16)),
+        rows_aligned: whole(desc.cols),
+        cols_aligned: whole(desc.capacity),
+        pad: 0,
+        rule: ScaleArg::of(codec.rule(), codec.element()),
+        pad_too: 0,
+    };
+    let rounding = RoundingArg::new(codec.rounding(), op.random);
+    // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
+    // a number for each line or span, and planes and counts are new, so that nobody else writes or reads them.
+    unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
+    measure.count_lines(&measured, out.counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    /// As the compiler lays the device's struct out.
+    #[test]
+    fn the_argument_lies_as_the_device_has_it() {
+        let offsets = [
+            offset_of!(UnitsArg, row_records),
+            offset_of!(UnitsArg, counts),
+            offset_of!(UnitsArg, span_of_row),
+            offset_of!(UnitsArg, rows),
+            offset_of!(UnitsArg, rule),
+        ];
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 136, 184], 200));
+    }
+
+    /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.
+    #[test]
+    fn what_is_added_to_a_magnitude_makes_the_scale_of_its_rule() {
+        for element in Format::ALL.into_iter().filter_map(|format| format.spec().element) {
+            for rule in [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even] {
+                let ScaleArg { up, up_least, nan_from } = ScaleArg::of(rule, element);
+                let normal = (0..2000u32).map(|i| 0x3F80_0000 + i * 4194);
+                let last = (0..2000u32).map(|i| 0x7F00_0000 + i * 4194).filter(|bits| *bits < 0x7F80_0000);
+                for bits in (0..0x80_0000)
+                    .step_by(257)
+                    .chain(normal)
+                    .chain(last)
+                    .chain([0x7F_0000, 0x7F_0001, 0x7E_0001])
+                {
+                    let up = if element.emax() == 0 && bits < 0x80_0000 { up_least } else { up };
+                    let byte = (((bits + up) >> 23) as i32 - element.emax()).clamp(0, 254) as u8;
+                    let byte = if bits >= nan_from { 0xFF } else { byte };
+                    let want = nibble_core::formats::e8m0::encode(rule, element, f32::from_bits(bits));
+                    assert_eq!(byte, want, "{element} {rule} {bits:#x}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The formats that the general kernels take (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`): one row each.
+
+use super::quantize::has_fast_kernels;
+use nibble_core::DType;
+use nibble_core::formats::{Format, Rounding, ScaleRule};
+
+/// Values of a unit, units of a tile.
+const UNIT: usize = 64;
+const UNITS: usize = 256;
+/// Units of a row of a tile: of rows alone, and where columns are written or read.
+pub(super) const LONG: usize = 16;
+pub(super) const SQUARE: usize = 2;
+
+/// A format, under one scale rule or all that no row before it names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct UnitFormat {
+    pub format: Format,
+    pub rule: Option<ScaleRule>,
+    /// The device's struct (`csrc/formats/`).
+    pub device: &'static str,
+    /// The roundings that it has a way of its own for; none where other kernels take what is common.
+    pub own: &'static [Rounding],
+}
+
+const EVEN: &[Rounding] = &[Rounding::NearestEven];
+const BOTH: &[Rounding] = &[Rounding::NearestEven, Rounding::NearestAway];
+
+const fn row(
+    format: Format,
+    rule: Option<ScaleRule>,
+    device: &'static str,
+    own: &'static [Rounding],
+) -> UnitFormat {
+    UnitFormat { format, rule, device, own }
+}
+
+/// Every format of blocks.
+const FORMATS: [UnitFormat; 19] = [
+    row(Format::E4m3, Some(ScaleRule::Amax), "nib::E4m3Block", &[]),
+    row(Format::E4m3, None, "nib::E4m3BlockPower", &[]),
+    row(Format::E5m2, Some(ScaleRule::Amax), "nib::E5m2Block", &[]),
+    row(Format::E5m2, None, "nib::E5m2BlockPower", &[]),
+    row(Format::E4m3Row, Some(ScaleRule::Amax), "nib::E4m3Line", EVEN),
+    row(Format::E4m3Row, None, "nib::E4m3LinePower", EVEN),
+    row(Format::E5m2Row, Some(ScaleRule::Amax), "nib::E5m2Line", EVEN),
+    row(Format::E5m2Row, None, "nib::E5m2LinePower", EVEN),
+    row(Format::E4m3Tensor, None, "nib::E4m3Tensor", EVEN),
+    row(Format::E5m2Tensor, None, "nib::E5m2Tensor", EVEN),
+    row(Format::Mxfp4, None, "nib::Mxfp4", &[]),
+    row(Format::Mxfp6E2m3, None, "nib::Mxfp6E2m3", EVEN),
+    row(Format::Mxfp6E3m2, None, "nib::Mxfp6E3m2", EVEN),
+    row(Format::Mxfp8E4m3, None, "nib::Mxfp8E4m3", EVEN),
+    row(Format::Mxfp8E5m2, None, "nib::Mxfp8E5m2", EVEN),
+    row(Format::Mxint8, None, "nib::Mxint8", EVEN),
+    row(Format::Nvfp4, None, "nib::Nvfp4", EVEN),
+    row(Format::Hif4, Some(ScaleRule::Cann), "nib::Hif4Cann", BOTH),
+    row(Format::Hif4, None, "nib::Hif4Amax", BOTH),
+];
+
+/// Whether kernels are made for a format alone, plain ones among them; the others go through the general ones.
+pub fn has_own_kernels(format: Format) -> bool {
+    has_fast_kernels(format) || FORMATS.iter().all(|row| row.format != format || row.own.is_empty())
+}
+
+impl UnitFormat {
+    /// Of a format under a rule; none for plain ones.
+    pub fn of(format: Format, rule: ScaleRule) -> Option<Self> {
+        let fits = |row: &&Self| row.format == format && row.rule.is_none_or(|only| only == rule);
+        FORMATS.iter().find(fits).copied()
+    }
+
+    /// Every one.
+    pub fn all() -> impl Iterator<Item = Self> {
+        FORMATS.into_iter()
+    }
+
+    /// Whether it is left to these kernels alone.
+    pub fn is_ours(&self) -> bool {
+        !self.own.is_empty()
+    }
+
+    /// `UnitCodes` of the kernels.
+    fn code_bytes(&self) -> usize {
+        let of_unit = UNIT * self.format.spec().code_bits as usize / 8;
+        UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
+    }
+
+    /// `QuantizeUnitsShared` of the kernel.
+    pub fn quantize_shared_bytes(&self, input: DType, across: usize) -> usize {
+        let squares_and_total = (64 + 64 + 3) * size_of::<u32>();
+        (value_bytes(input, across) + self.code_bytes() + squares_and_total).next_multiple_of(16)
+    }
+
+    /// `DecodedShared` of the kernel.
+    pub fn dequantize_shared_bytes(&self, out: DType, across: usize) -> usize {
+        value_bytes(out, across) + self.code_bytes()
+    }
+}
+
+/// `UnitValues` of the kernels.
+fn value_bytes(dtype: DType, across: usize) -> usize {
+    UNITS * (UNIT * dtype.size_bytes() + 16) + if across == SQUARE { 64 } else { 0 }
+}
+
+/// Tiles of a matrix `[rows, cols]`.
+pub(super) fn tiles(rows: usize, cols: usize, across: usize) -> usize {
+    rows.div_ceil(UNITS / across) * cols.div_ceil(UNIT * across)
+}
+
+/// The device's `RecordPlane`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RecordPlane {
+    pub records: u64,
+    pub line_stride: u64,
+    pub block_stride: u64,
+}
+
+impl RecordPlane {
+    pub const NONE: Self = Self { records: 0, line_stride: 0, block_stride: 0 };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_format_under_every_rule_has_its_row_and_no_row_is_out_of_reach() {
+        let mut reached = Vec::new();
+        for format in Format::ALL {
+            for &rule in format.spec().rules {
+                let found = UnitFormat::of(format, rule).unwrap_or_else(|| panic!("{format} {rule}"));
+                assert_eq!(found.format, format);
+                reached.push(found);
+            }
+            assert!(format.is_block() || UnitFormat::of(format, ScaleRule::Amax).is_none());
+        }
+        assert!(UnitFormat::all().all(|row| reached.contains(&row)));
+    }
+
+    /// What a record is decides which struct reads it: rules of one row make the same kind.
+    #[test]
+    fn rules_of_one_row_make_one_kind_of_scales() {
+        for row in UnitFormat::all() {
+            let rules =
+                row.format.spec().rules.iter().filter(|rule| UnitFormat::of(row.format, **rule) == Some(row));
+            let kinds: Vec<_> = rules.map(|rule| row.format.scale_kind(*rule)).collect();
+            assert!(kinds.windows(2).all(|two| two[0].levels() == two[1].levels()), "{row:?}");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Products of formats that no kernel multiplies as they are: their codes times the scales of their blocks are BF16 numbers, exactly as far
+//! as its exponents reach, and are multiplied as such. Scales of tensors multiply the F32 sums (`csrc/kernels/products/scale_sums.cuh`).
+//! Where they are no BF16 numbers, both sides are multiplied as the F32 numbers that they stand for.
+
+use super::product::{Product, Ragged, Target};
+use crate::backend::Buf;
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch, plain_args};
+use crate::ops::Instance;
+use crate::ops::convert::dequantize;
+use crate::ops::planes::type_name;
+use crate::{Buffer, Cuda, Device};
+use nibble_core::formats::WHOLE_LINE;
+use nibble_core::formats::{Element, Format};
+use nibble_core::{BlockScaled, DType, Error, Groups, Operand, Result};
+
+const THREADS: usize = 256;
+/// Ctas of `scale_sums` at most.
+const MOST_CTAS: usize = 2048;
+
+/// Two operands, of which at least one has codes that no kernel multiplies.
+pub(super) struct Lowered<'a> {
+    a: &'a BlockScaled<Cuda>,
+    b: &'a BlockScaled<Cuda>,
+}
+
+/// FP8 in blocks of 128 or longer, under F32 scales or powers of two: what kernels read as it is.
+pub(super) fn fp8_element(x: &Operand<Cuda>) -> Option<Element> {
+    let Operand::Block(q) = x else { return None };
+    let spec = q.format.spec();
+    let whole = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
+    spec.element.filter(|element| whole && matches!(*element, Element::E4M3 | Element::E5M2))
+}
+
+impl<'a> Lowered<'a> {
+    /// None where the operands are plain, or multiplied as they are.
+    pub fn of(a: &'a Operand<Cuda>, b: &'a Operand<Cuda>) -> Option<Self> {
+        let as_it_is = |x: &Operand<Cuda>| fp8_element(x).is_some() || x.format() == Format::Mxfp4;
+        match (a, b) {
+            (Operand::Block(of_a), Operand::Block(of_b)) if !(as_it_is(a) && as_it_is(b)) => {
+                Some(Self { a: of_a, b: of_b })
+            }
+            _ => None,
+        }
+    }
+
+    /// Multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
+    pub fn run(self, product: &Product<'_>, d: Target<'_>) -> Result<()> {
+        let device = d.device().clone();
+        let folds = [self.a, self.b].iter().all(|x| x.format.folds_into_bf16(x.rule));
+        let decode = |x| if folds { dequantize::bare(&device, x) } else { dequantize::wide(&device, x) };
+        let (a, b) = (decode(self.a)?, decode(self.b)?);
+        let (a, b) = (Operand::Plain(a), Operand::Plain(b));
+        let groups =
+            product.groups.map(|groups| whole_groups(&device, product.ragged, groups)).transpose()?;
+        let whole = Product { groups: groups.as_ref(), ..*product };
+        let [of_a, of_b] = [self.a, self.b].map(|x| x.tensor_scale.as_ref().filter(|_| folds).map(Buf::get));
+        if of_a.is_none() && of_b.is_none() {
+            return whole.run(&a, &b, d);
+        }
+        let mut sums = device.alloc::<f32>(d.len())?;
+        whole.run(&a, &b, Target::F32 { values: &mut sums, accumulate: false })?;
+        scale_sums(product, &sums, (of_a, of_b), d)
+    }
+}
+
+/// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard
+/// transform, which spreads a group over whole blocks, a part of it.
+fn whole_groups(device: &Device, ragged: Ragged, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
+    if ragged == Ragged::Rows || groups.rows_each.is_some_and(|rows| rows.is_multiple_of(groups.align.max(1)))
+    {
+        return Ok(groups.clone());
+    }
+    let len = device.alloc::<i32>(groups.num_groups)?;
+    let ctas = groups.num_groups.div_ceil(THREADS) as u32;
+    let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let (count, align) = (groups.num_groups as i32, groups.align.max(1) as i32);
+    let args: [&dyn KernelArg; 5] = [groups.start.get(), groups.len.get(), &len, &count, &align];
+    if groups.num_groups != 0 {
+        // SAFETY: a start more than there are groups, and a length for each (`Groups`), old and new.
+        unsafe { device.kernel(&groups_spec())?.launch(launch, &args) }?;
+    }
+    Ok(Groups { len: Buf::new(len), ..groups.clone() })
+}
+
+/// The device's `ScaledSums`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ScaledSums {
+    sums: u64,
+    d: u64,
+    a_scale: u64,
+    b_scale: u64,
+    start: u64,
+    len: u64,
+    rows: i32,
+    cols: i32,
+    groups: i32,
+    capacity: i32,
+    contraction: i32,
+    accumulate: i32,
+}
+plain_args!(ScaledSums);
+
+fn scale_sums(
+    product: &Product<'_>,
+    sums: &Buffer<f32>,
+    (of_a, of_b): (Option<&Buffer<f32>>, Option<&Buffer<f32>>),
+    d: Target<'_>,
+) -> Result<()> {
+    let contraction = product.ragged == Ragged::Contraction;
+    let num_groups = product.groups.map_or(1, |groups| groups.num_groups);
+    let (rows_a, rows_b) = match contraction {
+        true => (product.k, product.k),
+        false => (product.m, num_groups * product.n),
+    };
+    for (argument, scales, rows) in [("a", of_a, rows_a), ("b", of_b, rows_b)] {
+        if let Some(scales) = scales.filter(|scales| scales.len() != rows) {
+            let got = format!("{} scales of the tensor", scales.len());
+            return Err(Error::shape(product.op, argument, got, rows));
+        }
+    }
+    let rows = if contraction { num_groups * product.m } else { product.m };
+    if sums.len() != rows * product.n {
+        return Err(Error::shape(product.op, "d", sums.len(), rows * product.n));
+    }
+    let (address, dtype, accumulate) = match &d {
+        Target::Bf16 { values, accumulate } => (values.address(), DType::Bf16, *accumulate),
+        Target::F32 { values, accumulate } => (values.address(), DType::F32, *accumulate),
+    };
+    let of_groups =
+        |pick: fn(&Groups<Cuda>) -> &Buf<i32>| product.groups.map_or(0, |g| pick(g).get().address());
+    let arg = ScaledSums {
+        sums: sums.address(),
+        d: address,
+        a_scale: of_a.map_or(0, Buffer::address),
+        b_scale: of_b.map_or(0, Buffer::address),
+        start: of_groups(|groups| &groups.start),
+        len: of_groups(|groups| &groups.len),
+        rows: rows as i32,
+        cols: product.n as i32,
+        groups: num_groups as i32,
+        capacity: product.k as i32,
+        contraction: contraction.into(),
+        accumulate: accumulate.into(),
+    };
+    let ctas = sums.len().div_ceil(4 * THREADS).clamp(1, MOST_CTAS) as u32;
+    let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+    // SAFETY: sums and d have rows · n values, the scales one for each row that is looked up, and d is borrowed mutably.
+    unsafe { sums.device().kernel(&sums_spec(dtype))?.launch(launch, &[&arg]) }
+}
+
+fn sums_spec(dtype: DType) -> KernelSpec {
+    let args = vec![("Out", TemplateArg::Type(type_name(dtype)))];
+    KernelSpec { source: "kernels/products/scale_sums.cuh", name: "nib::scale_sums", args }
+}
+
+fn groups_spec() -> KernelSpec {
+    KernelSpec { source: "kernels/products/whole_groups.cuh", name: "nib::whole_groups", args: vec![] }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let specs = [sums_spec(DType::Bf16), sums_spec(DType::F32), groups_spec()];
+    specs.into_iter().map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
