@@ -300,7 +300,8 @@ fn sign(files: &mut Files) {
     let facts: Vec<(&str, usize, String)> =
         files[..4].iter().map(|(name, content)| (*name, content.len(), sha(content))).collect();
     let Ok(mut state) = serde_json::from_slice::<serde_json::Value>(&files[4].1) else { return };
-    for entry in state["files"].as_array_mut().into_iter().flatten() {
+    let files_listed = state.get_mut("files").and_then(serde_json::Value::as_array_mut);
+    for entry in files_listed.into_iter().flatten() {
         if let Some((_, bytes, sha256)) = facts.iter().find(|(name, ..)| entry["name"] == *name) {
             (entry["bytes"], entry["sha256"]) = ((*bytes).into(), sha256.clone().into());
         }
