@@ -57,32 +57,23 @@ pub fn made_up() -> Result<(), String> {
     let copy = root().join("target/made-up");
     remove(&copy)?;
     copy_sources(&copy)?;
-    if !apply(&patch, &copy)? {
-        println!("skipped: no git and no patch to apply {PATCH} with");
-        return remove(&copy);
-    }
+    apply(&patch, &copy)?;
     for (arguments, line) in TESTS {
         run_tests(&copy, arguments, line)?;
     }
     remove(&copy)
 }
 
-/// Applies the patch, by whichever program there is; false where there is none.
-fn apply(patch: &Path, copy: &Path) -> Result<bool, String> {
+/// Applies the patch.
+fn apply(patch: &Path, copy: &Path) -> Result<(), String> {
     let mut git = Command::new("git");
     // The copy lies inside a checkout, of which it is no part.
     git.arg("apply").arg(patch).env("GIT_CEILING_DIRECTORIES", copy.parent().unwrap_or(copy));
-    let mut plain = Command::new("patch");
-    plain.args(["--strip=1", "--batch", "--input"]).arg(patch);
-    for mut program in [git, plain] {
-        match program.current_dir(copy).status() {
-            Ok(status) if status.success() => return Ok(true),
-            Ok(_) => return Err(format!("{PATCH} does not apply: bring its context up to date")),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-            Err(e) => return Err(format!("{program:?}: {e}")),
-        }
+    match git.current_dir(copy).status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(_) => Err(format!("{PATCH} does not apply: bring its context up to date")),
+        Err(e) => Err(format!("{git:?}: {e}")),
     }
-    Ok(false)
 }
 
 /// `cargo test` in the copy. Its target folder is this checkout's, where the dependencies are built.

@@ -163,6 +163,10 @@ impl Backend for Cuda {
     }
 
     fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {
+        if from.iter().any(|run| !run.buf.get().device().is_same(&self.device)) {
+            let why = "a buffer is another device's".to_owned();
+            return Err(nibble_core::Error::Device { call: "copy_out".to_owned(), why });
+        }
         let runs: Vec<_> = from.iter().map(|run| (run.buf.get(), run.range.clone())).collect();
         copy_out(&self.device, &runs, to)
     }

@@ -110,8 +110,10 @@ struct Capture<'a> {
 
 /// Nothing is recorded any more; which arenas were used.
 fn ended(device: &Device) -> Vec<Arena> {
+    // First the list: as soon as nothing is recorded another thread may begin one of its own.
+    let arenas = device.used_arenas().end();
     device.recordings().end();
-    device.used_arenas().end()
+    arenas
 }
 
 /// A graph, destroyed when dropped.

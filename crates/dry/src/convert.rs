@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use half::bf16;
 use nibble_core::formats::WHOLE_LINE;
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{
     Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
@@ -175,6 +175,18 @@ fn is_fused_pair(dh: Emit, a: Emit) -> bool {
     }
 }
 
+/// Whether a GPU transforms a matrix as it reads it: of BF16, to powers of two, by the usual roundings, and along whole lines. Elsewhere, and
+/// on the host, the transform is a matrix of its own.
+fn is_fused_with_transform(op: &Quantize<'_, Dry>) -> bool {
+    let codec = op.codec;
+    let whole_lines = op.planes == Planes::Cols || op.x.cols.is_multiple_of(TILE);
+    op.x.dtype() == DType::Bf16
+        && has_own_kernels(codec.format())
+        && codec.scale_kind() == ScaleKind::E8M0
+        && matches!(codec.rounding(), Rounding::NearestEven | Rounding::Stochastic)
+        && whole_lines
+}
+
 /// Whether a GPU has kernels for this format alone.
 fn has_own_kernels(format: Format) -> bool {
     matches!(format, Format::Mxfp4 | Format::E4m3)
@@ -200,9 +212,7 @@ impl Dry {
         };
         let emit = Emit::Block { codec: op.codec, planes: op.planes };
         let emitted = || self.emitted(emit, rows, cols, least_block);
-        // A transform that is not made as the matrix is read: on the host always, on a GPU of what is not BF16.
-        let fused = op.x.dtype() == DType::Bf16 && has_own_kernels(op.codec.format());
-        let apart = op.hadamard.is_some() && !(self.is_gpu() && fused);
+        let apart = op.hadamard.is_some() && !(self.is_gpu() && is_fused_with_transform(&op));
         let transformed = || {
             let rows = if op.planes == Planes::Cols {
                 rows.next_multiple_of(least_block.max(op.codec.format().column_step()))

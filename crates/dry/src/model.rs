@@ -149,6 +149,9 @@ impl Dry {
     }
 
     pub(crate) fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
+        if self.is_gpu() {
+            check_gpu_heads("attention", op.head_dim, op.value_dim)?;
+        }
         let (tokens, heads) = (op.q.rows, op.q.cols / op.head_dim.max(1));
         let out = self.plain(op.q.dtype(), tokens, heads * op.value_dim)?;
         Ok(AttentionOut { out, lse: self.buf(tokens * heads)? })

@@ -74,7 +74,7 @@ impl Dry {
             (|n: usize| n.is_multiple_of(BF16_UNIT), |n: usize| n.is_multiple_of(F32_UNIT));
         match (a.format(), b.format(), out, shape) {
             _ if [m, n, k].contains(&0) => {}
-            _ if is_lowered(a, b) => return self.beside_lowered((a, b), ProductDims { m, n, k }, shape),
+            _ if is_lowered(a, b) => return self.beside_lowered((a, b), ProductDims { m, n, k }, out, shape),
             (Format::Bf16, Format::F32, DType::F32, Shape::Dense) if of_f32(n) && of_bf16(k) => {
                 let _parts = self.bf16(PARTS * n * k)?;
                 let _wide: Buf<f32> = self.buf(m * PARTS * n)?;
@@ -107,6 +107,7 @@ impl Dry {
         &self,
         (a, b): (&Operand<Self>, &Operand<Self>),
         dims: ProductDims,
+        out: DType,
         shape: Shape,
     ) -> Result<()> {
         let folds = |x: &Operand<Self>| matches!(x, Operand::Block(q) if q.format.folds_into_bf16(q.rule));
@@ -118,7 +119,7 @@ impl Dry {
         let of_tensor =
             folded && [a, b].iter().any(|x| matches!(x, Operand::Block(q) if q.tensor_scale.is_some()));
         let _sums: Option<Buf<f32>> = of_tensor.then(|| self.buf(matrices * dims.m * dims.n)).transpose()?;
-        self.beside_product((&plain_a, &plain_b), dims, DType::F32, shape)
+        self.beside_product((&plain_a, &plain_b), dims, if of_tensor { DType::F32 } else { out }, shape)
     }
 
     fn product(

@@ -213,6 +213,16 @@ fn hundreds_of_billions_of_parameters_are_counted_and_not_made() {
     }
 }
 
+#[test]
+fn heads_that_no_kernel_of_a_gpu_takes_are_refused_before_a_run() {
+    for (change, name) in [("model.head_dim=320", "head_dim"), ("model.value_head_dim=288", "value_dim")] {
+        let config = config(&[change, "recipe=bf16"]);
+        prediction(DeviceKind::Host, &config).unwrap();
+        let why = prediction(DeviceKind::Gpu, &config).unwrap_err().to_string();
+        assert!(why.contains(name) && why.contains("at most 256 on a GPU"), "{why}");
+    }
+}
+
 /// A GPU of so many bytes, of which others hold some.
 fn gpu(total_bytes: usize, others_bytes: usize) -> Dry {
     Dry::with_room(DeviceKind::Gpu, Room { total_bytes, others_bytes })
@@ -303,9 +313,9 @@ fn a_refusal_says_which_sizes_need_the_memory() {
         ),
         (&["model.shared_ffn=65536"], "what the shared experts keep", &["model.shared_ffn = 65536"]),
         (
-            &["model.head_dim=4096", "train.batch_size=4", "data.seq_len=32"],
+            &["model.heads=64", "model.head_dim=256", "train.batch_size=4", "data.seq_len=32"],
             "attention",
-            &["model.head_dim = 4096", "model.heads = 4"],
+            &["model.head_dim = 256", "model.heads = 64"],
         ),
         (
             &["train.batch_size=1024", "model.head_dim=256"],

@@ -23,6 +23,22 @@ pub struct Attention<'a, B: Backend> {
     pub seq_len: usize,
 }
 
+/// Elements of a head at most on a GPU, of queries and keys or of values: four tiles of such heads must fit a multiprocessor.
+pub const GPU_HEAD_LIMIT: usize = 256;
+
+/// Refuses heads that no kernel of a GPU takes.
+///
+/// # Errors
+/// [`Error::Shape`] beyond [`GPU_HEAD_LIMIT`].
+pub fn check_gpu_heads(op: &'static str, head_dim: usize, value_dim: usize) -> Result<()> {
+    for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+        if dim > GPU_HEAD_LIMIT {
+            return Err(Error::shape(op, name, dim, format!("at most {GPU_HEAD_LIMIT} on a GPU")));
+        }
+    }
+    Ok(())
+}
+
 /// The result of [`Attention`].
 #[derive(Debug, Clone)]
 pub struct AttentionOut<B: Backend> {
@@ -201,6 +217,16 @@ fn check_heads<B: Backend>(
     if value_dim == 0 {
         return Err(Error::shape(op, "value_dim", value_dim, "at least 1"));
     }
+    let heads = q.cols / head_dim;
+    // There are no fewer query heads than others, so nothing else overflows either.
+    if heads.checked_mul(value_dim).is_none() {
+        return Err(Error::shape(
+            op,
+            "value_dim",
+            value_dim,
+            format!("a row of {heads} heads that can be counted"),
+        ));
+    }
     expect_eq(op, "shape of v", v.shape(), (k.rows, k.cols / head_dim * value_dim))?;
-    Ok(q.cols / head_dim)
+    Ok(heads)
 }

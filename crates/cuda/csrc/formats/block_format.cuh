@@ -5,6 +5,7 @@
 //   kScaleBytes  of a record: 0, 1 or 4
 //   kLine        whether a record is for the whole line instead
 //   kTensor      whether all blocks share a scale besides
+//   kTiles       whether there are square blocks
 //   scale        the record of a block, and what its values are multiplied by, from the largest magnitudes of its parts
 //   factor       what the values of a part are multiplied by before they are encoded
 //   multiplier   what the codes of a part are multiplied by when they are decoded

@@ -1,4 +1,4 @@
-// FP8 in blocks of 128, under one scale a line of codes, and under one a tensor. The twin of crates/formats/src/whole.rs for the last two.
+// FP8 in blocks of 128, under one scale a line of codes, and under one a tensor. The twin of crates/formats/src/fp8.rs for the last two.
 #pragma once
 #include "formats/block_format.cuh"
 

@@ -64,6 +64,11 @@ fn unwritten_as(
 ) -> Result<BlockScaled<Cuda>> {
     let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
     let kind = format.scale_kind(rule);
+    // Of no values no kernel makes one.
+    let tensor_scale = || match cols {
+        0 => device.upload(&vec![1.0f32; rows]).map(Buf::new),
+        _ => device.alloc(rows).map(Buf::new),
+    };
     Ok(BlockScaled {
         format,
         axis,
@@ -73,7 +78,7 @@ fn unwritten_as(
         stack,
         codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
         scales: Buf::new(device.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?),
-        tensor_scale: kind.has_tensor_scale().then(|| device.alloc(rows).map(Buf::new)).transpose()?,
+        tensor_scale: kind.has_tensor_scale().then(tensor_scale).transpose()?,
         scale_layout,
         shared_cols: 1,
     })

@@ -96,9 +96,12 @@ impl Config {
             ("model.z_loss_coef", factor(m.z_loss_coef)),
         ] {
             if let Some(is) = is {
+                let none = if is == "true" { "false" } else { "0" };
                 return fail(
                     key,
-                    format!("is {is}, but model.experts = 0: every layer is dense; leave it out"),
+                    format!(
+                        "is {is}, but model.experts = 0: every layer is dense; leave it out, or set it to {none}"
+                    ),
                 );
             }
         }

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(256) scale_sums(const ScaledSums arg) {
         if (arg.contraction) {
             const int group = row / (arg.rows / arg.groups);
             const int first = arg.start == nullptr ? 0 : min(max(__ldg(arg.start + group), 0), arg.capacity - 1);
+            counted = arg.len == nullptr || __ldg(arg.len + group) > 0;  // where there is no row, there is no scale
             scale = __fmul_rn(of(arg.a_scale, first), of(arg.b_scale, first));
         } else {
             int group = 0;

@@ -6,13 +6,13 @@ use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
-use nibble_core::ops::AttentionDecode;
+use nibble_core::ops::{AttentionDecode, GPU_HEAD_LIMIT, check_gpu_heads};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const OP: &str = "attention_decode";
 const THREADS: u32 = 256;
-/// Elements of a head at most: a thread each.
-const LARGEST_HEAD: usize = THREADS as usize;
+// Each element of a head has a thread.
+const _: () = assert!(GPU_HEAD_LIMIT <= THREADS as usize);
 /// Weights of as many keys fit in shared memory, beside the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
@@ -24,11 +24,7 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         buffers.tensor(argument, x)?;
     }
     let AttentionDecode { q, k, v, head_dim, value_dim, len } = op;
-    for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
-        if dim > LARGEST_HEAD {
-            return Err(Error::shape(OP, name, dim, format!("at most {LARGEST_HEAD} on a GPU")));
-        }
-    }
+    check_gpu_heads(OP, head_dim, value_dim)?;
     if len > MOST_KEYS {
         return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
     }

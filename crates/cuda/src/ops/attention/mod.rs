@@ -14,7 +14,9 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
 use crate::{Buffer, Cuda, Device};
 use attention_wgmma::Wgmma;
-use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+use nibble_core::ops::{
+    Attention, AttentionBackward, AttentionGrads, AttentionOut, GPU_HEAD_LIMIT, check_gpu_heads,
+};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const FORWARD: &str = "attention";
@@ -25,7 +27,7 @@ const QUERIES: usize = 64;
 /// Whole tiles of every kernel: what the rows of a head are padded to in the backward pass.
 const PADDED: usize = 128;
 /// Elements of a head that there are instances for.
-const DIMS: [usize; 4] = [32, 64, 128, 256];
+const DIMS: [usize; 4] = [32, 64, 128, GPU_HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
@@ -57,12 +59,7 @@ impl Sizes {
         if q.rows == 0 {
             return Ok(None);
         }
-        let most = DIMS[DIMS.len() - 1];
-        for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
-            if dim > most {
-                return Err(Error::shape(op, name, dim, format!("at most {most} on a GPU")));
-            }
-        }
+        check_gpu_heads(op, head_dim, value_dim)?;
         let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
         // Counts of ctas and of rows are 32 bits in the kernels; a cta has 8 lanes' rows or more.

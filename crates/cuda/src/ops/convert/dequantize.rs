@@ -183,7 +183,7 @@ fn decode<T: Plain>(
     bare: bool,
 ) -> Result<Buf<T>> {
     let out = device.alloc::<T>(desc.rows * desc.cols)?;
-    if units::takes(x.format, x.rule) {
+    if units::takes(x.format, x.rule)? {
         if desc.rows != 0 && desc.cols != 0 {
             units::launch(device, x, desc.dtype, bare, &out)?;
         }

@@ -21,7 +21,8 @@ pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u
     op.check()?;
     let buffers = BufferCheck::by("tile_scales", cuda);
     let (scales, starts) = (buffers.buffer("scales", op.scales)?, buffers.buffer("starts", op.starts)?);
-    let out = cuda.device().alloc::<u8>(op.matrix.tiled_len(starts.len() - 1))?;
+    // There may be less than a tile past the last whole one.
+    let out = cuda.device().filled::<u8>(op.matrix.tiled_len(starts.len() - 1), 0)?;
     launch(cuda, "tile_scales", true, &op.matrix, [scales, &out], starts)?;
     Ok(Buf::new(out))
 }

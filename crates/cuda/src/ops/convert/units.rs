@@ -57,9 +57,9 @@ const FORMATS: [UnitFormat; 19] = [
     row(Format::Hif4, None, "nib::Hif4Amax", BOTH),
 ];
 
-/// Whether kernels are made for a format alone, plain ones among them; the others go through the general ones.
+/// Whether kernels quantize to a format alone, plain ones among them; the others go through the general ones.
 pub fn has_own_kernels(format: Format) -> bool {
-    has_fast_kernels(format) || FORMATS.iter().all(|row| row.format != format || row.own.is_empty())
+    !format.is_block() || has_fast_kernels(format)
 }
 
 impl UnitFormat {

@@ -52,8 +52,13 @@ fn decoder(format: Format, rule: ScaleRule) -> Option<UnitFormat> {
 }
 
 /// Whether it has no kernel of its own.
-pub(super) fn takes(format: Format, rule: ScaleRule) -> bool {
-    decoder(format, rule).is_some_and(|unit| unit.is_ours())
+///
+/// # Errors
+/// [`Error::Unsupported`] of a format that no kernel knows.
+pub(super) fn takes(format: Format, rule: ScaleRule) -> Result<bool> {
+    let unit =
+        decoder(format, rule).ok_or_else(|| Error::unsupported(OP, format, "it has no kernel on a GPU"))?;
+    Ok(unit.is_ours())
 }
 
 /// The instances built for it.
