@@ -78,8 +78,6 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         ("model.shared_ffn", config.model.shared_ffn),
         ("model.head_dim", config.model.heads * config.model.head_dim),
         ("model.value_head_dim", config.model.heads * config.model.value_head_dim()),
-        ("model.kv_heads", config.model.kv_heads * config.model.head_dim),
-        ("model.kv_heads", config.model.kv_heads * config.model.value_head_dim()),
     ];
     for section in &sections {
         for block in Site::ALL.map(|site| section.at(site).format.spec()).iter().filter(|s| !s.ragged) {
