@@ -14,18 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# sequences, tokens, query heads, key heads, head, value
-SHAPES = [
-    (8, 4096, 16, 4, 128, 128),
-    (8, 4096, 32, 4, 128, 128),
-    (4, 4096, 56, 8, 128, 128),
-    (2, 16384, 32, 4, 128, 128),
-    (8, 4096, 32, 8, 64, 64),
-    (8, 4096, 32, 32, 192, 128),
-    (4, 4096, 128, 128, 192, 128),
-    (2, 16384, 32, 32, 192, 128),
-    (1, 16384, 128, 128, 192, 128),
-]
+from shapes import attention_shapes
+
 BACKENDS = [("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)]
 
 
@@ -67,7 +57,7 @@ def main():
     parser.add_argument("--only", default="", help="only shapes whose name contains this")
     only = parser.parse_args().only
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}; TFLOP/s: forward, backward, both")
-    for shape in SHAPES:
+    for shape in attention_shapes():
         sequences, tokens, heads, kv_heads, head, value = shape
         dims = f"{head}" if head == value else f"{head}/{value}"
         name = f"{sequences} x {tokens}, {heads}/{kv_heads} heads of {dims}"

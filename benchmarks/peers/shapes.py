@@ -1,10 +1,12 @@
-"""The sizes of models' expert layers that `nibble bench` measures with, read from where it has them."""
+"""The sizes that `nibble bench` measures with, of models' expert layers and of attention, read from where it has them."""
 
 import re
 from collections import namedtuple
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "crates/testkit/src/shapes.rs"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "crates/testkit/src/shapes.rs"
+ATTENTION = ROOT / "crates/bench/src/attention.rs"
 
 # Width of the model and of an expert, experts of a layer, experts a token.
 MoeShape = namedtuple("MoeShape", "d f experts top_k")
@@ -17,6 +19,15 @@ def moe_shapes():
     if not found:
         raise SystemExit(f"{SOURCE} has no sizes of models as this expects them")
     return {name: MoeShape(*map(int, sizes)) for name, *sizes in found}
+
+
+def attention_shapes():
+    """Sequences, tokens, query heads, key heads, elements of their heads and of values' heads."""
+    sizes = ", ".join([r"(\d+)"] * 6)
+    found = re.findall(rf"^ +\({sizes}\),$", ATTENTION.read_text(), re.MULTILINE)
+    if not found:
+        raise SystemExit(f"{ATTENTION} has no sizes of attention as this expects them")
+    return [tuple(map(int, shape)) for shape in found]
 
 
 def projections(shape):
