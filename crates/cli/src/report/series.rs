@@ -56,6 +56,11 @@ const KNOWN: [(&str, Place, &str); 18] = [
         Place::Numerics,
         "Share of blocks that the shift to columns changed",
     ),
+    (
+        "quantization/saturated_fraction",
+        Place::Numerics,
+        "Share of values larger than their delayed scale expected",
+    ),
     ("n_tokens_seen", Place::Other, "Tokens trained on"),
 ];
 

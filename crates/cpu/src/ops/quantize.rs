@@ -1,6 +1,7 @@
 //! See `nibble_core::ops::{Quantize, Dequantize}`, and the writing of results in block formats that every fused op
 //! shares.
 
+mod delayed;
 mod dequantize;
 pub(crate) mod emit;
 pub(crate) mod encode;
@@ -75,12 +76,16 @@ fn encode(
     if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
         return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
     }
+    let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
     match (encode::path(cpu, [op.codec.format()]), op.planes) {
         (CodePath::Scalar, Planes::Tiles) => {
             let (x, spans) = (Matrix::of(op.x, spans), Spans::stacked(op.stack, op.x.rows / op.stack.max(1)));
-            spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x))
+            spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed))
         }
-        (CodePath::Scalar, _) => spec::emit(cpu, &Matrix::of(op.x, spans), emit, spans, random),
+        (CodePath::Scalar, planes) => {
+            let x = Matrix::of(op.x, spans);
+            Ok(spec::blocks(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
+        }
         (CodePath::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
         (CodePath::Simd, _) => strips(cpu, op, random, emit, spans),
     }

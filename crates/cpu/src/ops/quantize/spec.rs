@@ -1,10 +1,11 @@
 //! The specification of every op that writes quantized or plain results: one block after the other through
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
+use super::delayed::Met;
 use super::planes::{get_code, put_codes, put_scale, scales_of, unwritten_as};
 use super::spans::Spans;
 use crate::Cpu;
-use nibble_core::ops::{Counts, Emit, Emitted, Planes};
+use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use nibble_formats::{
     BlockAxis, Codec, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes,
@@ -44,23 +45,36 @@ pub(crate) struct Casting<'a> {
     codec: Codec,
     /// Where there is a scale for a whole tensor: the codec of each row. The rows of a span, a group's or a matrix's, share one.
     of_rows: Vec<Codec>,
+    /// Under scales of earlier steps.
+    met: Option<Met<'a>>,
     random: Option<Stream>,
     spans: &'a Spans<'a>,
 }
 
 impl<'a> Casting<'a> {
-    /// Measures the values, where the tensor has a scale of its own.
-    pub fn new(codec: Codec, random: Option<Stream>, spans: &'a Spans<'a>, x: &Matrix) -> Self {
+    /// Measures the values, where the tensor has a scale of its own; `delayed`: records of so many spans.
+    pub fn new(
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+        x: &Matrix,
+        delayed: Option<(Delayed<'a, Cpu>, usize)>,
+    ) -> Self {
         let mut of_rows = Vec::new();
+        let mut met = delayed.map(|(delayed, num_spans)| Met::new(delayed, num_spans));
         if codec.scale_kind().has_tensor_scale() {
             of_rows = vec![codec.for_tensor(0.0); spans.capacity];
             for span in &spans.spans {
                 let rows = span.start * x.cols..(span.start + span.len).min(spans.rows) * x.cols;
-                let measured = codec.for_tensor(codec.tensor_amax(x.values[rows].iter().copied()));
-                of_rows[span.start..span.end.min(spans.capacity)].fill(measured);
+                let values = &x.values[rows];
+                let known = match &mut met {
+                    Some(met) => met.meet(codec, span.number, values),
+                    None => codec.for_tensor(codec.tensor_amax(values.iter().copied())),
+                };
+                of_rows[span.start..span.end.min(spans.capacity)].fill(known);
             }
         }
-        Self { codec, of_rows, random, spans }
+        Self { codec, of_rows, met, random, spans }
     }
 
     /// The codec of a row's values.
@@ -72,6 +86,11 @@ impl<'a> Casting<'a> {
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
         let element = self.spans.row_index(row) * cols as u64 + col as u64;
         self.random.map_or(0, |stream| stream.u16_at(element))
+    }
+
+    /// What was found of values under scales of earlier steps.
+    fn found(&self, cpu: &Cpu) -> Option<Found<Cpu>> {
+        self.met.as_ref().map(|met| met.found(cpu))
     }
 
     /// Writes the tensor's scale of each row.
@@ -103,21 +122,25 @@ pub(crate) fn emit(
     match emit {
         Emit::Plain(dtype) => {
             let rows = Some(Operand::Plain(plain(cpu, x, dtype, spans.rows)?));
-            Ok(Emitted { rows, cols: None, counts: None })
+            Ok(Emitted { rows, cols: None, counts: None, found: None })
         }
         Emit::Block { codec, planes } => {
-            let casting = Casting::new(codec, random, spans, x);
-            let lines = |axis| lines(cpu, x, &casting, axis);
-            let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
-            let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
-            let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
-            let [non_zero, inexact, non_finite] = tally;
-            Ok(Emitted {
-                rows: rows.map(|(plane, _)| Operand::Block(plane)),
-                cols: cols.map(|(plane, _)| Operand::Block(plane)),
-                counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
-            })
+            Ok(blocks(cpu, x, &Casting::new(codec, random, spans, x, None), planes))
         }
+    }
+}
+
+/// Writes a matrix in blocks, by rows, by columns, or both.
+pub(crate) fn blocks(cpu: &Cpu, x: &Matrix, casting: &Casting, planes: Planes) -> Emitted<Cpu> {
+    let lines = |axis| lines(cpu, x, casting, axis);
+    let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
+    let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
+    let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
+    Emitted {
+        rows: rows.map(|(plane, _)| Operand::Block(plane)),
+        cols: cols.map(|(plane, _)| Operand::Block(plane)),
+        counts: Some(Counts(cpu.computed(&tally))),
+        found: casting.found(cpu),
     }
 }
 
@@ -227,6 +250,7 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
         counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+        found: casting.found(cpu),
     })
 }
 
@@ -235,7 +259,7 @@ pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec))
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
     let plane = |x: &Matrix, rows: usize| {
         let spans = Spans::stacked(stack, rows);
-        lines(cpu, x, &Casting::new(codec, None, &spans, x), BlockAxis::Row)
+        lines(cpu, x, &Casting::new(codec, None, &spans, x, None), BlockAxis::Row)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
     let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
@@ -244,6 +268,7 @@ pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec))
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
         counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+        found: None,
     })
 }
 

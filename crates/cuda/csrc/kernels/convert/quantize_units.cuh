@@ -12,6 +12,8 @@
 //   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
 //   `col_any` whether it has a non-zero code; those with one for a tensor `tensor`, by the span of a row: `span_of_row`, or its matrix if null.
+//   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
+//   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
 // A thread encodes 64 values of a row, then of a column. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
@@ -40,11 +42,14 @@ struct UnitsArg {
     u8* col_any;
     const TensorInverse* tensor;
     const int* span_of_row;
+    u32* found;
+    u64* found_counts;
     int rows, cols, capacity, stack;
     int form, policy, band, id_mask;
-    u32 x_aligned, rows_aligned, cols_aligned, pad;
+    u32 x_aligned, rows_aligned, cols_aligned;
+    int found_spans;
     ScaleArg rule;
-    u32 pad_too;
+    u32 pad;
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
     /// The number of a row for random bits.
@@ -53,8 +58,11 @@ struct UnitsArg {
     }
     __device__ __forceinline__ TensorInverse tensor_of(int matrix, int row) const {
         if (tensor == nullptr) return {1.0f, 1.0f};
-        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + (span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1))));
+        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + span_of(matrix, row));
         return {of.x, of.y};
+    }
+    __device__ __forceinline__ int span_of(int matrix, int row) const {
+        return span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1));
     }
 };
 
@@ -217,6 +225,9 @@ struct UnitEncoder {
                 for (int i = 0; i < kWords; ++i) words[i] = is_nan ? 0 : words[i];
                 store_words(to + (first + sixteen * 16) * F::Element::kBits / 8, words);
             }
+            if constexpr (F::kTensor && F::kScaleBytes == 0) {
+                if (arg.found != nullptr && has_counts) note<kDown>(at, u, first, exists && !is_padding, amax[0]);
+            }
             any &= !is_nan;
             if constexpr (F::kBlock == 128) any |= __shfl_xor_sync(kAllLanes, int(any), at.partner) != 0;
             if (kTogether && together) {
@@ -238,6 +249,37 @@ struct UnitEncoder {
 
 private:
     __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
+
+    /// What was found of the values of a step of a unit, the largest of which is `amax`. All threads of a warp come here.
+    template <bool kDown>
+    __device__ __forceinline__ void note(const UnitLine& at, int u, int first, bool counts, u32 amax) const {
+        const int row = at.row + (kDown ? first : 0);
+        int span = counts ? arg.span_of(at.matrix, row) : -1;
+        if (unsigned(span) >= unsigned(arg.found_spans)) span = -1;
+        u32 bits = span < 0 ? 0 : amax >= kInfinityBits ? kNanBits : amax;
+        const float expected = span < 0 ? 0.0f : arg.tensor_of(at.matrix, row).unit;
+        u32 larger = 0;
+        if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
+            // Again, since registers are not indexed, and this is rare.
+#pragma unroll 1
+            for (int sixteen = 0; sixteen < kStep / 16; ++sixteen) {
+                float x[16];
+                read_values<In, kAcross>(shared.values, kDown, u, first + sixteen * 16, x);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) larger += fabsf(x[i]) > expected && (__float_as_uint(x[i]) & 0x7FFFFFFF) < kInfinityBits;
+            }
+        }
+        larger = __reduce_add_sync(kAllLanes, larger);
+        if (threadIdx.x % 32 == 0 && larger != 0) atomicAdd(arg.found_counts, u64(larger));
+        int is_one_span;
+        __match_all_sync(kAllLanes, span, &is_one_span);
+        if (is_one_span) {
+            bits = __reduce_max_sync(kAllLanes, bits);
+            if (threadIdx.x % 32 != 0) return;
+        }
+        // Most are smaller than what is there already.
+        if (bits != 0 && bits > *const_cast<volatile u32*>(arg.found + span)) atomicMax(arg.found + span, bits);
+    }
 
     struct Place {
         u64 line;
