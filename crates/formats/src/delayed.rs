@@ -134,7 +134,7 @@ impl fmt::Display for DelayedScaling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.amax {
             AmaxOf::Max => write!(f, "delayed, max of {} steps", self.history)?,
-            AmaxOf::MostRecent => write!(f, "delayed, most recent of {} steps", self.history)?,
+            AmaxOf::MostRecent => f.write_str("delayed, most recent step")?,
         }
         if self.margin > 0 { write!(f, ", margin {}", self.margin) } else { Ok(()) }
     }

@@ -249,7 +249,7 @@ fn every_field_of_a_delayed_scale_decides() {
     let want = run(&base, 1);
     for (from, to) in [
         ("history = 1024", "history = 2"),
-        ("history = 1024", "history = 1024, amax = \"most_recent\""),
+        ("history = 1024", "amax = \"most_recent\""),
         ("history = 1024", "history = 1024, margin = 1"),
     ] {
         let text = base.replace(from, to);

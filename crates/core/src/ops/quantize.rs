@@ -126,7 +126,7 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
     }
 }
 
-/// Scales of earlier steps, for a format whose blocks have none but that of the tensor ([`DelayedScaling`]): a record for each span, which
+/// Scales of earlier steps, for a format whose blocks have none but that of the tensor ([`nibble_formats::DelayedScaling`]): a record for each span, which
 /// is a group, a matrix of the stack, or the whole matrix.
 #[derive(Debug)]
 pub struct Delayed<'a, B: Backend> {

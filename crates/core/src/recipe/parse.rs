@@ -258,13 +258,19 @@ impl Reader<'_> {
             None => amax,
             Some(value) => {
                 let name = self.string(key, value)?;
-                let names = || AmaxOf::ALL.into_iter().map(AmaxOf::name);
-                name.parse().map_err(|_| {
-                    self.error(key, unknown("amax", name, names().collect::<Vec<_>>().into_iter()))
-                })?
+                let names = AmaxOf::ALL.map(AmaxOf::name);
+                name.parse().map_err(|_| self.error(key, unknown("amax", name, names.into_iter())))?
             }
         };
-        DelayedScaling::new(number("history", history)?, amax, number("margin", margin)?)
+        let history = match amax {
+            AmaxOf::Max => number("history", history)?,
+            AmaxOf::MostRecent if table.contains_key("history") => {
+                let why = format!("`history` decides nothing with amax = \"{amax}\": one step decides");
+                return Err(self.error(key, why));
+            }
+            AmaxOf::MostRecent => 1,
+        };
+        DelayedScaling::new(history, amax, number("margin", margin)?)
             .map_err(|e| self.error(key, e.to_string()))
     }
 

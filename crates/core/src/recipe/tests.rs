@@ -365,9 +365,12 @@ fn delayed_scales_read_print_and_read_again() {
     let (delayed, text) = of("");
     assert_eq!(delayed, nibble_formats::DelayedScaling::default());
     assert!(text.contains("e4m3-tensor row (delayed, max of 1024 steps)"), "{text}");
-    let (delayed, text) = of(", history = 16, amax = \"most_recent\", margin = 2");
+    let (delayed, text) = of(", history = 16, margin = 2");
     assert_eq!((delayed.history, delayed.margin), (16, 2));
-    assert!(text.contains("(delayed, most recent of 16 steps, margin 2)"), "{text}");
+    assert!(text.contains("(delayed, max of 16 steps, margin 2)"), "{text}");
+    let (delayed, text) = of(", amax = \"most_recent\"");
+    assert_eq!((delayed.history, delayed.margin), (1, 0));
+    assert!(text.contains("(delayed, most recent step)"), "{text}");
     assert!(!by_tensor("").unwrap().is_delayed());
     let late = "extends = \"bf16\"\n[[override]]\nsteps = \"0.5..1\"\nset.recipe = \"fp8-block\"";
     assert!(!Recipe::parse("mine", late).unwrap().is_delayed());
@@ -411,6 +414,10 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         (
             delayed.replace(" }", ", margin = -1 }").replace("{ format", "linear.fprop.x = { format"),
             ["linear.fprop.x", "`margin`"],
+        ),
+        (
+            "linear.fprop.x = { format = \"e4m3-tensor\", scale = \"delayed\", amax = \"most_recent\", history = 4 }".to_owned(),
+            ["linear.fprop.x", "`history` decides nothing"],
         ),
         (
             delayed.replace(" }", ", amax = \"latest\" }").replace("{ format", "linear.fprop.x = { format"),

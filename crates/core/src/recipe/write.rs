@@ -2,7 +2,7 @@
 
 use super::precision::{DELAYED, axis_name};
 use super::{By, LayerKind, Precision, Recipe, Section, Site};
-use nibble_formats::{BlockAxis, DelayedScaling, Rounding};
+use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
 
@@ -40,10 +40,13 @@ fn in_toml(site: Site, precision: Option<&Precision>) -> String {
     if p.format.is_block() {
         let _ = match p.delayed {
             None => write!(out, ", scale = \"{}\"", p.scale),
-            Some(DelayedScaling { history, amax, margin }) => write!(
-                out,
-                ", scale = \"{DELAYED}\", history = {history}, amax = \"{amax}\", margin = {margin}"
-            ),
+            Some(DelayedScaling { history, amax: amax @ AmaxOf::Max, margin }) => {
+                let rule = format!(", scale = \"{DELAYED}\", history = {history}");
+                write!(out, "{rule}, amax = \"{amax}\", margin = {margin}")
+            }
+            Some(DelayedScaling { amax, margin, .. }) => {
+                write!(out, ", scale = \"{DELAYED}\", amax = \"{amax}\", margin = {margin}")
+            }
         };
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
