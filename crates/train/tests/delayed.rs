@@ -231,10 +231,7 @@ fn a_tensor_has_one_history_in_a_run() {
     let col = x.replace(" }", ", axis = \"col\" }");
     let set = format!("set.linear = {{ fprop.x = {x}, saved.x = {col}, wgrad.x = {x} }}\n");
     let (config, _dir) = with_recipe(&format!("{text}\n{half}{set}"), &[]);
-    let b = cpu();
-    let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap_err();
-    let _ = &mut trainer;
-    let why = trainer.to_string();
+    let why = Trainer::new(&cpu(), &SOLO, &config).unwrap_err().to_string();
     assert!(why.contains("self_attn.x") && why.contains("one history"), "{why}");
 }
 
