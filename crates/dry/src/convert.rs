@@ -12,6 +12,8 @@ use nibble_core::{
 
 /// Rows and columns of a tile of the GPU's fused kernels.
 const TILE: usize = 128;
+/// Values of a block of MXFP4, of which a GPU's kernels take whole ones.
+const MXFP4_BLOCK: usize = 32;
 /// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
 const PLAN_CHUNK: usize = 2048;
 const PLAN_CHUNKS: usize = 256;
@@ -229,7 +231,9 @@ impl Dry {
         let _transformed = apart.then(transformed).transpose()?;
         let _measured = self.measured(&op)?;
         let by_32 = matches!(op.codec.format(), Format::Mxfp8E4m3 | Format::Mxfp8E5m2);
-        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) {
+        let ends_short = op.codec.format() == Format::Mxfp4
+            && !(cols.is_multiple_of(MXFP4_BLOCK) && rows.is_multiple_of(MXFP4_BLOCK));
+        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) && !ends_short {
             // The rows' scales by columns, before they come to their places.
             let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =
@@ -244,6 +248,10 @@ impl Dry {
 
     pub(crate) fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
         let x = op.x;
+        let whole = x.cols.next_multiple_of(MXFP4_BLOCK);
+        if self.is_gpu() && whole != x.cols && [x.format, op.to].contains(&Format::Mxfp4) {
+            return self.transcode_short_blocks(op, whole);
+        }
         // Only MXFP4 gets scales chosen anew.
         let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
         if op.axis == BlockAxis::Tile {
@@ -260,6 +268,26 @@ impl Dry {
             out.shared_cols = x.format.spec().block;
         }
         Ok(Transcoded { out, transposed: None, counts: self.counts()? })
+    }
+
+    /// On a GPU: of rows extended to whole blocks, and cut.
+    fn transcode_short_blocks(&self, op: Transcode<'_, Self>, whole: usize) -> Result<Transcoded<Self>> {
+        let x = op.x;
+        let codes = self.buf(BlockScaled::<Self>::code_bytes(x.format, x.axis, x.rows, whole))?;
+        let extended = BlockScaled { cols: whole, codes, ..x.clone() };
+        let Transcoded { out, transposed, counts } = self.transcode(Transcode { x: &extended, ..op })?;
+        let codes = |q: &BlockScaled<Self>, rows, cols| {
+            self.buf(BlockScaled::<Self>::code_bytes(q.format, q.axis, rows, cols))
+        };
+        let mut cut = BlockScaled { cols: x.cols, codes: codes(&out, out.rows, x.cols)?, ..out.clone() };
+        if op.axis == BlockAxis::Col {
+            cut.scales = self.buf(cut.scale_bytes())?;
+        }
+        let turned = |q: BlockScaled<Self>| {
+            let rows = q.stack * x.cols;
+            Ok::<_, nibble_core::Error>(BlockScaled { rows, codes: codes(&q, rows, q.cols)?, ..q })
+        };
+        Ok(Transcoded { out: cut, transposed: transposed.map(turned).transpose()?, counts })
     }
 
     pub(crate) fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {

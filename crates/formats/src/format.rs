@@ -1,7 +1,7 @@
 //! The formats a tensor can be stored in: the table of their records, and what follows from a record.
 
 use crate::e8m0::ScaleRule;
-use crate::error::{Error, Result, find_by_name};
+use crate::error::{Error, find_by_name};
 use crate::packing::packed_bytes;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
@@ -108,19 +108,6 @@ impl Format {
         let block = self.spec().block;
         if block == WHOLE_LINE { 1 } else { block }
     }
-
-    /// Checks the length of a contraction.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] where the format needs whole blocks and `len` is not a multiple of them.
-    pub fn check_contraction(self, argument: &'static str, len: usize) -> Result<()> {
-        let spec = self.spec();
-        if spec.ragged || len.is_multiple_of(spec.block) {
-            return Ok(());
-        }
-        let expected = format!("a multiple of {} (the block of {})", spec.block, spec.name);
-        Err(Error::Shape { argument, got: len, expected })
-    }
 }
 
 impl std::fmt::Display for Format {
@@ -132,7 +119,7 @@ impl std::fmt::Display for Format {
 impl std::str::FromStr for Format {
     type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self> {
+    fn from_str(s: &str) -> Result<Self, Error> {
         find_by_name("format", &Format::ALL, s)
     }
 }
@@ -177,16 +164,5 @@ mod tests {
         assert_eq!(of(Format::Hif4, 130), (65, 3));
         assert_eq!(of(Format::E4m3Row, 300), (300, 1));
         assert_eq!(of(Format::E4m3Tensor, 300), (300, 3));
-    }
-
-    #[test]
-    fn all_but_one_may_end_short() {
-        let short = |f: &Format| f.check_contraction("cols", 130).is_ok();
-        let whole: Vec<Format> = Format::ALL.into_iter().filter(|f| !short(f)).collect();
-        assert_eq!(whole, [Format::Mxfp4]);
-        assert!(Format::E4m3.check_contraction("cols", 130).is_ok());
-        assert!(Format::Mxfp4.check_contraction("cols", 64).is_ok());
-        let e = Format::Mxfp4.check_contraction("cols", 48).unwrap_err();
-        assert_eq!(e.to_string(), "`cols`: got 48, expected a multiple of 32 (the block of mxfp4)");
     }
 }

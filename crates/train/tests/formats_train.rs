@@ -76,6 +76,25 @@ fn formats_of_no_recipe_learn() {
     assert!(trained > 0, "every format has a recipe: this test has nothing to do");
 }
 
+/// Widths that blocks of 16, 32, 64 and 128 do not divide, and an odd one: lines that end inside a block are extended by zeros.
+#[test]
+fn widths_that_no_block_divides_train() {
+    let files = ["mxfp8", "nvfp4", "hif4", "fp8-tensor"]
+        .map(|name| format!("{}/../../recipes/{name}.toml", env!("CARGO_MANIFEST_DIR")));
+    let built_in = ["mxfp4-hopper", "fp8-flow"].map(String::from);
+    for recipe in files.iter().chain(&built_in) {
+        let experts = ["model.d_model=80", "model.expert_ffn=37", "model.shared_ffn=40"];
+        let dense = ["model.d_model=112", "model.ffn=75"];
+        for config in [rig::small(recipe, &experts), rig::dense(recipe, &dense)] {
+            let of = |threads| train(&config, 1, 3, move || Cpu::new(threads).unwrap()).losses;
+            let losses = of(2);
+            assert!(losses.iter().all(|loss| loss.is_finite()), "{recipe}: {losses:?}");
+            assert!(losses[2] < losses[0], "{recipe} learns: {losses:?}");
+            assert_eq!(losses, of(1), "{recipe}");
+        }
+    }
+}
+
 #[track_caller]
 fn assert_trains(here: &Path, name: &str, run: &str, config: &Config, golden: &str) {
     let got = losses(config, 2);

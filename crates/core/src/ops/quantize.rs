@@ -124,7 +124,7 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
     }
 }
 
-/// Quantizes a matrix `[rows, cols]`.
+/// Quantizes a matrix `[rows, cols]`. A line that ends inside a block is zero-extended: the block's scale is that of the values there are.
 ///
 /// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
 /// length reads as zero, and padding is not counted.
@@ -168,16 +168,8 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
         }
         check_stack(OP, self.x.rows, self.stack, self.planes)?;
-        if matches!(self.planes, Planes::Rows | Planes::Both) {
-            check_contraction(OP, format, "columns of x", self.x.cols)?;
-        }
         if matches!(self.planes, Planes::Cols | Planes::Both) {
-            check_contraction(OP, format, "rows of x", self.x.rows)?;
             check_group_align(OP, self.groups, format)?;
-        }
-        if self.planes == Planes::Tiles && !format.spec().tiles {
-            check_contraction(OP, format, "columns of x", self.x.cols)?;
-            check_contraction(OP, format, "rows of a matrix", self.x.rows / self.stack)?;
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
         let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
@@ -266,20 +258,6 @@ impl<B: Backend> Dequantize<'_, B> {
         self.check()?;
         b.dequantize(self)
     }
-}
-
-/// A contraction that ends inside a block is zero-extended, but for formats that take whole blocks only.
-pub(crate) fn check_contraction(
-    op: &'static str,
-    format: Format,
-    argument: &'static str,
-    len: usize,
-) -> Result<()> {
-    let block = format.spec().block;
-    if !format.spec().ragged && !len.is_multiple_of(block) {
-        return Err(Error::shape(op, argument, len, format!("a multiple of {format}'s block of {block}")));
-    }
-    Ok(())
 }
 
 /// Column blocks must not cross from one group to the next.

@@ -173,13 +173,10 @@ impl Product<'_> {
                 let is_square = q.axis == BlockAxis::Tile && q.tensor_scale.is_none();
                 let tile_rows = if is_square { q.format.spec().block } else { 1 };
                 let scales = Some(scales(self.op, q)?);
-                Ok(Side {
-                    values,
-                    row_stride: if down { q.rows } else { q.cols },
-                    k_stride: 1,
-                    scales,
-                    tile_rows,
-                })
+                // A line is whole bytes.
+                let len = if down { q.rows } else { q.cols };
+                let row_stride = q.format.row_code_bytes(len) * 8 / q.format.spec().code_bits as usize;
+                Ok(Side { values, row_stride, k_stride: 1, scales, tile_rows })
             }
         }
     }
