@@ -78,18 +78,21 @@ impl Dry {
     }
 
     /// What a GPU measures before it encodes under a scale for a line or for a tensor: of each row a group (4 bytes), or of each line its
-    /// largest magnitude and whether it has a non-zero code (5). What it has a number a group of is too little to count.
+    /// largest magnitude and whether it has a non-zero code (5), of columns within each group. What it has a number a group of is too little to count.
     fn measured(&self, op: &Quantize<'_, Self>) -> Result<Option<Buf<u8>>> {
         let (rows, cols) = op.x.shape();
+        // Of columns for each group, and for rows of none.
+        let spans = op.groups.map_or(1, |groups| groups.num_groups + 1);
         let (rows, cols) = match op.planes {
             Planes::Rows => (rows, 0),
-            Planes::Cols => (0, cols),
-            Planes::Both => (rows, cols),
+            Planes::Cols => (0, spans * cols),
+            Planes::Both => (rows, spans * cols),
             Planes::Tiles => (rows, op.stack * cols),
         };
         let by_line = op.codec.format().spec().block == WHOLE_LINE;
         let grouped = op.codec.scale_kind().has_tensor_scale() && op.groups.is_some();
-        let bytes = if by_line { 5 * (rows + cols) } else { 4 * op.x.rows };
+        let span_of_row = if cols != 0 && op.groups.is_some() { 4 * op.x.rows } else { 0 };
+        let bytes = if by_line { 5 * (rows + cols) + span_of_row } else { 4 * op.x.rows };
         (self.is_gpu() && (by_line || grouped)).then(|| self.buf(bytes)).transpose()
     }
 

@@ -2,6 +2,7 @@
 
 use crate::e8m0::ScaleRule;
 use crate::error::{Error, find_by_name};
+use crate::layout::BlockAxis;
 use crate::packing::packed_bytes;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
@@ -103,10 +104,18 @@ impl Format {
         (self.spec().scales)(rule)
     }
 
-    /// What the contraction of a column plane is rounded up to: whole blocks; 1 where a block is as long as the line.
+    /// Values of a line along this axis that a record of scales stands for: a block; of columns of a format with one scale a line 128, since
+    /// groups of rows start at multiples of that and have a scale each.
+    pub const fn record_len(self, axis: BlockAxis) -> usize {
+        match axis {
+            BlockAxis::Col if self.spec().block == WHOLE_LINE => 128,
+            _ => self.spec().block,
+        }
+    }
+
+    /// What the contraction of a column plane is rounded up to, and groups of rows start at multiples of: what a record stands for.
     pub const fn column_step(self) -> usize {
-        let block = self.spec().block;
-        if block == WHOLE_LINE { 1 } else { block }
+        self.record_len(BlockAxis::Col)
     }
 }
 
@@ -164,5 +173,13 @@ mod tests {
         assert_eq!(of(Format::Hif4, 130), (65, 3));
         assert_eq!(of(Format::E4m3Row, 300), (300, 1));
         assert_eq!(of(Format::E4m3Tensor, 300), (300, 3));
+    }
+
+    #[test]
+    fn columns_under_one_scale_have_a_record_for_each_stretch_that_a_group_may_be() {
+        use BlockAxis::{Col, Row};
+        assert_eq!((Format::E4m3Row.record_len(Row), Format::E4m3Row.record_len(Col)), (WHOLE_LINE, 128));
+        assert_eq!((Format::Nvfp4.record_len(Row), Format::Nvfp4.record_len(Col)), (16, 16));
+        assert_eq!((Format::E4m3Row.column_step(), Format::Bf16.column_step()), (128, 1));
     }
 }

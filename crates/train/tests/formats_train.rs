@@ -5,7 +5,7 @@
 
 mod rig;
 
-use nibble_core::formats::{Format, WHOLE_LINE};
+use nibble_core::formats::Format;
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use rig::train;
@@ -21,7 +21,7 @@ fn losses(config: &Config, threads: usize) -> Vec<f64> {
 #[test]
 fn every_format_trains_to_the_committed_losses() {
     let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    for name in ["mxfp8", "fp8-tensor", "nvfp4", "hif4"] {
+    for name in ["mxfp8", "fp8-tensor", "fp8-row", "nvfp4", "hif4"] {
         let recipe = here.join(format!("../../recipes/{name}.toml")).display().to_string();
         assert_trains(&here, name, "The small run", &rig::small(&recipe, &[]), &format!("{name}.txt"));
         let dense = rig::dense(&recipe, &["model.ffn=128"]);
@@ -29,15 +29,11 @@ fn every_format_trains_to_the_committed_losses() {
     }
 }
 
-/// Both operands of products along rows.
-const ROWS: &str = r#"
+/// Both operands of all products, with what is kept for one.
+const PRODUCTS: &str = r#"
 fprop.x = { format = "NAME" }
 fprop.w = { format = "NAME" }
 dgrad.dy = { format = "NAME" }
-"#;
-
-/// And of those down them, with what is kept for one.
-const COLUMNS: &str = r#"
 wgrad.dy = { format = "NAME" }
 wgrad.x = { format = "NAME" }
 saved.x = { format = "NAME", axis = "col" }
@@ -57,9 +53,7 @@ fn formats_of_no_recipe_learn() {
             continue;
         }
         let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.toml"));
-        // One scale a column does not end where a group of rows does.
-        let columns = if format.spec().block == WHOLE_LINE { "" } else { COLUMNS };
-        let products = [ROWS, columns].concat().replace("NAME", name);
+        let products = PRODUCTS.replace("NAME", name);
         let recipe = format!(
             "description = \"{name} in all products\"\nextends = \"bf16\"\n[linear]{products}[expert]{products}"
         );
@@ -79,7 +73,7 @@ fn formats_of_no_recipe_learn() {
 /// Widths that blocks of 16, 32, 64 and 128 do not divide, and an odd one: lines that end inside a block are extended by zeros.
 #[test]
 fn widths_that_no_block_divides_train() {
-    let files = ["mxfp8", "nvfp4", "hif4", "fp8-tensor"]
+    let files = ["mxfp8", "nvfp4", "hif4", "fp8-tensor", "fp8-row"]
         .map(|name| format!("{}/../../recipes/{name}.toml", env!("CARGO_MANIFEST_DIR")));
     let built_in = ["mxfp4-hopper", "fp8-flow"].map(String::from);
     for recipe in files.iter().chain(&built_in) {

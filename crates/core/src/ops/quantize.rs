@@ -1,6 +1,5 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
@@ -266,11 +265,8 @@ pub(crate) fn check_group_align<B: Backend>(
     groups: Option<&Groups<B>>,
     format: Format,
 ) -> Result<()> {
-    let block = format.spec().block;
+    let block = format.column_step();
     match groups {
-        Some(_) if block == WHOLE_LINE => {
-            Err(Error::unsupported(op, format, "one scale a column does not end where a group does"))
-        }
         Some(g) if g.align % block != 0 => Err(Error::shape(
             op,
             "groups.align",

@@ -3,7 +3,6 @@
 use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
-use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {
@@ -56,8 +55,6 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         let why = "the head's fused loss takes blocks of 128 under a scale each";
         let known = p.format.spec().block == 128 && !p.format.scale_kind(p.scale).has_tensor_scale();
         check.expect(site, !in_head || known, why)?;
-        let ends = p.format.spec().block != WHOLE_LINE || p.axis != BlockAxis::Col;
-        check.expect(site, ends, "one scale a column does not end where a group of rows does")?;
         match (p.format.is_block(), kind) {
             (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
             (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,

@@ -57,7 +57,7 @@ pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> 
     let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
     let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
     let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
-        (true, len) => x.format.spec().block.min(len.next_multiple_of(2)),
+        (true, len) => x.format.record_len(x.axis).min(len.next_multiple_of(2)),
         (false, len) => len.next_multiple_of(2),
     };
     let apart = (of_tensor || of_blocks).then_some(block.max(2));

@@ -16,7 +16,9 @@ enum Stored {
 }
 
 use BlockAxis::{Col, Row, Tile};
-use Format::{E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4};
+use Format::{
+    E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Row, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4,
+};
 use ScaleRule::{Amax, Rceil, TensorAmax};
 
 /// A matrix as the operand says; `pads` are rows that hold NaN bytes or zeros.
@@ -310,6 +312,8 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
         ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax)),
         ((Hif4, Amax), (Hif4, Amax)),
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
+        ((E4m3Row, Amax), (E4m3Row, Amax)),
+        ((E5m2Row, Rceil), (E4m3Row, Amax)),
     ] {
         stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
     }

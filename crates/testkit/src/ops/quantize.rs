@@ -3,7 +3,6 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
-use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize, Random};
@@ -265,9 +264,8 @@ fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
             for (planes, rows, cols) in [(Planes::Rows, 20, 1152), (Planes::Both, 160, 192)] {
                 pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
             }
-            let rows_only = format.spec().block == WHOLE_LINE;
             for (k, spread) in [Spread::Zipf, Spread::EmptyGroups].into_iter().enumerate() {
-                let planes = if rows_only { Planes::Rows } else { [Planes::Both, Planes::Cols][k] };
+                let planes = [Planes::Both, Planes::Cols][k];
                 let input = [Input::Normal, Input::NonFinite, Input::SignedZeros][(i + j + k) % 3];
                 pair.check(&Ragged {
                     codec,

@@ -7,9 +7,11 @@ use crate::Cpu;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use nibble_formats::{
-    BlockAxis, Codec, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes,
+    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, WHOLE_LINE,
+    bf16, pack_codes,
 };
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// F32 values `[rows, cols]` with zeros on padding.
 pub(crate) struct Matrix {
@@ -132,6 +134,27 @@ pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<
     }
 }
 
+/// Values of a line that get one scale, and how many of them a record of it stands for.
+struct Block {
+    values: Range<usize>,
+    each: usize,
+}
+
+impl Block {
+    fn records(&self) -> Range<usize> {
+        self.values.start / self.each..self.values.end.div_ceil(self.each)
+    }
+}
+
+/// The blocks of a line of `len` values: those of the format, or, down the columns of one with a scale a line, the spans of rows.
+fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
+    let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
+    if axis == BlockAxis::Col && block == WHOLE_LINE {
+        return spans.spans.iter().map(|span| Block { values: span.start..span.end, each }).collect();
+    }
+    (0..len).step_by(each).map(|first| Block { values: first..len.min(first + each), each }).collect()
+}
+
 /// Blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks follow one another.
 fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockScaled<Cpu>, Tally) {
     let Casting { codec, spans, .. } = casting;
@@ -140,8 +163,8 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
     let mut out = unwritten_as(cpu, *codec, axis, (rows, x.cols, 1));
     casting.put_tensor_scale(&mut out, |row| casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
-    let (line_bytes, scale_bytes) = (format.row_code_bytes(len), format.scales_per_row(len) * kind.bytes());
-    let padding = spans.padding();
+    let (line_bytes, scale_bytes) = (format.row_code_bytes(len), out.shape_of_scales().1 * kind.bytes());
+    let (padding, blocks) = (spans.padding(), blocks(format, axis, spans, len));
     let mut scales = out.scales.as_mut_slice();
     let lines: Vec<_> = out
         .codes
@@ -161,22 +184,22 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
         };
         let mut codes = vec![0; len];
         let mut tally = Tally::default();
-        let block = format.spec().block;
-        for (b, codes) in codes.chunks_mut(block).enumerate() {
-            let first = b * block;
-            let place = |i| if down { (first + i, line) } else { (line, first + i) };
-            let codec = casting.codec(place(0).0);
-            let random = |i| casting.bits(place(i).0, place(i).1, x.cols);
-            let values = values.get(first..).map_or(&[][..], |v| &v[..v.len().min(block)]);
+        for block in &blocks {
+            let place = |i| if down { (i, line) } else { (line, i) };
+            let of = |record: usize| record * block.each..block.values.end.min((record + 1) * block.each);
             // A transform leaves a group's values on rows past its last one.
-            let is_padding =
-                (0..codes.len()).all(|i| padding[place(i).0]) && values.iter().all(|v| *v == 0.0);
-            if is_padding {
-                scales.set(b, kind.least());
+            let is_padding = |i| padding[place(i).0] && values.get(i).is_none_or(|v| *v == 0.0);
+            let least = |record: &usize| of(*record).all(is_padding);
+            block.records().filter(least).for_each(|record| scales.set(record, kind.least()));
+            if block.values.clone().all(is_padding) {
                 continue;
             }
+            let (first, codec) = (block.values.start, casting.codec(place(block.values.start).0));
+            let random = |i| casting.bits(place(first + i).0, place(first + i).1, x.cols);
+            let values = &values[first.min(values.len())..block.values.end.min(values.len())];
+            let codes = &mut codes[block.values.clone()];
             let (scale, nonfinite) = codec.quantize_block(values, random, codes);
-            scales.set(b, scale);
+            block.records().filter(|record| !least(record)).for_each(|record| scales.set(record, scale));
             count(&mut tally, codec, codes, nonfinite);
         }
         pack_codes(format.spec().code_bits, &codes, plane)
@@ -269,7 +292,7 @@ impl<'a> Decoder<'a> {
     /// If format and rule do not go together.
     pub fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
         let codec = Codec::new(x.format, x.rule, Rounding::NearestEven)?;
-        Ok(Self { x, scales: scales_of(x), codec, block: x.format.spec().block })
+        Ok(Self { x, scales: scales_of(x), codec, block: x.format.record_len(x.axis) })
     }
 
     /// Element (row, col) of the logical matrix.

@@ -97,7 +97,9 @@ impl Product<'_> {
         let block = match a {
             Operand::Plain(_) => None,
             // A scale for a whole line is one for whatever is longer.
-            Operand::Block(q) => Some(q.format.spec().block.min(self.k.next_multiple_of(LONGEST_BLOCK))),
+            Operand::Block(q) => {
+                Some(q.format.record_len(q.axis).min(self.k.next_multiple_of(LONGEST_BLOCK)))
+            }
         };
         let num_groups = self.groups.map_or(1, |groups| groups.num_groups);
         let (a, b) = (self.side(a)?, self.side(b)?);
@@ -219,7 +221,7 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScale
     }
     let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
-    if q.format.spec().block == WHOLE_LINE {
+    if q.format.record_len(q.axis) == WHOLE_LINE {
         return Ok(StridedScales { values, row_stride: 1, block_stride: 0 });
     }
     match q.scale_layout {
