@@ -144,7 +144,7 @@ pub struct Quantize<'a, B: Backend> {
     pub groups: Option<&'a Groups<B>>,
     /// Matrices stacked in `x` (tiles only).
     pub stack: usize,
-    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col.
+    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col, in the transposed plane of a weight as well.
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard>,
@@ -172,10 +172,6 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
         let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
-        if draws && self.planes == Planes::Tiles && !format.spec().tiles {
-            let why = "weights in blocks along their rows are rounded to nearest";
-            return Err(Error::unsupported(OP, format, why));
-        }
         if draws && self.random.is_none() {
             return Err(Error::shape(
                 OP,

@@ -73,7 +73,7 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
-        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
+        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec, random));
     }
     match (encode::path(cpu, [op.codec.format()]), op.planes) {
         (CodePath::Scalar, Planes::Tiles) => {

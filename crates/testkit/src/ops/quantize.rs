@@ -261,8 +261,10 @@ fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         for (j, rounding) in roundings.into_iter().enumerate() {
             let (codec, dtype) = (codec(format, rule, rounding), PLAIN[(i + j) % 2]);
             let input = [Input::Normal, Input::Outliers, Input::ExtremeExponents][(i + j) % 3];
-            for (planes, rows, cols) in [(Planes::Rows, 20, 1152), (Planes::Both, 160, 192)] {
-                pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
+            for (planes, rows, cols, stack) in
+                [(Planes::Rows, 20, 1152, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)]
+            {
+                pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
             }
             for (k, spread) in [Spread::Zipf, Spread::EmptyGroups].into_iter().enumerate() {
                 let planes = [Planes::Both, Planes::Cols][k];

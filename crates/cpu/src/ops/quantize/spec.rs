@@ -48,6 +48,8 @@ pub(crate) struct Casting<'a> {
     of_rows: Vec<Codec>,
     random: Option<Stream>,
     spans: &'a Spans<'a>,
+    /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
+    transposed: Option<usize>,
 }
 
 impl<'a> Casting<'a> {
@@ -62,7 +64,7 @@ impl<'a> Casting<'a> {
                 of_rows[span.start..span.end.min(spans.capacity)].fill(measured);
             }
         }
-        Self { codec, of_rows, random, spans }
+        Self { codec, of_rows, random, spans, transposed: None }
     }
 
     /// The codec of a row's values.
@@ -72,8 +74,12 @@ impl<'a> Casting<'a> {
 
     /// Sixteen random bits of an element; the random roundings are only let in with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
-        let element = self.spans.row_index(row) * cols as u64 + col as u64;
-        self.random.map_or(0, |stream| stream.u16_at(element))
+        let Some(stream) = self.random else { return 0 };
+        let element = match self.transposed {
+            Some(rows) => ((row / rows * cols + col) * rows + row % rows) as u64,
+            None => self.spans.row_index(row) * cols as u64 + col as u64,
+        };
+        stream.u16_at(element)
     }
 
     /// Writes the tensor's scale of each row.
@@ -254,15 +260,20 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
 }
 
 /// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
-pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec)) -> Result<Emitted<Cpu>> {
+pub(crate) fn row_weights(
+    cpu: &Cpu,
+    x: &Matrix,
+    (stack, codec, random): (usize, Codec, Option<Stream>),
+) -> Result<Emitted<Cpu>> {
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
-    let plane = |x: &Matrix, rows: usize| {
+    let plane = |x: &Matrix, rows: usize, transposed| {
         let spans = Spans::stacked(stack, rows);
-        lines(cpu, x, &Casting::new(codec, None, &spans, x), BlockAxis::Row)
+        lines(cpu, x, &Casting { transposed, ..Casting::new(codec, random, &spans, x) }, BlockAxis::Row)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
     let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
-    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) = (plane(x, n), plane(&turned, k));
+    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) =
+        (plane(x, n, None), plane(&turned, k, Some(k)));
     Ok(Emitted {
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
