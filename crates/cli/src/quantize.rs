@@ -33,7 +33,8 @@ use std::path::{Path, PathBuf};
     Planes of a tensor NAME:\n  \
     NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte, 4 of 6 bits in 3 bytes\n  \
     NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with amax), an E4M3\n                     \
-    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each)\n  \
+    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each).\n                     \
+    Of e4m3-row and e5m2-row one a row; down columns one for each 128 rows, all of a column alike\n  \
     NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax, e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \

@@ -70,6 +70,36 @@ fn formats_of_no_recipe_learn() {
     assert!(trained > 0, "every format has a recipe: this test has nothing to do");
 }
 
+/// The products of the head alone: `tiny` learns, at a quarter of its batch, with the losses of any number of threads. A scale for all tokens is
+/// refused, as they come in chunks.
+#[test]
+fn a_head_in_any_format_of_blocks_learns() {
+    let lines = "fprop.x = F\nfprop.w = F\ndgrad.dy = F\n";
+    let all = format!("{lines}wgrad.dy = F\nwgrad.x = F\n");
+    let config = |name: &str, keys: &str| {
+        let site = format!("{{ format = \"{name}\" }}");
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("head-{name}.toml"));
+        let text = format!("description = \"a head in {name}\"\nextends = \"bf16\"\n[head]\n{keys}");
+        std::fs::write(&file, text.replace("= F", &format!("= {site}"))).unwrap();
+        let changes = ["train.batch_size=4", "train.steps=20", "train.warmup_steps=5"].map(String::from);
+        let recipe = format!("recipe={}", file.display());
+        Config::load("tiny", &[&[recipe], &changes[..]].concat()).unwrap()
+    };
+    for (name, keys) in [("mxfp8-e4m3", &*all), ("mxfp4", &*all), ("hif4", &*all), ("e4m3-row", lines)] {
+        let config = config(name, keys);
+        let got = losses(&config, 2);
+        assert!(got[STEPS as usize - 1] < got[0] - 0.2, "a head in {name} learns: {got:?}");
+        if name == "mxfp8-e4m3" {
+            assert_eq!(got, losses(&config, 1));
+        }
+    }
+    for (name, keys) in [("e4m3-tensor", &*all), ("e4m3-row", &*all), ("nvfp4", &*all)] {
+        let config = config(name, keys);
+        let e = nibble_train::checks::checked_recipe(&config).unwrap_err().to_string();
+        assert!(e.contains("head.") && e.contains("takes its tokens in chunks"), "{name}: {e}");
+    }
+}
+
 /// Widths that blocks of 16, 32, 64 and 128 do not divide, and an odd one: lines that end inside a block are extended by zeros.
 #[test]
 fn widths_that_no_block_divides_train() {

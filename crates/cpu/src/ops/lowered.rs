@@ -43,25 +43,50 @@ struct Apart {
     blocks: usize,
 }
 
-/// Both sides of a product, whose contraction runs along the lines that are stored.
+/// How both operands of a product are taken, whose contraction runs along the lines that are stored.
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    /// As they are.
+    AsIs,
+    /// As BF16, with F32 scales for so many values beside them, if there are any.
+    Exact { apart: Option<usize> },
+    /// As F32.
+    Wide,
+}
+
+impl Way {
+    /// For these two.
+    pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
+        let (Operand::Block(x), Operand::Block(y)) = (a, b) else { return Self::AsIs };
+        if has_codes(x) && has_codes(y) {
+            return Self::AsIs;
+        }
+        if ![x, y].iter().all(|q| folds(q)) {
+            return Self::Wide;
+        }
+        let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
+        let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
+        let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
+            (true, len) => x.format.record_len(x.axis).min(len.next_multiple_of(2)),
+            (false, len) => len.next_multiple_of(2),
+        };
+        Self::Exact { apart: (of_tensor || of_blocks).then_some(block.max(2)) }
+    }
+
+    /// One of them.
+    pub fn side<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
+        match (self, x) {
+            (Self::Exact { apart }, Operand::Block(q)) => Ok(Side::Lowered(lower(cpu, q, apart)?)),
+            (Self::Wide, Operand::Block(q)) => Ok(Side::Lowered(widen(cpu, q)?)),
+            _ => Ok(Side::AsIs(x)),
+        }
+    }
+}
+
+/// Both sides of a product.
 pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> Result<(Side<'a>, Side<'a>)> {
-    let (Operand::Block(x), Operand::Block(y)) = (a, b) else {
-        return Ok((Side::AsIs(a), Side::AsIs(b)));
-    };
-    if has_codes(x) && has_codes(y) {
-        return Ok((Side::AsIs(a), Side::AsIs(b)));
-    }
-    if ![x, y].iter().all(|q| folds(q)) {
-        return Ok((Side::Lowered(widen(cpu, x)?), Side::Lowered(widen(cpu, y)?)));
-    }
-    let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
-    let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
-    let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
-        (true, len) => x.format.record_len(x.axis).min(len.next_multiple_of(2)),
-        (false, len) => len.next_multiple_of(2),
-    };
-    let apart = (of_tensor || of_blocks).then_some(block.max(2));
-    Ok((Side::Lowered(lower(cpu, x, apart)?), Side::Lowered(lower(cpu, y, apart)?)))
+    let way = Way::of(a, b);
+    Ok((way.side(cpu, a)?, way.side(cpu, b)?))
 }
 
 /// Whether the engine reads the codes themselves: of a known element, every line and block of whole bytes and pairs.

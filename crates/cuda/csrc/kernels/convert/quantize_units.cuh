@@ -12,7 +12,8 @@
 //   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
 //   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
-//   `column_record` rows, 128, which groups start at multiples of, or all of them. Those with one for a tensor `tensor`, by the span of a row: `span_of_row`, or its matrix if null.
+//   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
+//   row: `span_of_row`, or its matrix if null.
 //
 // A thread encodes 64 values of a row, then of a column. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
@@ -43,7 +44,8 @@ struct UnitsArg {
     const int* span_of_row;
     int rows, cols, capacity, stack;
     int form, policy, band, id_mask;
-    u32 x_aligned, rows_aligned, cols_aligned, column_record;  // rows of a column that a record of one with a scale for a line stands for
+    u32 x_aligned, rows_aligned, cols_aligned;
+    u32 column_record;  // rows of a column that a record stands for, of formats with a scale for a line
     ScaleArg rule;
     u32 pad_too;
 

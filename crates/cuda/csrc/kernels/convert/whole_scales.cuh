@@ -5,7 +5,8 @@
 //
 // row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
 //   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8).
-// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where null. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
+// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
+//   null. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
