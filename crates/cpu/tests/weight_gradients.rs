@@ -36,8 +36,8 @@ fn groups(cpu: &Cpu) -> Groups<Cpu> {
 fn matrix(cpu: &Cpu, cols: usize, seed: usize) -> Tensor<Cpu> {
     let mut x = vec![f32::NAN; CAPACITY * cols];
     for (g, (first, len)) in starts().into_iter().zip(LENS).enumerate() {
-        for i in first * cols..(first + len) * cols {
-            x[i] = (((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0) * 40f32.powi(g as i32);
+        for (i, x) in (first * cols..).zip(&mut x[first * cols..(first + len) * cols]) {
+            *x = (((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0) * 40f32.powi(g as i32);
         }
     }
     Tensor::from_f32(cpu, &x, CAPACITY, cols).unwrap()
