@@ -33,7 +33,8 @@ use std::path::{Path, PathBuf};
     Planes of a tensor NAME:\n  \
     NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte, 4 of 6 bits in 3 bytes\n  \
     NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with amax), an E4M3\n                     \
-    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each)\n  \
+    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each).\n                     \
+    Of e4m3-row and e5m2-row one a row; down columns one for each 128 rows, all of a column alike\n  \
     NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax, e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
@@ -65,9 +66,6 @@ pub struct Args {
     /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
     #[arg(long, value_name = "GLOB", conflicts_with = "back")]
     only: Vec<String>,
-    /// Copies matrices whose sizes the format cannot take, with a message, instead of stopping.
-    #[arg(long, conflicts_with = "back")]
-    skip_unfit: bool,
     /// Brings quantized tensors back to plain numbers of their original type.
     #[arg(long)]
     back: bool,
@@ -243,22 +241,12 @@ fn quantize<'d, B: Convert>(
             (_, None, _) => "not matrices",
             (_, _, None) => "not floats",
             (_, _, Some(values)) if values.is_empty() => "without values",
-            (_, Some(sizes), Some(values)) => match quantize_all(b, args, codec, (name, sizes), &values) {
-                Ok(planes) => {
-                    store(b, name, &view, &planes, round, out)?;
-                    converted += 1;
-                    continue;
-                }
-                Err(Unfit::Sizes(why)) if args.skip_unfit => {
-                    say!("copied `{name}` {:?}: {why}", view.shape());
-                    "unfit"
-                }
-                Err(Unfit::Sizes(why)) => {
-                    let advice = "--skip-unfit copies such tensors as they are";
-                    return Err(Error::usage(format!("tensor `{name}` {:?}: {why}; {advice}", view.shape())));
-                }
-                Err(Unfit::Other(error)) => return Err(error),
-            },
+            (_, Some(sizes), Some(values)) => {
+                let planes = quantize_all(b, args, codec, (name, sizes), &values)?;
+                store(b, name, &view, &planes, round, out)?;
+                converted += 1;
+                continue;
+            }
         };
         out.copy(name, &view, why)?;
     }
@@ -285,19 +273,6 @@ fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
     }
 }
 
-/// Why a tensor was not quantized.
-enum Unfit {
-    /// The format cannot take matrices of its sizes.
-    Sizes(nibble_core::Error),
-    Other(Error),
-}
-
-impl<E: Into<Error>> From<E> for Unfit {
-    fn from(error: E) -> Self {
-        Self::Other(error.into())
-    }
-}
-
 /// Each matrix of a tensor, quantized by itself.
 fn quantize_all<B: Convert>(
     b: &B,
@@ -305,7 +280,7 @@ fn quantize_all<B: Convert>(
     codec: Codec,
     (name, [stack, rows, cols]): (&str, [usize; 3]),
     values: &[f32],
-) -> Result<Vec<BlockScaled<B>>, Unfit> {
+) -> Result<Vec<BlockScaled<B>>> {
     let mut all = Vec::with_capacity(stack);
     let mut bad = 0;
     for (i, values) in values.chunks_exact(rows * cols).enumerate() {
@@ -315,7 +290,6 @@ fn quantize_all<B: Convert>(
         let random =
             codec.rounding().is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, planes(args.axis)) };
-        op.check().map_err(Unfit::Sizes)?;
         let emitted = op.run(b)?;
         if let Some(counts) = &emitted.counts {
             bad += b.download(&counts.0)?[Counts::<B>::NON_FINITE];
@@ -326,7 +300,7 @@ fn quantize_all<B: Convert>(
             emitted.take_rows("quantize")
         };
         let Operand::Block(q) = plane? else {
-            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")).into());
+            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
         };
         all.push(q);
     }
@@ -457,9 +431,6 @@ impl About {
         let shape = sizes().ok_or_else(has_no_shape)?;
         let [stack, rows, cols] = matrices(&shape).ok_or_else(has_no_shape)?;
         Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
-        format
-            .check_contraction("shape", if axis == BlockAxis::Col { rows } else { cols })
-            .map_err(unknown)?;
         // Far from overflow even in bytes, whatever a damaged file says.
         let values = rows.checked_mul(cols).and_then(|n| n.checked_mul(stack));
         if values.is_none_or(|n| n == 0 || n > isize::MAX as usize / 16) {

@@ -5,7 +5,8 @@ use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlan
 ///
 /// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
 /// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction
-///   down the rows is contiguous. `rows` is the row capacity.
+///   down the rows is contiguous. `rows` is the row capacity. Where a line has one scale, a column has one for each group of rows (for all
+///   where there are none), written for each 128 of them ([`Format::record_len`]).
 /// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
 ///
 /// Codes of less than a byte lie one after the other from the lowest bit on. A block's scales are a record of
@@ -84,7 +85,7 @@ impl<B: Backend> BlockScaled<B> {
         cols: usize,
         stack: usize,
     ) -> (usize, usize) {
-        let block = format.spec().block;
+        let block = format.record_len(axis);
         match axis {
             BlockAxis::Row => (rows, cols.div_ceil(block)),
             BlockAxis::Col => (cols, rows.div_ceil(block)),

@@ -12,6 +12,8 @@ use nibble_core::{
 
 /// Rows and columns of a tile of the GPU's fused kernels.
 const TILE: usize = 128;
+/// Values of a block of MXFP4, of which a GPU's kernels take whole ones.
+const MXFP4_BLOCK: usize = 32;
 /// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
 const PLAN_CHUNK: usize = 2048;
 const PLAN_CHUNKS: usize = 256;
@@ -76,18 +78,21 @@ impl Dry {
     }
 
     /// What a GPU measures before it encodes under a scale for a line or for a tensor: of each row a group (4 bytes), or of each line its
-    /// largest magnitude and whether it has a non-zero code (5). What it has a number a group of is too little to count.
+    /// largest magnitude and whether it has a non-zero code (5), of columns within each group. What it has a number a group of is too little to count.
     fn measured(&self, op: &Quantize<'_, Self>) -> Result<Option<Buf<u8>>> {
         let (rows, cols) = op.x.shape();
+        // Of columns for each group, and for rows of none.
+        let spans = op.groups.map_or(1, |groups| groups.num_groups + 1);
         let (rows, cols) = match op.planes {
             Planes::Rows => (rows, 0),
-            Planes::Cols => (0, cols),
-            Planes::Both => (rows, cols),
+            Planes::Cols => (0, spans * cols),
+            Planes::Both => (rows, spans * cols),
             Planes::Tiles => (rows, op.stack * cols),
         };
         let by_line = op.codec.format().spec().block == WHOLE_LINE;
         let grouped = op.codec.scale_kind().has_tensor_scale() && op.groups.is_some();
-        let bytes = if by_line { 5 * (rows + cols) } else { 4 * op.x.rows };
+        let span_of_row = if cols != 0 && op.groups.is_some() { 4 * op.x.rows } else { 0 };
+        let bytes = if by_line { 5 * (rows + cols) + span_of_row } else { 4 * op.x.rows };
         (self.is_gpu() && (by_line || grouped)).then(|| self.buf(bytes)).transpose()
     }
 
@@ -239,7 +244,9 @@ impl Dry {
         let _transformed = apart.then(transformed).transpose()?;
         let _measured = self.measured(&op)?;
         let by_32 = matches!(op.codec.format(), Format::Mxfp8E4m3 | Format::Mxfp8E5m2);
-        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) {
+        let ends_short = op.codec.format() == Format::Mxfp4
+            && !(cols.is_multiple_of(MXFP4_BLOCK) && rows.is_multiple_of(MXFP4_BLOCK));
+        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) && !ends_short {
             // The rows' scales by columns, before they come to their places.
             let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =
@@ -254,6 +261,10 @@ impl Dry {
 
     pub(crate) fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
         let x = op.x;
+        let whole = x.cols.next_multiple_of(MXFP4_BLOCK);
+        if self.is_gpu() && whole != x.cols && [x.format, op.to].contains(&Format::Mxfp4) {
+            return self.transcode_short_blocks(op, whole);
+        }
         // Only MXFP4 gets scales chosen anew.
         let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
         if op.axis == BlockAxis::Tile {
@@ -270,6 +281,26 @@ impl Dry {
             out.shared_cols = x.format.spec().block;
         }
         Ok(Transcoded { out, transposed: None, counts: self.counts()? })
+    }
+
+    /// On a GPU: of rows extended to whole blocks, and cut.
+    fn transcode_short_blocks(&self, op: Transcode<'_, Self>, whole: usize) -> Result<Transcoded<Self>> {
+        let x = op.x;
+        let codes = self.buf(BlockScaled::<Self>::code_bytes(x.format, x.axis, x.rows, whole))?;
+        let extended = BlockScaled { cols: whole, codes, ..x.clone() };
+        let Transcoded { out, transposed, counts } = self.transcode(Transcode { x: &extended, ..op })?;
+        let codes = |q: &BlockScaled<Self>, rows, cols| {
+            self.buf(BlockScaled::<Self>::code_bytes(q.format, q.axis, rows, cols))
+        };
+        let mut cut = BlockScaled { cols: x.cols, codes: codes(&out, out.rows, x.cols)?, ..out.clone() };
+        if op.axis == BlockAxis::Col {
+            cut.scales = self.buf(cut.scale_bytes())?;
+        }
+        let turned = |q: BlockScaled<Self>| {
+            let rows = q.stack * x.cols;
+            Ok::<_, nibble_core::Error>(BlockScaled { rows, codes: codes(&q, rows, q.cols)?, ..q })
+        };
+        Ok(Transcoded { out: cut, transposed: transposed.map(turned).transpose()?, counts })
     }
 
     pub(crate) fn cast(&self, op: Cast<'_, Self>) -> Result<Tensor<Self>> {

@@ -2,14 +2,20 @@
 
 use crate::Dry;
 use crate::memory::Buf;
+use crate::products::{Shape, is_lowered};
 use nibble_core::formats::Codec;
 use nibble_core::ops::*;
-use nibble_core::{Backend, DType, Result, Tensor};
+use nibble_core::{Backend, DType, Operand, Result, Tensor};
 
 /// Queries of a tile of a GPU's attention.
 const ATTENTION_TILE: usize = 128;
 /// Columns of heads that a GPU norms and turns in one pass.
 const FUSED_HEADS: [usize; 3] = [64, 128, 256];
+
+/// By rows and by columns, what was made of a matrix.
+fn planes(made: &[Emitted<Dry>]) -> (Option<&Operand<Dry>>, Option<&Operand<Dry>>) {
+    (made.iter().find_map(|of| of.rows.as_ref()), made.iter().find_map(|of| of.cols.as_ref()))
+}
 
 impl Dry {
     /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
@@ -42,12 +48,14 @@ impl Dry {
         (d, vocab): (usize, usize),
         (dtype, gradients): (DType, bool),
         codecs: HeadCodecs,
+        [w, wt]: [Option<&Operand<Self>>; 2],
     ) -> Result<()> {
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
         // A CPU quantizes a copy; a GPU finds x where it is.
         let copied = if self.is_gpu() { 0 } else { rows };
         let x = || self.plain(dtype, copied, d).map(|x| Tensor { rows, ..x });
-        let _x = self.head_planes(x, fprop_x, wgrad_x)?;
+        let x = self.head_planes(x, fprop_x, wgrad_x)?;
+        self.beside_head(planes(&x).0, w, ProductDims { m: rows, n: vocab, k: d }, DType::F32)?;
         let logits = self.is_gpu().then(|| self.plain(DType::F32, rows, vocab)).transpose()?;
         if !gradients {
             return Ok(());
@@ -56,7 +64,27 @@ impl Dry {
         let mut made = self.is_gpu().then(|| self.plain(dtype, rows, vocab)).transpose()?;
         drop(logits);
         let dlogits = || made.take().map_or_else(|| self.plain(dtype, rows, vocab), Ok);
-        self.head_planes(dlogits, dgrad_dy, wgrad_dy).map(drop)
+        let dlogits = self.head_planes(dlogits, dgrad_dy, wgrad_dy)?;
+        self.beside_head(planes(&dlogits).0, wt, ProductDims { m: rows, n: d, k: vocab }, dtype)?;
+        let (of_x, of_dlogits) = (planes(&x).1, planes(&dlogits).1);
+        let capacity = of_x.map_or(0, Operand::rows);
+        self.beside_head(of_dlogits, of_x, ProductDims { m: vocab, n: d, k: capacity }, DType::F32)
+    }
+
+    /// What a GPU's product takes beside its operands, where those are quantized and decoded first.
+    fn beside_head(
+        &self,
+        a: Option<&Operand<Self>>,
+        b: Option<&Operand<Self>>,
+        dims: ProductDims,
+        out: DType,
+    ) -> Result<()> {
+        match (a, b) {
+            (Some(a), Some(b)) if self.is_gpu() && is_lowered(a, b) => {
+                self.beside_product((a, b), dims, out, Shape::Dense)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Planes of a matrix by rows and by columns, as far as they are wanted.
@@ -194,7 +222,7 @@ impl Dry {
         let room = |dtype| (!self.is_gpu()).then(|| self.plain(dtype, longest, vocab)).transpose();
         let _logits = room(DType::F32)?;
         let (mut dx, mut beside) = (None, None);
-        let gradients = op.grad.is_some();
+        let (gradients, wt) = (op.grad.is_some(), op.grad.as_ref().map(|grad| grad.wt));
         if let Some(grad) = op.grad {
             let dlogits = room(dtype)?;
             dx = Some(self.plain(dtype, tokens, d)?);
@@ -210,7 +238,7 @@ impl Dry {
         for rows in chunks.into_iter().map(|chunk| chunk.tokens.len()) {
             // What one chunk takes the next of the same length takes again.
             if known.replace(rows) != Some(rows) {
-                self.head_chunk_of(rows, (d, vocab), (dtype, gradients), op.codecs)?;
+                self.head_chunk_of(rows, (d, vocab), (dtype, gradients), op.codecs, [Some(op.w), wt])?;
             }
         }
         let shard_nats = self.shard_nats(tokens, op.shards)?;

@@ -15,7 +15,7 @@ const PARTS: usize = 3;
 
 /// What groups a product has.
 #[derive(Clone, Copy)]
-enum Shape {
+pub(crate) enum Shape {
     Dense,
     /// Rows of A and D.
     Rows,
@@ -43,7 +43,7 @@ fn is_fp8(x: &Operand<Dry>) -> bool {
 }
 
 /// Whether a GPU decodes both operands first.
-fn is_lowered(a: &Operand<Dry>, b: &Operand<Dry>) -> bool {
+pub(crate) fn is_lowered(a: &Operand<Dry>, b: &Operand<Dry>) -> bool {
     let as_it_is = |x: &Operand<Dry>| is_fp8(x) || x.format() == Format::Mxfp4;
     matches!((a, b), (Operand::Block(_), Operand::Block(_))) && !(as_it_is(a) && as_it_is(b))
 }
@@ -63,7 +63,7 @@ impl Dry {
     }
 
     /// What a GPU's product takes besides D `[m, n]`.
-    fn beside_product(
+    pub(crate) fn beside_product(
         &self,
         (a, b): (&Operand<Self>, &Operand<Self>),
         ProductDims { m, n, k }: ProductDims,

@@ -1,7 +1,8 @@
 //! The formats a tensor can be stored in: the table of their records, and what follows from a record.
 
 use crate::e8m0::ScaleRule;
-use crate::error::{Error, Result, find_by_name};
+use crate::error::{Error, find_by_name};
+use crate::layout::BlockAxis;
 use crate::packing::packed_bytes;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
@@ -113,23 +114,18 @@ impl Format {
         (self.spec().scales)(rule)
     }
 
-    /// What the contraction of a column plane is rounded up to: whole blocks; 1 where a block is as long as the line.
-    pub const fn column_step(self) -> usize {
-        let block = self.spec().block;
-        if block == WHOLE_LINE { 1 } else { block }
+    /// Values of a line along this axis that a record of scales stands for: a block; of columns of a format with one scale a line 128, since
+    /// groups of rows start at multiples of that and have a scale each.
+    pub const fn record_len(self, axis: BlockAxis) -> usize {
+        match axis {
+            BlockAxis::Col if self.spec().block == WHOLE_LINE => 128,
+            _ => self.spec().block,
+        }
     }
 
-    /// Checks the length of a contraction.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] where the format needs whole blocks and `len` is not a multiple of them.
-    pub fn check_contraction(self, argument: &'static str, len: usize) -> Result<()> {
-        let spec = self.spec();
-        if spec.ragged || len.is_multiple_of(spec.block) {
-            return Ok(());
-        }
-        let expected = format!("a multiple of {} (the block of {})", spec.block, spec.name);
-        Err(Error::Shape { argument, got: len, expected })
+    /// What the contraction of a column plane is rounded up to, and groups of rows start at multiples of: what a record stands for.
+    pub const fn column_step(self) -> usize {
+        self.record_len(BlockAxis::Col)
     }
 }
 
@@ -142,7 +138,7 @@ impl std::fmt::Display for Format {
 impl std::str::FromStr for Format {
     type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self> {
+    fn from_str(s: &str) -> Result<Self, Error> {
         find_by_name("format", &Format::ALL, s)
     }
 }
@@ -190,13 +186,10 @@ mod tests {
     }
 
     #[test]
-    fn all_but_one_may_end_short() {
-        let short = |f: &Format| f.check_contraction("cols", 130).is_ok();
-        let whole: Vec<Format> = Format::ALL.into_iter().filter(|f| !short(f)).collect();
-        assert_eq!(whole, [Format::Mxfp4]);
-        assert!(Format::E4m3.check_contraction("cols", 130).is_ok());
-        assert!(Format::Mxfp4.check_contraction("cols", 64).is_ok());
-        let e = Format::Mxfp4.check_contraction("cols", 48).unwrap_err();
-        assert_eq!(e.to_string(), "`cols`: got 48, expected a multiple of 32 (the block of mxfp4)");
+    fn columns_under_one_scale_have_a_record_for_each_stretch_that_a_group_may_be() {
+        use BlockAxis::{Col, Row};
+        assert_eq!((Format::E4m3Row.record_len(Row), Format::E4m3Row.record_len(Col)), (WHOLE_LINE, 128));
+        assert_eq!((Format::Nvfp4.record_len(Row), Format::Nvfp4.record_len(Col)), (16, 16));
+        assert_eq!((Format::E4m3Row.column_step(), Format::Bf16.column_step()), (128, 1));
     }
 }

@@ -15,8 +15,7 @@ const fn mx(name: &'static str, element: Element) -> FormatSpec {
     }
 }
 
-/// Its lift to E4M3 and its kernels take whole blocks.
-pub(crate) const MXFP4: FormatSpec = FormatSpec { ragged: false, ..mx("mxfp4", Element::E2M1) };
+pub(crate) const MXFP4: FormatSpec = mx("mxfp4", Element::E2M1);
 pub(crate) const MXFP6_E2M3: FormatSpec = mx("mxfp6-e2m3", Element::E2M3);
 pub(crate) const MXFP6_E3M2: FormatSpec = mx("mxfp6-e3m2", Element::E3M2);
 pub(crate) const MXFP8_E4M3: FormatSpec = mx("mxfp8-e4m3", Element::E4M3);

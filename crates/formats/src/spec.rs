@@ -24,8 +24,6 @@ pub struct FormatSpec {
     pub rules: &'static [ScaleRule],
     /// The rounding that the format is defined with ([`Format::rounding`](crate::Format::rounding) says what a rule makes of it).
     pub rounding: Rounding,
-    /// Whether the last block of a contraction may be short (zero-extended).
-    pub ragged: bool,
     /// Whether 2-D `block` × `block` tiles may share a scale.
     pub tiles: bool,
     /// The hierarchy of scales under one of the rules.
@@ -54,7 +52,6 @@ pub(crate) const PLAIN: FormatSpec = FormatSpec {
     block: 1,
     rules: &[],
     rounding: Rounding::NearestEven,
-    ragged: true,
     tiles: false,
     scales: powers_or_singles,
     codec: &OneNumber,

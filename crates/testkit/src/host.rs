@@ -45,7 +45,7 @@ impl HostBlock {
         stack: usize,
     ) -> Self {
         assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
-        let block = codec.format().spec().block;
+        let (block, each) = (codec.format().spec().block, codec.format().record_len(axis));
         // Blocks are `block` wide along the contiguous axis; tiles are as high, others one row high.
         let codec = match codec.scale_kind().has_tensor_scale() {
             true => codec.for_tensor(codec.tensor_amax(x.iter().copied())),
@@ -72,7 +72,9 @@ impl HostBlock {
                     let values: Vec<f32> = at.iter().map(|&i| x[i]).collect();
                     let mut block_codes = vec![0; at.len()];
                     let no_random = |_| panic!("host operands are rounded without random bits");
-                    scales.push(codec.quantize_block(&values, no_random, &mut block_codes).0);
+                    let (scale, _) = codec.quantize_block(&values, no_random, &mut block_codes);
+                    let records = values.len().div_ceil(each).max(1);
+                    scales.extend(std::iter::repeat_n(scale, if height == 1 { records } else { 1 }));
                     for (&i, code) in at.iter().zip(block_codes) {
                         codes[i] = code;
                     }

@@ -235,6 +235,21 @@ fn a_tensor_has_one_history_in_a_run() {
     assert!(why.contains("self_attn.x") && why.contains("one history"), "{why}");
 }
 
+/// The head's weight is made once a step like any other.
+#[test]
+fn the_heads_weight_may_have_a_delayed_scale() {
+    let block = "{ format = \"e4m3\" }";
+    let text = format!(
+        "extends = \"bf16\"\n[head]\nfprop.x = {block}\ndgrad.dy = {block}\nfprop.w = {{ format = \"e4m3-tensor\", scale = \"delayed\" }}"
+    );
+    let (config, _dir) = with_recipe(&text, &[]);
+    let alone = told(&cpu(), &SOLO, &config, 3);
+    let names: Vec<&str> = alone.histories.iter().map(|history| history.name.as_str()).collect();
+    assert_eq!(names, ["model.embed_tokens.weight.w"]);
+    assert_eq!(alone.histories[0].records.len(), 1);
+    train(&config, 1, 3, cpu).assert_same(&train(&config, 2, 3, cpu), "two ranks");
+}
+
 /// Every field decides: other weights within a few steps, the same on two ranks.
 #[test]
 fn every_field_of_a_delayed_scale_decides() {

@@ -1,4 +1,4 @@
-use super::quantize::{check_axis, check_contraction, check_group_align, check_planes};
+use super::quantize::{check_axis, check_group_align, check_planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Groups, Operand, Products, Result, Tensor};
 use nibble_formats::BlockAxis;
@@ -192,8 +192,6 @@ fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> R
     if let (Operand::Block(a), Operand::Block(b)) = (a, b) {
         check_planes(op, a)?;
         check_planes(op, b)?;
-        check_contraction(op, a.format, "contraction", a.cols)?;
-        check_contraction(op, b.format, "contraction", b.cols)?;
         check_axis(op, "axis of the first operand", a, BlockAxis::Row)?;
         if b.axis == BlockAxis::Col {
             return Err(Error::shape(op, "axis of the second operand", "Col", "Row or Tile"));

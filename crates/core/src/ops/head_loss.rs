@@ -1,8 +1,8 @@
 use super::cross_entropy::check_shards;
-use super::quantize::{Counts, check_axis, check_contraction, check_planes};
+use super::quantize::{Counts, check_axis, check_planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, DeviceKind, Error, Model, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec};
+use nibble_formats::{BlockAxis, Codec, WHOLE_LINE};
 use std::ops::Range;
 
 const OP: &str = "head_loss";
@@ -26,12 +26,13 @@ const OP: &str = "head_loss";
 ///
 /// Products may take quantized operands: the weight as it comes, x and dlogits as `codecs` say, rows for the logits and
 /// dx, columns for dw. It is then as if [`super::Quantize`] had made them of all tokens: of x, and of dlogits in the type of x,
-/// to which they are rounded first. A chunk that parts a shard ends with a block of its columns.
+/// to which they are rounded first. A chunk that parts a shard ends with a block of its columns; so a scale for more tokens than a block, of
+/// a tensor or of a whole column, is refused: it is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`: plain, type of x, or tiles.
+    /// The head's weight `[v, d]`: plain, type of x, or quantized as weights are: in tiles, or along its rows where the format has none.
     pub w: &'a Operand<B>,
     /// What is quantized of x and dlogits.
     pub codecs: HeadCodecs,
@@ -69,7 +70,7 @@ impl HeadCodecs {
 
     /// Length of the blocks down the columns, 1 if there are none.
     pub fn column_block(&self) -> usize {
-        self.wgrad_dy.map_or(1, |codec| codec.format().spec().block)
+        self.wgrad_dy.map_or(1, |codec| codec.format().column_step())
     }
 
     fn check(&self, gradients: bool) -> Result<()> {
@@ -80,6 +81,11 @@ impl HeadCodecs {
             ("codecs.wgrad_x", self.wgrad_x),
         ] {
             let Some(codec) = codec else { continue };
+            let columns = argument.starts_with("codecs.wgrad");
+            if codec.scale_kind().has_tensor_scale() || columns && codec.format().spec().block == WHOLE_LINE {
+                let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
+                return Err(Error::unsupported(OP, codec.format(), why));
+            }
             if codec.rounding().is_random() {
                 return Err(Error::shape(OP, argument, codec.rounding(), "a rounding without random bits"));
             }
@@ -107,7 +113,7 @@ impl HeadCodecs {
 /// What [`HeadLoss`] needs for the gradients.
 #[derive(Debug)]
 pub struct HeadLossGrad<'a, B: Backend> {
-    /// The head's weight transposed, `[d, v]`: plain, type of x, or tiles.
+    /// The head's weight transposed, `[d, v]`: plain, type of x, or quantized as `w`.
     pub wt: &'a Operand<B>,
     /// Factor of the gradient, 1 / (tokens of the step) for a mean.
     pub scale: f32,
@@ -226,8 +232,7 @@ impl<B: Backend> HeadLoss<'_, B> {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "tokens of a shard", each, expected));
         }
-        let format = self.codecs.wgrad_dy.map(|codec| codec.format());
-        format.map_or(Ok(()), |format| check_contraction(OP, format, "tokens of a shard", each))
+        Ok(())
     }
 
     /// The chunks, in the order of the tokens. One of no tokens where there are none.
@@ -263,7 +268,7 @@ impl<B: Backend> HeadLoss<'_, B> {
     }
 }
 
-/// A weight of this shape: plain, of the type of x, or tiles beside whatever `codec` makes of the other operand.
+/// A weight of this shape: plain, of the type of x, or quantized beside whatever `codec` makes of the other operand.
 fn check_weight<B: Backend>(
     (argument, beside): (&'static str, &'static str),
     w: &Operand<B>,
@@ -281,9 +286,8 @@ fn check_weight<B: Backend>(
         (Operand::Plain(w), None) => expect_eq(OP, is[1], w.dtype(), dtype),
         (Operand::Block(w), Some(codec)) if w.format.spec().block == codec.format().spec().block => {
             check_planes(OP, w)?;
-            check_axis(OP, is[2], w, BlockAxis::Tile)?;
-            expect_eq(OP, is[3], w.stack, 1)?;
-            check_contraction(OP, codec.format(), beside, w.cols)
+            check_axis(OP, is[2], w, if w.format.spec().tiles { BlockAxis::Tile } else { BlockAxis::Row })?;
+            expect_eq(OP, is[3], w.stack, 1)
         }
         (w, codec) => {
             let got = codec.map_or("none".into(), |codec| codec.format().to_string());

@@ -1,6 +1,5 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
@@ -162,7 +161,7 @@ impl<B: Backend> Found<B> {
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`.
+/// Quantizes a matrix `[rows, cols]`. A line that ends inside a block is zero-extended: the block's scale is that of the values there are.
 ///
 /// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
 /// length reads as zero, and padding is not counted.
@@ -187,7 +186,7 @@ pub struct Quantize<'a, B: Backend> {
     pub groups: Option<&'a Groups<B>>,
     /// Matrices stacked in `x` (tiles only).
     pub stack: usize,
-    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col.
+    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col, in the transposed plane of a weight as well.
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard>,
@@ -217,23 +216,11 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
         }
         check_stack(OP, self.x.rows, self.stack, self.planes)?;
-        if matches!(self.planes, Planes::Rows | Planes::Both) {
-            check_contraction(OP, format, "columns of x", self.x.cols)?;
-        }
         if matches!(self.planes, Planes::Cols | Planes::Both) {
-            check_contraction(OP, format, "rows of x", self.x.rows)?;
             check_group_align(OP, self.groups, format)?;
-        }
-        if self.planes == Planes::Tiles && !format.spec().tiles {
-            check_contraction(OP, format, "columns of x", self.x.cols)?;
-            check_contraction(OP, format, "rows of a matrix", self.x.rows / self.stack)?;
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
         let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
-        if draws && self.planes == Planes::Tiles && !format.spec().tiles {
-            let why = "weights in blocks along their rows are rounded to nearest";
-            return Err(Error::unsupported(OP, format, why));
-        }
         if draws && self.random.is_none() {
             return Err(Error::shape(
                 OP,
@@ -335,31 +322,14 @@ impl<B: Backend> Dequantize<'_, B> {
     }
 }
 
-/// A contraction that ends inside a block is zero-extended, but for formats that take whole blocks only.
-pub(crate) fn check_contraction(
-    op: &'static str,
-    format: Format,
-    argument: &'static str,
-    len: usize,
-) -> Result<()> {
-    let block = format.spec().block;
-    if !format.spec().ragged && !len.is_multiple_of(block) {
-        return Err(Error::shape(op, argument, len, format!("a multiple of {format}'s block of {block}")));
-    }
-    Ok(())
-}
-
 /// Column blocks must not cross from one group to the next.
 pub(crate) fn check_group_align<B: Backend>(
     op: &'static str,
     groups: Option<&Groups<B>>,
     format: Format,
 ) -> Result<()> {
-    let block = format.spec().block;
+    let block = format.column_step();
     match groups {
-        Some(_) if block == WHOLE_LINE => {
-            Err(Error::unsupported(op, format, "one scale a column does not end where a group does"))
-        }
         Some(g) if g.align % block != 0 => Err(Error::shape(
             op,
             "groups.align",

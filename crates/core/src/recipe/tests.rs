@@ -73,15 +73,6 @@ fn the_rounding_is_the_formats_own() {
     assert_eq!(round(", scale = \"cann\", round = \"nearest-away\""), Rounding::NearestAway);
 }
 
-#[test]
-fn one_scale_a_column_is_refused_where_rows_are_grouped() {
-    let row = "{ format = \"e4m3-row\" }";
-    let e = error(&format!(
-        "extends = \"bf16\"\n[expert]\nwgrad.dy = {row}\nwgrad.x = {row}\nwgrad.dh = {row}\nwgrad.a = {row}"
-    ));
-    assert!(e.contains("expert.wgrad.") && e.contains("does not end where a group of rows does"), "{e}");
-}
-
 /// What would be printed and change nothing.
 #[test]
 fn a_key_that_decides_nothing_is_refused_and_told_why() {
@@ -462,5 +453,5 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
     }
     let head = format!("extends = \"bf16\"\n[head]\nfprop.x = {delayed}");
     let e = error(&head);
-    assert!(e.contains("head.fprop.x") && e.contains("blocks of 128"), "{e}");
+    assert!(e.contains("head.fprop.x") && e.contains("in chunks"), "{e}");
 }

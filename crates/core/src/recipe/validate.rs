@@ -3,8 +3,7 @@
 use super::{By, LayerKind, Precision, Recipe, Section, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
-use nibble_formats::WHOLE_LINE;
-use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule, WHOLE_LINE};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     for kind in LayerKind::ALL {
@@ -52,12 +51,10 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
         let nearest = kind != LayerKind::Head || !random;
         check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
-        let in_head = kind == LayerKind::Head && p.format.is_block();
-        let why = "the head's fused loss takes blocks of 128 under a scale each";
-        let known = p.format.spec().block == 128 && !p.format.scale_kind(p.scale).has_tensor_scale();
-        check.expect(site, !in_head || known, why)?;
-        let ends = p.format.spec().block != WHOLE_LINE || p.axis != BlockAxis::Col;
-        check.expect(site, ends, "one scale a column does not end where a group of rows does")?;
+        let of_all = p.format.scale_kind(p.scale).has_tensor_scale()
+            || p.format.spec().block == WHOLE_LINE && p.axis == BlockAxis::Col;
+        let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
+        check.expect(site, kind != LayerKind::Head || site == Site::FpropW || !of_all, why)?;
         match (p.format.is_block(), kind) {
             (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
             (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,

@@ -5,7 +5,8 @@
 
 use super::cross_entropy::{Rows, shard_sums};
 use super::gemm::{engine, refused};
-use super::operands::{down_rows, view};
+use super::lowered::{Side, Way, sides};
+use super::operands::view;
 use super::quantize::quantize;
 use crate::gemm::{self, Engine, GemmError, Group, Operand, Output, Shape};
 use crate::simd::{Real, per_isa};
@@ -60,7 +61,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     let (tokens, d) = op.x.shape();
     let sizes = Sizes { vocab: op.w.rows(), d };
     let vocab = sizes.vocab;
-    let (x, w) = (T::slice(OP, "x", op.x)?, view(OP, op.w, 0)?);
+    let (x, mut w) = (T::slice(OP, "x", op.x)?, Weight::new(op.w));
     let targets = op.targets.as_slice();
     let chunks = op.chunks();
     let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
@@ -71,7 +72,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         (Quantizer::new(cpu, fprop_x, wgrad_x), Quantizer::new(cpu, dgrad_dy, wgrad_dy));
     let (scale, mut gradients) = match op.grad {
         Some(grad) => {
-            let wt = view(OP, grad.wt, 0)?;
+            let wt = Weight::new(grad.wt);
             let dlogits = cpu.scratch::<T>(longest * vocab);
             let dx = cpu.scratch::<T>(tokens * d);
             let dw = WeightGradient::new(cpu, grad.dw, grad.accumulate, &chunks, sizes);
@@ -83,7 +84,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         let rows = chunk.tokens.clone();
         let x = of_x.factor(&x[rows.start * d..rows.end * d], d)?;
         let logits = &mut logits.as_mut_slice()[..rows.len() * vocab];
-        product(cpu, (rows.len(), vocab, d), (&x.rows()?, &w), &mut *logits)?;
+        product(cpu, (rows.len(), vocab, d), (&x, &mut w), &mut *logits)?;
         let losses = &mut loss.as_mut_slice()[rows.clone()];
         let entropy = Rows::new(cpu, &targets[rows.clone()], vocab, scale);
         match &mut gradients {
@@ -93,8 +94,8 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
                 entropy.run(logits, losses, dlogits);
                 let dlogits = of_dlogits.factor(dlogits, vocab)?;
                 let dx = &mut dx.as_mut_slice()[rows.start * d..rows.end * d];
-                product(cpu, (rows.len(), d, vocab), (&dlogits.rows()?, wt), dx)?;
-                dw.add(cpu, chunk, &dlogits.down()?, &x.down()?)?;
+                product(cpu, (rows.len(), d, vocab), (&dlogits, wt), dx)?;
+                dw.add_chunk(cpu, chunk, &dlogits, &x)?;
             }
         }
     }
@@ -109,7 +110,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
 
 /// What is there only for gradients.
 struct Gradients<'a, T: Factor> {
-    wt: Operand<'a>,
+    wt: Weight<'a>,
     /// Of one chunk.
     dlogits: Buf<T>,
     /// Of all tokens.
@@ -177,17 +178,15 @@ struct Chunk<'a> {
     by_cols: Option<core::Operand<Cpu>>,
 }
 
-impl Chunk<'_> {
-    /// With a contraction along the rows.
-    fn rows(&self) -> Result<Operand<'_>> {
-        let plain = || Ok(Operand::rows(self.values, self.cols));
-        self.by_rows.as_ref().map_or_else(plain, |rows| view(OP, rows, 0))
-    }
+/// A weight, which is made what the products take of it once.
+struct Weight<'a> {
+    operand: &'a core::Operand<Cpu>,
+    side: Option<Side<'a>>,
+}
 
-    /// With one down the columns.
-    fn down(&self) -> Result<Operand<'_>> {
-        let plain = || Ok(Operand::transposed(self.values, self.cols));
-        self.by_cols.as_ref().map_or_else(plain, |cols| down_rows(OP, cols))
+impl<'a> Weight<'a> {
+    fn new(operand: &'a core::Operand<Cpu>) -> Self {
+        Self { operand, side: None }
     }
 }
 
@@ -195,10 +194,22 @@ impl Chunk<'_> {
 fn product<T: Factor>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
-    (a, b): (&Operand<'_>, &Operand<'_>),
+    (a, b): (&Chunk<'_>, &mut Weight<'_>),
     out: &mut [T],
 ) -> Result<()> {
-    multiply(cpu, T::output(out, n), |engine, out| engine.gemm(Shape { m, n, k }, a, b, out))
+    let (shape, out) = (Shape { m, n, k }, T::output(out, n));
+    let Some(rows) = &a.by_rows else {
+        let (a, b) = (Operand::rows(a.values, a.cols), view(OP, b.operand, 0)?);
+        return multiply(cpu, out, |engine, out| engine.gemm(shape, &a, &b, out));
+    };
+    let way = Way::of(rows, b.operand);
+    let a = way.side(cpu, rows)?;
+    let b = match &mut b.side {
+        Some(side) => side,
+        none => none.insert(way.side(cpu, b.operand)?),
+    };
+    let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
+    multiply(cpu, out, |engine, out| engine.gemm(shape, &a, &b, out))
 }
 
 /// Runs a product in the pool of its backend.
@@ -233,6 +244,26 @@ impl<'a> WeightGradient<'a> {
         let apart = cut && (accumulate || dw.dtype() == DType::Bf16);
         let chain = apart.then(|| cpu.scratch(sizes.vocab * sizes.d));
         Self { dw: &mut dw.data, accumulate, sizes, chain }
+    }
+
+    /// The part of a chunk.
+    fn add_chunk(
+        &mut self,
+        cpu: &Cpu,
+        chunk: &HeadLossChunk,
+        dlogits: &Chunk<'_>,
+        x: &Chunk<'_>,
+    ) -> Result<()> {
+        match (&dlogits.by_cols, &x.by_cols) {
+            (Some(dlogits), Some(x)) => {
+                let (dlogits, x) = sides(cpu, dlogits, x)?;
+                self.add(cpu, chunk, &dlogits.down_rows(OP)?, &x.down_rows(OP)?)
+            }
+            _ => {
+                let dlogits = Operand::transposed(dlogits.values, dlogits.cols);
+                self.add(cpu, chunk, &dlogits, &Operand::transposed(x.values, x.cols))
+            }
+        }
     }
 
     fn add(

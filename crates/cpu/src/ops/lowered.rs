@@ -43,25 +43,50 @@ struct Apart {
     blocks: usize,
 }
 
-/// Both sides of a product, whose contraction runs along the lines that are stored.
+/// How both operands of a product are taken, whose contraction runs along the lines that are stored.
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    /// As they are.
+    AsIs,
+    /// As BF16, with F32 scales for so many values beside them, if there are any.
+    Exact { apart: Option<usize> },
+    /// As F32.
+    Wide,
+}
+
+impl Way {
+    /// For these two.
+    pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
+        let (Operand::Block(x), Operand::Block(y)) = (a, b) else { return Self::AsIs };
+        if has_codes(x) && has_codes(y) {
+            return Self::AsIs;
+        }
+        if ![x, y].iter().all(|q| folds(q)) {
+            return Self::Wide;
+        }
+        let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
+        let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
+        let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
+            (true, len) => x.format.record_len(x.axis).min(len.next_multiple_of(2)),
+            (false, len) => len.next_multiple_of(2),
+        };
+        Self::Exact { apart: (of_tensor || of_blocks).then_some(block.max(2)) }
+    }
+
+    /// One of them.
+    pub fn side<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
+        match (self, x) {
+            (Self::Exact { apart }, Operand::Block(q)) => Ok(Side::Lowered(lower(cpu, q, apart)?)),
+            (Self::Wide, Operand::Block(q)) => Ok(Side::Lowered(widen(cpu, q)?)),
+            _ => Ok(Side::AsIs(x)),
+        }
+    }
+}
+
+/// Both sides of a product.
 pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> Result<(Side<'a>, Side<'a>)> {
-    let (Operand::Block(x), Operand::Block(y)) = (a, b) else {
-        return Ok((Side::AsIs(a), Side::AsIs(b)));
-    };
-    if has_codes(x) && has_codes(y) {
-        return Ok((Side::AsIs(a), Side::AsIs(b)));
-    }
-    if ![x, y].iter().all(|q| folds(q)) {
-        return Ok((Side::Lowered(widen(cpu, x)?), Side::Lowered(widen(cpu, y)?)));
-    }
-    let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
-    let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
-    let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
-        (true, len) => x.format.spec().block.min(len.next_multiple_of(2)),
-        (false, len) => len.next_multiple_of(2),
-    };
-    let apart = (of_tensor || of_blocks).then_some(block.max(2));
-    Ok((Side::Lowered(lower(cpu, x, apart)?), Side::Lowered(lower(cpu, y, apart)?)))
+    let way = Way::of(a, b);
+    Ok((way.side(cpu, a)?, way.side(cpu, b)?))
 }
 
 /// Whether the engine reads the codes themselves: of a known element, every line and block of whole bytes and pairs.
@@ -186,17 +211,15 @@ mod tests {
     fn products_of_every_format_are_those_of_the_decoded_values() {
         let backends = [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()];
         for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
-            for &rule in format.spec().rules {
-                // A contraction that ends inside a block, where the format allows it.
-                let k = if format.spec().ragged { 147 } else { 160 };
+            // Contractions that end inside a block, of an odd number of values and of an even one.
+            for (&rule, k) in format.spec().rules.iter().flat_map(|rule| [147, 150].map(|k| (rule, k))) {
                 let (m, n) = (37, 19);
                 let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
                 let mut all: Vec<Vec<f32>> = Vec::new();
                 for cpu in &backends {
                     let planes = |x: Tensor<Cpu>, planes| Quantize::new(&x, codec, planes).run(cpu).unwrap();
                     let a = planes(matrix(cpu, m, k, 1), Planes::Rows).take_rows("test").unwrap();
-                    let weight = if format.spec().ragged { Planes::Tiles } else { Planes::Rows };
-                    let b = planes(matrix(cpu, n, k, 2), weight).take_rows("test").unwrap();
+                    let b = planes(matrix(cpu, n, k, 2), Planes::Tiles).take_rows("test").unwrap();
                     let y = Gemm { a: &a, b: &b, out: DType::F32 }.run(cpu).unwrap();
                     let got = y.to_f32_vec(cpu).unwrap();
                     let (a, b) = (decoded(cpu, &a), decoded(cpu, &b));
@@ -218,7 +241,7 @@ mod tests {
     fn weights_have_both_planes_in_every_format() {
         let cpu = Cpu::new(2).unwrap();
         for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            let (stack, n, k) = if format.spec().ragged { (2, 36, 50) } else { (2, 64, 96) };
+            let (stack, n, k) = (2, 36, 50);
             let codec =
                 Codec::new(format, format.spec().default_rule().unwrap(), Rounding::NearestEven).unwrap();
             let x = matrix(&cpu, stack * n, k, 3);

@@ -8,7 +8,7 @@ use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 /// The element of codes that the engine reads.
 pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
     let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
-    let blocks = q.format.spec().block.is_multiple_of(2);
+    let blocks = q.format.record_len(q.axis).is_multiple_of(2);
     let element = q.format.spec().element.filter(|_| one_number && blocks);
     element.filter(|element| matches!(*element, Element::E2M1 | Element::E4M3 | Element::E5M2))
 }
@@ -57,7 +57,7 @@ pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gem
         Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
         Operand::Block(q) => q,
     };
-    let block = q.format.spec().block;
+    let block = q.format.column_step();
     let scales = gemm::OperandScales::rows(scales_of(q), block, q.rows.div_ceil(block));
     Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
 }

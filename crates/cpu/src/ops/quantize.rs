@@ -45,7 +45,7 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
     let emit = Emit::Block { codec: op.codec, planes: op.planes };
-    let block = column_block(OP, &[emit], op.x.rows, op.groups)?;
+    let block = column_block(OP, &[emit], op.groups)?;
     if let Some(transform) = op.hadamard {
         let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
         let spans = Spans::new(OP, op.x.rows, op.groups, block)?;
@@ -74,7 +74,7 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
-        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec));
+        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec, random));
     }
     let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
     match (encode::path(cpu, [op.codec.format()]), op.planes) {
@@ -84,7 +84,7 @@ fn encode(
         }
         (CodePath::Scalar, planes) => {
             let x = Matrix::of(op.x, spans);
-            Ok(spec::blocks(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
+            Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
         }
         (CodePath::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
         (CodePath::Simd, _) => strips(cpu, op, random, emit, spans),
@@ -155,31 +155,20 @@ fn check_random(op: &'static str, codec: Codec, random: Option<Stream>) -> Resul
 }
 
 /// Checks the forms of a fused op's results, which have no stream of random bits, and returns [`column_block`].
-pub(crate) fn check_emits(
-    op: &'static str,
-    emits: &[Emit],
-    rows: usize,
-    groups: Option<&Groups<Cpu>>,
-) -> Result<usize> {
+pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     for emit in emits {
         if let Emit::Block { codec, .. } = emit {
             check_random(op, *codec, None)?;
         }
     }
-    column_block(op, emits, rows, groups)
+    column_block(op, emits, groups)
 }
 
 /// Rows of the longest column block written, 1 where no columns are: what every group's start must be a multiple of.
-fn column_block(
-    op: &'static str,
-    emits: &[Emit],
-    rows: usize,
-    groups: Option<&Groups<Cpu>>,
-) -> Result<usize> {
+fn column_block(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     let mut longest = 1;
     for emit in emits {
         if let Emit::Block { codec, planes: Planes::Cols | Planes::Both } = emit {
-            codec.format().check_contraction("rows", rows)?;
             let block = codec.format().column_step();
             match groups {
                 Some(g) if g.align % block != 0 => {

@@ -18,7 +18,7 @@ pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     const OP: &str = "swiglu";
     let saved = op.save_h.map(|codec| Emit::Block { codec, planes: Planes::Rows });
     let emits: Vec<Emit> = saved.into_iter().chain([op.a]).collect();
-    let block = check_emits(OP, &emits, op.h.rows, op.groups)?;
+    let block = check_emits(OP, &emits, op.groups)?;
     let spans = Spans::new(OP, op.h.rows, op.groups, block)?;
     match path(cpu, formats(&emits)) {
         CodePath::Scalar => spec::forward(cpu, &op, saved, &spans),
@@ -36,7 +36,7 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
         }
     }
     let emits: Vec<Emit> = [op.dh].into_iter().chain(op.a).collect();
-    let block = check_emits(OP, &emits, op.da.rows, op.groups)?;
+    let block = check_emits(OP, &emits, op.groups)?;
     let spans = Spans::new(OP, op.da.rows, op.groups, block)?;
     let of_h = Some(op.h.format()).filter(|format| format.is_block());
     match path(cpu, formats(&emits).chain(of_h)) {

@@ -16,7 +16,9 @@ enum Stored {
 }
 
 use BlockAxis::{Col, Row, Tile};
-use Format::{E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4};
+use Format::{
+    E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Row, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4,
+};
 use ScaleRule::{Amax, Rceil, TensorAmax};
 
 /// A matrix as the operand says; `pads` are rows that hold NaN bytes or zeros.
@@ -168,8 +170,9 @@ pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
                 pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input });
             }
         }
-        if !matches!(a, Stored::Block(Mxfp4, ..)) && !matches!(b, Stored::Block(Mxfp4, ..)) {
-            pair.check(&Product { a, b, m: 5, n: 9, k: 201, out: DType::F32, input: Input::Normal });
+        // Contractions that end inside a block, of an even number of values and of an odd one.
+        for k in [33, 48, 104, 201] {
+            pair.check(&Product { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
 }
@@ -238,6 +241,10 @@ pub fn grouped_gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
         for &input in inputs(pair.strict) {
             pair.check(&Grouped { x, w, spread: Spread::Zipf, rows: 40, n, k, out: DType::F32, input });
         }
+        for k in [80, 131] {
+            let (spread, out, input) = (Spread::Zipf, DType::F32, Input::Normal);
+            pair.check(&Grouped { x, w, spread, rows: 40, n, k, out, input });
+        }
     }
 }
 
@@ -305,6 +312,8 @@ pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
         ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax)),
         ((Hif4, Amax), (Hif4, Amax)),
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
+        ((E4m3Row, Amax), (E4m3Row, Amax)),
+        ((E5m2Row, Rceil), (E4m3Row, Amax)),
     ] {
         stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
     }

@@ -30,7 +30,8 @@ impl Head {
         let operand = |w: &[f32], codec: Option<Codec>, rows, cols| match codec {
             None => plain(b, dtype, w, rows, cols).map(Operand::Plain),
             Some(codec) => {
-                let tiles = HostBlock::quantize(codec, BlockAxis::Tile, w, rows, cols, 1);
+                let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
+                let tiles = HostBlock::quantize(codec, axis, w, rows, cols, 1);
                 tiles.upload(b).map(Operand::Block)
             }
         };
@@ -166,6 +167,22 @@ fn all_of(rule: ScaleRule) -> HeadCodecs {
     HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec }
 }
 
+/// Formats whose codes are multiplied as other numbers: everywhere, and by rows alone where a column would have one scale.
+fn lowered() -> Vec<HeadCodecs> {
+    let all = |format, rule| {
+        let codec = Some(codec(format, rule, Rounding::NearestEven));
+        HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec }
+    };
+    let lines = all(Format::E4m3Row, ScaleRule::Amax);
+    vec![
+        all(Format::Mxfp8E4m3, ScaleRule::Rceil),
+        all(Format::Mxfp4, ScaleRule::Rceil),
+        all(Format::Nvfp4, ScaleRule::Amax),
+        all(Format::Hif4, ScaleRule::Amax),
+        HeadCodecs { wgrad_dy: None, wgrad_x: None, ..lines },
+    ]
+}
+
 /// Operands in FP8: all of them and those of some products; shards that are cut and several a chunk, and one that ends inside a
 /// block; widths and vocabularies that do, and such as no tensor core takes.
 fn quantized<A: Model, B: Model>(pair: &Pair<A, B>) {
@@ -207,6 +224,13 @@ fn quantized<A: Model, B: Model>(pair: &Pair<A, B>) {
             grad,
             input,
         });
+    }
+    let sizes = [(512, 64, 264, 2, 128), (256, 72, 75, 1, 128)];
+    for (i, codecs) in lowered().into_iter().enumerate() {
+        for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
+            let (grad, dtype, input) = (grads[(i + j) % grads.len()], DType::Bf16, Input::Normal);
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, input });
+        }
     }
     if !pair.strict {
         return;

@@ -3,7 +3,6 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
-use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
@@ -323,18 +322,19 @@ fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     }
 }
 
-/// The planes of a format, and a shape for each with short last blocks where the format allows them. Weights have square tiles, or else
-/// blocks along their rows.
-fn shapes(format: Format) -> Vec<(Planes, usize, usize, usize)> {
-    let ragged = format.spec().ragged;
-    let (rows, cols) = if ragged { (37, 200) } else { (96, 96) };
-    let mut shapes: Vec<_> = [Planes::Rows, Planes::Cols, Planes::Both].map(|p| (p, rows, cols, 1)).to_vec();
-    shapes.extend(match ragged {
-        true => [(Planes::Tiles, 140, 70, 1), (Planes::Tiles, 3 * 20, 130, 3)],
-        false => [(Planes::Tiles, 160, 64, 1), (Planes::Tiles, 3 * 32, 128, 3)],
-    });
-    shapes
-}
+/// Each kind of plane: whole blocks of most formats, and lines that end inside a block, of an even number of values and of an odd one. Weights
+/// have square tiles, or else blocks along their rows.
+const SHAPES: [(Planes, usize, usize, usize); 9] = [
+    (Planes::Rows, 37, 200, 1),
+    (Planes::Cols, 37, 200, 1),
+    (Planes::Both, 37, 200, 1),
+    (Planes::Both, 96, 96, 1),
+    (Planes::Rows, 9, 33, 1),
+    (Planes::Both, 33, 131, 1),
+    (Planes::Tiles, 140, 70, 1),
+    (Planes::Tiles, 3 * 20, 130, 3),
+    (Planes::Tiles, 2 * 33, 47, 2),
+];
 
 /// Every rounding of every format, where kernels take whole tiles and where groups end inside them.
 fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
@@ -349,12 +349,13 @@ fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         for (j, rounding) in roundings.into_iter().enumerate() {
             let (codec, dtype) = (codec(format, rule, rounding), PLAIN[(i + j) % 2]);
             let input = [Input::Normal, Input::Outliers, Input::ExtremeExponents][(i + j) % 3];
-            for (planes, rows, cols) in [(Planes::Rows, 20, 1152), (Planes::Both, 160, 192)] {
-                pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
+            for (planes, rows, cols, stack) in
+                [(Planes::Rows, 20, 1152, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)]
+            {
+                pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
             }
-            let rows_only = format.spec().block == WHOLE_LINE;
             for (k, spread) in [Spread::Zipf, Spread::EmptyGroups].into_iter().enumerate() {
-                let planes = if rows_only { Planes::Rows } else { [Planes::Both, Planes::Cols][k] };
+                let planes = [Planes::Both, Planes::Cols][k];
                 let input = [Input::Normal, Input::NonFinite, Input::SignedZeros][(i + j + k) % 3];
                 pair.check(&Ragged {
                     codec,
@@ -386,7 +387,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     let (dtype, input) = (DType::Bf16, Input::Outliers);
     for (i, codec) in codecs.into_iter().enumerate() {
         let spec = codec.format().spec();
-        let rows = if spec.ragged { 37 } else { 32 };
+        let rows = 37;
         for cols in WIDTHS {
             for planes in [Planes::Rows, Planes::Both] {
                 pair.check(&Dense { codec, planes, rows, cols, stack: 1, dtype, input });
@@ -410,7 +411,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
     for codec in codecs() {
-        for (planes, rows, cols, stack) in shapes(codec.format()) {
+        for (planes, rows, cols, stack) in SHAPES {
             for (i, input) in Input::ALL.into_iter().enumerate() {
                 pair.check(&Dense { codec, planes, rows, cols, stack, dtype: PLAIN[i % 2], input });
             }
@@ -512,7 +513,7 @@ impl<B: Convert> Case<B> for DecodingAny {
 /// Conformance of [`Dequantize`].
 pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for codec in codecs() {
-        for (planes, rows, cols, stack) in shapes(codec.format()) {
+        for (planes, rows, cols, stack) in SHAPES {
             let axis = match planes {
                 Planes::Rows => BlockAxis::Row,
                 Planes::Cols => BlockAxis::Col,

@@ -131,7 +131,8 @@ fn tiles<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| Source::Values(input, rule));
     let sources = Input::ALL.into_iter().flat_map(of).chain([Source::Any]);
     for source in sources {
-        for (stack, n, k) in [(1, 1, 32), (1, 70, 160), (2, 144, 96), (3, 20, 288)] {
+        for (stack, n, k) in [(1, 1, 32), (1, 70, 160), (2, 144, 96), (3, 20, 288), (2, 37, 80), (3, 16, 147)]
+        {
             pair.check(&Tiles { source, stack, n, k });
         }
     }
@@ -162,14 +163,20 @@ pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         let of = |input: Input| source_rules.iter().map(move |&rule| Source::Values(input, rule));
         let values = Input::ALL.into_iter().flat_map(of);
         for (i, source) in values.chain([Source::Any]).enumerate() {
-            for (rows, cols) in [(1, 32), (70, 160), (130, 96)] {
+            for (rows, cols) in [(1, 32), (70, 160), (130, 96), (35, 104), (3, 33)] {
                 pair.check(&Dense { conversion, source, rows, cols });
             }
             let spread = Spread::ALL[i % Spread::ALL.len()];
             pair.check(&Ragged { conversion, source, spread, cols: 96 });
         }
         for spread in Spread::ALL {
-            pair.check(&Ragged { conversion, source: Source::Any, spread, cols: 160 });
+            for cols in [160, 48, 131] {
+                pair.check(&Ragged { conversion, source: Source::Any, spread, cols });
+            }
+        }
+        // A last block that is short: the only one, behind whole ones of the source, and of an odd number of codes.
+        for (rows, cols) in [(1, 1), (5, 31), (17, 130), (300, 1000), (129, 2049)] {
+            pair.check(&Dense { conversion, source: Source::Any, rows, cols });
         }
         pair.check(&Dense { conversion, source: Source::Any, rows: 384, cols: 448 });
         for cols in WIDTHS {

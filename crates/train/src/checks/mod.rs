@@ -9,7 +9,7 @@ use crate::config::{Config, read_text};
 use crate::error::Result;
 use crate::model::layer_names;
 use nibble_core::Recipe;
-use nibble_core::recipe::{Section, Site};
+use nibble_core::recipe::Section;
 
 /// A built-in recipe by name, or a recipe file by path.
 ///
@@ -56,7 +56,7 @@ pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     found
 }
 
-/// What the recipe's blocks ask of the model's widths and of the batch, in every layer at every point of the run.
+/// What the recipe's blocks ask of the batch, in every layer at every point of the run. Widths that no block divides are extended by zeros.
 fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     let sections = recipe.sections(&layer_names(&config.model))?;
     if !sections.iter().any(Section::has_blocks) {
@@ -70,25 +70,6 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
             recipe.name
         );
         return Err(crate::Error::config("train.batch_size", why));
-    }
-    let widths = [
-        ("model.d_model", config.model.d_model),
-        ("model.ffn", config.model.ffn),
-        ("model.expert_ffn", config.model.expert_ffn),
-        ("model.shared_ffn", config.model.shared_ffn),
-        ("model.head_dim", config.model.heads * config.model.head_dim),
-        ("model.value_head_dim", config.model.heads * config.model.value_head_dim()),
-    ];
-    for section in &sections {
-        for block in Site::ALL.map(|site| section.at(site).format.spec()).iter().filter(|s| !s.ragged) {
-            if let Some((key, width)) = widths.iter().find(|(_, w)| !w.is_multiple_of(block.block)) {
-                let why = format!(
-                    "recipe {} stores {} in blocks of {}, and a width of {width} is not a multiple of it",
-                    recipe.name, block.name, block.block
-                );
-                return Err(crate::Error::config(*key, why));
-            }
-        }
     }
     Ok(())
 }

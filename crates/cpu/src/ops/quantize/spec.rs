@@ -8,9 +8,11 @@ use crate::Cpu;
 use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use nibble_formats::{
-    BlockAxis, Codec, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, bf16, pack_codes,
+    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, WHOLE_LINE,
+    bf16, pack_codes,
 };
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// F32 values `[rows, cols]` with zeros on padding.
 pub(crate) struct Matrix {
@@ -49,6 +51,8 @@ pub(crate) struct Casting<'a> {
     met: Option<Met<'a>>,
     random: Option<Stream>,
     spans: &'a Spans<'a>,
+    /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
+    transposed: Option<usize>,
 }
 
 impl<'a> Casting<'a> {
@@ -74,7 +78,7 @@ impl<'a> Casting<'a> {
                 of_rows[span.start..span.end.min(spans.capacity)].fill(known);
             }
         }
-        Self { codec, of_rows, met, random, spans }
+        Self { codec, of_rows, met, random, spans, transposed: None }
     }
 
     /// The codec of a row's values.
@@ -84,8 +88,12 @@ impl<'a> Casting<'a> {
 
     /// Sixteen random bits of an element; the random roundings are only let in with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
-        let element = self.spans.row_index(row) * cols as u64 + col as u64;
-        self.random.map_or(0, |stream| stream.u16_at(element))
+        let Some(stream) = self.random else { return 0 };
+        let element = match self.transposed {
+            Some(rows) => ((row / rows * cols + col) * rows + row % rows) as u64,
+            None => self.spans.row_index(row) * cols as u64 + col as u64,
+        };
+        stream.u16_at(element)
     }
 
     /// What was found of values under scales of earlier steps.
@@ -125,13 +133,13 @@ pub(crate) fn emit(
             Ok(Emitted { rows, cols: None, counts: None, found: None })
         }
         Emit::Block { codec, planes } => {
-            Ok(blocks(cpu, x, &Casting::new(codec, random, spans, x, None), planes))
+            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, None), planes))
         }
     }
 }
 
 /// Writes a matrix in blocks, by rows, by columns, or both.
-pub(crate) fn blocks(cpu: &Cpu, x: &Matrix, casting: &Casting, planes: Planes) -> Emitted<Cpu> {
+pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, planes: Planes) -> Emitted<Cpu> {
     let lines = |axis| lines(cpu, x, casting, axis);
     let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
     let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
@@ -155,6 +163,27 @@ pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<
     }
 }
 
+/// Values of a line that get one scale, and how many of them a record of it stands for.
+struct Block {
+    values: Range<usize>,
+    each: usize,
+}
+
+impl Block {
+    fn records(&self) -> Range<usize> {
+        self.values.start / self.each..self.values.end.div_ceil(self.each)
+    }
+}
+
+/// The blocks of a line of `len` values: those of the format, or, down the columns of one with a scale a line, the spans of rows.
+fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
+    let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
+    if axis == BlockAxis::Col && block == WHOLE_LINE {
+        return spans.spans.iter().map(|span| Block { values: span.start..span.end, each }).collect();
+    }
+    (0..len).step_by(each).map(|first| Block { values: first..len.min(first + each), each }).collect()
+}
+
 /// Blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks follow one another.
 fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockScaled<Cpu>, Tally) {
     let Casting { codec, spans, .. } = casting;
@@ -163,8 +192,8 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
     let mut out = unwritten_as(cpu, *codec, axis, (rows, x.cols, 1));
     casting.put_tensor_scale(&mut out, |row| casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
-    let (line_bytes, scale_bytes) = (format.row_code_bytes(len), format.scales_per_row(len) * kind.bytes());
-    let padding = spans.padding();
+    let (line_bytes, scale_bytes) = (format.row_code_bytes(len), out.shape_of_scales().1 * kind.bytes());
+    let (padding, blocks) = (spans.padding(), blocks(format, axis, spans, len));
     let mut scales = out.scales.as_mut_slice();
     let lines: Vec<_> = out
         .codes
@@ -184,22 +213,22 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
         };
         let mut codes = vec![0; len];
         let mut tally = Tally::default();
-        let block = format.spec().block;
-        for (b, codes) in codes.chunks_mut(block).enumerate() {
-            let first = b * block;
-            let place = |i| if down { (first + i, line) } else { (line, first + i) };
-            let codec = casting.codec(place(0).0);
-            let random = |i| casting.bits(place(i).0, place(i).1, x.cols);
-            let values = values.get(first..).map_or(&[][..], |v| &v[..v.len().min(block)]);
+        for block in &blocks {
+            let place = |i| if down { (i, line) } else { (line, i) };
+            let of = |record: usize| record * block.each..block.values.end.min((record + 1) * block.each);
             // A transform leaves a group's values on rows past its last one.
-            let is_padding =
-                (0..codes.len()).all(|i| padding[place(i).0]) && values.iter().all(|v| *v == 0.0);
-            if is_padding {
-                scales.set(b, kind.least());
+            let is_padding = |i| padding[place(i).0] && values.get(i).is_none_or(|v| *v == 0.0);
+            let least = |record: &usize| of(*record).all(is_padding);
+            block.records().filter(least).for_each(|record| scales.set(record, kind.least()));
+            if block.values.clone().all(is_padding) {
                 continue;
             }
+            let (first, codec) = (block.values.start, casting.codec(place(block.values.start).0));
+            let random = |i| casting.bits(place(first + i).0, place(first + i).1, x.cols);
+            let values = &values[first.min(values.len())..block.values.end.min(values.len())];
+            let codes = &mut codes[block.values.clone()];
             let (scale, nonfinite) = codec.quantize_block(values, random, codes);
-            scales.set(b, scale);
+            block.records().filter(|record| !least(record)).for_each(|record| scales.set(record, scale));
             count(&mut tally, codec, codes, nonfinite);
         }
         pack_codes(format.spec().code_bits, &codes, plane)
@@ -255,15 +284,21 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
 }
 
 /// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
-pub(crate) fn row_weights(cpu: &Cpu, x: &Matrix, (stack, codec): (usize, Codec)) -> Result<Emitted<Cpu>> {
+pub(crate) fn row_weights(
+    cpu: &Cpu,
+    x: &Matrix,
+    (stack, codec, random): (usize, Codec, Option<Stream>),
+) -> Result<Emitted<Cpu>> {
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
-    let plane = |x: &Matrix, rows: usize| {
+    let plane = |x: &Matrix, rows: usize, transposed| {
         let spans = Spans::stacked(stack, rows);
-        lines(cpu, x, &Casting::new(codec, None, &spans, x, None), BlockAxis::Row)
+        let casting = Casting::new(codec, random, &spans, x, None);
+        lines(cpu, x, &Casting { transposed, ..casting }, BlockAxis::Row)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
     let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
-    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) = (plane(x, n), plane(&turned, k));
+    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) =
+        (plane(x, n, None), plane(&turned, k, Some(k)));
     Ok(Emitted {
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
@@ -294,7 +329,7 @@ impl<'a> Decoder<'a> {
     /// If format and rule do not go together.
     pub fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
         let codec = Codec::new(x.format, x.rule, Rounding::NearestEven)?;
-        Ok(Self { x, scales: scales_of(x), codec, block: x.format.spec().block })
+        Ok(Self { x, scales: scales_of(x), codec, block: x.format.record_len(x.axis) })
     }
 
     /// Element (row, col) of the logical matrix.

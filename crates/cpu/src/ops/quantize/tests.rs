@@ -44,10 +44,10 @@ fn dense_planes_are_those_of_the_specification() {
 }
 
 #[test]
-fn fp8_takes_any_shape() {
+fn every_format_takes_any_shape() {
     let (spec, backends) = (spec(), simd_backends());
     for (rows, cols) in [(1, 1), (7, 5), (129, 131), (200, 260), (3, 2500)] {
-        for codec in codecs().into_iter().filter(|c| c.format() == Format::E4m3) {
+        for codec in codecs() {
             let x = tensor(&spec, false, rows, cols, 5, true);
             for planes in [Planes::Rows, Planes::Cols, Planes::Both, Planes::Tiles] {
                 let expected = quantize(&spec, op(&x, codec, planes, None)).unwrap();
@@ -58,6 +58,37 @@ fn fp8_takes_any_shape() {
             }
         }
     }
+}
+
+/// The planes of a weight in blocks along the rows draw by what an element is, not by where it lies: where all scales are equal, both hold the
+/// same codes, and others than those of nearest rounding.
+#[test]
+fn both_planes_of_a_weight_round_an_element_alike() {
+    let cpu = spec();
+    let (stack, n, k) = (2, 40, 72);
+    let mut values: Vec<f32> = normals(3, stack * n * k).iter().map(|v| v.clamp(-5.0, 5.0)).collect();
+    // One in every block of either plane has the largest magnitude.
+    for i in (0..stack * n * k).filter(|i| (i / k % n + i % k) % 8 == 0) {
+        values[i] = 6.0;
+    }
+    let x = Tensor::from_f32(&cpu, &values, stack * n, k).unwrap();
+    let codes = |rounding| {
+        let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
+        let op = Quantize { stack, ..op(&x, codec, Planes::Tiles, None) };
+        let made = op.run(&cpu).unwrap();
+        [made.rows, made.cols].map(|plane| {
+            let plane = block(&plane).clone();
+            assert!(plane.scales.as_slice().iter().all(|&byte| byte == 127));
+            let x = &plane;
+            plain_bits(&dequantize(&cpu, Dequantize { x, dtype: DType::F32 }).unwrap())
+        })
+    };
+    let [upright, turned] = codes(Rounding::Stochastic);
+    for (i, value) in upright.iter().enumerate() {
+        let (matrix, row, col) = (i / k / n, i / k % n, i % k);
+        assert_eq!(turned[(matrix * k + col) * n + row], *value, "{matrix}: {row}, {col}");
+    }
+    assert_ne!(codes(Rounding::NearestEven)[0], upright);
 }
 
 /// Lengths with empty, one-row, full and long groups.
@@ -142,7 +173,11 @@ fn columns_are_rows_of_the_transpose() {
         let down = quantize(&cpu, op(&x, codec, Planes::Cols, None)).unwrap();
         let along = quantize(&cpu, op(&turned, codec, Planes::Rows, None)).unwrap();
         assert_eq!(block(&down.cols).codes.as_slice(), block(&along.rows).codes.as_slice(), "{codec:?}");
-        assert_eq!(scale_bits(block(&down.cols)), scale_bits(block(&along.rows)), "{codec:?}");
+        // A column under one scale has it for each 128 rows.
+        let (of_cols, of_rows) = (scale_bits(block(&down.cols)), scale_bits(block(&along.rows)));
+        let each = of_cols.len() / of_rows.len().max(1);
+        let repeated: Vec<u32> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
+        assert_eq!(of_cols, repeated, "{codec:?}");
         assert_eq!(down.counts.as_ref().map(tally), along.counts.as_ref().map(tally), "{codec:?}");
     }
 }

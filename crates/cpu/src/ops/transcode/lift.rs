@@ -45,11 +45,24 @@ fn lift(lifts: &[Lift; 40], source: u8, target: u8) -> &Lift {
     &lifts[if source == e8m0::NAN { 39 } else { (octaves + FAR) as usize }]
 }
 
+/// A block of 32 codes, or of as many as `out` has.
 #[inline(always)]
 fn lift_block_body(by: &Lift, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
-    let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) else {
-        return; // blocks are whole: the shape check of the op
-    };
+    if let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) {
+        return lift_whole_block(by, packed, out, tally);
+    }
+    let (mut extended, mut lifted, len) = ([0; 16], [0; 32], out.len().min(32));
+    let bytes = len.div_ceil(2);
+    extended[..bytes].copy_from_slice(&packed[..bytes]);
+    if !len.is_multiple_of(2) {
+        extended[bytes - 1] &= 0xF;
+    }
+    lift_whole_block(by, &extended, &mut lifted, tally);
+    out[..len].copy_from_slice(&lifted[..len]);
+}
+
+#[inline(always)]
+fn lift_whole_block(by: &Lift, packed: &[u8; 16], out: &mut [u8; 32], tally: &mut Tally) {
     let mut codes = [0u8; 32];
     unpack(packed, &mut codes);
     for (out, &code) in out.iter_mut().zip(&codes) {
@@ -95,6 +108,8 @@ pub(super) struct Column<'a> {
     pub codes: &'a [u8],
     pub code_stride: usize,
     pub rows: usize,
+    /// Columns, up to a block.
+    pub width: usize,
 }
 
 #[inline(always)]
@@ -107,7 +122,8 @@ fn lift_column_body(
 ) {
     for i in 0..from.rows {
         let by = lift(lifts, from.scales[i * from.scale_stride], target);
-        lift_block_body(by, &from.codes[i * from.code_stride..], &mut out[i * out_stride..], tally);
+        let out = &mut out[i * out_stride..][..from.width];
+        lift_block_body(by, &from.codes[i * from.code_stride..], out, tally);
     }
 }
 

@@ -40,7 +40,7 @@ impl<'a> Rows<'a> {
         &self.scales[start..][..self.format.scales_per_row(width)]
     }
 
-    /// The block of columns from `col` on of a strip's rows that count.
+    /// The block of columns from `col` on, which may be the last and short, of a strip's rows that count.
     fn column(&self, strip: Strip, col: usize) -> Column<'a> {
         let code_stride = self.format.row_code_bytes(self.cols);
         let scale_stride = self.format.scales_per_row(self.cols);
@@ -51,6 +51,7 @@ impl<'a> Rows<'a> {
             codes: from(self.codes, strip.row * code_stride + self.format.row_code_bytes(col)),
             code_stride,
             rows: strip.rows,
+            width: self.format.spec().block.min(self.cols - col),
         }
     }
 }

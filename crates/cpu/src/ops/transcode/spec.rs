@@ -28,11 +28,11 @@ fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row of MXFP4 under a target scale; counts it.
+/// E4M3 codes of block b of a row of MXFP4, the last of which may be short, under a target scale; counts it.
 fn lift_block(x: &BlockScaled<Cpu>, (row, b): (usize, usize), target: u8, tally: &mut Tally) -> Vec<u8> {
     let (block, source) = (x.format.spec().block, scale_byte(x, row, b));
     let code = |i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i);
-    let codes: Vec<u8> = (b * block..(b + 1) * block).map(code).collect();
+    let codes: Vec<u8> = (b * block..x.cols.min((b + 1) * block)).map(code).collect();
     let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
     count(tally, x.format, codes.into_iter(), lifted.iter().any(|l| l.1), source == e8m0::NAN);
     lifted.into_iter().map(|l| l.0).collect()
@@ -47,7 +47,7 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     for (row, &valid) in valid.iter().enumerate() {
         for (target_block, first) in (0..x.cols).step_by(to).enumerate() {
             let width = to.min(x.cols - first);
-            let sources = first / from..(first + width) / from;
+            let sources = first / from..(first + width).div_ceil(from);
             let scale_idx = row * x.cols.div_ceil(to) + target_block;
             if !valid {
                 put_codes(&mut out.codes, out.format, (row, x.cols), first, &vec![0; width]);
@@ -77,7 +77,7 @@ pub(super) fn lift_tiles(
     let (tiles_n, tiles_k) = (n.div_ceil(to), k.div_ceil(to));
     for (matrix, tile_n, tile_k) in tile_indices(x.stack, tiles_n, tiles_k) {
         let rows = tile_n * to..n.min((tile_n + 1) * to);
-        let blocks = tile_k * to / from..k.min((tile_k + 1) * to) / from;
+        let blocks = tile_k * to / from..k.min((tile_k + 1) * to).div_ceil(from);
         let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
         let target = lift_target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
         for (row, b) in places() {
@@ -148,11 +148,11 @@ pub(super) fn requantize_rows(
             let (mut inexact, mut nan) = (false, false);
             for block in cols.clone().step_by(to) {
                 let value = |col| if valid { decoder.value(row, col) } else { 0.0 };
-                let values: Vec<f32> = (block..block + to).map(value).collect();
-                let mut codes = vec![0; to];
+                let values: Vec<f32> = (block..cols.end.min(block + to)).map(value).collect();
+                let mut codes = vec![0; values.len()];
                 let (scale, nonfinite) = codec.quantize_block(&values, |_| 0, &mut codes);
                 put_codes(&mut out.codes, out.format, (row, x.cols), block, &codes);
-                put_scale(out, row * (x.cols / to) + block / to, scale);
+                put_scale(out, row * x.cols.div_ceil(to) + block / to, scale);
                 nan |= nonfinite;
                 let changed = |(&code, &value)| codec.decode(code, 0, scale) != value;
                 inexact |= !nonfinite && codes.iter().zip(&values).any(changed);

@@ -60,7 +60,9 @@ const CONVERSIONS: [(Format, Format, BlockAxis); 4] = [
 fn dense_conversions_are_those_of_the_specification() {
     let (spec, backends) = (spec(), simd_backends());
     for (from, to, axis) in CONVERSIONS {
-        for shape in [(1, 32), (1, 96), (5, 160), (130, 288), (256, 128), (0, 32), (3, 0)] {
+        for shape in
+            [(1, 32), (1, 96), (5, 160), (130, 288), (256, 128), (0, 32), (3, 0), (7, 33), (129, 131), (3, 1)]
+        {
             for scales in SCALES {
                 let x = random_rows(&spec, from, shape, scales, true);
                 op(&x, to, axis, None).check().unwrap();
@@ -105,7 +107,9 @@ fn ragged_conversions_do_not_see_the_padding() {
 #[test]
 fn tiles_are_those_of_the_specification() {
     let (spec, backends) = (spec(), simd_backends());
-    for (stack, n, k) in [(1, 1, 32), (2, 5, 160), (3, 130, 288), (1, 256, 128), (2, 0, 32), (1, 3, 0)] {
+    for (stack, n, k) in
+        [(1, 1, 32), (2, 5, 160), (3, 130, 288), (1, 256, 128), (2, 0, 32), (1, 3, 0), (2, 37, 131)]
+    {
         for scales in SCALES {
             let x = random_rows(&spec, Format::Mxfp4, (stack * n, k), scales, true);
             let x = BlockScaled { stack, ..x };

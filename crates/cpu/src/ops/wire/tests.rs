@@ -40,9 +40,6 @@ fn every_kind() -> impl Iterator<Item = (Format, ScaleRule)> {
 fn unpacking_undoes_packing_for_every_format() {
     for (format, rule) in every_kind() {
         for cols in [1, 3, 31, 32, 33, 127, 128, 130, 256, 300, 1024] {
-            if format.check_contraction("cols", cols).is_err() {
-                continue;
-            }
             for rows in [0, 1, 7, 70] {
                 same_everywhere(|cpu| {
                     let x = rows_of(cpu, format, rule, rows, cols);

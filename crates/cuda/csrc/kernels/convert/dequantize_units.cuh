@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kUnitThreads, Out::kBytes == 2 ? 3 : 2) dequan
     for (int b = 0; b < kUnit / kBlock; ++b) {
         record[b] = 0;
         const int at = place + b * kBlock;
-        if (exists && at < len) record[b] = arg.records.template load<F::kScaleBytes>(record_line, F::kLine ? 0 : at / F::kBlock);
+        const int block = F::kLine ? (kDown ? at / kColumnRecord : 0) : at / F::kBlock;
+        if (exists && at < len) record[b] = arg.records.template load<F::kScaleBytes>(record_line, block);
     }
     ptx::copies_wait();
     __syncthreads();

@@ -11,7 +11,9 @@
 //   row_id (null: every row counts): row r counts if row_id[r & id_mask] is not negative; what does not count reads as zero, has the least
 //   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
-//   `col_any` whether it has a non-zero code; those with one for a tensor `tensor`, by the span of a row: `span_of_row`, or its matrix if null.
+//   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
+//   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
+//   row: `span_of_row`, or its matrix if null.
 //   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
 //   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
@@ -48,20 +50,25 @@ struct UnitsArg {
     int form, policy, band, id_mask;
     u32 x_aligned, rows_aligned, cols_aligned;
     int found_spans;
+    u32 column_record;  // rows of a column that a record stands for, of formats with a scale for a line
     ScaleArg rule;
-    u32 pad;
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
     /// The number of a row for random bits.
     __device__ __forceinline__ u64 number_of(int matrix, int row) const {
         return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
     }
+    __device__ __forceinline__ int span_of(int row) const { return span_of_row == nullptr ? 0 : __ldg(span_of_row + min(row, rows - 1)); }
+    /// Which of a line's maxima is a row's.
+    __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
+        return down ? u64(span_of(row)) * (u64(stack) * cols) + line : line;
+    }
     __device__ __forceinline__ TensorInverse tensor_of(int matrix, int row) const {
         if (tensor == nullptr) return {1.0f, 1.0f};
-        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + span_of(matrix, row));
+        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + tensor_span(matrix, row));
         return {of.x, of.y};
     }
-    __device__ __forceinline__ int span_of(int matrix, int row) const {
+    __device__ __forceinline__ int tensor_span(int matrix, int row) const {
         return span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1));
     }
 };
@@ -193,7 +200,7 @@ struct UnitEncoder {
                                        : u / kAcross / F::kBlock * 8 + (u % kAcross * kUnit + first) / F::kBlock;
             if constexpr (F::kBlock == 128) amax[0] = max(amax[0], __shfl_xor_sync(kAllLanes, amax[0], at.partner));
             if constexpr (kSquares) amax[0] = is_square() ? shared.square_max[square & 63] : amax[0];
-            if constexpr (F::kLine) amax[0] = at.exists ? __ldg((at.down ? arg.col_amax : arg.row_amax) + line) : 0;
+            if constexpr (F::kLine) amax[0] = at.exists ? __ldg((at.down ? arg.col_amax : arg.row_amax) + arg.maximum_of(at.down, line, position)) : 0;
             if constexpr (F::kTensor && kDown) tensor = arg.tensor_of(at.matrix, at.row + first);
             Scaled scale = F::scale(amax, arg.rule, tensor);
             const bool is_nan = scale.is_nan() && !is_padding;
@@ -254,7 +261,7 @@ private:
     template <bool kDown>
     __device__ __forceinline__ void note(const UnitLine& at, int u, int first, bool counts, u32 amax) const {
         const int row = at.row + (kDown ? first : 0);
-        int span = counts ? arg.span_of(at.matrix, row) : -1;
+        int span = counts ? arg.tensor_span(at.matrix, row) : -1;
         if (unsigned(span) >= unsigned(arg.found_spans)) span = -1;
         u32 bits = span < 0 ? 0 : amax >= kInfinityBits ? kNanBits : amax;
         const float expected = span < 0 ? 0.0f : arg.tensor_of(at.matrix, row).unit;
@@ -293,10 +300,13 @@ private:
     __device__ __forceinline__ void settle(const UnitLine& at, const Place& place, u32 record, bool any, bool is_nan, bool has_counts,
                                            const RecordPlane& records) const {
         if constexpr (F::kLine) {
-            if (any) (at.down ? arg.col_any : arg.row_any)[place.line] = 1;
-            if (place.position != 0) return;
-            records.template store<F::kScaleBytes>(place.line, 0, record);
-            tally.non_finite += has_counts && is_nan;
+            const int each = at.down ? int(arg.column_record) : arg.cols, at_record = place.position % each;
+            if (any) (at.down ? arg.col_any : arg.row_any)[arg.maximum_of(at.down, place.line, place.position)] = 1;
+            if (at_record != 0) return;
+            records.template store<F::kScaleBytes>(place.line, place.position / each, record);
+            // A line, or its part within a group, counts once.
+            const bool first = place.position == 0 || arg.span_of(place.position) != arg.span_of(place.position - 1);
+            tally.non_finite += has_counts && is_nan && first;
             return;
         }
         if (F::kBlock == 128 && at.is_second()) return;

@@ -6,7 +6,8 @@
 // row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
 //   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8). With `earlier` only the rows of its spans of
 //   which nothing is known.
-// column_maxima<In>: x [stack * rows][cols] -> [stack * cols]. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
+// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
+//   null. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
@@ -67,17 +68,27 @@ __global__ void __launch_bounds__(256)
 
 template <class In>
 __global__ void __launch_bounds__(128)
-    column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, int rows, int cols) {
+    column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
+                  int lines, int rows, int cols) {
     const int across = ceil_div(cols, 128), down = ceil_div(rows, 256);
     const int col = blockIdx.x % across * 128 + threadIdx.x, first = blockIdx.x / across % down * 256;
     const u64 matrix = blockIdx.x / across / down;
     if (col >= cols) return;
     u32 largest = 0;
+    int span = 0;
+    const auto settle = [&] {
+        if (largest != 0) atomicMax(maxima + u64(span) * lines + matrix * cols + col, largest);
+        largest = 0;
+    };
     for (int row = first; row < min(first + 256, rows); ++row) {
         if (row_id != nullptr && __ldg(row_id + (row & id_mask)) < 0) continue;
+        if (span_of_row != nullptr && __ldg(span_of_row + row) != span) {
+            settle();
+            span = __ldg(span_of_row + row);
+        }
         largest = max(largest, __float_as_uint(In::number(x + ((matrix * rows + row) * cols + col) * In::kBytes)) & 0x7FFFFFFF);
     }
-    if (largest != 0) atomicMax(maxima + matrix * cols + col, largest);
+    settle();
 }
 
 __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ start, int num_groups, int* out, int rows) {

@@ -16,6 +16,7 @@ namespace nib {
 
 constexpr int kUnit = 64;
 constexpr int kUnitThreads = 256;
+constexpr int kColumnRecord = 128;  // rows of a column that have a record, of formats with a scale for a line
 
 /// Plain values of a tile with kAcross units of a row.
 template <class T, int kAcross>

@@ -78,9 +78,6 @@ impl DequantizeDesc {
         if x.stack == 0 || !x.rows.is_multiple_of(x.stack) {
             return Err(Error::shape(OP, "stack", x.stack, format!("a divisor of the {} rows", x.rows)));
         }
-        let (argument, contraction) =
-            if x.axis == BlockAxis::Col { ("rows", x.rows) } else { ("cols", x.cols) };
-        x.format.check_contraction(argument, contraction)?;
         for (argument, len) in [("rows", x.rows), ("cols", x.cols)] {
             if len > ONE_ROW {
                 return Err(Error::shape(OP, argument, len, "at most 2^30"));
@@ -89,7 +86,14 @@ impl DequantizeDesc {
         Ok(desc)
     }
 
-    /// How it is decoded; none where there is nothing to do.
+    /// Whether lines of codes of less than a byte end inside a block, which the general kernel alone takes.
+    fn ends_short(&self) -> bool {
+        let (spec, len) =
+            (self.format.spec(), if self.axis == BlockAxis::Col { self.rows } else { self.cols });
+        spec.code_bits < 8 && !len.is_multiple_of(spec.block)
+    }
+
+    /// How it is decoded where the general kernel does not take it; none where there is nothing to do.
     fn config(&self, num_sms: u32) -> Result<Option<DequantizeConfig>> {
         let Self { format, axis, rows, cols, dtype, .. } = *self;
         let (bits, block) = (format.spec().code_bits as usize, format.spec().block);
@@ -183,7 +187,7 @@ fn decode<T: Plain>(
     bare: bool,
 ) -> Result<Buf<T>> {
     let out = device.alloc::<T>(desc.rows * desc.cols)?;
-    if units::takes(x.format, x.rule)? {
+    if units::takes(x.format, x.rule)? || desc.ends_short() {
         if desc.rows != 0 && desc.cols != 0 {
             units::launch(device, x, desc.dtype, bare, &out)?;
         }
@@ -267,11 +271,19 @@ mod tests {
             for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
                 for (rows, cols) in [(96, 32), (32, 96), (35, 37), (64, 36), (36, 64)] {
                     for dtype in [DType::F32, DType::Bf16] {
-                        let contraction = if axis == BlockAxis::Col { rows } else { cols };
-                        if format.check_contraction("contraction", contraction).is_err() {
+                        let desc = DequantizeDesc { format, axis, rows, cols, stack: 1, dtype };
+                        let short = format == Format::Mxfp4
+                            && !(if axis == BlockAxis::Col { rows } else { cols }).is_multiple_of(32);
+                        assert_eq!(desc.ends_short(), short, "{desc:?}");
+                        if short {
+                            assert!(units::is_built(
+                                format,
+                                nibble_core::formats::ScaleRule::Rceil,
+                                dtype,
+                                axis == BlockAxis::Col
+                            ));
                             continue;
                         }
-                        let desc = DequantizeDesc { format, axis, rows, cols, stack: 1, dtype };
                         let kind = desc.config(132).unwrap().unwrap().kind;
                         assert!(specs.contains(&kind.spec()), "{desc:?}: {}", kind.spec());
                     }

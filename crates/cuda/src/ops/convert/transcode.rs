@@ -1,6 +1,7 @@
-//! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows}.cuh`.
+//! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
 
 mod lift_tiles;
+mod short_blocks;
 
 use crate::Buffer;
 use crate::Cuda;
@@ -219,6 +220,9 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     if op.to != Format::Mxfp4 {
         x.e8m0_scales(OP)?;
     }
+    if let Some(made) = short_blocks::run(cuda, &op)? {
+        return Ok(made);
+    }
     if op.axis == BlockAxis::Tile {
         return lift_tiles::run(cuda, x);
     }
@@ -336,7 +340,7 @@ fn launch_cols(
 pub(crate) fn instances() -> Vec<Instance> {
     let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
     let others = conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
-    others.chain(lift_tiles::instances()).collect()
+    others.chain(lift_tiles::instances()).chain([short_blocks::instance()]).collect()
 }
 
 #[cfg(test)]

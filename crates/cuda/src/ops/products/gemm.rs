@@ -97,7 +97,9 @@ impl Product<'_> {
         let block = match a {
             Operand::Plain(_) => None,
             // A scale for a whole line is one for whatever is longer.
-            Operand::Block(q) => Some(q.format.spec().block.min(self.k.next_multiple_of(LONGEST_BLOCK))),
+            Operand::Block(q) => {
+                Some(q.format.record_len(q.axis).min(self.k.next_multiple_of(LONGEST_BLOCK)))
+            }
         };
         let num_groups = self.groups.map_or(1, |groups| groups.num_groups);
         let (a, b) = (self.side(a)?, self.side(b)?);
@@ -173,13 +175,10 @@ impl Product<'_> {
                 let is_square = q.axis == BlockAxis::Tile && q.tensor_scale.is_none();
                 let tile_rows = if is_square { q.format.spec().block } else { 1 };
                 let scales = Some(scales(self.op, q)?);
-                Ok(Side {
-                    values,
-                    row_stride: if down { q.rows } else { q.cols },
-                    k_stride: 1,
-                    scales,
-                    tile_rows,
-                })
+                // A line is whole bytes.
+                let len = if down { q.rows } else { q.cols };
+                let row_stride = q.format.row_code_bytes(len) * 8 / q.format.spec().code_bits as usize;
+                Ok(Side { values, row_stride, k_stride: 1, scales, tile_rows })
             }
         }
     }
@@ -222,7 +221,7 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScale
     }
     let (values, bytes) = (ScaleValues::of(q.scale_kind(), q.scales.get()), q.scale_kind().bytes());
     let (rows, blocks) = q.shape_of_scales();
-    if q.format.spec().block == WHOLE_LINE {
+    if q.format.record_len(q.axis) == WHOLE_LINE {
         return Ok(StridedScales { values, row_stride: 1, block_stride: 0 });
     }
     match q.scale_layout {

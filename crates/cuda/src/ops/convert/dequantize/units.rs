@@ -61,15 +61,23 @@ pub(super) fn takes(format: Format, rule: ScaleRule) -> Result<bool> {
     Ok(unit.is_ours())
 }
 
-/// The instances built for it.
+/// The instances built for it. Formats of packed codes with kernels of their own come here where a line ends inside a block.
 pub(super) fn instances() -> Vec<Instance> {
-    let ours = UnitFormat::all().filter(|unit| unit.is_ours() && unit.rule != Some(ScaleRule::Cann));
+    let packed = |unit: &UnitFormat| unit.format.spec().code_bits < 8;
+    let ours = UnitFormat::all()
+        .filter(move |unit| (unit.is_ours() || packed(unit)) && unit.rule != Some(ScaleRule::Cann));
     let of = |unit| {
         [DType::Bf16, DType::F32]
             .into_iter()
             .flat_map(move |out| [false, true].map(|down| instance(unit, out, down)))
     };
     ours.flat_map(of).collect()
+}
+
+/// Whether an instance is built for this.
+#[cfg(test)]
+pub(super) fn is_built(format: Format, rule: ScaleRule, out: DType, down: bool) -> bool {
+    decoder(format, rule).is_some_and(|unit| instances().contains(&instance(unit, out, down)))
 }
 
 /// Decodes to `out`, of as many values; without the tensor's scale where `bare`.

@@ -372,7 +372,12 @@ impl QuantizeDesc {
             Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
             Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
         };
-        let takes_shape = self.cols.is_multiple_of(8) && whole_lines;
+        // Of codes of less than a byte the kernels take whole blocks, the general one the others.
+        let (by_rows, by_cols) = (self.planes != Planes::Cols, self.planes != Planes::Rows);
+        let ends_short = by_rows && !self.cols.is_multiple_of(format.spec().block)
+            || by_cols && self.rows != self.capacity;
+        let takes_codes = format.spec().code_bits == 8 || !ends_short;
+        let takes_shape = self.cols.is_multiple_of(8) && whole_lines && takes_codes;
         Variant::all().find(|variant| takes_shape && *variant == wanted)
     }
 

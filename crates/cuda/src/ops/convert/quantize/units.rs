@@ -83,8 +83,8 @@ struct UnitsArg {
     rows_aligned: u32,
     cols_aligned: u32,
     found_spans: i32,
+    column_record: u32,
     rule: ScaleArg,
-    pad: u32,
 }
 
 /// The device's `EarlierArg`.
@@ -250,19 +250,24 @@ impl Measure<'_> {
         unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
     }
 
-    fn column_maxima(&self, out: &Buffer<u32>) -> Result<()> {
+    /// The largest magnitude of each column, or of each within each span.
+    fn column_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(128);
         let launch = Launch { ctas: ctas as u32, threads: 128, cluster: 1, shared_bytes: 0 };
         let (rows, cols) = (desc.rows as i32, desc.cols as i32);
-        let args: [&dyn KernelArg; 6] = [source.x, out, &source.row_id, &source.id_mask, &rows, &cols];
-        // SAFETY: as above; out has one number for each column of the stack.
+        let lines = (desc.stack * desc.cols) as i32;
+        let args: [&dyn KernelArg; 8] =
+            [source.x, out, &source.row_id, &source.id_mask, &spans, &lines, &rows, &cols];
+        // SAFETY: as above; out has one number for each column of the stack, and of each span.
         unsafe { device.kernel(&maxima_spec(true, desc.input))?.launch(launch, &args) }
     }
 
-    /// The scales of lines.
+    /// The scales of lines: of columns one for each span of rows.
     fn lines(&self) -> Result<Measured> {
-        let Self { device, desc, .. } = *self;
+        let Self { device, desc, source, .. } = *self;
+        let span_of_row = if desc.planes == Planes::Rows { None } else { self.spans()? };
+        let spans = if span_of_row.is_some() { source.num_groups as usize + 1 } else { 1 };
         let mut measured = Measured::default();
         if desc.planes != Planes::Cols {
             let lines = desc.stack * desc.rows;
@@ -271,29 +276,31 @@ impl Measure<'_> {
             measured.rows = Some((maxima, any));
         }
         if desc.planes != Planes::Rows {
-            let lines = desc.stack * desc.cols;
+            let lines = spans * desc.stack * desc.cols;
             let (maxima, any) = (device.filled(lines, 0)?, device.filled(lines, 0)?);
-            self.column_maxima(&maxima)?;
+            self.column_maxima(&maxima, span_of_row.as_ref())?;
             measured.cols = Some((maxima, any));
         }
-        Ok(measured)
+        Ok(Measured { span_of_row, ..measured })
+    }
+
+    /// The span of each row, where there are groups: the number of its group, or of groups where it is of none.
+    fn spans(&self) -> Result<Option<Buffer<i32>>> {
+        let Self { device, desc, source, .. } = *self;
+        let Some(start) = source.start else { return Ok(None) };
+        let spans = device.alloc::<i32>(desc.rows)?;
+        let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
+        let args: [&dyn KernelArg; 4] = [start, &source.num_groups, &spans, &(desc.rows as i32)];
+        // SAFETY: `start` has a number more than there are groups (`BufferCheck`), and the spans are as many as the rows.
+        unsafe { kernel.launch(grid(desc.rows), &args) }?;
+        Ok(Some(spans))
     }
 
     /// The scale of each span.
     fn tensor(&self, out: &Planned<'_>) -> Result<Measured> {
         let Self { device, desc, source, earlier, len } = *self;
         let format = desc.codec.format();
-        let span_of_row = match source.start {
-            Some(start) => {
-                let spans = device.alloc::<i32>(desc.rows)?;
-                let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
-                let args: [&dyn KernelArg; 4] = [start, &source.num_groups, &spans, &(desc.rows as i32)];
-                // SAFETY: `start` has a number more than there are groups (`BufferCheck`), and the spans are as many as the rows.
-                unsafe { kernel.launch(grid(desc.rows), &args) }?;
-                Some(spans)
-            }
-            None => None,
-        };
+        let span_of_row = self.spans()?;
         let count = if span_of_row.is_some() { source.num_groups as usize + 1 } else { desc.stack };
         let maxima = device.filled::<u32>(count, 0)?;
         // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
@@ -406,8 +413,9 @@ pub(super) fn launch(
         rows_aligned: whole(desc.cols),
         cols_aligned: whole(desc.capacity),
         found_spans: out.found.map_or(0, |found| found.amax.len() as i32),
+        // The transposed plane of a weight has a scale for each of its rows.
+        column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
         rule: ScaleArg::of(codec.rule(), codec.element()),
-        pad: 0,
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
@@ -432,7 +440,7 @@ mod tests {
             offset_of!(UnitsArg, rows),
             offset_of!(UnitsArg, rule),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 200], 216));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 204], 216));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.

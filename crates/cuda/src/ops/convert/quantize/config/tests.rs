@@ -70,6 +70,12 @@ fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
         assert_eq!(path(desc(Format::E4m3, planes, 256, 260)), None);
         assert_eq!(path(desc(Format::E5m2, planes, 256, 264)), None);
     }
+    for planes in [Planes::Rows, Planes::Cols, Planes::Both] {
+        assert_ne!(path(desc(Format::Mxfp4, planes, 64, 224)), None);
+        assert_eq!(path(desc(Format::Mxfp4, planes, 37, 200)), None, "blocks end short");
+    }
+    assert_ne!(path(desc(Format::Mxfp4, Planes::Rows, 37, 224)), None, "rows of whole blocks");
+    assert_ne!(path(desc(Format::Mxfp4, Planes::Cols, 64, 200)), None, "columns of whole blocks");
     assert_ne!(path(desc(Format::Mxfp8E4m3, Planes::Both, 64, 224)), None);
     assert_ne!(path(desc(Format::Mxfp8E4m3, Planes::Cols, 64, 200)), None);
     assert_eq!(path(desc(Format::Mxfp8E4m3, Planes::Both, 64, 200)), None, "a last block is short");

@@ -1,0 +1,19 @@
+// Lines of bytes to longer or shorter ones.
+//
+// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; past a line's end zeros. `last` is what counts of the last byte
+//   of a line of the source: its other bits become zeros. 256 threads; any grid, best ceil(total / 256) up to a few ctas a multiprocessor.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace nib {
+
+__global__ void __launch_bounds__(256)
+    recut_lines(const u8* __restrict__ from, u8* __restrict__ to, u64 from_bytes, u64 to_bytes, u32 last, u64 total) {
+    for (u64 i = u64(blockIdx.x) * 256 + threadIdx.x; i < total; i += u64(gridDim.x) * 256) {
+        const u64 line = i / to_bytes, at = i - line * to_bytes;
+        const u32 byte = at < from_bytes ? __ldg(from + line * from_bytes + at) : 0;
+        to[i] = u8(at + 1 == from_bytes ? byte & last : byte);
+    }
+}
+
+}  // namespace nib
