@@ -4,6 +4,7 @@
 use super::experts::by_op;
 use super::gpu::{Bench, COOL_DOWN, put_sustained};
 use super::kernels::operands::normal;
+use super::parse_sizes;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, Quantize, Transpose};
@@ -55,12 +56,8 @@ impl Shape {
 }
 
 fn parse_shape(text: &str) -> Result<Shape, String> {
-    let sizes: Option<Vec<usize>> =
-        text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
-    match sizes.as_deref() {
-        Some(&[rows, n, k]) => Ok(Shape { rows, n, k }),
-        _ => Err(format!("`{text}` is not MxNxK, 128000x8192x5120 say")),
-    }
+    let [rows, n, k] = parse_sizes(text, "MxNxK, 128000x8192x5120")?;
+    Ok(Shape { rows, n, k })
 }
 
 /// What is given: all BF16.

@@ -82,6 +82,14 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// Positive sizes with an x or × between them. `expected`: their names and an example.
+fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
+    let sizes: Option<Vec<usize>> =
+        text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
+    let sizes = sizes.and_then(|sizes| sizes.try_into().ok());
+    sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
+}
+
 /// What the scripts of `benchmarks/peers` printed into files of this name.
 #[cfg(test)]
 fn printed(name: &str) -> String {

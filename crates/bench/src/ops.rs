@@ -15,7 +15,7 @@ type Work = dyn Fn(&Cpu) -> CoreResult<()>;
 
 /// One operation on prepared operands.
 struct Case {
-    name: &'static str,
+    name: String,
     /// Read and written; 0 where arithmetic and not memory counts.
     bytes: usize,
     run: Box<Work>,
@@ -76,12 +76,13 @@ fn rows_of(b: &Cpu, x: &Tensor<Cpu>, format: Format) -> CoreResult<Operand<Cpu>>
     Quantize::new(x, codec(format, Rounding::NearestEven)?, Planes::Rows).run(b)?.take_rows("bench")
 }
 
-fn case(name: &'static str, bytes: usize, run: impl Fn(&Cpu) -> CoreResult<()> + 'static) -> Case {
-    Case { name, bytes, run: Box::new(run) }
+fn case(name: impl Into<String>, bytes: usize, run: impl Fn(&Cpu) -> CoreResult<()> + 'static) -> Case {
+    Case { name: name.into(), bytes, run: Box::new(run) }
 }
 
 fn cases(b: &Cpu) -> CoreResult<Vec<Case>> {
     let mut all = conversions(b)?;
+    all.extend(general_conversions(b)?);
     all.extend(experts(b)?);
     all.extend(products(b)?);
     all.extend(model(b)?);
@@ -134,6 +135,28 @@ fn conversions(b: &Cpu) -> CoreResult<Vec<Case>> {
     cases.push(case("cast bf16 → f32", 3 * x.bytes(), move |b| {
         Cast { x: &x, dtype: DType::F32 }.run(b).map(drop)
     }));
+    Ok(cases)
+}
+
+/// Formats without code of their own.
+fn general_conversions(b: &Cpu) -> CoreResult<Vec<Case>> {
+    let x = normal(b, DType::Bf16, ROWS, COLS)?;
+    let mut cases = Vec::new();
+    for format in Format::ALL.into_iter().filter(|format| !nibble_cpu::has_own_code(*format)) {
+        // Block formats, which have a rule.
+        let Some(rule) = format.spec().default_rule() else { continue };
+        let codec = Codec::new(format, rule, format.rounding(rule))?;
+        for (planes, what) in [(Planes::Rows, "rows"), (Planes::Cols, "columns")] {
+            let (x, bytes) = (x.clone(), x.bytes() + ROWS * format.row_code_bytes(COLS));
+            cases.push(case(format!("quantize {format} {what}"), bytes, move |b| {
+                Quantize::new(&x, codec, planes).run(b).map(drop)
+            }));
+        }
+        let q = Quantize::new(&x, codec, Planes::Rows).run(b)?.take_rows("bench")?.block("bench")?.clone();
+        cases.push(case(format!("dequantize {format} → bf16"), q.bytes() + x.bytes(), move |b| {
+            Dequantize { x: &q, dtype: DType::Bf16 }.run(b).map(drop)
+        }));
+    }
     Ok(cases)
 }
 

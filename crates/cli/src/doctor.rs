@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     say!("formats:");
     say!(
-        "  {:<12} {:>9} {:>6}  {:<10}  {:<7}  scale rules (the default first)",
+        "  {:<12} {:>9} {:>6}  {:<7}  {:<7}  scale rules (the default first)",
         "name",
         "code bits",
         "block",
@@ -64,11 +64,11 @@ pub fn run(args: Args) -> Result<()> {
         let spec = format.spec();
         let rules: Vec<_> = spec.rules.iter().map(|r| r.name()).collect();
         let block = if spec.block == WHOLE_LINE { "line".to_owned() } else { spec.block.to_string() };
-        // What has no vectorised code goes through the specification, and what has no kernel of its own through one for all.
-        let cpu = if nibble_cpu::is_vectorised(format) { "vectorised" } else { "general" };
+        // What has no code or kernel of its own goes through one for all.
+        let cpu = if nibble_cpu::has_own_code(format) { "its own" } else { "general" };
         let gpu = if nibble_cuda::ops::has_own_kernels(format) { "its own" } else { "general" };
         let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
-        say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<10}  {gpu:<7}  {rules}");
+        say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<7}  {gpu:<7}  {rules}");
     }
     say!("recipes:");
     for name in Recipe::names() {

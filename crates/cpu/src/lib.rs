@@ -17,7 +17,7 @@ mod sums;
 pub use backend::{Buf, CodePath, Cpu, OpTime};
 pub use comm::ThreadComm;
 pub use memory::Arena;
-pub use ops::quantize::is_vectorised;
+pub use ops::quantize::has_own_code;
 
 /// The example of the README compiles.
 #[cfg(doctest)]

@@ -81,23 +81,43 @@ impl BlockParams {
 
 /// The arithmetic of a format on one block. Where the defaults serve, a value's code depends on its block's scale alone; a format whose
 /// values have factors of their own by position, or rules of their own, overrides them.
+///
+/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define what happens to one value. The methods of several values do the
+/// same to the first values of a block at once; they are overridden for speed alone.
 pub trait BlockCodec: std::fmt::Debug + Sync {
-    /// The scale of a block of finite values.
-    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale;
+    /// The scale of a block of finite values, the largest magnitude of which is `amax`.
+    fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
-    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
-    fn encode(&self, params: &BlockParams, x: f32, _i: usize, scale: BlockScale, r: u16) -> u8 {
-        params.element.encode_rounded(x * scale.inv, params.rounding, r)
+    /// Value `i` of a block, in the units of its element: what is rounded to a code.
+    fn scaled(&self, _params: &BlockParams, x: f32, _i: usize, scale: BlockScale) -> f32 {
+        x * scale.inv
     }
 
-    /// The value of the code of value `i` of a block, the tensor's scale aside.
-    fn decode(&self, params: &BlockParams, code: u8, i: usize, record: Scale) -> f32 {
-        params.element.decode(code) * params.kind.multiplier(record, i, params.block)
+    /// What the element of value `i` of a block is multiplied by when it is decoded, the tensor's scale aside.
+    fn multiplier(&self, params: &BlockParams, i: usize, record: Scale) -> f32 {
+        params.kind.multiplier(record, i, params.block)
     }
 
-    /// Whether [`decode`](Self::decode) is the element times the numbers of its levels: so where it is not overridden.
+    /// Whether [`multiplier`](Self::multiplier) is the product of the numbers of its levels: so where it is not overridden.
     fn decodes_by_levels(&self) -> bool {
         true
+    }
+
+    /// [`scaled`](Self::scaled) of the first values of a block, in place.
+    fn scale_values(&self, params: &BlockParams, x: &mut [f32], scale: BlockScale) {
+        for (i, x) in x.iter_mut().enumerate() {
+            *x = self.scaled(params, *x, i, scale);
+        }
+    }
+
+    /// [`multiplier`](Self::multiplier) of the first values of a block.
+    fn multipliers(&self, params: &BlockParams, record: Scale, out: &mut [f32]) {
+        if self.decodes_by_levels() {
+            return params.kind.multipliers(record, params.block, out);
+        }
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = self.multiplier(params, i, record);
+        }
     }
 
     /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
@@ -111,8 +131,8 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
 pub(crate) struct OneNumber;
 
 impl BlockCodec for OneNumber {
-    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
-        params.scale_of(amax(x).unwrap_or(f32::NAN))
+    fn scale(&self, params: &BlockParams, _x: &[f32], amax: f32) -> BlockScale {
+        params.scale_of(amax)
     }
 }
 

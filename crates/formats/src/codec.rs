@@ -134,11 +134,31 @@ impl Codec {
         self.params.scale_of(amax)
     }
 
+    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
+    #[inline]
+    pub fn encode(&self, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
+        let scaled = self.format.spec().codec.scaled(&self.params, x, i, scale);
+        self.params.element.encode_rounded(scaled, self.params.rounding, r)
+    }
+
     /// The value of the code of value `i` of a block: f32(element · scales), times the tensor's scale.
     #[inline]
     pub fn decode(&self, code: u8, i: usize, record: Scale) -> f32 {
-        let value = self.format.spec().codec.decode(&self.params, code, i, record);
+        let multiplier = self.format.spec().codec.multiplier(&self.params, i, record);
+        let value = self.params.element.decode(code) * multiplier;
         if self.params.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
+    }
+
+    /// The scale of a block of values whose largest magnitude is `amax`; none where one of them is NaN or infinite. That block is marked,
+    /// and so is one that is longer than the shares of its scales.
+    pub fn block_scale(&self, x: &[f32], amax: Option<f32>) -> BlockScale {
+        let has_shares = self.params.kind.levels().len() > 1;
+        match amax {
+            Some(amax) if !has_shares || x.len() <= self.params.block => {
+                self.format.spec().codec.scale(&self.params, x, amax)
+            }
+            _ => BlockScale { record: self.params.kind.nan(), inv: f32::NAN },
+        }
     }
 
     /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole). One of several scales, each for its
@@ -156,19 +176,14 @@ impl Codec {
         codes: &mut [u8],
     ) -> (Scale, bool) {
         codes.fill(0);
-        let format = self.format.spec().codec;
-        let has_shares = self.params.kind.levels().len() > 1;
-        let scale = match amax(x) {
-            Some(_) if !has_shares || x.len() <= self.params.block => format.scale(&self.params, x),
-            _ => BlockScale { record: self.params.kind.nan(), inv: f32::NAN },
-        };
+        let scale = self.block_scale(x, amax(x));
         if scale.is_nan() {
             return (scale.record, true);
         }
         let random = self.params.rounding.is_random();
         for (i, (code, &x)) in codes.iter_mut().zip(x).enumerate() {
             let r = if random { rand(i) } else { 0 };
-            *code = format.encode(&self.params, x, i, scale, r);
+            *code = self.encode(x, i, scale, r);
         }
         (scale.record, false)
     }

@@ -100,6 +100,7 @@ impl Element {
         Element(facts)
     }
 
+    #[inline]
     const fn facts(self) -> &'static ElementFacts {
         self.0
     }
@@ -110,39 +111,58 @@ impl Element {
     }
 
     /// Explicit mantissa bits.
+    #[inline]
     pub const fn mantissa_bits(self) -> u32 {
         self.facts().mantissa_bits
     }
 
     /// Bits of a code, sign included.
+    #[inline]
     pub const fn code_bits(self) -> u32 {
         self.facts().code_bits
     }
 
     /// Exponent bias.
+    #[inline]
     pub const fn bias(self) -> i32 {
         self.facts().bias
     }
 
     /// Largest finite value.
+    #[inline]
     pub const fn max(self) -> f32 {
         self.decode(self.max_code())
     }
 
     /// Exponent of the largest finite value, ⌊log2 max⌋.
+    #[inline]
     pub const fn emax(self) -> i32 {
         (self.max().to_bits() >> 23) as i32 - 127
     }
 
     /// Code of the largest finite positive value.
+    #[inline]
     pub const fn max_code(self) -> u8 {
         self.facts().max_code
     }
 
     /// What a NaN is cast to: E4M3 and E5M2 have a NaN (0x7F is used, whatever the sign); the others have
     /// none and give 0, because a block with a NaN carries it in its scale.
+    #[inline]
     pub const fn nan_code(self) -> u8 {
         self.facts().nan_code
+    }
+
+    /// Whether negative codes are two's complement, instead of a sign and a magnitude.
+    #[inline]
+    pub const fn is_twos_complement(self) -> bool {
+        self.facts().twos_complement
+    }
+
+    /// Whether the code above [`max_code`](Self::max_code) is infinity; those above it, or all, are NaN.
+    #[inline]
+    pub const fn has_infinity(self) -> bool {
+        self.facts().has_infinity
     }
 
     /// Whether a code stands for zero, of either sign; bits above the code's are not looked at.
@@ -189,11 +209,13 @@ impl Element {
     }
 
     /// Bits of the smallest normal magnitude, 2^(1 − bias).
+    #[inline]
     const fn min_normal_bits(self) -> u32 {
         ((128 - self.bias()) as u32) << 23
     }
 
     /// 2^(23 + exponent of the smallest subnormal).
+    #[inline]
     const fn subnormal_shifter(self) -> f32 {
         let exponent = 1 - self.bias() - self.mantissa_bits() as i32 + 23;
         f32::from_bits(((127 + exponent) as u32) << 23)

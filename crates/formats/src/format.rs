@@ -26,6 +26,7 @@ macro_rules! formats {
             pub const ALL: [Format; [$(Format::$name),*].len()] = [$(Format::$name),*];
 
             /// The format's record.
+            #[inline]
             pub const fn spec(self) -> &'static FormatSpec {
                 match self {
                     $(Format::$name => &$record,)*

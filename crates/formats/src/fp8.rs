@@ -1,7 +1,7 @@
 //! FP8 in blocks of 128, and under one scale a row or one a tensor: the last two as TransformerEngine's current scaling and torchao's rows have it: values are multiplied by
 //! max/amax, and what is stored is its reciprocal. (Blocks of 128 store amax/max, which has other bits.)
 
-use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
+use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, Ceil, Even, Floor, Rceil, TensorAmax};
 use crate::element::Element;
 use crate::scale::{Scale, ScaleKind};
@@ -33,8 +33,7 @@ pub(crate) const E5M2_TENSOR: FormatSpec =
 struct Line;
 
 impl BlockCodec for Line {
-    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
-        let amax = amax(x).unwrap_or(f32::NAN);
+    fn scale(&self, params: &BlockParams, _x: &[f32], amax: f32) -> BlockScale {
         if params.rule != ScaleRule::Amax || amax.is_nan() {
             return params.scale_of(amax);
         }
@@ -49,7 +48,7 @@ impl BlockCodec for Line {
 struct Tensor;
 
 impl BlockCodec for Tensor {
-    fn scale(&self, params: &BlockParams, _x: &[f32]) -> BlockScale {
+    fn scale(&self, params: &BlockParams, _x: &[f32], _amax: f32) -> BlockScale {
         BlockScale { record: Scale(0), inv: params.tensor_inv() }
     }
 

@@ -5,7 +5,7 @@
 //! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
 //! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
 
-use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
+use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule;
 use crate::element::Element;
 use crate::rounding::Rounding;
@@ -35,8 +35,7 @@ const LEAST: f64 = 1.0 / (1u64 << 48) as f64;
 const MOST: f64 = 49152.0;
 
 impl BlockCodec for Hif4 {
-    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
-        let amax = amax(x).unwrap_or(f32::NAN);
+    fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let wanted = if params.rule == ScaleRule::Cann {
             let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
             // Half a step above the largest number is NaN's.
@@ -49,35 +48,66 @@ impl BlockCodec for Hif4 {
         };
         let byte = e6m2_byte(to_bits(wanted, 3));
         let inv = bf16::from_f32(1.0 / ScaleNumber::E6m2.decode(byte)).to_f32();
+        let quads = quad_maxima(x).map(|amax| f64::from(amax) * f64::from(inv)); // exact
         let mut record = byte;
-        for (share, eighth) in x.chunks(8).enumerate() {
-            let doubled = largest(eighth, inv) >= 4.0;
-            record |= u32::from(doubled) << (8 + share);
+        for (share, [a, b]) in quads.as_chunks::<2>().0.iter().enumerate() {
+            let doubled = a.max(*b) >= 4.0;
             let bound = if doubled { 4.0 } else { 2.0 };
-            for (half, quad) in eighth.chunks(4).enumerate() {
-                record |= u32::from(largest(quad, inv) >= bound) << (16 + 2 * share + half);
-            }
+            let of_quads = u32::from(*a >= bound) | u32::from(*b >= bound) << 1;
+            record |= u32::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
         }
         BlockScale { record: Scale(record), inv }
     }
 
-    fn encode(&self, params: &BlockParams, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
-        // The bits of this position alone: octaves that it has beyond E6M2's.
-        let BlockScale { record, inv } = scale;
-        let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
-        let shift = 1.0 / f64::from(1u32 << octaves);
-        let scaled = if params.rule == ScaleRule::Cann {
-            (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
-        } else {
-            to_odd(f64::from(x) * f64::from(inv) * shift)
-        };
-        params.element.encode_rounded(scaled, params.rounding, r)
+    fn scaled(&self, params: &BlockParams, x: f32, i: usize, scale: BlockScale) -> f32 {
+        let shift = shift(scale.record, i);
+        match params.rule {
+            ScaleRule::Cann => by_bf16(x, scale.inv, shift),
+            _ => by_product(x, scale.inv, shift),
+        }
+    }
+
+    fn scale_values(&self, params: &BlockParams, x: &mut [f32], scale: BlockScale) {
+        let mut shifts = [0.0; 64];
+        for (quad, shifts) in shifts.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *shifts = [shift(scale.record, 4 * quad); 4];
+        }
+        let values = x.iter_mut().zip(&shifts);
+        match params.rule {
+            ScaleRule::Cann => values.for_each(|(x, shift)| *x = by_bf16(*x, scale.inv, *shift)),
+            _ => values.for_each(|(x, shift)| *x = by_product(*x, scale.inv, *shift)),
+        }
     }
 }
 
-/// The largest magnitude of a share times `inv`, exactly.
-fn largest(x: &[f32], inv: f32) -> f64 {
-    f64::from(amax(x).unwrap_or(f32::NAN)) * f64::from(inv)
+/// The reciprocal of the octaves that value `i` has beyond E6M2's.
+#[inline]
+fn shift(record: Scale, i: usize) -> f64 {
+    let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
+    1.0 / f64::from(1u32 << octaves)
+}
+
+/// x · inv · shift, exact but for the last bit ([`to_odd`]).
+#[inline]
+fn by_product(x: f32, inv: f32, shift: f64) -> f32 {
+    to_odd(f64::from(x) * f64::from(inv) * shift)
+}
+
+/// The same with the first product rounded to BF16, as Ascend's operators have it.
+#[inline]
+fn by_bf16(x: f32, inv: f32, shift: f64) -> f32 {
+    (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
+}
+
+/// The largest magnitude of each four values of a block, 0 where there are none.
+fn quad_maxima(x: &[f32]) -> [f32; 16] {
+    let mut extended = [0.0; 64];
+    let whole = x.first_chunk().unwrap_or_else(|| {
+        extended[..x.len()].copy_from_slice(x);
+        &extended
+    });
+    let quads = whole.as_chunks::<4>().0;
+    std::array::from_fn(|i| f32::from_bits(quads[i].iter().fold(0, |a, x| a.max(x.to_bits() & 0x7FFF_FFFF))))
 }
 
 /// A positive number rounded to so many significant bits, ties to even.
@@ -98,14 +128,13 @@ fn e6m2_byte(x: f64) -> u32 {
 }
 
 /// A number cut to a single whose last bit is set where something was cut off, so that rounding it again rounds the number itself.
+#[inline]
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
-    if f64::from(nearest) == x {
-        return nearest;
-    }
+    let back = f64::from(nearest);
     // Towards zero; the last bit says that there was more.
-    let beyond = f64::from(nearest).abs() > x.abs();
-    f32::from_bits((nearest.to_bits() - u32::from(beyond)) | 1)
+    let (beyond, inexact) = (back.abs() > x.abs(), back != x);
+    f32::from_bits((nearest.to_bits() - u32::from(beyond)) | u32::from(inexact))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! The scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so that the largest block's
 //! scale is the largest E4M3 number; of a block, amax · S/6 as E4M3, subnormals and zero included. Every operation is rounded to F32.
 
-use crate::block::{BlockCodec, BlockParams, BlockScale, amax};
+use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
 use crate::element::Element;
 use crate::scale::{Scale, ScaleKind};
@@ -29,9 +29,9 @@ fn scales(rule: ScaleRule) -> ScaleKind {
 struct Nvfp4;
 
 impl BlockCodec for Nvfp4 {
-    fn scale(&self, params: &BlockParams, x: &[f32]) -> BlockScale {
+    fn scale(&self, params: &BlockParams, _x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
-        let wanted = amax(x).unwrap_or(f32::NAN) * (tensor_inv * (1.0 / 6.0));
+        let wanted = amax * (tensor_inv * (1.0 / 6.0));
         let byte = Element::E4M3.encode(wanted);
         let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
         // A scale of zero takes what is not zero to the largest code, which decodes as zero.

@@ -18,16 +18,47 @@ pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
         packed.copy_from_slice(codes);
         return Ok(());
     }
-    packed.fill(0);
-    for (i, &code) in codes.iter().enumerate() {
-        let at = i * bits as usize;
-        let word = u16::from(code & mask(bits)) << (at % 8);
-        packed[at / 8] |= word as u8;
-        if let Some(next) = packed.get_mut(at / 8 + 1) {
-            *next |= (word >> 8) as u8;
-        }
+    match bits {
+        1 => pack_eights::<1>(codes, packed),
+        2 => pack_eights::<2>(codes, packed),
+        3 => pack_eights::<3>(codes, packed),
+        4 => pack_eights::<4>(codes, packed),
+        5 => pack_eights::<5>(codes, packed),
+        6 => pack_eights::<6>(codes, packed),
+        _ => pack_eights::<7>(codes, packed),
     }
     Ok(())
+}
+
+/// Eight codes take as many bytes as a code has bits.
+fn pack_eights<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
+    let word = |codes: &[u8; 8]| {
+        // Neighbours move together: two of them, then pairs, then fours.
+        let fold =
+            |word: u64, lanes: u32, low: u64| (word & low) | (word & !low) >> (lanes * (8 - BITS as u32));
+        let word = u64::from_le_bytes(*codes) & lanes(8, BITS as u32);
+        fold(fold(fold(word, 1, lanes(16, 8)), 2, lanes(32, 16)), 4, lanes(64, 32)).to_le_bytes()
+    };
+    let (codes, rest) = codes.as_chunks::<8>();
+    let (whole, last) = packed.split_at_mut(codes.len() * BITS);
+    for (codes, packed) in codes.iter().zip(whole.as_chunks_mut::<BITS>().0) {
+        packed.copy_from_slice(&word(codes)[..BITS]);
+    }
+    if !rest.is_empty() {
+        let mut codes = [0; 8];
+        codes[..rest.len()].copy_from_slice(rest);
+        last.copy_from_slice(&word(&codes)[..last.len()]);
+    }
+}
+
+/// Masks of the lowest `bits` of each lane of so many.
+const fn lanes(lane: u32, bits: u32) -> u64 {
+    let (mut mask, mut at) = (0, 0);
+    while at < 64 {
+        mask |= ((1u64 << bits) - 1) << at;
+        at += lane;
+    }
+    mask
 }
 
 /// Undoes [`pack_codes`].
@@ -36,10 +67,41 @@ pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
 /// [`Error::Shape`] unless `packed` holds [`packed_bytes`].
 pub fn unpack_codes(bits: u32, packed: &[u8], codes: &mut [u8]) -> Result<()> {
     check(bits, codes.len(), packed.len())?;
-    for (i, code) in codes.iter_mut().enumerate() {
-        *code = packed_code(bits, packed, i);
+    match bits {
+        1 => unpack_eights::<1>(packed, codes),
+        2 => unpack_eights::<2>(packed, codes),
+        3 => unpack_eights::<3>(packed, codes),
+        4 => unpack_eights::<4>(packed, codes),
+        5 => unpack_eights::<5>(packed, codes),
+        6 => unpack_eights::<6>(packed, codes),
+        7 => unpack_eights::<7>(packed, codes),
+        _ => codes.copy_from_slice(packed),
     }
     Ok(())
+}
+
+fn unpack_eights<const BITS: usize>(packed: &[u8], codes: &mut [u8]) {
+    let eight = |packed: [u8; 8]| {
+        // As `pack_eights`, backwards.
+        let part = |word: u64, count: u32, low: u64| {
+            (word & low) | (word & low << (count * BITS as u32)) << (count * (8 - BITS as u32))
+        };
+        let bits = BITS as u32;
+        let word = part(u64::from_le_bytes(packed), 4, lanes(64, 4 * bits));
+        part(part(word, 2, lanes(32, 2 * bits)), 1, lanes(16, bits)).to_le_bytes()
+    };
+    let (codes, rest) = codes.as_chunks_mut::<8>();
+    let (whole, last) = packed.split_at(codes.len() * BITS);
+    for (packed, codes) in whole.as_chunks::<BITS>().0.iter().zip(codes) {
+        let mut bytes = [0; 8];
+        bytes[..BITS].copy_from_slice(packed);
+        *codes = eight(bytes);
+    }
+    if !rest.is_empty() {
+        let mut bytes = [0; 8];
+        bytes[..last.len()].copy_from_slice(last);
+        rest.copy_from_slice(&eight(bytes)[..rest.len()]);
+    }
 }
 
 /// Code `i` of packed ones, of 1 to 8 bits.

@@ -179,6 +179,20 @@ impl ScaleKind {
         product
     }
 
+    /// [`multiplier`](Self::multiplier) of the first values of a block of `block`.
+    pub fn multipliers(self, record: Scale, block: usize, out: &mut [f32]) {
+        out.fill(1.0);
+        let mut first_bit = 0;
+        for level in self.levels {
+            let (bits, share) = (level.number.bits(), block / level.count as usize);
+            for (i, out) in out.chunks_mut(share).enumerate() {
+                let number = level.number.decode(record.0 >> (first_bit + bits * i as u32) & mask(bits));
+                out.iter_mut().for_each(|out| *out *= number);
+            }
+            first_bit += bits * level.count;
+        }
+    }
+
     /// The record of a block that held a NaN or an infinity: its first number is NaN, the others are 0.
     pub const fn nan(self) -> Scale {
         match self.levels {

@@ -1,6 +1,6 @@
 //! The conformance suite: every operation of two backends, compared at what the operation declares.
 //!
-//! A [`Pair`] is the specification `a` and the backend under test `b`. Each function here runs one operation over shapes
+//! A [`Pair`] is the specification `a` and the backend under test `b`, or several of a kind ([`Pair::and`]). Each function here runs one operation over shapes
 //! of real models, lopsided and empty groups, and values that are hard on number formats. Ragged operands are run
 //! twice on `b`, the second time with pads of NaN bytes wherever the contract does not promise zeros; no valid output may
 //! change by a bit. Operations that promise a relative error must still give the same bits on integers whose partial sums
@@ -22,13 +22,15 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Two backends to compare.
+/// A specification and the backends that are compared with it.
 #[derive(Debug, Clone)]
 pub struct Pair<A, B> {
     /// The specification.
     pub a: A,
     /// The backend under test.
     pub b: B,
+    /// More of them: the specification runs once for all.
+    more: Vec<B>,
     /// The same bits are owed everywhere, products and attention included (two paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
@@ -37,12 +39,23 @@ pub struct Pair<A, B> {
 impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
-        Self { a, b, strict: false, cases: Arc::default() }
+        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default() }
     }
 
     /// The same bits everywhere.
     pub fn strict(a: A, b: B) -> Self {
-        Self { a, b, strict: true, cases: Arc::default() }
+        Self { strict: true, ..Self::new(a, b) }
+    }
+
+    /// With one more backend under test.
+    pub fn and(mut self, b: B) -> Self {
+        self.more.push(b);
+        self
+    }
+
+    /// Those under test.
+    fn tested(&self) -> impl Iterator<Item = &B> {
+        std::iter::once(&self.b).chain(&self.more)
     }
 
     /// Cases compared so far, by this pair and its clones.
@@ -58,17 +71,19 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
         self.cases.fetch_add(1, Ordering::Relaxed);
         let a = run(&self.a, case, Pads::Zero);
-        let b = run(&self.b, case, Pads::Zero);
         let agreement = if self.strict { Agreement::Bitwise } else { Case::<A>::agreement(case) };
-        b.require_agreement(
-            agreement,
-            &a,
-            &format!("{case:?}\n  {}, against {}", self.b.name(), self.a.name()),
-        );
-        if <C as Case<B>>::RAGGED {
-            // Only of `b`: the specification is itself put under test as the `b` of another pair.
-            let case_name = format!("{case:?}\n  {}, with pads of NaN against pads of zeros", self.b.name());
-            run(&self.b, case, Pads::Poison).require_agreement(Agreement::Bitwise, &b, &case_name);
+        for tested in self.tested() {
+            let b = run(tested, case, Pads::Zero);
+            let named = |what: &str| format!("{case:?}\n  {}, {what}", tested.name());
+            b.require_agreement(agreement, &a, &named(&format!("against {}", self.a.name())));
+            if <C as Case<B>>::RAGGED {
+                // Not of `a`: a specification with code of its own is put under test as well.
+                run(tested, case, Pads::Poison).require_agreement(
+                    Agreement::Bitwise,
+                    &b,
+                    &named("with pads of NaN against pads of zeros"),
+                );
+            }
         }
     }
 
@@ -79,11 +94,9 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         self.cases.fetch_add(1, Ordering::Relaxed);
-        let results = [
-            (self.a.name(), case.run(&self.a, Pads::Zero).err()),
-            (self.b.name(), case.run(&self.b, Pads::Zero).err()),
-        ];
-        for (name, error) in results {
+        let of_a = (self.a.name(), case.run(&self.a, Pads::Zero).err());
+        let tested = self.tested().map(|b| (b.name(), case.run(b, Pads::Zero).err()));
+        for (name, error) in std::iter::once(of_a).chain(tested) {
             let good = error.as_ref().is_some_and(&expected);
             assert!(good, "{case:?}\n  {name}: should have been refused, got {error:?}");
         }

@@ -90,6 +90,31 @@ fn the_arenas_of_a_dense_model_too() {
     }
 }
 
+/// Lines that end inside a block, a scale a column for each shard and group, and a head that is decoded first.
+#[test]
+fn short_blocks_and_formats_of_the_general_path_too() {
+    let head = concat!(env!("CARGO_TARGET_TMPDIR"), "/plan-head.toml");
+    let site = "{ format = \"mxfp8-e4m3\" }";
+    let products =
+        ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"].map(|key| format!("{key} = {site}"));
+    let recipe = format!("description = \"\"\nextends = \"mxfp4-hopper\"\n[head]\n{}\n", products.join("\n"));
+    std::fs::write(head, recipe).unwrap();
+    let (head, rows) = (
+        format!("recipe={head}"),
+        concat!("recipe=", env!("CARGO_MANIFEST_DIR"), "/../../recipes/fp8-row.toml"),
+    );
+    for changes in [
+        &["recipe=mxfp4-hopper", "model.d_model=80", "model.expert_ffn=37", "model.head_dim=20"][..],
+        &["recipe=mxfp4-hopper", "model.d_model=112", "train.recompute=[\"expert_input\"]"],
+        &[rows],
+        &[rows, "model.d_model=80", "model.expert_ffn=75"],
+        &[&head],
+    ] {
+        as_predicted(&config(changes), changes);
+        prediction(DeviceKind::Gpu, &config(changes)).unwrap();
+    }
+}
+
 #[track_caller]
 fn as_predicted(config: &Config, changes: &[&str]) {
     {

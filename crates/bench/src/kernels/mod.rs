@@ -14,6 +14,7 @@ pub mod report;
 pub mod traffic;
 
 use super::gpu::{Bench, wanted};
+use super::parse_sizes;
 use cases::{Kernel, kernels};
 use nibble_command::error::Result;
 use nibble_command::say;
@@ -59,13 +60,8 @@ pub const SHAPES: [Shape; 5] = [
 const GROUPS: [usize; 4] = [0, 8, 32, 256];
 
 fn parse_shape(text: &str) -> Result<Shape, String> {
-    let parsed = text.split_once(['x', '×']).and_then(|(rows, cols)| {
-        Some(Shape {
-            rows: rows.parse().ok().filter(|n| *n > 0)?,
-            cols: cols.parse().ok().filter(|n| *n > 0)?,
-        })
-    });
-    let shape = parsed.ok_or_else(|| format!("`{text}` is not ROWSxCOLS, 32768x7168 say"))?;
+    let [rows, cols] = parse_sizes(text, "ROWSxCOLS, 32768x7168")?;
+    let shape = Shape { rows, cols };
     if !shape.cols.is_multiple_of(32) {
         return Err(format!("{} columns are not a multiple of MXFP4's block of 32", shape.cols));
     }

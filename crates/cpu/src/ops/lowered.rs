@@ -2,10 +2,12 @@
 //! far as its exponents reach, they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
 //! Where they are not, both sides are multiplied as the F32 numbers that they stand for.
 
+use super::elementwise::round_bf16;
 use super::operands::{down_rows, gemm_element, view};
+use super::quantize::source::{Lines, Scales};
 use super::quantize::spec::Decoder;
-use crate::Cpu;
 use crate::gemm;
+use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::formats::{BlockAxis, ScaleKind, ScalePlane};
 use nibble_core::{BlockScaled, Operand, Result};
@@ -110,38 +112,47 @@ fn lines(q: &BlockScaled<Cpu>) -> (usize, impl Fn(usize, usize) -> (usize, usize
     (if down { q.cols } else { q.rows }, move |line, k| if down { (k, line) } else { (line, k) })
 }
 
-/// Every value, line by line.
+/// Every value, line by line: decoded by `line`, and kept as `keep` makes it of that.
 fn values<T: Clone + Send>(
     cpu: &Cpu,
     q: &BlockScaled<Cpu>,
+    with: Scales,
     zero: T,
-    of: impl Fn(usize, usize) -> T + Sync,
-) -> Vec<T> {
-    let (len, (lines, place)) = (line_len(q), lines(q));
-    let mut values = vec![zero; lines * len];
+    keep: impl Fn(&[f32], &mut [T]) + Sync,
+) -> Result<Vec<T>> {
+    let (len, (num_lines, place)) = (line_len(q), lines(q));
+    let mut values = vec![zero; num_lines * len];
+    let (decoder, stored) = (Decoder::of(q)?, Lines::of(q, with)?);
+    let decode = |line: usize, out: &mut [f32]| match (cpu.path(), with) {
+        (CodePath::Simd, _) => stored.load(cpu.isa(), line, 0, out),
+        (CodePath::Scalar, Scales::All) => {
+            (0..).zip(out).for_each(|(k, out)| *out = decoder.value(place(line, k).0, place(line, k).1));
+        }
+        (CodePath::Scalar, Scales::Exact) => {
+            (0..).zip(out).for_each(|(k, out)| *out = decoder.exact(place(line, k).0, place(line, k).1));
+        }
+    };
     cpu.pool().install(|| {
-        values.par_chunks_mut(len.max(1)).enumerate().for_each(|(line, out)| {
-            for (k, out) in out.iter_mut().enumerate() {
-                let (row, col) = place(line, k);
-                *out = of(row, col);
-            }
+        values.par_chunks_mut(len.max(1)).enumerate().for_each_init(Vec::new, |decoded, (line, out)| {
+            decoded.resize(len, 0.0);
+            decode(line, decoded);
+            keep(decoded, out);
         });
     });
-    values
+    Ok(values)
 }
 
 /// As F32, with every scale.
 fn widen(cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
-    let decoder = Decoder::of(q)?;
-    let values = Values::F32(values(cpu, q, 0.0, |row, col| decoder.value(row, col)));
+    let values = Values::F32(values(cpu, q, Scales::All, 0.0, |x, out| out.copy_from_slice(x))?);
     Ok(Lowered { values, len: line_len(q), scales: None })
 }
 
 /// As BF16, with F32 scales, if there are any on either side, for as many values beside it.
 fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowered> {
     let (decoder, len, (lines, place)) = (Decoder::of(q)?, line_len(q), lines(q));
-    let exact = |row, col| bf16::from_f32(decoder.exact(row, col));
-    let values = Values::Bf16(values(cpu, q, bf16::ZERO, exact));
+    let round = |x: &[f32], out: &mut [bf16]| round_bf16(cpu.isa(), x, out);
+    let values = Values::Bf16(values(cpu, q, Scales::Exact, bf16::ZERO, round)?);
     let scales = apart.map(|block| {
         let blocks = len.div_ceil(block);
         let at = |i: usize| place(i / blocks, i % blocks * block);

@@ -7,8 +7,10 @@ pub(crate) mod emit;
 pub(crate) mod encode;
 #[cfg(test)]
 pub(crate) mod fixture;
+mod general;
 mod hadamard;
 pub(crate) mod planes;
+mod round;
 pub(crate) mod shared;
 pub(crate) mod source;
 pub(crate) mod spans;
@@ -21,6 +23,7 @@ pub(crate) use dequantize::{decodable, dequantize};
 use crate::{CodePath, Cpu};
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
+use general::Job;
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
 use nibble_core::{Error, Groups, Result};
 use nibble_formats::{Codec, Format, Stream};
@@ -28,8 +31,8 @@ use source::Source;
 use spans::Spans;
 use spec::{Casting, Matrix};
 
-/// Whether vectorised code converts a format; the specification itself, on several threads, converts the others.
-pub fn is_vectorised(format: Format) -> bool {
+/// Whether there is code made for a format; general code, vectorised too, converts the others.
+pub fn has_own_code(format: Format) -> bool {
     !format.is_block() || encode::fast(format).is_some()
 }
 
@@ -73,30 +76,33 @@ fn encode(
     emit: Emit,
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
-    if op.planes == Planes::Tiles && !op.codec.format().spec().tiles {
-        return spec::row_weights(cpu, &Matrix::of(op.x, spans), (op.stack, op.codec, random));
+    let format = op.codec.format();
+    // Blocks along the rows of weights where there are no square ones.
+    let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
+    let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
+    // Scales of earlier steps have no path but the specification's, on several threads.
+    if cpu.path() == CodePath::Scalar || op.delayed.is_some() {
+        let x = Matrix::of(op.x, spans);
+        let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
+        return match op.planes {
+            _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random)),
+            Planes::Tiles => {
+                let spans = each();
+                spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed))
+            }
+            planes => {
+                Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
+            }
+        };
     }
-    let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
-    match (encode::path(cpu, [op.codec.format()]), op.planes) {
-        (CodePath::Scalar, Planes::Tiles) => {
-            let (x, spans) = (Matrix::of(op.x, spans), Spans::stacked(op.stack, op.x.rows / op.stack.max(1)));
-            spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed))
-        }
-        (CodePath::Scalar, planes) => {
-            let x = Matrix::of(op.x, spans);
-            Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
-        }
-        (CodePath::Simd, Planes::Tiles) => square_tiles(cpu, op, random),
-        (CodePath::Simd, _) => strips(cpu, op, random, emit, spans),
+    let x = (Source::plain(op.x), op.x.cols);
+    match (encode::fast(format), op.planes) {
+        _ if row_weights => general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random)),
+        (Some(_), Planes::Tiles) => square_tiles(cpu, op, random),
+        (Some(_), _) => strips(cpu, op, random, emit, spans),
+        (None, Planes::Tiles) => general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each()), op.stack),
+        (None, planes) => general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans), planes),
     }
-}
-
-/// The formats that these forms write.
-pub(crate) fn formats(emits: &[Emit]) -> impl Iterator<Item = Format> + '_ {
-    emits.iter().filter_map(|emit| match emit {
-        Emit::Plain(_) => None,
-        Emit::Block { codec, .. } => Some(codec.format()),
-    })
 }
 
 /// Rows, columns or both, vectorised.

@@ -5,9 +5,8 @@ mod spec;
 #[cfg(test)]
 mod tests;
 
-use super::quantize::encode::path;
 use super::quantize::spans::Spans;
-use super::quantize::{check_emits, decodable, formats};
+use super::quantize::{check_emits, decodable};
 use crate::{CodePath, Cpu};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Error, Operand, Result};
@@ -20,7 +19,7 @@ pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     let emits: Vec<Emit> = saved.into_iter().chain([op.a]).collect();
     let block = check_emits(OP, &emits, op.groups)?;
     let spans = Spans::new(OP, op.h.rows, op.groups, block)?;
-    match path(cpu, formats(&emits)) {
+    match cpu.path() {
         CodePath::Scalar => spec::forward(cpu, &op, saved, &spans),
         CodePath::Simd => simd::forward(cpu, &op, saved, &spans),
     }
@@ -38,8 +37,7 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
     let emits: Vec<Emit> = [op.dh].into_iter().chain(op.a).collect();
     let block = check_emits(OP, &emits, op.groups)?;
     let spans = Spans::new(OP, op.da.rows, op.groups, block)?;
-    let of_h = Some(op.h.format()).filter(|format| format.is_block());
-    match path(cpu, formats(&emits).chain(of_h)) {
+    match cpu.path() {
         CodePath::Scalar => spec::backward(cpu, &op, &spans),
         CodePath::Simd => simd::backward(cpu, &op, &spans),
     }

@@ -76,6 +76,44 @@ fn every_code_under_every_scale_is_what_the_record_says() {
     }
 }
 
+/// What is done to the values of a block at once is what is done to each of them.
+#[test]
+fn several_values_at_once_are_as_one_by_one() {
+    for codec in codecs() {
+        let (kind, params, format) = (codec.scale_kind(), codec.params(), codec.format().spec().codec);
+        let whole = codec.format().spec().block.min(130);
+        for len in [whole, whole - 1, 5, 1] {
+            let mut multipliers = vec![0.0; len];
+            for record in records(kind) {
+                format.multipliers(params, record, &mut multipliers);
+                for (i, got) in multipliers.iter().enumerate() {
+                    let want = format.multiplier(params, i, record);
+                    let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                    assert!(same, "{codec:?} {record:?} at {i} of {len}: {got:e}, not {want:e}");
+                }
+            }
+        }
+        for (mut x, _) in blocks(&codec) {
+            let extremes = [f32::MAX, -f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), -0.0, 0.0, 2.5, -1.75];
+            let places = x.len() / extremes.len();
+            for (at, value) in extremes.into_iter().enumerate() {
+                // Not too large for the blocks' other values to count, but in every second one.
+                x[at * places] = if value.abs() > 1.0 && x[0].to_bits() & 1 == 1 { 0.375 } else { value };
+            }
+            for len in [x.len(), x.len() - 1, 3] {
+                let scale = codec.block_scale(&x[..len], amax(&x[..len]));
+                let mut scaled = x[..len].to_vec();
+                format.scale_values(params, &mut scaled, scale);
+                for (i, got) in scaled.iter().enumerate() {
+                    let want = format.scaled(params, x[i], i, scale);
+                    let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                    assert!(same, "{codec:?} {scale:?} at {i} of {len}: {got:e}, not {want:e}");
+                }
+            }
+        }
+    }
+}
+
 /// Blocks with a spread of values, and the scale that the codec gives each.
 fn blocks(codec: &Codec) -> Vec<(Vec<f32>, BlockScale)> {
     let mut state = 1u64;
@@ -88,7 +126,7 @@ fn blocks(codec: &Codec) -> Vec<(Vec<f32>, BlockScale)> {
         .map(|n| {
             let unit = 2f32.powi(n % 9 - 2);
             let x: Vec<f32> = (0..len).map(|_| random() * unit * 4f32.powf(random() * 4.0)).collect();
-            let scale = codec.format().spec().codec.scale(codec.params(), &x);
+            let scale = codec.block_scale(&x, amax(&x));
             (x, scale)
         })
         .collect()
@@ -97,7 +135,6 @@ fn blocks(codec: &Codec) -> Vec<(Vec<f32>, BlockScale)> {
 #[test]
 fn a_codes_value_is_encoded_as_that_code() {
     for codec in codecs() {
-        let format = codec.format().spec().codec;
         for (x, scale) in blocks(&codec).into_iter().filter(|(_, scale)| !scale.is_nan()) {
             for i in 0..x.len() {
                 for code in all_codes(codec.element()) {
@@ -106,7 +143,7 @@ fn a_codes_value_is_encoded_as_that_code() {
                     if !value.is_finite() || unused || (value == 0.0 && !codec.element().is_zero(code)) {
                         continue;
                     }
-                    let again = format.encode(codec.params(), value, i, scale, 0);
+                    let again = codec.encode(value, i, scale, 0);
                     assert_eq!(again, code, "{codec:?} {scale:?} at {i}: {value:e}");
                 }
             }
@@ -117,7 +154,6 @@ fn a_codes_value_is_encoded_as_that_code() {
 #[test]
 fn values_go_to_the_nearest_code_and_keep_their_order() {
     for codec in codecs() {
-        let format = codec.format().spec().codec;
         for (x, scale) in blocks(&codec).into_iter().filter(|(_, scale)| !scale.is_nan()) {
             for i in (0..x.len()).step_by(7) {
                 // The integer that is never written has no counterpart.
@@ -129,7 +165,7 @@ fn values_go_to_the_nearest_code_and_keep_their_order() {
                 let mut last = f32::NEG_INFINITY;
                 for n in -300..=300 {
                     let x = largest * 1.2 * n as f32 / 300.0;
-                    let value = codec.decode(format.encode(codec.params(), x, i, scale, 0), i, scale.record);
+                    let value = codec.decode(codec.encode(x, i, scale, 0), i, scale.record);
                     assert!(
                         value >= last,
                         "{codec:?} {scale:?} at {i}: {x:e} gives {value:e} after {last:e}"
@@ -171,11 +207,8 @@ fn stochastic_rounding_is_unbiased_in_every_format() {
         let mut x = [0.3f32; 64];
         x[63] = 6.0;
         let x = &x[64 - codec.format().spec().block.min(64)..];
-        let scale = codec.format().spec().codec.scale(codec.params(), x);
-        let format = codec.format().spec().codec;
-        let value = |r: u16| {
-            f64::from(codec.decode(format.encode(codec.params(), 0.3, 0, scale, r), 0, scale.record))
-        };
+        let scale = codec.block_scale(x, amax(x));
+        let value = |r: u16| f64::from(codec.decode(codec.encode(0.3, 0, scale, r), 0, scale.record));
         let mean = (0..=u16::MAX).map(value).sum::<f64>() / 65536.0;
         // The reciprocal of an E6M2 number is a BF16.
         let tolerance = if codec.format() == Format::Hif4 { 0.3 / 256.0 } else { 1e-4 };

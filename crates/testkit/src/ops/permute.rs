@@ -206,7 +206,7 @@ impl<B: Convert> Case<B> for Permuting {
 pub fn permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
-            pair.check(&Permuting(received, kind, [96, 160][i % 2]));
+            pair.check(&Permuting(received, kind, [96, 160, 131][i % 3]));
         }
     }
 }
@@ -237,7 +237,7 @@ impl<B: Convert> Case<B> for Unpermuting {
 pub fn unpermute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
-            pair.check(&Unpermuting(received, kind, [96, 160][i % 2]));
+            pair.check(&Unpermuting(received, kind, [96, 160, 131][i % 3]));
         }
     }
 }
@@ -364,7 +364,7 @@ impl Wire {
     }
 
     fn all() -> Vec<Wire> {
-        let sizes = [(1, 32, 1), (9, 96, 20), (64, 448, 300), (5, 160, 0)];
+        let sizes = [(1, 32, 1), (9, 96, 20), (64, 448, 300), (5, 160, 0), (9, 131, 20)];
         let of = |kind| sizes.map(|(rows, cols, sent)| Wire { kind, rows, cols, sent });
         KINDS.into_iter().flat_map(of).collect()
     }

@@ -293,6 +293,7 @@ fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
         codec(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway),
         codec(Format::Hif4, ScaleRule::Cann, Rounding::NearestEven),
         codec(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven),
+        codec(Format::E4m3Row, ScaleRule::Amax, Rounding::NearestEven),
     ];
     let inputs =
         [Input::Normal, Input::NonFinite, Input::SignedZeros, Input::ExtremeExponents, Input::Outliers];

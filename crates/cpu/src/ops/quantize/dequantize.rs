@@ -1,8 +1,8 @@
 //! Decoding a quantized tensor.
 
 use super::emit::{STRIP_ROWS, Sink, SinkWork, TILE_COLS, for_strips};
-use super::encode::{Tile, path};
-use super::source::{Lines, Source};
+use super::encode::Tile;
+use super::source::{Lines, Scales, Source};
 use super::spans::Spans;
 use super::spec;
 use crate::{CodePath, Cpu};
@@ -15,10 +15,10 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     const OP: &str = "dequantize";
     let x = op.x;
     decodable(OP, x)?;
-    if path(cpu, [x.format]) == CodePath::Scalar {
+    if cpu.path() == CodePath::Scalar {
         return spec::plain(cpu, &spec::decode(cpu, x, 0..x.rows)?, op.dtype, x.rows);
     }
-    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(OP, x)?));
+    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(x, Scales::All)?));
     let spans = Spans::new(OP, x.rows, None, 1)?;
     let sink = Sink::new(cpu, &spans, x.cols, Emit::Plain(op.dtype), None);
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], vec![0.0; STRIP_ROWS]);

@@ -4,11 +4,12 @@
 //! [`Sink`], which writes the planes that were asked for. Threads divide strips of rows; a strip never holds rows of two
 //! groups.
 
-use super::encode::{
-    Tile, Work, encode_cols, encode_row, encode_square, fill_random, fixed_bits, reads_bits, transpose,
-};
+use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, fill_random, transpose};
+use super::general::{self, Job};
 use super::planes::{unwritten, unwritten_as};
+use super::round::{fixed_bits, reads_bits};
 use super::shared::Shared;
+use super::source::Source;
 use super::spans::Spans;
 use super::spec::Tally;
 use crate::gemm::Isa;
@@ -28,7 +29,7 @@ pub(crate) const TILE_COLS: usize = 128;
 /// Values of a strip where blocks run along the rows only: what a first-level cache holds.
 const ROW_STRIP_VALUES: usize = 4096;
 /// Values below which waking another thread costs more than it saves.
-const WORTH_A_THREAD: usize = 16_384;
+pub(super) const WORTH_A_THREAD: usize = 16_384;
 
 /// Some rows of one span.
 #[derive(Debug, Clone, Copy)]
@@ -187,6 +188,8 @@ impl Target {
 enum Plain {
     F32(Buf<f32>, Shared<f32>),
     Bf16(Buf<bf16>, Shared<bf16>),
+    /// What is quantized once all of it is there.
+    Staged(Vec<f32>, Shared<f32>),
 }
 
 impl Plain {
@@ -205,6 +208,12 @@ impl Plain {
         }
     }
 
+    fn staged(len: usize) -> Self {
+        let mut values = vec![0.0; len];
+        let shared = Shared::of_values(&mut values);
+        Self::Staged(values, shared)
+    }
+
     /// Writes `x` (zeros past its end) from element `start` on, `len` elements.
     ///
     /// # Safety
@@ -213,7 +222,7 @@ impl Plain {
         // SAFETY: the enum owns the buffer and does not touch it otherwise; the caller promises the rest.
         unsafe {
             match self {
-                Self::F32(_, out) => {
+                Self::F32(_, out) | Self::Staged(_, out) => {
                     let out = out.slice_mut(start, len);
                     round_f32(isa, x, out);
                     out[x.len()..].fill(0.0);
@@ -243,6 +252,8 @@ pub(crate) struct Sink<'a> {
     codec: Option<Codec>,
     random: Option<Stream>,
     plain: Option<Plain>,
+    /// How what is staged is quantized.
+    staged: Option<(Codec, Planes)>,
     row_plane: Option<Target>,
     col_plane: Option<Target>,
     tally: [AtomicU64; 3],
@@ -257,12 +268,17 @@ impl<'a> Sink<'a> {
             codec: None,
             random,
             plain: None,
+            staged: None,
             row_plane: None,
             col_plane: None,
             tally: Default::default(),
         };
         match emit {
             Emit::Plain(dtype) => sink.plain = Some(Plain::new(cpu, dtype, spans.rows * cols)),
+            // The largest magnitude of a line or a tensor is known when all of it is there.
+            Emit::Block { codec, planes } if fast(codec.format()).is_none() => {
+                (sink.plain, sink.staged) = (Some(Plain::staged(spans.rows * cols)), Some((codec, planes)));
+            }
             Emit::Block { codec, planes } => {
                 let target = |axis, rows| Some(Target::new(unwritten_as(cpu, codec, axis, (rows, cols, 1))));
                 sink.codec = Some(codec);
@@ -330,6 +346,11 @@ impl<'a> Sink<'a> {
     /// The result, once every strip is written.
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
         let plain = match self.plain {
+            Some(Plain::Staged(values, _)) => {
+                let Some((codec, planes)) = self.staged else { unreachable!("staged with its codec") };
+                let x = (Source::F32(&values, self.cols), self.cols);
+                return general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), planes);
+            }
             Some(Plain::F32(buf, _)) => Some(Data::F32(buf)),
             Some(Plain::Bf16(buf, _)) => Some(Data::Bf16(buf)),
             None => None,

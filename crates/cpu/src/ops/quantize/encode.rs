@@ -1,128 +1,12 @@
-//! Values to codes, vectorised: the twins of `Element::encode_rounded` and `Codec::quantize_block`.
-//!
-//! A magnitude becomes a code by arithmetic on its bits: re-biased for normal elements, through an addition or a
-//! multiplication by a power of two for subnormal ones, with a selection in place of every branch.
+//! Blocks to codes by code that is made for an element and a length of blocks: a twin of `Codec::quantize_block`.
 
+use super::round::{E2m1, E4m3, E5m2, Nearest, OneByOne, Round, Small, Threshold, with_rounding};
 use super::spec::Tally;
 use crate::simd::per_isa;
-use crate::{CodePath, Cpu};
 use nibble_core::ops::Counts;
-use nibble_formats::{Codec, Element, Format, Rounding, Scale, ScalePlaneMut, Stream};
+use nibble_formats::{Codec, Format, Rounding, Scale, ScalePlaneMut, Stream};
 
-/// What the encoder needs to know of an element format, as constants.
-pub(crate) trait Small {
-    const ELEMENT: Element;
-    /// Values along a block.
-    const BLOCK: usize;
-    /// Mantissa bits of F32 that a code lacks.
-    const SHIFT: u32 = 23 - Self::ELEMENT.mantissa_bits();
-    /// Takes the exponent's bias of F32 to that of the code.
-    const REBIAS: u32 = ((127 - Self::ELEMENT.bias()) as u32) << 23;
-    /// Bits of the smallest normal magnitude.
-    const MIN_NORMAL: u32 = ((128 - Self::ELEMENT.bias()) as u32) << 23;
-    /// Exponent of the subnormal step.
-    const STEP_LOG2: i32 = 1 - Self::ELEMENT.bias() - Self::ELEMENT.mantissa_bits() as i32;
-    /// Its unit in the last place is the subnormal step.
-    const SHIFTER: f32 = f32::from_bits(((127 + Self::STEP_LOG2 + 23) as u32) << 23);
-    /// Brings subnormal steps to units of 2⁻¹⁶.
-    const TO_Q16: f32 = f32::from_bits(((127 - Self::STEP_LOG2 + 16) as u32) << 23);
-    const MAX_CODE: u32 = Self::ELEMENT.max_code() as u32;
-    const SIGN_SHIFT: u32 = 32 - Self::ELEMENT.code_bits();
-    /// The bits of a code below its sign.
-    const MAGNITUDE: u8 = ((1u32 << (Self::ELEMENT.code_bits() - 1)) - 1) as u8;
-}
-
-/// FP4.
-pub(crate) struct E2m1;
-/// FP8 with three mantissa bits.
-pub(crate) struct E4m3;
-/// FP8 with two mantissa bits.
-pub(crate) struct E5m2;
-
-impl Small for E2m1 {
-    const ELEMENT: Element = Element::E2M1;
-    const BLOCK: usize = 32;
-}
-impl Small for E4m3 {
-    const ELEMENT: Element = Element::E4M3;
-    const BLOCK: usize = 128;
-}
-impl Small for E5m2 {
-    const ELEMENT: Element = Element::E5M2;
-    const BLOCK: usize = 128;
-}
-
-/// One rounding: the code of a finite value, or of one that overflowed to infinity.
-pub(crate) trait Round {
-    /// Whether sixteen bits an element are read.
-    const READS_BITS: bool;
-    fn encode<E: Small>(&self, x: f32, bits: u16) -> u8;
-}
-
-/// Nearest, ties to even.
-struct Nearest;
-
-impl Round for Nearest {
-    const READS_BITS: bool = false;
-
-    #[inline(always)]
-    fn encode<E: Small>(&self, x: f32, _: u16) -> u8 {
-        let magnitude = x.to_bits() & 0x7FFF_FFFF;
-        let rebased = magnitude.wrapping_sub(E::REBIAS);
-        let odd = rebased >> E::SHIFT & 1;
-        let normal = rebased.wrapping_add((1 << (E::SHIFT - 1)) - 1 + odd) >> E::SHIFT;
-        let subnormal = (f32::from_bits(magnitude) + E::SHIFTER).to_bits().wrapping_sub(E::SHIFTER.to_bits());
-        let code = if magnitude < E::MIN_NORMAL { subnormal } else { normal };
-        (code.min(E::MAX_CODE) | (x.to_bits() >> 31) << (31 - E::SIGN_SHIFT)) as u8
-    }
-}
-
-/// Up iff the sixteen bits lie below the fraction of the step: stochastic with random bits, nearest with ties away
-/// from zero with [`HALF_AWAY`].
-struct Threshold;
-
-/// Bits that round up from one half of a step on.
-const HALF_AWAY: u16 = 0x7FFF;
-
-impl Round for Threshold {
-    const READS_BITS: bool = true;
-
-    #[inline(always)]
-    fn encode<E: Small>(&self, x: f32, bits: u16) -> u8 {
-        let magnitude = x.to_bits() & 0x7FFF_FFFF;
-        // Code and fraction in units of 2⁻¹⁶ of a step, cut off; the multiplication is exact.
-        let normal = magnitude.wrapping_sub(E::REBIAS) >> (E::SHIFT - 16);
-        let below_normal = magnitude.min(E::MIN_NORMAL);
-        let subnormal = (f32::from_bits(below_normal) * E::TO_Q16) as i32 as u32;
-        let q16 = if magnitude < E::MIN_NORMAL { subnormal } else { normal };
-        let code = (q16 + (0xFFFF - u32::from(bits))) >> 16;
-        (code.min(E::MAX_CODE) | (x.to_bits() >> 31) << (31 - E::SIGN_SHIFT)) as u8
-    }
-}
-
-/// Any rounding, one element after the other: dither, which no recipe uses in a hot place.
-struct OneByOne(Rounding);
-
-impl Round for OneByOne {
-    const READS_BITS: bool = true;
-
-    #[inline(always)]
-    fn encode<E: Small>(&self, x: f32, bits: u16) -> u8 {
-        E::ELEMENT.encode_rounded(x, self.0, bits)
-    }
-}
-
-/// What the elements' bits have to be for [`encode_row`] and its like, apart from random ones.
-pub(crate) fn fixed_bits(rounding: Rounding) -> Option<u16> {
-    (rounding == Rounding::NearestAway).then_some(HALF_AWAY)
-}
-
-/// Whether a rounding reads sixteen bits an element here.
-pub(crate) fn reads_bits(rounding: Rounding) -> bool {
-    rounding != Rounding::NearestEven
-}
-
-/// What the vectorised code knows: an element in blocks of one length, under one power of two or one single a block.
+/// What this code knows: an element in blocks of one length, under one power of two or one single a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fast {
     E2m1,
@@ -130,7 +14,7 @@ pub(crate) enum Fast {
     E5m2,
 }
 
-/// How the vectorised code takes a format; `None` where only the general path does, that of the specification.
+/// Which code is made for a format; `None` where only the general code takes it.
 pub(crate) fn fast(format: Format) -> Option<Fast> {
     match format {
         Format::Mxfp4 => Some(Fast::E2m1),
@@ -140,35 +24,20 @@ pub(crate) fn fast(format: Format) -> Option<Fast> {
     }
 }
 
-/// The path that serves all of these formats.
-pub(crate) fn path(cpu: &Cpu, formats: impl IntoIterator<Item = Format>) -> CodePath {
-    if formats.into_iter().all(|format| fast(format).is_some()) { cpu.path() } else { CodePath::Scalar }
-}
-
 /// Calls `$body::<E, R>(rounding, args)` for the codec's element and rounding.
 macro_rules! with_codec {
     ($codec:expr, $body:ident($($arg:expr),*)) => {
-        with_codec!(@element $codec, $codec.rounding(), $body($($arg),*))
-    };
-    (@element $codec:expr, $rounding:expr, $body:ident($($arg:expr),*)) => {
         match fast($codec.format()) {
-            Some(Fast::E2m1) => with_codec!(@rounding E2m1, $rounding, $body($($arg),*)),
-            Some(Fast::E4m3) => with_codec!(@rounding E4m3, $rounding, $body($($arg),*)),
-            Some(Fast::E5m2) => with_codec!(@rounding E5m2, $rounding, $body($($arg),*)),
-            None => unreachable!("`path` sends other formats to the specification"),
-        }
-    };
-    (@rounding $element:ty, $rounding:expr, $body:ident($($arg:expr),*)) => {
-        match $rounding {
-            Rounding::NearestEven => $body::<$element, _>(Nearest, $($arg),*),
-            Rounding::NearestAway | Rounding::Stochastic => $body::<$element, _>(Threshold, $($arg),*),
-            rounding @ Rounding::Dither { .. } => $body::<$element, _>(OneByOne(rounding), $($arg),*),
+            Some(Fast::E2m1) => with_rounding!($codec.rounding(), $body::<E2m1, _>($($arg),*)),
+            Some(Fast::E4m3) => with_rounding!($codec.rounding(), $body::<E4m3, _>($($arg),*)),
+            Some(Fast::E5m2) => with_rounding!($codec.rounding(), $body::<E5m2, _>($($arg),*)),
+            None => unreachable!("lines of other formats go through `general`"),
         }
     };
 }
 
 #[inline(always)]
-fn amax_bits(x: &[f32]) -> u32 {
+pub(super) fn amax_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |amax, x| amax.max(x.to_bits() & 0x7FFF_FFFF))
 }
 
@@ -184,7 +53,7 @@ fn pack(codes: &[u8], packed: &mut [u8]) {
 /// Codes of one block as an array, so that its loops have a known length. A short block is zero-extended.
 #[inline(always)]
 fn encode_block<E: Small, R: Round, const B: usize>(
-    round: &R,
+    round: R,
     x: &[f32; B],
     inv: f32,
     bits: &[u16],
@@ -192,11 +61,11 @@ fn encode_block<E: Small, R: Round, const B: usize>(
     let mut codes = [0; B];
     if R::READS_BITS {
         for ((code, &x), &bits) in codes.iter_mut().zip(x).zip(bits) {
-            *code = round.encode::<E>(x * inv, bits);
+            *code = round.encode(&E::FACTS, x * inv, bits);
         }
     } else {
         for (code, &x) in codes.iter_mut().zip(x) {
-            *code = round.encode::<E>(x * inv, 0);
+            *code = round.encode(&E::FACTS, x * inv, 0);
         }
     }
     codes
@@ -229,9 +98,9 @@ fn row_blocks<E: Small, R: Round, const B: usize>(
             continue;
         }
         let bits = if R::READS_BITS { &bits[b * B..] } else { bits };
-        let block = encode_block::<E, R, B>(&round, x, scale.inv, bits);
+        let block = encode_block::<E, R, B>(round, x, scale.inv, bits);
         let any = block.iter().fold(0, |any, code| any | code);
-        tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any & E::MAGNITUDE != 0);
+        tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any & E::FACTS.magnitude != 0);
         if E::ELEMENT.code_bits() == 4 {
             pack(&block, out);
         } else {
@@ -292,7 +161,7 @@ impl<'a> Tile<'a> {
 /// Codes of one row under a multiplier for each column, cleared where `keep` is 0.
 #[inline(always)]
 fn encode_under<E: Small, R: Round>(
-    round: &R,
+    round: R,
     x: &[f32],
     bits: &[u16],
     (inv, keep): (&[f32], &[u8]),
@@ -300,11 +169,11 @@ fn encode_under<E: Small, R: Round>(
 ) {
     if R::READS_BITS {
         for ((((code, &x), &bits), &inv), &keep) in codes.iter_mut().zip(x).zip(bits).zip(inv).zip(keep) {
-            *code = round.encode::<E>(x * inv, bits) & keep;
+            *code = round.encode(&E::FACTS, x * inv, bits) & keep;
         }
     } else {
         for (((code, &x), &inv), &keep) in codes.iter_mut().zip(x).zip(inv).zip(keep) {
-            *code = round.encode::<E>(x * inv, 0) & keep;
+            *code = round.encode(&E::FACTS, x * inv, 0) & keep;
         }
     }
 }
@@ -363,12 +232,12 @@ fn cols_as<E: Small, R: Round>(
         for row in rows {
             let codes = &mut work.codes[row * width..][..width];
             let bits = if R::READS_BITS { &bits[row * width..][..width] } else { bits };
-            encode_under::<E, R>(&round, tile.row(row), bits, (&work.inv, &work.keep), codes);
+            encode_under::<E, R>(round, tile.row(row), bits, (&work.inv, &work.keep), codes);
             for (any, code) in work.any.iter_mut().zip(codes) {
                 *any |= *code;
             }
         }
-        let non_zero = work.any.iter().filter(|&any| any & E::MAGNITUDE != 0).count();
+        let non_zero = work.any.iter().filter(|&any| any & E::FACTS.magnitude != 0).count();
         tally[Counts::<crate::Cpu>::NON_ZERO] += non_zero as u64;
     }
     if E::ELEMENT.code_bits() == 4 {
@@ -441,10 +310,10 @@ fn square_as<E: Small, R: Round>(
     for row in 0..tile.rows {
         let codes = &mut work.codes[row * width..][..width];
         let bits = if R::READS_BITS { &bits[row * width..][..width] } else { bits };
-        encode_under::<E, R>(&round, tile.row(row), bits, (&work.inv, &work.keep), codes);
+        encode_under::<E, R>(round, tile.row(row), bits, (&work.inv, &work.keep), codes);
     }
     let any = work.codes.iter().fold(0, |any, code| any | code);
-    tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any & E::MAGNITUDE != 0);
+    tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(any & E::FACTS.magnitude != 0);
 }
 
 #[inline(always)]

@@ -18,7 +18,11 @@ unsafe impl<T: Plain> Sync for Shared<T> {}
 impl<T: Plain> Shared<T> {
     /// Opens a buffer.
     pub fn of(buf: &mut Buf<T>) -> Self {
-        let values = buf.as_mut_slice();
+        Self::of_values(buf.as_mut_slice())
+    }
+
+    /// Opens values of another owner.
+    pub fn of_values(values: &mut [T]) -> Self {
         Self { first: values.as_mut_ptr(), len: values.len() }
     }
 

@@ -1,13 +1,14 @@
-//! Rows of F32 values out of a plain or row-quantized matrix, vectorised.
+//! Rows of F32 values out of a plain or quantized matrix, vectorised.
 
-use super::encode::{E2m1, E4m3, E5m2, Fast, Small, fast};
+use super::encode::{Fast, fast};
 use super::planes::scales_of;
+use super::round::{E2m1, E4m3, E5m2, Facts, Small};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa};
 use half::bf16;
-use nibble_core::{BlockScaled, Data, Error, Result, Tensor};
-use nibble_formats::{Format, ScalePlane};
+use nibble_core::{BlockScaled, Data, Result, Tensor};
+use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScalePlane, unpack_codes};
 
 /// Codes and scales of consecutive values, the first one at the start of a block.
 #[derive(Clone, Copy)]
@@ -17,18 +18,6 @@ pub(crate) struct Coded<'a> {
     pub scales: ScalePlane<'a>,
     /// Index of the first block's scale.
     pub first_scale: usize,
-}
-
-/// A magnitude code put into the exponent and mantissa of an F32 and re-biased by an exact multiplication, which also
-/// brings subnormal elements to their value.
-#[inline(always)]
-fn decode<E: Small>(code: u8) -> f32 {
-    let magnitude = u32::from(code & E::MAGNITUDE);
-    let rebias = f32::from_bits(((254 - E::ELEMENT.bias()) as u32) << 23);
-    let finite = f32::from_bits(magnitude << E::SHIFT) * rebias;
-    let special = f32::from_bits(0x7F80_0000 | (magnitude << E::SHIFT & 0x7F_FFFF));
-    let value = if magnitude > E::MAX_CODE { special } else { finite };
-    f32::from_bits(value.to_bits() | u32::from(code & !E::MAGNITUDE) << E::SIGN_SHIFT)
 }
 
 /// Two nibbles of each byte, the low one first.
@@ -54,7 +43,7 @@ fn decode_blocks<E: Small>(from: Coded, out: &mut [f32]) {
             codes
         };
         for (out, &code) in out.iter_mut().zip(codes) {
-            *out = decode::<E>(code) * scale;
+            *out = E::FACTS.decode(code) * scale;
         }
     }
 }
@@ -95,10 +84,24 @@ pub(crate) enum Source<'a> {
     Lines(Lines<'a>),
 }
 
+/// The scales that values are decoded with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scales {
+    /// All of them.
+    All,
+    /// Those of blocks, where they are no F32 numbers.
+    Exact,
+}
+
 /// Lines of codes.
 #[derive(Clone, Copy)]
 pub(crate) struct Lines<'a> {
-    fast: Fast,
+    fast: Option<Fast>,
+    /// Of format and rule.
+    codec: Codec,
+    /// The tensor's scale of each row, if it has any, and whether lines run down the rows.
+    of_tensor: (Option<&'a [f32]>, bool),
+    with: Scales,
     format: Format,
     codes: &'a [u8],
     scales: ScalePlane<'a>,
@@ -115,18 +118,20 @@ impl<'a> Lines<'a> {
     /// The lines of a tensor as they are stored.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if its format has no vectorised code.
-    pub fn of(op: &'static str, x: &'a BlockScaled<Cpu>) -> Result<Self> {
+    /// If format and rule do not go together.
+    pub fn of(x: &'a BlockScaled<Cpu>, with: Scales) -> Result<Self> {
         use nibble_formats::BlockAxis::{Col, Row, Tile};
-        let block = x.format.spec().block;
+        let block = x.format.record_len(x.axis);
         let len = if x.axis == Col { x.rows } else { x.cols };
         let (lines_per_scale, lines_per_matrix) = match x.axis {
             Tile => (block, x.rows / x.stack.max(1)),
             Row | Col => (1, usize::MAX),
         };
-        let general = || Error::unsupported(op, x.format, "it has no vectorised code");
         Ok(Self {
-            fast: fast(x.format).ok_or_else(general)?,
+            fast: fast(x.format).filter(|_| with == Scales::All),
+            codec: Codec::new(x.format, x.rule, Rounding::NearestEven)?,
+            of_tensor: (x.tensor_scale.as_ref().map(|scales| scales.as_slice()), x.axis == Col),
+            with,
             format: x.format,
             codes: x.codes.as_slice(),
             scales: scales_of(x),
@@ -145,23 +150,31 @@ impl<'a> Lines<'a> {
         &self.codes[start..][..self.format.row_code_bytes(width)]
     }
 
-    /// Values `first..` of a line.
-    pub fn load(&self, isa: Isa, line: usize, first: usize, out: &mut [f32]) {
+    /// Index of the first scale of a line.
+    fn scale_line(&self, line: usize) -> usize {
         let matrix = line / self.lines_per_matrix;
         let in_matrix = line % self.lines_per_matrix;
         let per_matrix = match self.lines_per_scale {
             1 => 0, // all lines are one matrix
             lines => self.lines_per_matrix.div_ceil(lines),
         };
-        let scale_line = matrix * per_matrix + in_matrix / self.lines_per_scale;
+        (matrix * per_matrix + in_matrix / self.lines_per_scale) * self.blocks
+    }
+
+    /// Values `first..` of a line.
+    pub fn load(&self, isa: Isa, line: usize, first: usize, out: &mut [f32]) {
+        let Some(fast) = self.fast else {
+            return decode_line(isa, self, (line, first), out);
+        };
+        let first_scale = self.scale_line(line);
         let end = first + out.len();
         let from_block = |b: usize| {
             let start = line * self.line_bytes + self.format.row_code_bytes(b * self.block);
             Coded {
-                fast: self.fast,
+                fast,
                 codes: &self.codes[start..(line + 1) * self.line_bytes],
                 scales: self.scales,
-                first_scale: scale_line * self.blocks + b,
+                first_scale: first_scale + b,
             }
         };
         // Up to the first block's start through a block of its own, then straight.
@@ -180,6 +193,74 @@ impl<'a> Lines<'a> {
             decode_row(isa, from_block(aligned / self.block), rest);
         }
     }
+
+    /// Multiplies elements of a line, from value `first` on, by the scales of their blocks.
+    #[inline(always)]
+    fn multiply(&self, line: usize, first: usize, elements: &mut [f32]) {
+        let (kind, end) = (self.codec.scale_kind(), first + elements.len());
+        if self.with == Scales::Exact && kind == ScaleKind::F32 {
+            return;
+        }
+        let codec = self.codec.format().spec().codec;
+        let one = kind.levels().len() <= 1 && codec.decodes_by_levels();
+        let (mut at, first_scale) = (first, self.scale_line(line));
+        while at < end {
+            let b = at / self.block;
+            let stop = (b + 1).saturating_mul(self.block).min(end);
+            let record = self.scales.get(first_scale + b);
+            let values = &mut elements[at - first..stop - first];
+            let (skip, until) = (at - b * self.block, stop - b * self.block);
+            let mut multipliers = [0.0; RUN];
+            if one {
+                let multiplier = codec.multiplier(self.codec.params(), 0, record);
+                values.iter_mut().for_each(|value| *value *= multiplier);
+            } else if until <= RUN {
+                codec.multipliers(self.codec.params(), record, &mut multipliers[..until]);
+                values.iter_mut().zip(&multipliers[skip..until]).for_each(|(value, by)| *value *= by);
+            } else {
+                for (i, value) in (skip..until).zip(values) {
+                    *value *= codec.multiplier(self.codec.params(), i, record);
+                }
+            }
+            at = stop;
+        }
+    }
+}
+
+/// Codes of any format that are decoded together: a multiple of eight, which begin and end with a byte.
+const RUN: usize = 256;
+
+#[inline(always)]
+fn decode_line_body(lines: &Lines, (line, first): (usize, usize), out: &mut [f32]) {
+    let bits = lines.format.spec().code_bits;
+    let facts = Facts::of(lines.codec.element());
+    let bytes = &lines.codes[line * lines.line_bytes..][..lines.line_bytes];
+    let (mut at, end) = (first, first + out.len());
+    while at < end {
+        let begin = at / 8 * 8;
+        let stop = end.min(begin + RUN);
+        let mut codes = [0; RUN];
+        let codes = &mut codes[..stop - begin];
+        let packed = &bytes[lines.format.row_code_bytes(begin)..][..lines.format.row_code_bytes(codes.len())];
+        unpack_codes(bits, packed, codes).unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
+        let out = &mut out[at - first..stop - first];
+        for (out, &code) in out.iter_mut().zip(&codes[at - begin..]) {
+            *out = facts.decode(code);
+        }
+        lines.multiply(line, at, out);
+        match lines.of_tensor {
+            _ if lines.with == Scales::Exact => {}
+            (Some(scales), true) => out.iter_mut().zip(&scales[at..]).for_each(|(out, scale)| *out *= scale),
+            (Some(scales), false) => out.iter_mut().for_each(|out| *out *= scales[line]),
+            (None, _) => {}
+        }
+        at = stop;
+    }
+}
+
+per_isa! {
+    // Values of a line of any format, from one on.
+    fn decode_line = decode_line_body; (lines: &Lines, at: (usize, usize), out: &mut [f32])
 }
 
 impl<'a> Source<'a> {

@@ -3,7 +3,7 @@
 
 use super::delayed::Met;
 use super::planes::{get_code, put_codes, put_scale, scales_of, unwritten_as};
-use super::spans::Spans;
+use super::spans::{Span, Spans};
 use crate::Cpu;
 use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
@@ -44,13 +44,13 @@ pub(crate) fn value(x: &Tensor<Cpu>, i: usize) -> f32 {
 
 /// What decides a quantization beside the values.
 pub(crate) struct Casting<'a> {
-    codec: Codec,
+    pub codec: Codec,
     /// Where there is a scale for a whole tensor: the codec of each row. The rows of a span, a group's or a matrix's, share one.
-    of_rows: Vec<Codec>,
+    pub of_rows: Vec<Codec>,
     /// Under scales of earlier steps.
     met: Option<Met<'a>>,
-    random: Option<Stream>,
-    spans: &'a Spans<'a>,
+    pub random: Option<Stream>,
+    pub spans: &'a Spans<'a>,
     /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
     transposed: Option<usize>,
 }
@@ -64,25 +64,46 @@ impl<'a> Casting<'a> {
         x: &Matrix,
         delayed: Option<(Delayed<'a, Cpu>, usize)>,
     ) -> Self {
-        let mut of_rows = Vec::new();
+        let values = |rows: Range<usize>| &x.values[rows.start * x.cols..rows.end * x.cols];
         let mut met = delayed.map(|(delayed, num_spans)| Met::new(delayed, num_spans));
+        let of_span = |span: &Span, rows: Range<usize>| match &mut met {
+            Some(met) => met.meet(codec, span.number, values(rows)),
+            None => codec.for_tensor(codec.tensor_amax(values(rows).iter().copied())),
+        };
+        let casting = Self::of_spans(codec, random, spans, of_span);
+        Self { met, ..casting }
+    }
+
+    /// With the largest magnitude of some rows, as [`Codec::tensor_amax`] has it.
+    pub fn measured(
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+        amax: impl Fn(Range<usize>) -> f32,
+    ) -> Self {
+        Self::of_spans(codec, random, spans, |_, rows| codec.for_tensor(amax(rows)))
+    }
+
+    /// With the codec of each span, where the tensor has a scale of its own, for its rows that count.
+    fn of_spans(
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+        mut of_span: impl FnMut(&Span, Range<usize>) -> Codec,
+    ) -> Self {
+        let mut of_rows = Vec::new();
         if codec.scale_kind().has_tensor_scale() {
             of_rows = vec![codec.for_tensor(0.0); spans.capacity];
             for span in &spans.spans {
-                let rows = span.start * x.cols..(span.start + span.len).min(spans.rows) * x.cols;
-                let values = &x.values[rows];
-                let known = match &mut met {
-                    Some(met) => met.meet(codec, span.number, values),
-                    None => codec.for_tensor(codec.tensor_amax(values.iter().copied())),
-                };
-                of_rows[span.start..span.end.min(spans.capacity)].fill(known);
+                let rows = span.start..(span.start + span.len).min(spans.rows);
+                of_rows[span.start..span.end.min(spans.capacity)].fill(of_span(span, rows));
             }
         }
-        Self { codec, of_rows, met, random, spans, transposed: None }
+        Self { codec, of_rows, met: None, random, spans, transposed: None }
     }
 
     /// The codec of a row's values.
-    fn codec(&self, row: usize) -> Codec {
+    pub fn codec(&self, row: usize) -> Codec {
         self.of_rows.get(row).copied().unwrap_or(self.codec)
     }
 
@@ -102,7 +123,7 @@ impl<'a> Casting<'a> {
     }
 
     /// Writes the tensor's scale of each row.
-    fn put_tensor_scale(&self, out: &mut BlockScaled<Cpu>, codec: impl Fn(usize) -> Codec) {
+    pub fn put_tensor_scale(&self, out: &mut BlockScaled<Cpu>, codec: impl Fn(usize) -> Codec) {
         if let Some(scales) = &mut out.tensor_scale {
             for (row, scale) in scales.as_mut_slice().iter_mut().enumerate() {
                 *scale = codec(row).tensor_scale();
@@ -164,19 +185,19 @@ pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<
 }
 
 /// Values of a line that get one scale, and how many of them a record of it stands for.
-struct Block {
-    values: Range<usize>,
-    each: usize,
+pub(super) struct Block {
+    pub values: Range<usize>,
+    pub each: usize,
 }
 
 impl Block {
-    fn records(&self) -> Range<usize> {
+    pub fn records(&self) -> Range<usize> {
         self.values.start / self.each..self.values.end.div_ceil(self.each)
     }
 }
 
 /// The blocks of a line of `len` values: those of the format, or, down the columns of one with a scale a line, the spans of rows.
-fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
+pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
     let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
     if axis == BlockAxis::Col && block == WHOLE_LINE {
         return spans.spans.iter().map(|span| Block { values: span.start..span.end, each }).collect();
@@ -239,7 +260,8 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
     (out, tally)
 }
 
-fn sum(a: Tally, b: Tally) -> Tally {
+/// Counts of two parts together.
+pub(super) fn sum(a: Tally, b: Tally) -> Tally {
     std::array::from_fn(|i| a[i] + b[i])
 }
 

@@ -1,10 +1,11 @@
 use super::fixture::*;
+use super::planes::unwritten;
 use super::{dequantize, quantize};
 use crate::Cpu;
 use crate::ops::elementwise::tests::normals;
 use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Groups, Operand, Tensor};
-use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScaleRule, hadamard};
+use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleRule, hadamard};
 
 fn block(operand: &Option<Operand<Cpu>>) -> &BlockScaled<Cpu> {
     operand.as_ref().unwrap().block("test").unwrap()
@@ -54,6 +55,44 @@ fn every_format_takes_any_shape() {
                 for cpu in &backends {
                     let got = quantize(cpu, op(&x, codec, planes, None)).unwrap();
                     assert_same(&got, &expected, &format!("{codec:?} {planes:?} {rows}×{cols} on {cpu:?}"));
+                }
+            }
+        }
+    }
+}
+
+/// Each byte of codes under each byte of scales, in every format and along every axis, and any F32 and other records.
+#[test]
+fn every_code_under_every_scale_is_decoded_as_specified() {
+    let (spec, backends, mut words) = (spec(), simd_backends(), Words(9));
+    for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven) {
+        let (format, kind) = (codec.format(), codec.scale_kind());
+        for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
+            let tiles = axis == BlockAxis::Tile;
+            if tiles && !format.spec().tiles {
+                continue;
+            }
+            let stack = if tiles { 2 } else { 1 };
+            let (rows, cols) = if axis == BlockAxis::Col { (287, 256) } else { (256, 287) };
+            let mut x = unwritten(&spec, format, codec.rule(), axis, (rows, cols, stack));
+            let line = if axis == BlockAxis::Col { rows } else { cols };
+            let (bytes, records) = (format.row_code_bytes(line), x.shape_of_scales().1);
+            for (i, byte) in x.codes.as_mut_slice().iter_mut().enumerate() {
+                *byte = (i % bytes + i / bytes) as u8;
+            }
+            for (i, byte) in x.scales.as_mut_slice().iter_mut().enumerate() {
+                let whole = kind.bytes() == 1;
+                *byte = if whole { (i / records) as u8 } else { words.next() as u8 };
+            }
+            if let Some(scales) = &mut x.tensor_scale {
+                scales.as_mut_slice().iter_mut().for_each(|scale| *scale = words.value(true));
+            }
+            for dtype in [DType::F32, DType::Bf16] {
+                let expected = plain_bits(&dequantize(&spec, Dequantize { x: &x, dtype }).unwrap());
+                for cpu in &backends {
+                    let got = plain_bits(&dequantize(cpu, Dequantize { x: &x, dtype }).unwrap());
+                    let at = got.iter().zip(&expected).position(|(a, b)| a != b);
+                    assert_eq!(at, None, "{format} {:?} {axis} on {cpu:?}", codec.rule());
                 }
             }
         }

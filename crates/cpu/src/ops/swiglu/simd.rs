@@ -6,7 +6,7 @@ use crate::Cpu;
 use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
 use crate::ops::quantize::encode::Tile;
 use crate::ops::quantize::shared::Shared;
-use crate::ops::quantize::source::{Lines, Source};
+use crate::ops::quantize::source::{Lines, Scales, Source};
 use crate::ops::quantize::spans::Spans;
 use crate::simd::{LANES, per_isa};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
@@ -132,7 +132,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     let (isa, f, da) = (cpu.isa(), op.da.cols, Source::plain(op.da));
     let h = match op.h {
         Operand::Plain(h) => Source::plain(h),
-        Operand::Block(h) => Source::Lines(Lines::of("swiglu_backward", h)?),
+        Operand::Block(h) => Source::Lines(Lines::of(h, Scales::All)?),
     };
     let weights = op.weight.map(|w| w.as_slice());
     let sink_dh = Sink::new(cpu, spans, 2 * f, op.dh, None);

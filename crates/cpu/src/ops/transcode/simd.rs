@@ -6,7 +6,7 @@ use crate::ops::quantize::emit::{
     STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
 };
 use crate::ops::quantize::encode::{encode_row, fast, transpose};
-use crate::ops::quantize::source::{Coded, Lines, decode_row};
+use crate::ops::quantize::source::{Coded, Lines, Scales, decode_row};
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::Tally;
 use nibble_core::ops::{Counts, Transcoded};
@@ -191,7 +191,7 @@ pub(super) fn requantize_rows(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lines, out) = (cpu.isa(), Lines::of("transcode", x)?, Target::new(out));
+    let (isa, lines, out) = (cpu.isa(), Lines::of(x, Scales::All)?, Target::new(out));
     let Some(fast) = fast(codec.format()) else {
         return Err(Error::unsupported("transcode", codec.format(), "it has no vectorised code"));
     };

@@ -1,0 +1,538 @@
+//! Any format: the vectorised twin of `spec`, line by line.
+//!
+//! A line is a row, or a column that lies in a buffer with its neighbours turned. Of each block the format itself is asked twice, for the
+//! scale and for the values in its units; the largest magnitude, the rounding and the packing are the same code for all. Threads divide
+//! lines.
+
+use super::emit::WORTH_A_THREAD;
+use super::encode::{amax_bits, fill_random, transpose};
+use super::planes::unwritten_as;
+use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
+use super::source::Source;
+use super::spans::Spans;
+use super::spec::{Block, Casting, Tally, blocks, sum};
+use crate::Cpu;
+use crate::gemm::Isa;
+use crate::simd::per_isa;
+use nibble_core::ops::{Counts, Emitted, Planes};
+use nibble_core::{BlockScaled, Operand, Result};
+use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Stream, pack_codes};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Columns that are read, turned and quantized together.
+const PANEL: usize = 32;
+/// Rows of them, if blocks are no longer.
+const PANEL_ROWS: usize = 128;
+
+/// A part of a line, whole blocks long.
+struct Part<'a> {
+    /// Its blocks, of values and records that the line counts from its beginning.
+    blocks: &'a [Block],
+    /// One codec for the line, or one for each of these values.
+    codecs: &'a [Codec],
+    /// Of each value, whether it is padding; none is where this is empty.
+    padding: &'a [bool],
+    /// What there is; zeros follow.
+    x: &'a mut [f32],
+    /// Sixteen bits for each value, where the rounding reads any.
+    bits: &'a [u16],
+    /// One a byte.
+    codes: &'a mut [u8],
+    scales: ScalePlaneMut<'a>,
+}
+
+/// Codes and scale of one block, zero-extended; whether a code is not zero is their sum of bits.
+#[inline(always)]
+fn block_as(
+    round: impl Round,
+    (facts, codec): (&Facts, &Codec),
+    (x, bits): (&mut [f32], &[u16]),
+    codes: &mut [u8],
+) -> (BlockScale, u8) {
+    let amax = f32::from_bits(amax_bits(x));
+    let scale = codec.block_scale(x, amax.is_finite().then_some(amax));
+    if scale.is_nan() {
+        codes.fill(0);
+        return (scale, 0);
+    }
+    codec.format().spec().codec.scale_values(codec.params(), x, scale);
+    let any = encode_values(round, facts, x, bits, codes);
+    codes[x.len()..].fill(0);
+    (scale, any)
+}
+
+#[inline(always)]
+fn encode_values<R: Round>(round: R, facts: &Facts, x: &[f32], bits: &[u16], codes: &mut [u8]) -> u8 {
+    let facts = *facts;
+    let code = |x: f32, bits| {
+        let code = round.encode(&facts, x, bits);
+        if x.is_nan() { facts.nan_code } else { code }
+    };
+    if R::READS_BITS {
+        codes.iter_mut().zip(x).zip(bits).for_each(|((out, &x), &bits)| *out = code(x, bits));
+    } else {
+        codes.iter_mut().zip(x).for_each(|(out, &x)| *out = code(x, 0));
+    }
+    codes[..x.len()].iter().fold(0, |any, code| any | code)
+}
+
+#[inline(always)]
+fn line_as<R: Round>(round: R, part: &mut Part, tally: &mut Tally) {
+    let Part { blocks, codecs, padding, x, bits, codes, scales } = part;
+    let Some(first) = blocks.first() else { return };
+    let (facts, first, first_record) =
+        (Facts::of(codecs[0].element()), first.values.start, first.records().start);
+    for block in *blocks {
+        let place = block.values.start - first..block.values.end - first;
+        let (codes, records) = (&mut codes[place.clone()], block.records());
+        let is_padding =
+            |values: &Range<usize>| padding.get(values.clone()).is_some_and(|p| p.iter().all(|p| *p));
+        if is_padding(&place) {
+            codes.fill(0);
+            records.for_each(|record| scales.set(record - first_record, scales.kind.least()));
+            continue;
+        }
+        let values = place.start.min(x.len())..place.end.min(x.len());
+        let bits = if R::READS_BITS { &bits[values.clone()] } else { &[][..] };
+        let codec = &codecs[place.start.min(codecs.len() - 1)];
+        let (scale, any) = block_as(round, (&facts, codec), (&mut x[values], bits), codes);
+        for record in records {
+            let of = record * block.each - first..block.values.end.min((record + 1) * block.each) - first;
+            let pads = of.len() < place.len() && is_padding(&of);
+            scales.set(record - first_record, if pads { scales.kind.least() } else { scale.record });
+        }
+        tally[Counts::<Cpu>::NON_ZERO] += u64::from(any & facts.magnitude != 0);
+        tally[Counts::<Cpu>::NON_FINITE] += u64::from(scale.is_nan());
+    }
+}
+
+#[inline(always)]
+fn encode_line_body(part: &mut Part, tally: &mut Tally) {
+    with_rounding!(part.codecs[0].rounding(), line_as(part, tally));
+}
+
+per_isa! {
+    // Codes and scales of a part of a line.
+    fn encode_line = encode_line_body; (part: &mut Part, tally: &mut Tally)
+}
+
+#[inline(always)]
+fn encode_tile_body(codec: &Codec, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> (BlockScale, u8) {
+    let facts = Facts::of(codec.element());
+    with_rounding!(codec.rounding(), block_as((&facts, codec), (x, bits), codes))
+}
+
+per_isa! {
+    // Codes and scale of one tile.
+    fn encode_tile = encode_tile_body;
+    (codec: &Codec, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> (BlockScale, u8)
+}
+
+#[inline(always)]
+fn turn_body<T: Copy>(from: &[T], width: usize, to: &mut [T]) {
+    let rows = from.len() / width.max(1);
+    for (col, line) in to.chunks_exact_mut(rows.max(1)).enumerate() {
+        for (out, x) in line.iter_mut().zip(from[col..].iter().step_by(width)) {
+            *out = *x;
+        }
+    }
+}
+
+per_isa! {
+    // `[rows][width]` → `[width][rows]`.
+    fn turn<T: Copy> = turn_body; (from: &[T], width: usize, to: &mut [T])
+}
+
+/// A matrix to quantize, and how.
+pub(super) struct Job<'a> {
+    x: Source<'a>,
+    cols: usize,
+    /// Sixteen bits for each value `[rows, cols]`, where they are not those of its place.
+    bits: Option<&'a [u16]>,
+    casting: Casting<'a>,
+}
+
+impl<'a> Job<'a> {
+    /// Measures the values, where the tensor has a scale of its own.
+    pub fn new(
+        cpu: &Cpu,
+        (x, cols): (Source<'a>, usize),
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+    ) -> Self {
+        let isa = cpu.isa();
+        let of_rows = |rows: Range<usize>| {
+            let of_row = |line: &mut Vec<f32>, row: usize| {
+                line.resize(cols, 0.0);
+                x.load(isa, row, 0, line);
+                finite_amax(isa, line)
+            };
+            let larger = |(a, bad): (f32, bool), (b, worse)| (f32::max(a, b), bad | worse);
+            let (amax, bad) = cpu
+                .pool()
+                .install(|| rows.into_par_iter().map_init(Vec::new, of_row).reduce(|| (0.0, false), larger));
+            codec.tensor_amax([amax, if bad { f32::NAN } else { 0.0 }].into_iter())
+        };
+        Self { x, cols, bits: None, casting: Casting::measured(codec, random, spans, of_rows) }
+    }
+
+    /// Values of a row from column `col` on, zeros where it is padding.
+    fn load(&self, isa: Isa, padding: &[bool], (row, col): (usize, usize), out: &mut [f32]) {
+        if padding[row] { out.fill(0.0) } else { self.x.load(isa, row, col, out) }
+    }
+
+    /// The bits of a row's values from column `col` on.
+    fn fill_bits(&self, isa: Isa, (row, col): (usize, usize), bits: &mut [u16]) {
+        if let Some(stored) = self.bits {
+            bits.copy_from_slice(&stored[row * self.cols + col..][..bits.len()]);
+        } else if let Some(stream) = self.casting.random {
+            let first = self.casting.spans.row_index(row) * self.cols as u64 + col as u64;
+            fill_random(isa, stream, first, bits);
+        }
+    }
+}
+
+#[inline(always)]
+fn finite_amax_body(x: &[f32]) -> (f32, bool) {
+    let finite = |bits: u32| if bits < 0x7F80_0000 { bits } else { 0 };
+    let largest = x.iter().fold(0, |amax, x| amax.max(finite(x.to_bits() & 0x7FFF_FFFF)));
+    (f32::from_bits(largest), amax_bits(x) >= 0x7F80_0000)
+}
+
+per_isa! {
+    // The largest finite magnitude, and whether there is one that is not.
+    fn finite_amax = finite_amax_body; (x: &[f32]) -> (f32, bool)
+}
+
+/// Writes a matrix in the planes asked for.
+pub(super) fn emit(cpu: &Cpu, job: &Job, planes: Planes) -> Result<Emitted<Cpu>> {
+    let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| rows(cpu, job));
+    let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| columns(cpu, job));
+    let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
+    emitted(cpu, [rows, cols].map(|plane| plane.map(|(plane, _)| plane)), tally)
+}
+
+fn emitted(cpu: &Cpu, [rows, cols]: [Option<BlockScaled<Cpu>>; 2], tally: Tally) -> Result<Emitted<Cpu>> {
+    let counts = Some(Counts(cpu.computed(&tally)));
+    Ok(Emitted { rows: rows.map(Operand::Block), cols: cols.map(Operand::Block), counts, found: None })
+}
+
+/// The lines of a plane, so many a piece: codes and scales.
+fn pieces(
+    out: &mut BlockScaled<Cpu>,
+    lines: usize,
+    (line_bytes, scale_bytes): (usize, usize),
+) -> Vec<(&mut [u8], &mut [u8])> {
+    let codes = out.codes.as_mut_slice().chunks_mut((lines * line_bytes).max(1));
+    let mut scales = out.scales.as_mut_slice();
+    codes
+        .map(|codes| {
+            let len = (lines * scale_bytes).min(scales.len());
+            let (piece, rest) = std::mem::take(&mut scales).split_at_mut(len);
+            scales = rest;
+            (codes, piece)
+        })
+        .collect()
+}
+
+fn pack(codec: &Codec, codes: &[u8], out: &mut [u8]) {
+    pack_codes(codec.format().spec().code_bits, codes, out)
+        .unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
+}
+
+/// Memory of a thread, used again for each piece.
+#[derive(Default)]
+struct Memory {
+    x: Vec<f32>,
+    turned: Vec<f32>,
+    bits: Vec<u16>,
+    turned_bits: Vec<u16>,
+    codes: Vec<u8>,
+}
+
+/// Writes every piece, on several threads if there are enough values, and adds up what they counted.
+fn counted<P: Send>(
+    cpu: &Cpu,
+    job: &Job,
+    pieces: Vec<P>,
+    one: impl Fn(&mut Memory, (usize, P)) -> Tally + Send + Sync,
+) -> Tally {
+    let values = job.casting.spans.rows * job.cols;
+    if cpu.pool().current_num_threads() == 1 || values < WORTH_A_THREAD {
+        let mut memory = Memory::default();
+        return pieces.into_iter().enumerate().map(|piece| one(&mut memory, piece)).fold([0; 3], sum);
+    }
+    let pieces = pieces.into_par_iter().enumerate();
+    cpu.pool().install(|| pieces.map_init(Memory::default, one).reduce(Tally::default, sum))
+}
+
+/// Blocks along the rows.
+fn rows(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
+    let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
+    let (isa, cols) = (cpu.isa(), *cols);
+    let mut out = unwritten_as(cpu, *codec, BlockAxis::Row, (spans.rows, cols, 1));
+    job.casting.put_tensor_scale(&mut out, |row| job.casting.codec(row));
+    let (format, kind) = (codec.format(), codec.scale_kind());
+    let bytes = (format.row_code_bytes(cols), out.shape_of_scales().1 * kind.bytes());
+    let blocks = blocks(format, BlockAxis::Row, spans, cols);
+    let padding = spans.padding();
+    let reads = reads_bits(codec.rounding());
+    let one = |memory: &mut Memory, (row, (plane, scales)): (usize, (&mut [u8], &mut [u8]))| {
+        let mut tally = Tally::default();
+        let mut scales = ScalePlaneMut { kind, bytes: scales };
+        if padding[row] {
+            plane.fill(0);
+            scales.fill(kind.least());
+            return tally;
+        }
+        memory.x.resize(cols, 0.0);
+        job.x.load(isa, row, 0, &mut memory.x);
+        memory.bits.resize(if reads { cols } else { 0 }, fixed_bits(codec.rounding()).unwrap_or(0));
+        if codec.rounding().is_random() {
+            job.fill_bits(isa, (row, 0), &mut memory.bits);
+        }
+        let whole_bytes = format.spec().code_bits == 8;
+        memory.codes.resize(if whole_bytes { 0 } else { cols }, 0);
+        let codes = if whole_bytes { &mut *plane } else { &mut memory.codes[..] };
+        let (x, bits) = (&mut memory.x[..], &memory.bits[..]);
+        let mut part =
+            Part { blocks: &blocks, codecs: &[job.casting.codec(row)], padding: &[], x, bits, codes, scales };
+        encode_line(isa, &mut part, &mut tally);
+        if !whole_bytes {
+            pack(codec, &memory.codes, plane);
+        }
+        tally
+    };
+    let tally = counted(cpu, job, pieces(&mut out, 1, bytes), one);
+    (out, tally)
+}
+
+/// Blocks down the columns, stored transposed.
+fn columns(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
+    let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
+    let cols = *cols;
+    let mut out = unwritten_as(cpu, *codec, BlockAxis::Col, (spans.capacity, cols, 1));
+    job.casting.put_tensor_scale(&mut out, |row| job.casting.codec(row));
+    let (format, kind) = (codec.format(), codec.scale_kind());
+    let len = spans.capacity;
+    let bytes = (format.row_code_bytes(len), out.shape_of_scales().1 * kind.bytes());
+    let blocks = blocks(format, BlockAxis::Col, spans, len);
+    let padding = spans.padding();
+    let one = |memory: &mut Memory, (panel, (codes, scales)): (usize, (&mut [u8], &mut [u8]))| {
+        let (col, blocks, padding) = (panel * PANEL, &blocks[..], &padding[..]);
+        let panel = Panel { job, blocks, padding, col, width: PANEL.min(cols - col), bytes };
+        panel.write(cpu.isa(), memory, codes, scales)
+    };
+    let tally = counted(cpu, job, pieces(&mut out, PANEL, bytes), one);
+    (out, tally)
+}
+
+/// Columns that are read, turned and quantized together.
+struct Panel<'a> {
+    job: &'a Job<'a>,
+    blocks: &'a [Block],
+    padding: &'a [bool],
+    col: usize,
+    width: usize,
+    /// Of a line: bytes of codes and of scales.
+    bytes: (usize, usize),
+}
+
+impl Panel<'_> {
+    fn write(&self, isa: Isa, memory: &mut Memory, codes: &mut [u8], scales: &mut [u8]) -> Tally {
+        let (mut tally, mut rest) = (Tally::default(), self.blocks);
+        while let Some(first) = rest.first() {
+            let end = first.values.start + PANEL_ROWS;
+            let count = rest.iter().take_while(|block| block.values.end <= end).count().max(1);
+            let (part, after) = rest.split_at(count);
+            self.part(isa, memory, part, (&mut *codes, &mut *scales), &mut tally);
+            rest = after;
+        }
+        tally
+    }
+
+    /// Some rows of them, whole blocks.
+    fn part(
+        &self,
+        isa: Isa,
+        memory: &mut Memory,
+        blocks: &[Block],
+        (codes, scales): (&mut [u8], &mut [u8]),
+        tally: &mut Tally,
+    ) {
+        let Self { job, padding, col, width, bytes, .. } = *self;
+        let (Some(first), Some(last)) = (blocks.first(), blocks.last()) else { return };
+        let rows = first.values.start..last.values.end;
+        let records = first.records().start..last.records().end;
+        let Casting { codec, spans, .. } = &job.casting;
+        let (format, kind) = (codec.format(), codec.scale_kind());
+        // Rows past the matrix read as zero.
+        let height = rows.end.min(spans.rows).saturating_sub(rows.start);
+        memory.x.resize(height * width, 0.0);
+        memory.turned.resize(height * width, 0.0);
+        for (i, out) in memory.x.chunks_exact_mut(width).enumerate() {
+            job.load(isa, padding, (rows.start + i, col), out);
+        }
+        turn(isa, &memory.x, width, &mut memory.turned);
+        let fixed = fixed_bits(codec.rounding()).unwrap_or(0);
+        let read = if reads_bits(codec.rounding()) { height * width } else { 0 };
+        memory.turned_bits.resize(read, fixed);
+        if codec.rounding().is_random() {
+            memory.bits.resize(read, 0);
+            for (i, bits) in memory.bits.chunks_exact_mut(width).enumerate() {
+                job.fill_bits(isa, (rows.start + i, col), bits);
+            }
+            turn(isa, &memory.bits, width, &mut memory.turned_bits);
+        }
+        memory.codes.resize(rows.len(), 0);
+        let codecs = match &job.casting.of_rows[..] {
+            [] => std::slice::from_ref(codec),
+            of_rows => &of_rows[rows.clone()],
+        };
+        for i in 0..width {
+            let line = i * height..(i + 1) * height;
+            let scales =
+                &mut scales[i * bytes.1 + records.start * kind.bytes()..][..records.len() * kind.bytes()];
+            let mut part = Part {
+                blocks,
+                codecs,
+                padding: &padding[rows.clone()],
+                bits: if read > 0 { &memory.turned_bits[line.clone()] } else { &[] },
+                x: &mut memory.turned[line],
+                codes: &mut memory.codes,
+                scales: ScalePlaneMut { kind, bytes: scales },
+            };
+            encode_line(isa, &mut part, tally);
+            let start = i * bytes.0 + format.row_code_bytes(rows.start);
+            pack(codec, &memory.codes, &mut codes[start..][..format.row_code_bytes(rows.len())]);
+        }
+    }
+}
+
+/// Square tiles of `stack` matrices, as they stand and transposed.
+pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize) -> Result<Emitted<Cpu>> {
+    let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
+    let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());
+    let format = codec.format();
+    let (block, kind) = (format.spec().block, codec.scale_kind());
+    let mut upright = unwritten_as(cpu, *codec, BlockAxis::Tile, (stack * n, k, stack));
+    let mut turned = unwritten_as(cpu, *codec, BlockAxis::Tile, (stack * k, n, stack));
+    job.casting.put_tensor_scale(&mut upright, |row| job.casting.codec(row));
+    job.casting.put_tensor_scale(&mut turned, |row| job.casting.codec(row / k.max(1) * n));
+    let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
+    // One a byte; a band is the rows of one row of tiles.
+    let mut codes = vec![0; stack * n * k];
+    let mut bands = Vec::new();
+    let mut rest = &mut codes[..];
+    for (matrix, tile_n) in (0..stack * tiles_n).map(|i| (i / tiles_n, i % tiles_n)) {
+        let (band, below) = std::mem::take(&mut rest).split_at_mut(block.min(n - tile_n * block) * k);
+        bands.push((matrix * n + tile_n * block, band));
+        rest = below;
+    }
+    let band = |memory: &mut Memory, (row, band): (usize, &mut [u8])| {
+        let mut tally = Tally::default();
+        let mut records = Vec::with_capacity(tiles_k);
+        for col in (0..k).step_by(block) {
+            let width = block.min(k - col);
+            let size = band.len() / k * width;
+            memory.x.resize(size, 0.0);
+            memory.codes.resize(size, 0);
+            let read = if reads_bits(codec.rounding()) { size } else { 0 };
+            memory.bits.resize(read, fixed_bits(codec.rounding()).unwrap_or(0));
+            for (i, out) in memory.x.chunks_exact_mut(width).enumerate() {
+                job.x.load(isa, row + i, col, out);
+            }
+            if codec.rounding().is_random() {
+                let bits = memory.bits.chunks_exact_mut(width).enumerate();
+                bits.for_each(|(i, bits)| job.fill_bits(isa, (row + i, col), bits));
+            }
+            let (x, codec) = (&mut memory.x, job.casting.codec(row));
+            let (scale, any) = encode_tile(isa, &codec, x, &memory.bits, &mut memory.codes);
+            records.push(scale.record);
+            tally[Counts::<Cpu>::NON_ZERO] += u64::from(any & Facts::of(codec.element()).magnitude != 0);
+            tally[Counts::<Cpu>::NON_FINITE] += u64::from(scale.is_nan());
+            for (out, codes) in band.chunks_exact_mut(k).zip(memory.codes.chunks_exact(width)) {
+                out[col..col + width].copy_from_slice(codes);
+            }
+        }
+        (records, tally)
+    };
+    let made: Vec<_> = cpu.pool().install(|| bands.into_par_iter().map_init(Memory::default, band).collect());
+    let mut tally = Tally::default();
+    let mut planes =
+        [&mut upright, &mut turned].map(|out| ScalePlaneMut { kind, bytes: out.scales.as_mut_slice() });
+    for (i, (records, of_band)) in made.into_iter().enumerate() {
+        let (matrix, tile_n) = (i / tiles_n, i % tiles_n);
+        for (tile_k, record) in records.into_iter().enumerate() {
+            planes[0].set(i * tiles_k + tile_k, record);
+            planes[1].set((matrix * tiles_k + tile_k) * tiles_n + tile_n, record);
+        }
+        tally = sum(tally, of_band);
+    }
+    if n * k > 0 {
+        pack_lines(cpu, codec, &codes, k, &mut upright);
+        let mut across = Vec::with_capacity(codes.len());
+        let mut one = Vec::new();
+        for matrix in codes.chunks_exact(n * k) {
+            transpose(isa, matrix, n, k, &mut one);
+            across.extend_from_slice(&one);
+        }
+        pack_lines(cpu, codec, &across, n, &mut turned);
+    }
+    emitted(cpu, [Some(upright), Some(turned)], tally)
+}
+
+/// Packs lines of `len` codes.
+fn pack_lines(cpu: &Cpu, codec: &Codec, codes: &[u8], len: usize, out: &mut BlockScaled<Cpu>) {
+    let lines = out.codes.as_mut_slice().par_chunks_mut(codec.format().row_code_bytes(len));
+    cpu.pool().install(|| lines.zip(codes.par_chunks(len)).for_each(|(out, codes)| pack(codec, codes, out)));
+}
+
+/// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed. Either draws the bits of the element.
+pub(super) fn row_weights(
+    cpu: &Cpu,
+    (x, k): (Source, usize),
+    (rows_all, stack): (usize, usize),
+    (codec, random): (Codec, Option<Stream>),
+) -> Result<Emitted<Cpu>> {
+    let (n, isa) = (rows_all / stack.max(1), cpu.isa());
+    let spans = Spans::stacked(stack, n);
+    let (upright, tally) = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans));
+    let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
+    let random = random.filter(|_| codec.rounding().is_random());
+    let bits: Option<Vec<u16>> = random.map(|stream| {
+        let fill =
+            |row: usize, col: usize, out: &mut [u16]| fill_random(isa, stream, (row * k + col) as u64, out);
+        turned(cpu, (stack, n, k), fill)
+    });
+    let spans = Spans::stacked(stack, k);
+    let job =
+        Job { bits: bits.as_deref(), ..Job::new(cpu, (Source::F32(&across, n), n), codec, random, &spans) };
+    emitted(cpu, [Some(upright), Some(rows(cpu, &job).0)], tally)
+}
+
+/// `stack` matrices [n, k] transposed, of which `load` gives the values of a row of all from a column on.
+fn turned<T: Copy + Default + Send>(
+    cpu: &Cpu,
+    (stack, n, k): (usize, usize, usize),
+    load: impl Fn(usize, usize, &mut [T]) + Sync,
+) -> Vec<T> {
+    let mut all = vec![T::default(); stack * n * k];
+    let panel = |matrix: usize, panel: usize, values: &mut Vec<T>, out: &mut [T]| {
+        let width = out.len() / n;
+        values.resize(n * width, T::default());
+        for (row, values) in values.chunks_exact_mut(width).enumerate() {
+            load(matrix * n + row, panel * PANEL, values);
+        }
+        turn(cpu.isa(), values, width, out);
+    };
+    cpu.pool().install(|| {
+        all.par_chunks_mut((n * k).max(1)).enumerate().for_each(|(matrix, out)| {
+            let panels = out.par_chunks_mut(PANEL * n).enumerate();
+            panels.for_each_init(Vec::new, |values, (i, out)| panel(matrix, i, values, out));
+        });
+    });
+    all
+}
