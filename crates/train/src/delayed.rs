@@ -140,7 +140,10 @@ pub struct DelayedRecords<B: LayerKernels> {
 impl<B: LayerKernels> DelayedRecords<B> {
     /// Records of which nothing is known yet, in the arena that the backend allocates in now.
     pub fn new(b: &B, sites: DelayedSites) -> CoreResult<Self> {
-        let words: Vec<u32> = sites.sites().iter().flat_map(|site| site.records.words()).collect();
+        let mut words = Vec::with_capacity(sites.spans() * AmaxRecords::WORDS);
+        for site in sites.sites() {
+            words.extend(site.records.words()?);
+        }
         let records = b.zeros(if sites.is_open { 0 } else { sites.record_values() })?;
         Ok(Self { records, spans: b.upload(&words)?, sites: RefCell::new(sites) })
     }

@@ -107,15 +107,36 @@ fn what_is_expected_follows_from_the_magnitudes_of_the_steps() {
 #[test]
 fn nothing_depends_on_how_a_step_is_done() {
     for changes in [&[][..], &["train.grad_accum=2"]] {
-        let (config, _dir) = short(changes);
-        let want = told(&cpu(), &SOLO, &config, 4);
-        assert_eq!(told(&Cpu::new(2).unwrap(), &SOLO, &config, 4), want, "two threads, {changes:?}");
-        assert_eq!(told(&Recorder::new(cpu()), &SOLO, &config, 4), want, "recorded, {changes:?}");
-        for scopes in ["experts", "layers", "swiglu", "expert_input", "attention"] {
-            let list = format!("train.recompute=[\"{scopes}\"]");
-            let (again, _dir) = short(&[changes, &[list.as_str()]].concat());
-            assert_eq!(told(&cpu(), &SOLO, &again, 4), want, "{scopes}, {changes:?}");
-        }
+        same_however_a_step_is_done(short, changes);
+    }
+    // Measured for fprop, so that only what is kept leaves a magnitude.
+    same_however_a_step_is_done(kept_alone, &[]);
+}
+
+/// As [`short`], but the experts' input is measured where it is multiplied.
+fn kept_alone(changes: &[&str]) -> (Config, tempfile::TempDir) {
+    let text = std::fs::read_to_string(recipe_file("fp8-delayed")).unwrap();
+    let (linear, expert) = text.split_once("[expert]").unwrap();
+    let x = "fprop.x = { format = \"e4m3-tensor\"";
+    let measured = expert.replace(&format!("{x}, scale = \"delayed\", history = 1024"), x);
+    assert_ne!(measured, expert);
+    with_recipe(&format!("{linear}[expert]{measured}").replace("history = 1024", "history = 3"), changes)
+}
+
+fn same_however_a_step_is_done(run: fn(&[&str]) -> (Config, tempfile::TempDir), changes: &[&str]) {
+    // What the backward pass makes is met later than in the forward pass.
+    let by_name = |mut told: Told| {
+        told.histories.sort_by(|a, b| a.name.cmp(&b.name));
+        told
+    };
+    let (config, _dir) = run(changes);
+    let want = by_name(told(&cpu(), &SOLO, &config, 4));
+    assert_eq!(by_name(told(&Cpu::new(2).unwrap(), &SOLO, &config, 4)), want, "two threads, {changes:?}");
+    assert_eq!(by_name(told(&Recorder::new(cpu()), &SOLO, &config, 4)), want, "recorded, {changes:?}");
+    for scopes in ["experts", "layers", "swiglu", "expert_input", "attention"] {
+        let list = format!("train.recompute=[\"{scopes}\"]");
+        let (again, _dir) = run(&[changes, &[list.as_str()]].concat());
+        assert_eq!(by_name(told(&cpu(), &SOLO, &again, 4)), want, "{scopes}, {changes:?}");
     }
 }
 
@@ -187,6 +208,54 @@ fn a_resumed_run_has_the_bits_of_one_that_was_never_interrupted() {
         }
         if worlds[1] == 1 {
             assert_eq!(ranks[0].state, whole.state, "{worlds:?}");
+        }
+    }
+}
+
+/// A longer run may meet tensors that a shorter one does not: an override's part of the run has a whole step only there. Nothing is known of
+/// them yet, and the others' histories stay.
+#[test]
+fn a_run_may_be_made_longer_or_shorter() {
+    let sites = |history: usize| {
+        let of = format!("{{ format = \"e4m3-tensor\", scale = \"delayed\", history = {history} }}");
+        format!("fprop.x = {of}, fprop.w = {of}, dgrad.dy = {of}")
+    };
+    let expert = format!("expert = {{ {} }}\n", sites(4));
+    for always in ["", expert.as_str()] {
+        let part = "[[override]]\nsteps = \"0.55..0.6\"\nproducts = [\"fprop\", \"dgrad\"]\n";
+        let text = format!("extends = \"bf16\"\n{always}{part}set.linear = {{ {} }}", sites(3));
+        let (short, _recipe) = with_recipe(&text, &["train.steps=6"]);
+        let (long, _recipe) = with_recipe(&text, &["train.steps=12"]);
+        let saved = |config: &Config| {
+            let (b, dir) = (cpu(), tempfile::tempdir().unwrap());
+            let mut trainer = Trainer::new(&b, &SOLO, config).unwrap();
+            (0..3).for_each(|_| drop(trainer.train_step().unwrap()));
+            trainer.save(Some(&Store::open(dir.path()).unwrap())).unwrap();
+            (trainer.histories().unwrap(), dir)
+        };
+        for (from, to) in [(&short, &long), (&long, &short)] {
+            let (before, dir) = saved(from);
+            let b = cpu();
+            let mut trainer = Trainer::new(&b, &SOLO, to).unwrap();
+            trainer.load(&latest_valid(dir.path()).unwrap().checkpoint.unwrap()).unwrap();
+            for history in trainer.histories().unwrap() {
+                match before.iter().find(|was| was.name == history.name) {
+                    Some(was) => assert_eq!(*was, history),
+                    None => assert!(history.records.iter().flatten().all(|x| *x == 0.0), "{}", history.name),
+                }
+            }
+            let known = |trainer: &mut Trainer<'_, Cpu>| {
+                let of_attention = |history: &History| history.name.contains("self_attn");
+                let histories = trainer.histories().unwrap().into_iter().filter(of_attention);
+                histories
+                    .map(|history| history.records[0][DelayedScaling::EXPECTED] > 0.0)
+                    .collect::<Vec<_>>()
+            };
+            let sites = known(&mut trainer).len();
+            assert_eq!(sites > 0, to.train.steps == 12, "{always}");
+            let last = to.train.steps.min(8);
+            (3..last).for_each(|_| drop(trainer.train_step().unwrap()));
+            assert_eq!(known(&mut trainer), vec![true; sites], "{always}");
         }
     }
 }

@@ -116,6 +116,12 @@ fn scales_of_tensors_too() {
     for name in ["fp8-tensor", "nvfp4"] {
         assert_same_bits(&small(&rig::recipe_file(name), &[]), &[&[ExpertInput]], name);
     }
+    // Measured for fprop, so that what is kept is made by itself and leaves a magnitude.
+    let text = std::fs::read_to_string(rig::recipe_file("fp8-delayed")).unwrap();
+    let (linear, expert) = text.split_once("[expert]").unwrap();
+    let expert = expert.replacen(", scale = \"delayed\", history = 1024", "", 1);
+    let (config, _dir) = with_recipe(&format!("{linear}[expert]{expert}"), &[]);
+    assert_same_bits(&config, &[&[ExpertInput]], "what is kept alone");
 }
 
 /// Random bits are of the tensor, its element and the step: the same when it is made again.

@@ -30,11 +30,19 @@ impl AmaxRecords {
     }
 
     /// For each span: where its record begins, the length of its history, whether the most recent magnitude decides, and the margin.
-    pub fn words(&self) -> impl Iterator<Item = u32> + use<> {
+    ///
+    /// # Errors
+    /// If history or margin is out of range; [`Error::Shape`] where a record would begin past what a word can say.
+    pub fn words(&self) -> Result<impl Iterator<Item = u32> + use<>> {
         let Self { scaling: DelayedScaling { history, amax, margin }, first, spans } = *self;
-        let len = self.scaling.record_len();
+        let len = DelayedScaling::new(history, amax, margin)?.record_len();
+        let end = spans.checked_mul(len).and_then(|values| values.checked_add(first));
+        if end.is_none_or(|end| u32::try_from(end).is_err()) {
+            let got = format!("{spans} records of {len} from {first} on");
+            return Err(Error::shape("push_amax", "spans", got, "records that end below 2^32"));
+        }
         let recent = u32::from(amax == AmaxOf::MostRecent);
-        (0..spans).flat_map(move |span| [(first + span * len) as u32, history, recent, margin])
+        Ok((0..spans).flat_map(move |span| [(first + span * len) as u32, history, recent, margin]))
     }
 }
 
@@ -58,7 +66,8 @@ impl<B: Backend> PushAmax<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths. Words that lead outside the records are the caller's mistake: no backend reads or writes there.
+    /// Checks lengths. The words lie on the device: a span whose record does not lie in the records, or whose history or margin is out of
+    /// [`DelayedScaling`]'s range, is left out.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "push_amax";
         let (words, cells) = (B::len(self.spans), B::len(self.table));
@@ -66,8 +75,8 @@ impl<B: Backend> PushAmax<'_, B> {
             let expected = format!("a multiple of {}", AmaxRecords::WORDS);
             return Err(Error::shape(OP, "spans.len()", words, expected));
         }
-        if self.at + self.num_spans() > cells {
-            let expected = format!("at least {}", self.at + self.num_spans());
+        if self.at.checked_add(self.num_spans()).is_none_or(|end| end > cells) {
+            let expected = format!("a cell for each of {} spans from {} on", self.num_spans(), self.at);
             return Err(Error::shape(OP, "table.len()", cells, expected));
         }
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
@@ -85,5 +94,31 @@ impl<B: Backend> PushAmax<'_, B> {
     {
         self.check()?;
         b.push_amax(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_that_words_cannot_name_are_refused() {
+        let scaling = DelayedScaling { history: 6, amax: AmaxOf::MostRecent, margin: 2 };
+        let of = |scaling, first, spans| AmaxRecords { scaling, first, spans }.words().map(Vec::from_iter);
+        assert_eq!(of(scaling, 5, 2).unwrap(), [5, 6, 1, 2, 13, 6, 1, 2]);
+        let last = u32::MAX as usize;
+        assert_eq!(of(scaling, last - 8, 1).unwrap(), [u32::MAX - 8, 6, 1, 2]);
+        for (first, spans) in [(last - 7, 1), (1 << 32, 1), (0, 1 << 30), (8, usize::MAX / 8)] {
+            let why = of(scaling, first, spans).unwrap_err().to_string();
+            assert!(why.contains("below 2^32"), "{first}, {spans}: {why}");
+        }
+        for (change, name) in [
+            (DelayedScaling { history: 0, ..scaling }, "history"),
+            (DelayedScaling { history: DelayedScaling::LONGEST + 1, ..scaling }, "history"),
+            (DelayedScaling { margin: DelayedScaling::WIDEST + 1, ..scaling }, "margin"),
+        ] {
+            let why = of(change, 0, 1).unwrap_err().to_string();
+            assert!(why.contains(name), "{change:?}: {why}");
+        }
     }
 }

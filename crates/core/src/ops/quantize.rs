@@ -246,11 +246,17 @@ impl<'a, B: Backend> Quantize<'a, B> {
         if self.hadamard.is_some() {
             return Err(Error::shape(OP, "hadamard (with delayed)", "given", "none"));
         }
-        let end = self.spans().checked_sub(1).map_or(first, |last| first + last * stride + 1);
-        match B::len(records) {
-            len if end > len => Err(Error::shape(OP, "delayed.records", len, format!("at least {end}"))),
-            _ => Ok(()),
+        if self.planes == Planes::Tiles && !self.codec.format().spec().tiles {
+            let why = "its weights have no tiles: scales of earlier steps are for rows, columns and tiles";
+            return Err(Error::unsupported(OP, self.codec.format(), why));
         }
+        let (len, spans) = (B::len(records), self.spans());
+        let place = |span: usize| span.checked_mul(stride)?.checked_add(first);
+        if spans > 0 && place(spans - 1).is_none_or(|place| place >= len) {
+            let expected = format!("a record for each of {spans} spans, from {first} on, {stride} apart");
+            return Err(Error::shape(OP, "delayed.records", len, expected));
+        }
+        Ok(())
     }
 
     /// A transform runs along one contraction, in whole blocks.

@@ -422,6 +422,13 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
             format!("linear.dgrad.dy = {delayed}\nlinear.wgrad.dy = {other}"),
             ["linear.wgrad.dy", "one history"],
         ),
+        // Quantized from what is kept in BF16.
+        (
+            format!(
+                "linear.fprop.x = {delayed}\nlinear.saved.x = {{ format = \"bf16\" }}\nlinear.wgrad.x = {other}"
+            ),
+            ["linear.wgrad.x", "fprop.x is delayed"],
+        ),
         (format!("expert.fprop.a = {delayed}\nexpert.wgrad.a = {other}"), ["expert.wgrad.a", "one history"]),
         // Made of what is measured, or of what has another scale.
         (

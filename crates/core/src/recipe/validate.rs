@@ -128,8 +128,14 @@ fn delayed(check: &Check<'_>) -> Result<()> {
         };
         check.fail::<()>(site, why)?;
     }
-    let shared =
-        [(FpropX, SavedX), (DgradDy, WgradDy), (DgradDh, WgradDh), (FpropA, WgradA), (FpropA, SavedA)];
+    let shared = [
+        (FpropX, SavedX),
+        (FpropX, WgradX),
+        (DgradDy, WgradDy),
+        (DgradDh, WgradDh),
+        (FpropA, WgradA),
+        (FpropA, SavedA),
+    ];
     for (a, b) in shared.into_iter().filter(|(a, b)| check.kind.has(*a) && check.kind.has(*b)) {
         if let (Some(of_a), Some(of_b)) = (check.section.at(a).delayed, check.section.at(b).delayed) {
             let why =

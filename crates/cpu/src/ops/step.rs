@@ -87,22 +87,19 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
 
 /// The step's magnitudes into the records of their spans.
 pub(crate) fn push_amax(op: PushAmax<'_, Cpu>) -> Result<()> {
-    const OP: &str = "push_amax";
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
     }
     let found = &op.table.as_slice()[op.at..];
     let records = op.records.as_mut_slice();
-    let len = records.len();
     for (words, found) in op.spans.as_slice().chunks_exact(AmaxRecords::WORDS).zip(found) {
         let [first, history, recent, margin] = [0, 1, 2, 3].map(|i| words[i]);
         let amax = if recent == 0 { AmaxOf::Max } else { AmaxOf::MostRecent };
-        let scaling = DelayedScaling::new(history, amax, margin)?;
+        let Ok(scaling) = DelayedScaling::new(history, amax, margin) else { continue };
         let place = first as usize..first as usize + scaling.record_len();
-        let Some(record) = records.get_mut(place.clone()) else {
-            return Err(Error::shape(OP, "records.len()", len, format!("at least {}", place.end)));
-        };
-        scaling.push(record, *found as f32);
+        if let Some(record) = records.get_mut(place) {
+            scaling.push(record, *found as f32);
+        }
     }
     Ok(())
 }

@@ -1,10 +1,11 @@
 """Writes delayed.txt: random walks of a tensor's largest magnitude, and after each the number that TransformerEngine's delayed scaling
 multiplies the next step's values with. Nothing but Python's standard library; a second run writes the same bytes.
 
-The update, as defined there: a history of `length` magnitudes whose place 0 is the step's own. A step of zeros updates nothing. Otherwise
-the history moves up by one place, the step's magnitude comes to its end, and place 0 is cleared for the next step. The scale is
-max * 2**-margin / amax, of the largest magnitude of the last `length` steps or of the step's own, rounded to F32; as it was where that is
-0 or not finite; the largest F32 where it would be infinite. It begins at 1.
+The update, as the kernel there has it that updates many tensors at once: a history of `length` magnitudes whose place 0 is the step's own.
+A step of zeros updates nothing. (A kernel there for one tensor moves the history on even then.) Otherwise the history moves up by one
+place, the step's magnitude comes to its end, and place 0 is cleared for the next step. The scale is max * 2**-margin / amax, of the largest
+magnitude of the last `length` steps or of the step's own, rounded to F32; as it was where that is 0 or not finite; the largest F32 where
+it would be infinite. It begins at 1.
 """
 
 import math

@@ -196,6 +196,9 @@ impl<B: Convert> Case<B> for OfEarlierSteps {
 
 /// Expected magnitudes that are met, missed and unknown, for every form.
 fn of_earlier_steps<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    for (first, stride) in [(0, 2), (4, 0), (0, usize::MAX / 2 + 1), (usize::MAX, 0), (usize::MAX - 1, 1)] {
+        pair.check_refused(&RecordsTooFar { first, stride }, |e| e.to_string().contains("3 spans"));
+    }
     let formats = Format::ALL.into_iter().filter(|format| format.may_be_delayed());
     let inputs =
         [Input::Normal, Input::NonFinite, Input::Outliers, Input::ExtremeExponents, Input::SignedZeros];
@@ -231,6 +234,29 @@ fn of_earlier_steps<A: Convert, B: Convert>(pair: &Pair<A, B>) {
                 pair.check(&case(Planes::Tiles, None, 3 * 140, 136, 3));
             }
         }
+    }
+}
+
+/// Records whose places no number can say.
+#[derive(Debug)]
+struct RecordsTooFar {
+    first: usize,
+    stride: usize,
+}
+
+impl<B: Convert> Case<B> for RecordsTooFar {
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { first, stride } = *self;
+        let x = plain(b, DType::F32, &[1.0; 3 * 128], 3, 128)?;
+        let codec = codec(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven);
+        let records = b.zeros(4)?;
+        let delayed = Some(Delayed { records: &records, first, stride });
+        Quantize { stack: 3, delayed, ..Quantize::new(&x, codec, Planes::Tiles) }.run(b)?;
+        Ok(Outputs::default())
     }
 }
 

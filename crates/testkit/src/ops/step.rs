@@ -260,7 +260,7 @@ impl<B: Model> Case<B> for Pushed {
         let first = AmaxRecords { scaling: self.scaling, first: 3, spans: self.spans };
         let short = DelayedScaling { history: 2, amax: AmaxOf::Max, margin: 1 };
         let second = AmaxRecords { scaling: short, first: 3 + first.len(), spans: 2 };
-        let words: Vec<u32> = first.words().chain(second.words()).collect();
+        let words: Vec<u32> = first.words()?.chain(second.words()?).collect();
         let spans = b.upload(&words)?;
         let mut records = b.zeros(second.first + second.len() + 1)?;
         let control = b.upload(&[0.0, 0.0, 0.0, 0.0, f32::from(u8::from(self.stop))])?;
@@ -289,5 +289,57 @@ pub fn push_amax<A: Model, B: Model>(pair: &Pair<A, B>) {
         for (spans, steps, stop) in [(1, 3, false), (300, 12, false), (3, 2, true)] {
             pair.check(&Pushed { scaling, spans, steps, stop });
         }
+    }
+    pair.check(&WordsOutOfRange);
+    pair.check_refused(&CellsTooFar, |e| e.to_string().contains("a cell for each of 1 spans"));
+}
+
+/// Spans that no backend may touch, between two that it must.
+#[derive(Debug)]
+struct WordsOutOfRange;
+
+impl<B: Model> Case<B> for WordsOutOfRange {
+    fn agreement(&self) -> Agreement {
+        PushAmax::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (longest, widest) = (DelayedScaling::LONGEST, DelayedScaling::WIDEST);
+        let len = longest + 100;
+        let words = [
+            [0, 3, 0, 1],
+            [10, 0, 0, 0],
+            [10, longest + 1, 0, 0],
+            [10, u32::MAX, 0, 0],
+            [10, 3, 0, widest + 1],
+            [10, 3, 1, u32::MAX],
+            [len - 4, 3, 0, 0],
+            [u32::MAX, 3, 0, 0],
+            [len - 5, 3, 7, widest],
+        ];
+        let spans = b.upload(words.as_flattened())?;
+        let table = b.upload(&[2.5; 9])?;
+        let (control, mut records) = (b.zeros(Control::LEN)?, b.zeros(len as usize)?);
+        PushAmax { table: &table, at: 0, spans: &spans, control: &control, records: &mut records }.run(b)?;
+        let mut out = Outputs::default();
+        out.buf(b, "records", &records, None)?;
+        Ok(out)
+    }
+}
+
+/// Cells whose places no number can say.
+#[derive(Debug)]
+struct CellsTooFar;
+
+impl<B: Model> Case<B> for CellsTooFar {
+    fn agreement(&self) -> Agreement {
+        PushAmax::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (table, spans, control) = (b.zeros(4)?, b.zeros(AmaxRecords::WORDS)?, b.zeros(Control::LEN)?);
+        let (at, mut records) = (usize::MAX, b.zeros(4)?);
+        PushAmax { table: &table, at, spans: &spans, control: &control, records: &mut records }.run(b)?;
+        Ok(Outputs::default())
     }
 }

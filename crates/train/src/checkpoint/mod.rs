@@ -411,12 +411,13 @@ impl Checkpoint {
         Tensors::open(&self.path, self.entry(OPTIM_FILE)?, self.checks)
     }
 
-    /// Histories of delayed scales, of a run that has any.
+    /// Histories of delayed scales, of a run that had any.
     ///
     /// # Errors
     /// As [`Checkpoint::model`].
-    pub fn scales(&self) -> Result<Tensors> {
-        Tensors::open(&self.path, self.entry(SCALES_FILE)?, self.checks)
+    pub fn scales(&self) -> Result<Option<Tensors>> {
+        let entry = self.state.entry(SCALES_FILE);
+        entry.map(|entry| Tensors::open(&self.path, entry, self.checks)).transpose()
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.

@@ -78,6 +78,14 @@ impl Tensors {
         Ok(values)
     }
 
+    /// As [`Tensors::take`], or nothing where there is no such tensor.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the tensor where it has another shape, or the file if it cannot be read.
+    pub fn take_if_there(&mut self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>> {
+        self.tensors.contains_key(name).then(|| self.take(name, shape)).transpose()
+    }
+
     /// As [`Tensors::take`], to be read with [`Tensors::read`].
     pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<Stored> {
         match self.tensors.get(name) {
@@ -107,11 +115,7 @@ impl Tensors {
     /// # Errors
     /// [`Error::Checkpoint`] naming the file, or the first of the others.
     pub fn finish(mut self) -> Result<()> {
-        match self.checked.take().map(JoinHandle::join) {
-            Some(Err(panic)) => std::panic::resume_unwind(panic),
-            Some(Ok(checked)) => checked?,
-            None => {}
-        }
+        self.check()?;
         match self.tensors.keys().next() {
             None => Ok(()),
             Some(name) => {
@@ -119,6 +123,23 @@ impl Tensors {
                     format!("has {} tensors that the model lacks, such as `{name}`", self.tensors.len());
                 Err(Error::checkpoint(&self.path, why))
             }
+        }
+    }
+
+    /// As [`Tensors::finish`], whatever tensors are left.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the file.
+    pub fn finish_with_others(mut self) -> Result<()> {
+        self.check()
+    }
+
+    /// Waits until the file has been compared with its checksum.
+    fn check(&mut self) -> Result<()> {
+        match self.checked.take().map(JoinHandle::join) {
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            Some(Ok(checked)) => checked,
+            None => Ok(()),
         }
     }
 }

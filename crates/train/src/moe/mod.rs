@@ -193,8 +193,9 @@ impl<B: LayerKernels> Moe<B> {
         let to = section.at(Site::DispatchFwd);
         let x_rd = cx.again(|| self.arrived(cx, "x", x_td, to, plan))?;
         let kept = || self.experts.kept_input(cx, section, &x_rd, plan);
-        // Quantized for fprop, a plain tensor has been counted; what arrived in blocks has yet to be converted.
-        let counted = to.dtype().is_some() && section.at(Site::FpropX).format.is_block();
+        // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
+        let once = section.at(Site::FpropX).made_at_once(section.at(Site::SavedX));
+        let counted = to.dtype().is_some() && once;
         if counted { cx.again(kept) } else { kept() }
     }
 

@@ -81,7 +81,8 @@ fn scatter<B: Kernels>(
     Ok(())
 }
 
-/// Takes what earlier steps left for this rank's scales.
+/// Takes what earlier steps left for this rank's scales. A run that is made longer may meet other tensors: of one that the checkpoint lacks
+/// nothing is known yet, and what it holds of others is left.
 fn restore<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -94,10 +95,12 @@ fn restore<B: Kernels>(
     }
     let mut scales = checkpoint.scales()?;
     for site in sites.sites() {
-        let all = scales.take(&site.tensor_name(), &site.shape(comm.world()))?;
+        let shape = site.shape(comm.world());
+        let found = scales.as_mut().map(|scales| scales.take_if_there(&site.tensor_name(), &shape));
+        let all = found.transpose()?.flatten().unwrap_or_else(|| vec![0.0; shape.iter().product()]);
         delayed.restore(b, site, comm.rank(), &all)?;
     }
-    scales.finish()
+    scales.map_or(Ok(()), Tensors::finish_with_others)
 }
 
 impl<B: Kernels> Trainer<'_, B> {

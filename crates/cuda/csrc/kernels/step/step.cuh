@@ -174,6 +174,9 @@ constexpr int kPushThreads = 128;
 /// A span's record, in F32: what is expected, the place that is written next, and the history.
 enum { kExpected = 0, kNext = 1, kHistory = 2 };
 
+/// The longest history and the largest margin.
+enum : u32 { kLongest = 1u << 16, kWidest = 16 };
+
 /// Where a span's record begins, the length of its history, whether the most recent magnitude decides, and the margin.
 struct SpanWords {
     u32 first;
@@ -188,7 +191,8 @@ __global__ void __launch_bounds__(kPushThreads)
     if (control[kStop] != 0.0f) return;
     const SpanWords span = spans[blockIdx.x];
     const float amax = __double2float_rn(table[blockIdx.x]);
-    const bool there = span.history > 0 && u64(span.first) + kHistory + span.history <= len;
+    const bool in_range = span.history > 0 && span.history <= kLongest && span.margin <= kWidest;
+    const bool there = in_range && u64(span.first) + kHistory + span.history <= len;
     if (!there || !(amax > 0.0f) || !is_finite(amax)) return;
     float* const record = records + span.first;
     const u32 next = __float2uint_rz(record[kNext]) % span.history;
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(kPushThreads)
     if (threadIdx.x != 0) return;
 #pragma unroll
     for (int warp = 1; warp < kPushThreads / 32; ++warp) largest = max(largest, of_warps[warp]);
-    const float expected = __fmul_rn(__uint_as_float(largest), float(1u << min(span.margin, 31u)));
+    const float expected = __fmul_rn(__uint_as_float(largest), float(1u << span.margin));
     record[kHistory + next] = amax;
     record[kExpected] = fminf(expected, 0x1.fffffep127f);
     record[kNext] = float((next + 1) % span.history);

@@ -204,7 +204,7 @@ pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// See [`PushAmax`]. A record that does not lie in the records is left out.
+/// See [`PushAmax`]. A span whose words are out of range is left out.
 pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     const OP: &str = "push_amax";
     op.check()?;
