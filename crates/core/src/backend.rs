@@ -270,6 +270,8 @@ pub trait Model: Backend {
     fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()>;
     /// See [`EndStep`].
     fn end_step(&self, op: EndStep<'_, Self>) -> Result<()>;
+    /// See [`PushAmax`].
+    fn push_amax(&self, op: PushAmax<'_, Self>) -> Result<()>;
     /// See [`AdamW`].
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()>;
 }

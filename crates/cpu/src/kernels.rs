@@ -143,6 +143,9 @@ impl Model for Cpu {
     fn end_step(&self, op: EndStep<'_, Self>) -> Result<()> {
         self.timed("end_step", || ops::step::end_step(self, op))
     }
+    fn push_amax(&self, op: PushAmax<'_, Self>) -> Result<()> {
+        self.timed("push_amax", || ops::step::push_amax(op))
+    }
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         self.timed("adamw", || ops::adamw::adamw(self, op))
     }

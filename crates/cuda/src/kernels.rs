@@ -144,6 +144,9 @@ impl Model for Cuda {
     fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         self.timed("sum_squares", || ops::step::sum_squares::sum_squares(self, op))
     }
+    fn push_amax(&self, op: PushAmax<'_, Self>) -> Result<()> {
+        self.timed("push_amax", || ops::step::push_amax(self, op))
+    }
     fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         self.timed("adamw", || ops::step::adamw::adamw(self, op))
     }

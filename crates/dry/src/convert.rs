@@ -47,7 +47,7 @@ impl Dry {
         let (codec, planes) = match emit {
             Emit::Plain(dtype) => {
                 let rows = Some(Operand::Plain(self.plain(dtype, rows, cols)?));
-                return Ok(Emitted { rows, cols: None, counts: None });
+                return Ok(Emitted { rows, cols: None, counts: None, found: None });
             }
             Emit::Block { codec, planes } => (codec, planes),
         };
@@ -61,7 +61,7 @@ impl Dry {
             Planes::Both | Planes::Tiles => (Some(row_plane()?), Some(col_plane()?)),
         };
         let [rows, cols] = [row_plane, col_plane].map(|plane| plane.map(Operand::Block));
-        Ok(Emitted { rows, cols, counts: Some(self.counts()?) })
+        Ok(Emitted { rows, cols, counts: Some(self.counts()?), found: None })
     }
 
     /// The two planes of stacked weights.
@@ -109,7 +109,9 @@ impl Dry {
     /// The form asked for, from the plain matrix of [`plain_form`]: what a GPU does where no kernel writes the form itself.
     fn emitted_from(&self, x: Tensor<Self>, emit: Emit) -> Result<Emitted<Self>> {
         match emit {
-            Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+            Emit::Plain(_) => {
+                Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None })
+            }
             Emit::Block { codec, planes } => self.quantize(Quantize::new(&x, codec, planes)),
         }
     }
@@ -203,13 +205,21 @@ fn stored(codec: Codec) -> (Format, ScaleRule) {
 
 impl Dry {
     pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
+        let spans = op.delayed.map(|_| op.spans());
+        let emitted = self.quantized(op)?;
+        let found = |spans| -> Result<_> { Ok(Found { amax: self.buf(spans)?, counts: self.counters(2)? }) };
+        Ok(Emitted { found: spans.map(found).transpose()?, ..emitted })
+    }
+
+    /// The planes and their counts.
+    fn quantized(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let (rows, cols) = op.x.shape();
         if op.planes == Planes::Tiles {
             let n = rows / op.stack.max(1);
             let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
             let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
             let _measured = self.measured(&op)?;
-            return Ok(Emitted { rows, cols, counts: Some(self.counts()?) });
+            return Ok(Emitted { rows, cols, counts: Some(self.counts()?), found: None });
         }
         let least_block = match op.hadamard {
             Some(transform) if op.planes == Planes::Cols => transform.len,

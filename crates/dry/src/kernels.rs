@@ -198,6 +198,10 @@ impl Model for Dry {
         let report = Some(op.reports.len() / 2);
         Work::reads(&[op.squares, op.order, op.tables]).writes(report, &[&*op.reports])
     });
+    op!(push_amax(PushAmax) -> (), |op| {
+        let (cells, records) = (Some(op.num_spans()), &*op.records);
+        Work::reads(&[op.spans, records]).and_reads(cells, &[op.table]).writes(cells, &[records])
+    });
     op!(adamw(AdamW) -> (), |op| {
         let state = op.tensors.iter().flat_map(|tensor| -> [&dyn Bytes; 3] {
             [&*tensor.param, &*tensor.exp_avg, &*tensor.exp_avg_sq]

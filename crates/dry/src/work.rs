@@ -164,6 +164,7 @@ impl Bytes for Source<'_, Dry> {
             Self::I32(x) => x.bytes_of(rows),
             Self::F32(x) => x.bytes_of(rows),
             Self::F64(x) => x.bytes_of(rows),
+            Self::Largest(x) => x.bytes_of(rows),
             Self::Occupancy(x) => x.found.bytes_of(rows),
         }
     }

@@ -99,6 +99,11 @@ impl Codec {
         Codec { params: BlockParams { tensor, ..self.params }, ..self }
     }
 
+    /// The same codec for a tensor that turned out to hold a NaN or an infinity: the scale that is stored is NaN.
+    pub fn marked(self) -> Codec {
+        self.under_multipliers([self.tensor_inv(), f32::NAN])
+    }
+
     /// The largest magnitude that [`Codec::for_tensor`] takes of these values: of the finite ones. Where blocks have no record that could
     /// be marked, a NaN or an infinity among them makes it NaN.
     pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {

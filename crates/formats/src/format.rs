@@ -77,6 +77,16 @@ impl Format {
         self.spec().name
     }
 
+    /// Whether a tensor's scale may be that of earlier steps ([`DelayedScaling`](crate::DelayedScaling)): where it has one, and its blocks
+    /// none beside it.
+    pub fn may_be_delayed(self) -> bool {
+        let whole = |rule: &ScaleRule| {
+            let kind = self.scale_kind(*rule);
+            kind.has_tensor_scale() && kind.levels().is_empty()
+        };
+        self.spec().rules.first().is_some_and(whole)
+    }
+
     /// Whether the format has codes and block scales (as opposed to plain numbers).
     pub const fn is_block(self) -> bool {
         self.spec().element.is_some()

@@ -7,6 +7,7 @@
 
 pub mod block;
 pub mod codec;
+pub mod delayed;
 pub mod double;
 pub mod e8m0;
 pub mod element;
@@ -29,6 +30,7 @@ pub mod spec;
 
 pub use block::{BlockCodec, BlockParams, BlockScale, amax};
 pub use codec::Codec;
+pub use delayed::{AmaxOf, DelayedScaling};
 pub use e8m0::ScaleRule;
 pub use element::Element;
 pub use error::{Error, Result};

@@ -16,7 +16,7 @@ use crate::assert::{Mismatch, compare_bits, compare_rel_l2};
 use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
-use nibble_core::ops::{Counts, Emitted};
+use nibble_core::ops::{Counts, Emitted, Found};
 use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -258,8 +258,14 @@ impl Outputs {
                 self.operand(b, &format!("{name}.{plane}"), operand)?;
             }
         }
-        match &x.counts {
-            Some(counts) => self.counts(b, name, counts),
+        if let Some(counts) = &x.counts {
+            self.counts(b, name, counts)?;
+        }
+        match &x.found {
+            Some(Found { amax, counts }) => {
+                self.buf(b, &format!("{name}.found.amax"), amax, None)?;
+                self.buf(b, &format!("{name}.found.counts"), counts, None)
+            }
             None => Ok(()),
         }
     }
@@ -386,7 +392,7 @@ macro_rules! conformance {
     (@Model $what:tt) => {
         $crate::conformance! { @expand $what
             embed embed_backward rms_norm rms_norm_backward norm_rope norm_rope_backward rope attention attention_decode attention_backward cross_entropy
-            head_loss begin_step begin_micro_batch collect sum_squares end_step adamw
+            head_loss begin_step begin_micro_batch collect sum_squares end_step push_amax adamw
         }
     };
     (@expand (table) $($op:ident)*) => {

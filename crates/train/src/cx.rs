@@ -1,10 +1,11 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
-use crate::record::{Conversion, CountSite, Counted};
+use crate::delayed::DelayedRecords;
+use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random, Transcode,
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, Transcode,
 };
 use nibble_core::recipe::{By, LayerKind, Precision, Section};
 use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
@@ -75,6 +76,8 @@ pub struct Cx<'a, B: LayerKernels> {
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
     pub counted: RefCell<Counted<B>>,
+    /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
+    pub delayed: Option<DelayedRecords<B>>,
 }
 
 impl<'a, B: LayerKernels> Cx<'a, B> {
@@ -98,6 +101,7 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
             micro_batches: 1,
             counted: RefCell::default(),
             clock: None,
+            delayed: None,
         }
     }
 
@@ -119,9 +123,45 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         conversion: Conversion,
         counts: Option<&Counts<B>>,
     ) {
+        self.keep(CountSite { layer: layer.to_owned(), tensor, conversion }, counts, None);
+    }
+
+    /// Keeps what a quantization counted, and what it found of values under scales of earlier steps.
+    pub fn keep_quantized(
+        &self,
+        layer: &str,
+        tensor: &'static str,
+        made: &Emitted<B>,
+        scales: Option<(Delayed<'_, B>, FoundCells)>,
+    ) {
+        let site = CountSite { layer: layer.to_owned(), tensor, conversion: Conversion::Quantize };
+        let found = scales.and_then(|(_, cells)| Some((cells, made.found.clone()?)));
+        self.keep(site, made.counts.as_ref(), found);
+    }
+
+    fn keep(&self, site: CountSite, counts: Option<&Counts<B>>, found: Option<(FoundCells, Found<B>)>) {
         if let (true, Some(counts)) = (self.training, counts) {
-            let site = CountSite { layer: layer.to_owned(), tensor, conversion };
-            self.counted.borrow_mut().keep(site, counts.clone());
+            self.counted.borrow_mut().keep(site, counts.clone(), found);
+        }
+    }
+
+    /// The scales of earlier steps of a tensor of so many spans, and where what is found of it goes, where the precision asks for them and
+    /// there are any: a forward pass alone measures, and leaves nothing.
+    pub fn earlier_scales(
+        &self,
+        (layer, tensor): (&str, &str),
+        to: &Precision,
+        spans: usize,
+        is_replicated: bool,
+    ) -> Result<Option<(Delayed<'_, B>, FoundCells)>> {
+        match (&self.delayed, to.delayed) {
+            (Some(records), Some(scaling)) if self.training => {
+                let scales = records.of(&format!("{layer}.{tensor}"), scaling, spans, is_replicated)?;
+                // Of what every rank has the first one's values count.
+                let is_counted = !is_replicated || self.comm.rank() == 0;
+                Ok(scales.map(|(delayed, first)| (delayed, FoundCells { first, is_counted })))
+            }
+            _ => Ok(None),
         }
     }
 
@@ -166,8 +206,9 @@ impl<'a, B: LayerKernels> Cx<'a, B> {
         let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
         let hadamard = to.rht.map(|len| Hadamard { len, signs });
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
-        let out = op.run(self.b)?;
-        self.keep_counts(layer, tensor, Conversion::Quantize, out.counts.as_ref());
+        let scales = self.earlier_scales((layer, tensor), to, op.spans(), false)?;
+        let out = Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }.run(self.b)?;
+        self.keep_quantized(layer, tensor, &out, scales);
         Ok(out)
     }
 

@@ -10,6 +10,7 @@ pub mod checks;
 pub mod config;
 pub mod cx;
 pub mod data;
+pub mod delayed;
 mod error;
 pub mod fault;
 pub mod layers;

@@ -1,7 +1,6 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
 use crate::cx::Cx;
-use crate::record::Conversion;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
@@ -149,9 +148,13 @@ impl<B: LayerKernels> Param<B> {
                 Shadow { w: Operand::Plain(w), wt }
             }
             None => {
-                let op = Quantize { stack, ..Quantize::new(&self.master, to.codec()?, Planes::Tiles) };
+                let is_replicated = self.placement == Placement::Replicated;
+                let scales = cx.earlier_scales((&self.name, "w"), to, stack, is_replicated)?;
+                let delayed = scales.map(|(delayed, _)| delayed);
+                let op =
+                    Quantize { stack, delayed, ..Quantize::new(&self.master, to.codec()?, Planes::Tiles) };
                 let tiles = op.run(cx.b)?;
-                cx.keep_counts(&self.name, "w", Conversion::Quantize, tiles.counts.as_ref());
+                cx.keep_quantized(&self.name, "w", &tiles, scales);
                 Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols }
             }
         });

@@ -5,7 +5,7 @@
 //! which the host reads when it likes.
 
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::ops::{Counts, Entry, OCCUPANCY_VALUES, REPORT_HEAD, Source};
+use nibble_core::ops::{Counts, Entry, Found, OCCUPANCY_VALUES, REPORT_HEAD, Source};
 use nibble_core::{Backend, Error, Result};
 use std::collections::HashMap;
 use std::fmt;
@@ -62,6 +62,30 @@ pub struct SiteCounts {
     pub inexact: u64,
     /// Blocks that held a NaN or an infinity.
     pub non_finite: u64,
+    /// Values under a scale of earlier steps that it took past the largest number.
+    pub saturated: u64,
+    /// Values under a scale of earlier steps.
+    pub delayed: u64,
+}
+
+/// Where what is found of values under scales of earlier steps goes in a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FoundCells {
+    /// Number of the first span.
+    pub first: usize,
+    /// Whether this rank's values count, and not another one's, which are the same.
+    pub is_counted: bool,
+}
+
+/// What an operation left for the record.
+#[derive(Debug, Clone)]
+pub struct Waiting<B: Backend> {
+    /// Number of the site.
+    pub site: usize,
+    /// Blocks.
+    pub counts: Counts<B>,
+    /// Of values under scales of earlier steps.
+    pub found: Option<(FoundCells, Found<B>)>,
 }
 
 /// The sites met so far, in the order of a step, and counts that have not been added to the table.
@@ -69,7 +93,7 @@ pub struct SiteCounts {
 pub struct Counted<B: Backend> {
     sites: Vec<CountSite>,
     numbers: HashMap<CountSite, usize>,
-    waiting: Vec<(usize, Counts<B>)>,
+    waiting: Vec<Waiting<B>>,
 }
 
 impl<B: Backend> Default for Counted<B> {
@@ -85,7 +109,7 @@ impl<B: Backend> Counted<B> {
     }
 
     /// Keeps what was counted at a site.
-    pub fn keep(&mut self, site: CountSite, counts: Counts<B>) {
+    pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
         let number = match self.numbers.get(&site) {
             Some(number) => *number,
             None => {
@@ -94,7 +118,7 @@ impl<B: Backend> Counted<B> {
                 self.sites.len() - 1
             }
         };
-        self.waiting.push((number, counts));
+        self.waiting.push(Waiting { site: number, counts, found });
     }
 
     /// How many counts wait.
@@ -113,11 +137,11 @@ impl<B: Backend> Counted<B> {
         self.waiting.extend(std::iter::repeat_n(counts, times).flatten());
     }
 
-    /// Takes the counts that wait, as entries of a table, all of which lie in it.
+    /// Takes the counts that wait, all of which have cells in a table.
     ///
     /// # Errors
     /// [`Error::Capacity`] if the table has too few rows.
-    pub fn take(&mut self, layout: &Layout) -> Result<Vec<(usize, Counts<B>)>> {
+    pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if self.sites.len() > layout.sites {
             let (needed, capacity) = (self.sites.len(), layout.sites);
             return Err(Error::Capacity { op: "step record", needed, capacity });
@@ -142,6 +166,8 @@ pub struct Layout {
     pub experts: usize,
     /// Shards of a rank.
     pub shards: usize,
+    /// Spans of a rank that have scales of earlier steps.
+    pub spans: usize,
 }
 
 impl Layout {
@@ -150,7 +176,7 @@ impl Layout {
 
     /// Cells of a table.
     pub fn cells(&self) -> usize {
-        self.load(self.layers)
+        self.saturated() + if self.spans > 0 { 2 * self.sites } else { 0 }
     }
 
     /// Cells that must be zero: blocks that are not finite, rows without a place, ids outside the table.
@@ -158,9 +184,9 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses, and the sum of the step's scalars.
+    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes.
     pub fn finite(&self) -> Range<usize> {
-        self.nats()..self.scalars() + 1
+        self.nats()..self.amax() + self.spans
     }
 
     /// Of a site: where its counts go.
@@ -189,14 +215,39 @@ impl Layout {
         self.nats() + self.shards
     }
 
+    /// First of the largest magnitudes, one a span with a scale of earlier steps.
+    pub fn amax(&self) -> usize {
+        self.scalars() + 1
+    }
+
     /// First of a layer's router losses, two a shard.
     pub fn router_losses(&self, layer: usize) -> usize {
-        self.scalars() + 1 + 2 * self.shards * layer
+        self.amax() + self.spans + 2 * self.shards * layer
     }
 
     /// First of a layer's loads, one an expert.
     pub fn load(&self, layer: usize) -> usize {
         self.router_losses(self.layers) + self.experts * layer
+    }
+
+    /// First of the numbers of saturated values, one a site, before as many numbers of values. Without spans there are none.
+    fn saturated(&self) -> usize {
+        self.load(self.layers)
+    }
+
+    /// Where what was found of a site's values goes.
+    pub fn found<'a, B: Backend>(
+        &self,
+        site: usize,
+        cells: FoundCells,
+        found: &'a Found<B>,
+    ) -> impl Iterator<Item = Entry<'a, B>> + use<'a, B> {
+        let FoundCells { first, is_counted } = cells;
+        let (spans, stride) = (B::len(&found.amax), self.sites);
+        let (source, at) = (Source::Largest(&found.amax), self.amax() + first);
+        let amax = Entry { source, at, cells: spans, stride: 1 };
+        let (source, at) = (Source::U64(&found.counts), self.saturated() + site);
+        [amax].into_iter().chain(is_counted.then_some(Entry { source, at, cells: 2, stride }))
     }
 }
 
@@ -256,11 +307,19 @@ impl<'a> Report<'a> {
                 return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
             }
         }
-        let scalars = self.tables.iter().all(|table| table[self.layout.scalars()].is_finite());
-        let site = match (self.nats().iter().all(|x| x.is_finite()), scalars) {
-            (false, _) => "loss",
-            (true, false) => "learning rate or bias correction",
-            (true, true) => "gradient norm",
+        let is_finite = |cells: Range<usize>| {
+            self.tables.iter().all(|table| table[cells.clone()].iter().all(|x| x.is_finite()))
+        };
+        let Layout { spans, .. } = self.layout;
+        let (scalars, amax) = (self.layout.scalars(), self.layout.amax());
+        let site = if !is_finite(self.layout.nats()..scalars) {
+            "loss"
+        } else if !is_finite(scalars..scalars + 1) {
+            "learning rate or bias correction"
+        } else if !is_finite(amax..amax + spans) {
+            "largest magnitude of a tensor"
+        } else {
+            "gradient norm"
         };
         Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
     }
@@ -294,7 +353,12 @@ impl<'a> Report<'a> {
         let sites = self.layout.sites;
         self.sites.iter().enumerate().map(move |(number, site)| {
             let [non_zero, inexact, non_finite] = [0, 1, 2].map(|plane| sum(plane * sites + number));
-            (site, SiteCounts { non_zero, inexact, non_finite })
+            let of_values = |plane| match self.layout.spans {
+                0 => 0,
+                _ => sum(self.layout.saturated() + plane * sites + number),
+            };
+            let [saturated, delayed] = [0, 1].map(of_values);
+            (site, SiteCounts { non_zero, inexact, non_finite, saturated, delayed })
         })
     }
 

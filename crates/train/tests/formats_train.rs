@@ -21,7 +21,7 @@ fn losses(config: &Config, threads: usize) -> Vec<f64> {
 #[test]
 fn every_format_trains_to_the_committed_losses() {
     let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    for name in ["mxfp8", "fp8-tensor", "fp8-row", "nvfp4", "hif4"] {
+    for name in ["mxfp8", "fp8-tensor", "fp8-row", "fp8-delayed", "nvfp4", "hif4"] {
         let recipe = here.join(format!("../../recipes/{name}.toml")).display().to_string();
         assert_trains(&here, name, "The small run", &rig::small(&recipe, &[]), &format!("{name}.txt"));
         let dense = rig::dense(&recipe, &["model.ffn=128"]);

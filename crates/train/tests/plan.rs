@@ -63,15 +63,20 @@ fn every_arena_is_as_large_as_predicted() {
             "model.heads=8",
         ],
         &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=2", "model.ffn=256"],
+        &[DELAYED, "train.grad_accum=2", "train.recompute=[\"experts\"]"],
     ] {
         as_predicted(&config(changes), changes);
     }
 }
 
+/// Histories of 1024 steps.
+const DELAYED: &str = concat!("recipe=", env!("CARGO_MANIFEST_DIR"), "/../../recipes/fp8-delayed.toml");
+
 #[test]
 fn the_arenas_of_a_dense_model_too() {
     for changes in [
-        &["recipe=bf16"][..],
+        &[DELAYED][..],
+        &["recipe=bf16"],
         &["recipe=f32", "model.qk_norm=true", "train.grad_accum=2"],
         &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.grad_dtype=bf16", "train.shards=1"],
         &["recipe=fp8-flow", "train.recompute=[\"attention\"]"],

@@ -153,7 +153,7 @@ fn wgrad_is_in_bf16_under_every_recipe_that_is_asked_to() {
 }
 
 /// What a key may be changed to: each format, and each field of a block format by itself.
-const CHANGES: [&str; 14] = [
+const CHANGES: [&str; 15] = [
     "\"f32\" }",
     "\"bf16\" }",
     "\"e4m3\", scale = \"rceil\" }",
@@ -168,6 +168,7 @@ const CHANGES: [&str; 14] = [
     "\"e4m3\", scale = \"rceil\", axis = \"col\" }",
     "\"e4m3\", scale = \"amax\", axis = \"col\" }",
     "\"e4m3\", scale = \"rceil\", rht = 32 }",
+    "\"e4m3-tensor\", scale = \"delayed\", history = 2 }",
 ];
 
 /// Runs to see a change by: the smallest that has every layer and whole blocks, after one step and after three; and one of four times the

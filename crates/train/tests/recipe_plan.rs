@@ -51,6 +51,29 @@ fn every_shipped_recipe_does_what_is_printed() {
     }
 }
 
+/// Under scales of earlier steps, a kept or not, and only some tensors under them.
+#[test]
+fn recipes_of_delayed_scales_do_what_is_printed() {
+    let text = std::fs::read_to_string(rig::recipe_file("fp8-delayed")).unwrap();
+    let (d, t) = ("{ format = \"e4m3-tensor\", scale = \"delayed\" }", "{ format = \"e4m3-tensor\" }");
+    let kept = "{ format = \"e4m3-tensor\", scale = \"delayed\", axis = \"col\" }";
+    for more in [
+        String::new(),
+        format!("saved.a = {kept}"),
+        format!("saved.a = {}\nwgrad.a = {t}", t.replace(" }", ", axis = \"col\" }")),
+        "saved.a = { format = \"bf16\" }".to_owned(),
+        format!("fprop.a = {t}"),
+        format!("wgrad.a = {t}"),
+        format!("dgrad.dh = {t}"),
+        format!("wgrad.dh = {t}\nfprop.a = {d}"),
+        "dgrad.dh = { format = \"e5m2-tensor\", scale = \"delayed\", history = 1024 }".to_owned(),
+    ] {
+        let recipe =
+            Recipe::parse("mine", &format!("{text}\n{more}\n")).unwrap_or_else(|e| panic!("{more}: {e}"));
+        assert_planned(&recorder(), &recipe, &more);
+    }
+}
+
 /// Draws of numbers below a bound.
 struct Dice {
     stream: Stream,

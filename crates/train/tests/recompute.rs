@@ -12,7 +12,7 @@ use nibble_train::metrics::Metrics;
 use nibble_train::model::Decoder;
 use nibble_train::param::{GradientPlan, Param};
 use nibble_train::recompute::Scope;
-use nibble_train::record::{Conversion, CountSite, Layout};
+use nibble_train::record::{Conversion, CountSite, Layout, Waiting};
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, small, with_recipe};
 
@@ -110,6 +110,14 @@ fn several_micro_batches_and_uneven_experts_too() {
     assert_same_bits(&small("mxfp4-hopper", &changes), &choices, "micro-batches");
 }
 
+/// Where a tensor has a scale, that of an expert's rows is of them alone, also where they are converted before they are copied to it.
+#[test]
+fn scales_of_tensors_too() {
+    for name in ["fp8-tensor", "nvfp4"] {
+        assert_same_bits(&small(&rig::recipe_file(name), &[]), &[&[ExpertInput]], name);
+    }
+}
+
 /// Random bits are of the tensor, its element and the step: the same when it is made again.
 #[test]
 fn stochastic_rounding_too() {
@@ -204,8 +212,8 @@ fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<V
     let gradients = model.params().into_iter().map(bits).collect();
     let mut counted = cx.counted.borrow_mut();
     let mut sums = vec![[0; 3]; counted.sites().len()];
-    let layout = Layout { sites: sums.len(), layers: 2, dense: 0, experts: 4, shards: 4 };
-    for (site, counts) in counted.take(&layout).unwrap() {
+    let layout = Layout { sites: sums.len(), layers: 2, dense: 0, experts: 4, shards: 4, spans: 0 };
+    for Waiting { site, counts, .. } in counted.take(&layout).unwrap() {
         sums[site].iter_mut().zip(counts.0.as_slice()).for_each(|(sum, count)| *sum += count);
     }
     let mut sites: Vec<_> = counted.sites().iter().cloned().zip(sums).collect();

@@ -26,7 +26,7 @@ pub enum Place {
 }
 
 /// The series that every run may have, in the order of the report.
-const KNOWN: [(&str, Place, &str); 18] = [
+const KNOWN: [(&str, Place, &str); 19] = [
     ("loss_metrics/global_avg_loss", Place::Loss, "Training loss, nats"),
     ("validation_metrics/loss", Place::Loss, "Held-out loss, nats"),
     ("lr", Place::Optimizer, "Learning rate"),
@@ -55,6 +55,11 @@ const KNOWN: [(&str, Place, &str); 18] = [
         "quantization/shift_inexact_fraction",
         Place::Numerics,
         "Share of blocks that the shift to columns changed",
+    ),
+    (
+        "quantization/saturated_fraction",
+        Place::Numerics,
+        "Share of values larger than their delayed scale expected",
     ),
     ("n_tokens_seen", Place::Other, "Tokens trained on"),
 ];

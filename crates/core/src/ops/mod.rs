@@ -12,6 +12,7 @@ mod gemm;
 mod head_loss;
 mod norm_rope;
 mod permute;
+mod push_amax;
 mod quantize;
 mod rms_norm;
 mod rope;
@@ -34,7 +35,8 @@ pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, P
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
-pub use quantize::{Counts, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Random};
+pub use push_amax::{AmaxRecords, PushAmax};
+pub use quantize::{Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};

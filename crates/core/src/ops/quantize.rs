@@ -53,6 +53,8 @@ pub struct Emitted<B: Backend> {
     pub cols: Option<Operand<B>>,
     /// Counts, if anything was quantized.
     pub counts: Option<Counts<B>>,
+    /// What was found of values under scales of earlier steps ([`Quantize::delayed`]).
+    pub found: Option<Found<B>>,
 }
 
 impl<B: Backend> Emitted<B> {
@@ -123,6 +125,42 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
     }
 }
 
+/// Scales of earlier steps, for a format whose blocks have none but that of the tensor ([`nibble_formats::DelayedScaling`]): a record for each span, which
+/// is a group, a matrix of the stack, or the whole matrix.
+#[derive(Debug)]
+pub struct Delayed<'a, B: Backend> {
+    /// The records of many tensors.
+    pub records: &'a B::Buf<f32>,
+    /// Where that of the first span begins.
+    pub first: usize,
+    /// From the beginning of one span's record to that of the next.
+    pub stride: usize,
+}
+
+impl<B: Backend> Clone for Delayed<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Delayed<'_, B> {}
+
+/// What a quantization under scales of earlier steps found, on the device.
+#[derive(Debug, Clone)]
+pub struct Found<B: Backend> {
+    /// Of each span the largest magnitude; NaN where a value is NaN or infinite.
+    pub amax: B::Buf<f32>,
+    /// [`Found::SATURATED`] and [`Found::VALUES`]. Padding is not counted.
+    pub counts: B::Buf<u64>,
+}
+
+impl<B: Backend> Found<B> {
+    /// Index of the number of finite values that are larger than was expected: they saturate. None where nothing was expected.
+    pub const SATURATED: usize = 0;
+    /// Index of the number of values.
+    pub const VALUES: usize = 1;
+}
+
 /// Quantizes a matrix `[rows, cols]`. A line that ends inside a block is zero-extended: the block's scale is that of the values there are.
 ///
 /// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
@@ -132,6 +170,10 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
 /// columns from each group's start, where what is missing of a group's last transform block reads as +0. Its rows
 /// become numbers like others, which draw the random bits of row id 0 (without groups: of their position); past it
 /// the codes are 0.
+///
+/// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. Where that is 0 the span is
+/// measured, as it is without `delayed`. What is larger than expected saturates. A block with a NaN or an infinity gets zero codes and is counted, and
+/// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
@@ -148,6 +190,8 @@ pub struct Quantize<'a, B: Backend> {
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard>,
+    /// Scales of earlier steps instead of measured ones.
+    pub delayed: Option<Delayed<'a, B>>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
@@ -156,7 +200,12 @@ impl<'a, B: Backend> Quantize<'a, B> {
 
     /// Dense rows, nearest rounding.
     pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
-        Self { x, codec, planes, groups: None, stack: 1, random: None, hadamard: None }
+        Self { x, codec, planes, groups: None, stack: 1, random: None, hadamard: None, delayed: None }
+    }
+
+    /// Spans that have a scale each, where a tensor has one.
+    pub fn spans(&self) -> usize {
+        self.groups.map_or(self.stack, |groups| groups.num_groups)
     }
 
     /// Checks shapes and the combination.
@@ -183,7 +232,25 @@ impl<'a, B: Backend> Quantize<'a, B> {
         if self.random.and_then(|random| random.step).is_some_and(|step| B::len(step) == 0) {
             return Err(Error::shape(OP, "random.step", "an empty buffer", "the step"));
         }
+        self.delayed.map_or(Ok(()), |delayed| self.check_delayed(delayed))?;
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
+    }
+
+    /// There is a record for every span, and nothing but the tensor's scale to delay.
+    fn check_delayed(&self, Delayed { records, first, stride }: Delayed<'_, B>) -> Result<()> {
+        const OP: &str = "quantize";
+        if !self.codec.format().may_be_delayed() {
+            let why = "scales of earlier steps are for formats with one scale a tensor and none beside it";
+            return Err(Error::unsupported(OP, self.codec.format(), why));
+        }
+        if self.hadamard.is_some() {
+            return Err(Error::shape(OP, "hadamard (with delayed)", "given", "none"));
+        }
+        let end = self.spans().checked_sub(1).map_or(first, |last| first + last * stride + 1);
+        match B::len(records) {
+            len if end > len => Err(Error::shape(OP, "delayed.records", len, format!("at least {end}"))),
+            _ => Ok(()),
+        }
     }
 
     /// A transform runs along one contraction, in whole blocks.

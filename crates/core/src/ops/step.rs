@@ -168,6 +168,8 @@ pub enum Source<'a, B: Backend> {
     F32(&'a B::Buf<f32>),
     /// Sums.
     F64(&'a B::Buf<f64>),
+    /// Magnitudes: a cell becomes the largest that it has met, NaN once it has met one.
+    Largest(&'a B::Buf<f32>),
     /// Three values, all 0 where every row found its place: the rows needed and the capacity they did not fit, and by how
     /// many the occupied slots differ from what the plan was told.
     Occupancy(&'a Occupancy<B>),
@@ -181,6 +183,7 @@ impl<B: Backend> Source<'_, B> {
             Self::I32(x) => B::len(x),
             Self::F32(x) => B::len(x),
             Self::F64(x) => B::len(x),
+            Self::Largest(x) => B::len(x),
             Self::Occupancy(_) => OCCUPANCY_VALUES,
         }
     }
@@ -210,8 +213,8 @@ pub struct Entry<'a, B: Backend> {
     pub stride: usize,
 }
 
-/// Adds what operations left on the device to a table of F64 sums, in one launch: the values of one cell in the order of the
-/// entries. Counts, whose sums are exact, may have a cell in common; other entries do not.
+/// Adds what operations left on the device to a table of F64 sums (and of largest magnitudes), in one launch: the values of one cell in the order of the
+/// entries. Counts, whose sums are exact, and magnitudes may have a cell in common; other entries do not.
 #[derive(Debug)]
 pub struct Collect<'a, B: Backend> {
     /// What to add, and where.

@@ -157,6 +157,16 @@ impl Recipe {
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
 
+    /// Whether any tensor, at any point of a run, has a scale of earlier steps.
+    pub fn is_delayed(&self) -> bool {
+        let written = LayerKind::ALL.into_iter().flat_map(|kind| {
+            let section = self.of(kind);
+            kind.sites().filter_map(|site| section.written(site))
+        });
+        let set = self.overrides.iter().flat_map(|o| o.set.iter().filter_map(|(.., p)| p.as_ref()));
+        written.chain(set).any(|p| p.delayed.is_some())
+    }
+
     /// The points of a run (step / steps) from which on sections may be others, its beginning first.
     pub fn boundaries(&self) -> Vec<f64> {
         let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());

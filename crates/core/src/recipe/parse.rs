@@ -1,9 +1,9 @@
 //! TOML to [`Recipe`].
 
-use super::precision::axis_name;
+use super::precision::{DELAYED, axis_name};
 use super::{By, LayerKind, Override, Precision, Recipe, Section, Site};
 use crate::{DType, Error, Result};
-use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule};
 use toml::{Table, Value};
 
 /// `name` is no `what`; what there is, and the nearest of it.
@@ -178,15 +178,25 @@ impl Reader<'_> {
             p.axis = site.axis();
         }
         for (field, value) in table {
-            let known = ["format", "axis", "scale", "round", "rht", "by", "from"];
+            let known =
+                ["format", "axis", "scale", "history", "amax", "margin", "round", "rht", "by", "from"];
             if !known.contains(&field.as_str()) {
                 return Err(self.error(key, unknown("field", field, known.into_iter())));
             }
-            if !format.is_block() && matches!(field.as_str(), "axis" | "scale" | "round" | "rht") {
+            if !format.is_block() && !matches!(field.as_str(), "format" | "by" | "from") {
                 return Err(self.error(key, format!("`{field}` decides nothing: {format} has no blocks")));
             }
             match field.as_str() {
                 "axis" => p.axis = self.axis(key, site, value)?,
+                "scale" if value.as_str() == Some(DELAYED) => {
+                    p.delayed = Some(self.delayed(key, format, table)?)
+                }
+                "history" | "amax" | "margin"
+                    if table.get("scale").and_then(Value::as_str) != Some(DELAYED) =>
+                {
+                    let why = format!("`{field}` decides nothing without scale = \"{DELAYED}\"");
+                    return Err(self.error(key, why));
+                }
                 "scale" => {
                     let parsed = self.string(key, value)?.parse::<ScaleRule>();
                     p.scale = parsed.map_err(|e| self.error(key, e.to_string()))?;
@@ -224,6 +234,44 @@ impl Reader<'_> {
             p.round = format.rounding(p.scale);
         }
         Ok(p)
+    }
+
+    /// How the scale follows from earlier steps.
+    fn delayed(&self, key: &str, format: Format, table: &Table) -> Result<DelayedScaling> {
+        if !format.may_be_delayed() {
+            let all = Format::ALL.into_iter().filter(|format| format.may_be_delayed());
+            let names = all.map(Format::name).collect::<Vec<_>>().join(", ");
+            let why = format!(
+                "scale = \"{DELAYED}\" is for formats with one scale a tensor and none beside it: {names}"
+            );
+            return Err(self.error(key, why));
+        }
+        let number = |field: &str, default: u32| match table.get(field) {
+            None => Ok(default),
+            Some(value) => value
+                .as_integer()
+                .and_then(|number| u32::try_from(number).ok())
+                .ok_or_else(|| self.error(key, format!("`{field}` must be a number from 0 on, got {value}"))),
+        };
+        let DelayedScaling { history, amax, margin } = DelayedScaling::default();
+        let amax = match table.get("amax") {
+            None => amax,
+            Some(value) => {
+                let name = self.string(key, value)?;
+                let names = AmaxOf::ALL.map(AmaxOf::name);
+                name.parse().map_err(|_| self.error(key, unknown("amax", name, names.into_iter())))?
+            }
+        };
+        let history = match amax {
+            AmaxOf::Max => number("history", history)?,
+            AmaxOf::MostRecent if table.contains_key("history") => {
+                let why = format!("`history` decides nothing with amax = \"{amax}\": one step decides");
+                return Err(self.error(key, why));
+            }
+            AmaxOf::MostRecent => 1,
+        };
+        DelayedScaling::new(history, amax, number("margin", margin)?)
+            .map_err(|e| self.error(key, e.to_string()))
     }
 
     /// The axis follows from the place, but for what is kept.

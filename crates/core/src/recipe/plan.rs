@@ -222,7 +222,13 @@ impl Flow<'_> {
         }
         // The kernel writes both before anything is made of a.
         if self.a_is_written_plain() {
-            self.plain_pair("a", self.plain, Site::FpropA, Site::SavedA);
+            // For a delayed scale as wide as the kernel has it.
+            let fprop = section.at(Site::FpropA);
+            let from = if fprop.delayed.is_some() { DType::F32.into() } else { self.plain };
+            match section.kept_a() {
+                Some(_) => self.plain_pair("a", from, Site::FpropA, Site::SavedA),
+                None => self.quantize("a", from, fprop),
+            }
         }
         self.add("unpermute+combine", "y", self.plain, self.plain);
         self.pass = Pass::Backward;
@@ -235,7 +241,7 @@ impl Flow<'_> {
 
     fn a_is_written_plain(&self) -> bool {
         let fprop = self.section.at(Site::FpropA);
-        self.section.kept_a().is_some_and(|kept| !fprop.fused_with(kept))
+        fprop.delayed.is_some() || self.section.kept_a().is_some_and(|kept| !fprop.fused_with(kept))
     }
 
     fn swiglu(&mut self) {
@@ -253,7 +259,7 @@ impl Flow<'_> {
         let (section, h) = (self.section, Form::from(self.section.at(Site::SavedH)));
         let [dgrad, wgrad] = [Site::DgradDh, Site::WgradDh].map(|site| section.at(site));
         let wgrad_a = section.at(Site::WgradA);
-        let fused = dgrad.one_read(wgrad) && !dgrad.round.is_random();
+        let fused = dgrad.one_read(wgrad) && !dgrad.round.is_random() && dgrad.delayed.is_none();
         let f32 = Form::from(DType::F32);
         if fused {
             self.add(OP, "dh", h, Form::both(dgrad.format));
@@ -262,7 +268,7 @@ impl Flow<'_> {
             self.add("swiglu_backward", "dh", h, plain);
         }
         let made_again = section.kept_a().is_none();
-        let a_fused = wgrad_a.rht.is_none();
+        let a_fused = wgrad_a.rht.is_none() && wgrad_a.delayed.is_none();
         match (made_again, wgrad_a.format.is_block()) {
             (true, true) if a_fused => self.add(OP, "a", h, wgrad_a.into()),
             (true, true) if h.rows => self.add("swiglu_backward", "a", h, f32),
@@ -280,9 +286,10 @@ impl Flow<'_> {
 }
 
 impl Precision {
-    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop.
+    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
     pub fn fused_with(&self, kept: &Self) -> bool {
-        (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept)
+        let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
+        self.delayed.is_none() && made_of_one
     }
 }
 

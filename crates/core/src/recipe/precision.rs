@@ -2,7 +2,7 @@
 
 use super::site::{From, LayerKind, Site};
 use crate::{DType, Result};
-use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule};
 use std::fmt;
 
 /// How a tensor in blocks becomes one in other blocks.
@@ -24,6 +24,8 @@ pub struct Precision {
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
+    /// Of the magnitudes of earlier steps rather than of the tensor's own.
+    pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
     /// Length of the random Hadamard transform along the contraction, if any.
@@ -43,6 +45,7 @@ impl Precision {
             format,
             axis: BlockAxis::Row,
             scale: ScaleRule::Amax,
+            delayed: None,
             round: Rounding::NearestEven,
             rht: None,
             by: By::Transcode,
@@ -68,13 +71,13 @@ impl Precision {
 
     /// Whether two precisions name the same representation (rounding aside).
     pub fn same_bits(&self, other: &Self) -> bool {
-        let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.rht));
+        let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.delayed, p.rht));
         self.format == other.format && blocks(self) == blocks(other)
     }
 
     /// Whether one kernel can write both from one read of a plain tensor, one by rows and the other by columns.
     pub fn one_read(&self, other: &Self) -> bool {
-        let codec = |p: &Self| (p.format, p.scale, p.round, p.rht);
+        let codec = |p: &Self| (p.format, p.scale, p.delayed, p.round, p.rht);
         let axes = [self.axis, other.axis];
         self.format.is_block()
             && self.rht.is_none()
@@ -87,7 +90,11 @@ impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.format)?;
         if self.format.is_block() {
-            write!(f, " {} {}", axis_name(self.axis), self.scale)?;
+            write!(f, " {} ", axis_name(self.axis))?;
+            match &self.delayed {
+                None => write!(f, "{}", self.scale)?,
+                Some(delayed) => write!(f, "({delayed})")?,
+            }
             if self.round != Rounding::NearestEven {
                 write!(f, " {}", self.round)?;
             }
@@ -101,6 +108,9 @@ impl fmt::Display for Precision {
         }
     }
 }
+
+/// In a recipe file, in place of a scale rule: the scale follows from earlier steps.
+pub(super) const DELAYED: &str = "delayed";
 
 /// The name of an axis in a recipe file.
 pub(super) fn axis_name(axis: BlockAxis) -> &'static str {

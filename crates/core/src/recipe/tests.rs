@@ -323,3 +323,135 @@ fn globs() {
     );
     assert!(!glob("a*d", "abc") && !glob("a?c", "ac") && !glob("", "a"));
 }
+
+/// A recipe with E4M3 by tensor in every product, those keys aside that `change` writes.
+fn by_tensor(change: &str) -> Result<Recipe> {
+    let plain = "{ format = \"e4m3-tensor\" }";
+    let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
+    let mut text = "extends = \"bf16\"\n".to_owned();
+    for section in ["linear", "expert"] {
+        text += &format!("[{section}]\n");
+        for key in keys.into_iter().filter(|key| !change.contains(&format!("{section}.{key} ="))) {
+            text += &format!("{key} = {plain}\n");
+        }
+        if !change.contains(&format!("{section}.saved.x =")) {
+            text += "saved.x = { format = \"bf16\" }\n";
+        }
+        let of_section = change.lines().filter_map(|line| line.strip_prefix(&format!("{section}.")));
+        of_section.for_each(|line| text += &format!("{line}\n"));
+    }
+    Recipe::parse("mine", &text)
+}
+
+#[test]
+fn delayed_scales_read_print_and_read_again() {
+    let given = |fields: &str| format!("{{ format = \"e4m3-tensor\", scale = \"delayed\"{fields} }}");
+    let of = |fields: &str| {
+        let recipe =
+            by_tensor(&format!("linear.fprop.x = {}", given(fields))).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(Recipe::parse("mine", &recipe.to_toml()).unwrap(), recipe, "{fields}");
+        assert!(recipe.is_delayed());
+        (recipe.linear.at(Site::FpropX).delayed.unwrap(), recipe.to_string())
+    };
+    let (delayed, text) = of("");
+    assert_eq!(delayed, nibble_formats::DelayedScaling::default());
+    assert!(text.contains("e4m3-tensor row (delayed, max of 1024 steps)"), "{text}");
+    let (delayed, text) = of(", history = 16, margin = 2");
+    assert_eq!((delayed.history, delayed.margin), (16, 2));
+    assert!(text.contains("(delayed, max of 16 steps, margin 2)"), "{text}");
+    let (delayed, text) = of(", amax = \"most_recent\"");
+    assert_eq!((delayed.history, delayed.margin), (1, 0));
+    assert!(text.contains("(delayed, most recent step)"), "{text}");
+    assert!(!by_tensor("").unwrap().is_delayed());
+    let late = "extends = \"bf16\"\n[[override]]\nsteps = \"0.5..1\"\nset.recipe = \"fp8-block\"";
+    assert!(!Recipe::parse("mine", late).unwrap().is_delayed());
+}
+
+/// By name, and why.
+#[test]
+fn delayed_scales_are_refused_where_nothing_could_follow_them() {
+    let delayed = "{ format = \"e4m3-tensor\", scale = \"delayed\" }";
+    let other = "{ format = \"e4m3-tensor\", scale = \"delayed\", history = 8 }";
+    for (change, parts) in [
+        (
+            "linear.fprop.x = { format = \"e4m3\", scale = \"delayed\" }".to_owned(),
+            ["linear.fprop.x", "e5m2-tensor"],
+        ),
+        (
+            "linear.fprop.w = { format = \"nvfp4\", scale = \"delayed\" }".to_owned(),
+            ["linear.fprop.w", "one scale a tensor"],
+        ),
+        (
+            "linear.fprop.x = { format = \"bf16\", history = 4 }".to_owned(),
+            ["linear.fprop.x", "`history` decides nothing"],
+        ),
+        (
+            "linear.fprop.x = { format = \"e4m3-tensor\", history = 4 }".to_owned(),
+            ["linear.fprop.x", "without scale = \"delayed\""],
+        ),
+        (
+            "linear.fprop.x = { format = \"e4m3-tensor\", scale = \"tensor-amax\", amax = \"max\" }"
+                .to_owned(),
+            ["linear.fprop.x", "`amax` decides nothing"],
+        ),
+        (
+            delayed.replace(" }", ", history = 0 }").replace("{ format", "linear.fprop.x = { format"),
+            ["linear.fprop.x", "`history`"],
+        ),
+        (
+            delayed.replace(" }", ", margin = 17 }").replace("{ format", "linear.fprop.x = { format"),
+            ["linear.fprop.x", "`margin`"],
+        ),
+        (
+            delayed.replace(" }", ", margin = -1 }").replace("{ format", "linear.fprop.x = { format"),
+            ["linear.fprop.x", "`margin`"],
+        ),
+        (
+            "linear.fprop.x = { format = \"e4m3-tensor\", scale = \"delayed\", amax = \"most_recent\", history = 4 }".to_owned(),
+            ["linear.fprop.x", "`history` decides nothing"],
+        ),
+        (
+            delayed.replace(" }", ", amax = \"latest\" }").replace("{ format", "linear.fprop.x = { format"),
+            ["linear.fprop.x", "most_recent"],
+        ),
+        (format!("expert.dispatch.fwd = {delayed}"), ["expert.dispatch.fwd", "rows that travel"]),
+        (format!("expert.dispatch.bwd = {delayed}"), ["expert.dispatch.bwd", "rows that travel"]),
+        (format!("expert.saved.h = {delayed}"), ["expert.saved.h", "takes no delayed scale"]),
+        (format!("linear.saved.h = {delayed}"), ["linear.saved.h", "takes no delayed scale"]),
+        (
+            format!("linear.dgrad.dy = {delayed}\nlinear.wgrad.dy = {other}"),
+            ["linear.wgrad.dy", "one history"],
+        ),
+        (format!("expert.fprop.a = {delayed}\nexpert.wgrad.a = {other}"), ["expert.wgrad.a", "one history"]),
+        // Made of what is measured, or of what has another scale.
+        (
+            format!(
+                "linear.saved.x = {}\nlinear.wgrad.x = {}",
+                "{ format = \"e4m3-tensor\", axis = \"col\" }", delayed
+            ),
+            ["linear.wgrad.x", "one conversion"],
+        ),
+        (
+            format!(
+                "linear.saved.x = {}\nlinear.wgrad.x = {}",
+                "{ format = \"e4m3-tensor\" }",
+                delayed.replace(" }", ", by = \"requantize\" }")
+            ),
+            ["linear.wgrad.x", "quantized again"],
+        ),
+        (
+            format!(
+                "linear.wgrad.dy = {}\nlinear.wgrad.x = {}",
+                delayed.replace(" }", ", rht = 64 }"),
+                "{ format = \"e4m3-tensor\", rht = 64 }"
+            ),
+            ["linear.wgrad.dy", "transformed"],
+        ),
+    ] {
+        let e = by_tensor(&change).err().unwrap_or_else(|| panic!("{change}: accepted")).to_string();
+        assert!(parts.iter().all(|part| e.contains(part)), "{change}: {e}");
+    }
+    let head = format!("extends = \"bf16\"\n[head]\nfprop.x = {delayed}");
+    let e = error(&head);
+    assert!(e.contains("head.fprop.x") && e.contains("in chunks"), "{e}");
+}

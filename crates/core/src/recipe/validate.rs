@@ -71,6 +71,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     }
     products(&check)?;
     transforms(&check)?;
+    delayed(&check)?;
     kind.sites().try_for_each(|site| conversion(&check, site))
 }
 
@@ -102,6 +103,39 @@ fn products(check: &Check<'_>) -> Result<()> {
             pb.rht
         );
         check.expect(a, pa.rht == pb.rht, &why)?;
+    }
+    Ok(())
+}
+
+/// Scales of earlier steps are for what is quantized from a plain tensor by an operation of its own; a tensor has one history.
+fn delayed(check: &Check<'_>) -> Result<()> {
+    use Site::*;
+    for site in check.kind.sites().filter(|site| check.section.written(*site).is_some()) {
+        let p = check.section.at(site);
+        if p.delayed.is_none() {
+            continue;
+        }
+        let why = match site {
+            DispatchFwd | DispatchBwd => {
+                "rows that travel are quantized before their experts are known: a delayed scale is for one expert's"
+            }
+            SavedH => "h is quantized by the kernel that reads it, which takes no delayed scale",
+            _ if p.rht.is_some() => "a transformed tensor is measured: a delayed scale knows the plain one",
+            _ if p.by == By::Requantize => {
+                "what is quantized again is measured: a delayed scale is for what is made of a plain tensor"
+            }
+            _ => continue,
+        };
+        check.fail::<()>(site, why)?;
+    }
+    let shared =
+        [(FpropX, SavedX), (DgradDy, WgradDy), (DgradDh, WgradDh), (FpropA, WgradA), (FpropA, SavedA)];
+    for (a, b) in shared.into_iter().filter(|(a, b)| check.kind.has(*a) && check.kind.has(*b)) {
+        if let (Some(of_a), Some(of_b)) = (check.section.at(a).delayed, check.section.at(b).delayed) {
+            let why =
+                format!("is {of_b}, and {} is {of_a}: they are one tensor, which has one history", a.key());
+            check.expect(b, of_a == of_b, &why)?;
+        }
     }
     Ok(())
 }

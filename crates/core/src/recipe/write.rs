@@ -1,8 +1,8 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
-use super::precision::axis_name;
+use super::precision::{DELAYED, axis_name};
 use super::{By, LayerKind, Precision, Recipe, Section, Site};
-use nibble_formats::{BlockAxis, Rounding};
+use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
 
@@ -38,7 +38,16 @@ fn in_toml(site: Site, precision: Option<&Precision>) -> String {
     };
     let mut out = format!("{{ format = \"{}\"", p.format);
     if p.format.is_block() {
-        let _ = write!(out, ", scale = \"{}\"", p.scale);
+        let _ = match p.delayed {
+            None => write!(out, ", scale = \"{}\"", p.scale),
+            Some(DelayedScaling { history, amax: amax @ AmaxOf::Max, margin }) => {
+                let rule = format!(", scale = \"{DELAYED}\", history = {history}");
+                write!(out, "{rule}, amax = \"{amax}\", margin = {margin}")
+            }
+            Some(DelayedScaling { amax, margin, .. }) => {
+                write!(out, ", scale = \"{DELAYED}\", amax = \"{amax}\", margin = {margin}")
+            }
+        };
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }

@@ -1,6 +1,7 @@
 //! See `nibble_core::ops::{Quantize, Dequantize}`, and the writing of results in block formats that every fused op
 //! shares.
 
+mod delayed;
 mod dequantize;
 pub(crate) mod emit;
 pub(crate) mod encode;
@@ -79,12 +80,19 @@ fn encode(
     // Blocks along the rows of weights where there are no square ones.
     let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
-    if cpu.path() == CodePath::Scalar {
+    // Scales of earlier steps have no path but the specification's, on several threads.
+    if cpu.path() == CodePath::Scalar || op.delayed.is_some() {
         let x = Matrix::of(op.x, spans);
+        let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
         return match op.planes {
             _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random)),
-            Planes::Tiles => spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &each(), &x)),
-            _ => spec::emit(cpu, &x, emit, spans, random),
+            Planes::Tiles => {
+                let spans = each();
+                spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed))
+            }
+            planes => {
+                Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
+            }
         };
     }
     let x = (Source::plain(op.x), op.x.cols);

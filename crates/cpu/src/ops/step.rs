@@ -4,10 +4,11 @@
 use crate::Cpu;
 use crate::sums::sum_f64;
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
-    Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, InputLayout, OCCUPANCY_VALUES,
+    PushAmax, REPORT_HEAD, Source,
 };
 use nibble_core::{Error, Occupancy, Result};
+use nibble_formats::{AmaxOf, DelayedScaling};
 
 /// The slot of the step that the clock tells.
 fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32] {
@@ -60,6 +61,15 @@ pub(crate) fn collect(op: Collect<'_, Cpu>) -> Result<()> {
             Source::I32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
             Source::F32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
             Source::F64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x)),
+            Source::Largest(x) => {
+                for (i, amax) in x.as_slice().iter().enumerate() {
+                    let cell = &mut table[entry.at + i % entry.cells * entry.stride];
+                    // A NaN is not below anything.
+                    if !(f64::from(*amax) <= *cell || cell.is_nan()) {
+                        *cell = f64::from(*amax);
+                    }
+                }
+            }
             Source::Occupancy(x) => misplaced(x).into_iter().enumerate().for_each(|(i, x)| add(i, x)),
         }
     }
@@ -73,6 +83,28 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
     let fits = needed <= x.capacity as i64;
     let [needed, capacity] = if fits { [0.0; 2] } else { [needed as f64, x.capacity as f64] };
     [needed, capacity, (occupied - x.num_slots as i64).abs() as f64]
+}
+
+/// The step's magnitudes into the records of their spans.
+pub(crate) fn push_amax(op: PushAmax<'_, Cpu>) -> Result<()> {
+    const OP: &str = "push_amax";
+    if op.control.as_slice()[Control::STOP] != 0.0 {
+        return Ok(());
+    }
+    let found = &op.table.as_slice()[op.at..];
+    let records = op.records.as_mut_slice();
+    let len = records.len();
+    for (words, found) in op.spans.as_slice().chunks_exact(AmaxRecords::WORDS).zip(found) {
+        let [first, history, recent, margin] = [0, 1, 2, 3].map(|i| words[i]);
+        let amax = if recent == 0 { AmaxOf::Max } else { AmaxOf::MostRecent };
+        let scaling = DelayedScaling::new(history, amax, margin)?;
+        let place = first as usize..first as usize + scaling.record_len();
+        let Some(record) = records.get_mut(place.clone()) else {
+            return Err(Error::shape(OP, "records.len()", len, format!("at least {}", place.end)));
+        };
+        scaling.push(record, *found as f32);
+    }
+    Ok(())
 }
 
 /// Norm, verdict, report.

@@ -34,7 +34,7 @@ pub use rope::rope;
 pub use route::{route, route_backward};
 pub use scale_tiles::{tile_scales, untile_scales};
 pub use slots::{assign_ranks, pack_slots, unpack_slots};
-pub use step::{begin_micro_batch, begin_step, collect, end_step};
+pub use step::{begin_micro_batch, begin_step, collect, end_step, push_amax};
 pub use swiglu::{swiglu, swiglu_backward};
 pub use transcode::transcode;
 

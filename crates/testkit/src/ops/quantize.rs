@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Dequantize, Hadamard, Planes, Quantize, Random};
+use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, Convert, DType, Result};
 
 /// Every rule of every block format, to nearest.
@@ -143,6 +143,94 @@ impl<B: Convert> Case<B> for Ragged {
             out.require_zero_pads("out.rows", &rows.is_valid());
         }
         Ok(out)
+    }
+}
+
+/// Scales of earlier steps; dense rows, or a stack, without a spread.
+#[derive(Debug)]
+struct OfEarlierSteps {
+    codec: Codec,
+    planes: Planes,
+    spread: Option<Spread>,
+    rows: usize,
+    cols: usize,
+    stack: usize,
+    dtype: DType,
+    input: Input,
+    /// What the first span expects; the others' follow.
+    expected: f32,
+}
+
+impl<B: Convert> Case<B> for OfEarlierSteps {
+    const RAGGED: bool = true;
+
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
+        let Self { codec, planes, cols, stack, .. } = *self;
+        let ragged = self.spread.map(|spread| RaggedRows::of(spread, 5, self.rows, 128));
+        let (rows, x) = match &ragged {
+            Some(rows) => (rows.capacity, ragged_values(self.input, "quantize", rows, cols, pads)),
+            None => (self.rows, self.input.values(&stream("quantize"), self.rows * cols)),
+        };
+        let x = plain(b, self.dtype, &x, rows, cols)?;
+        let groups = ragged.as_ref().map(|rows| rows.upload(b)).transpose()?;
+        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
+        // Records of five values from the third on; every third span has none that is known.
+        let (first, stride) = (3, 5);
+        let mut records = vec![f32::NAN; first + op.spans() * stride];
+        for span in 0..op.spans() {
+            let known = if span % 3 == 2 { 0.0 } else { self.expected * 0.25f32.powi(span as i32) };
+            records[first + span * stride] = known;
+        }
+        let records = b.upload(&records)?;
+        let made = Quantize { delayed: Some(Delayed { records: &records, first, stride }), ..op }.run(b)?;
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+/// Expected magnitudes that are met, missed and unknown, for every form.
+fn of_earlier_steps<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    let formats = Format::ALL.into_iter().filter(|format| format.may_be_delayed());
+    let inputs =
+        [Input::Normal, Input::NonFinite, Input::Outliers, Input::ExtremeExponents, Input::SignedZeros];
+    for (i, format) in formats.enumerate() {
+        for (j, rounding) in [Rounding::NearestEven, Rounding::Stochastic].into_iter().enumerate() {
+            let codec = codec(format, ScaleRule::TensorAmax, rounding);
+            for (k, expected) in [0.0, 0.5, 4.0, 1e30].into_iter().enumerate() {
+                let (dtype, input) = (PLAIN[(i + j + k) % 2], inputs[(i + 2 * j + k) % inputs.len()]);
+                let case = |planes, spread, rows, cols, stack| OfEarlierSteps {
+                    codec,
+                    planes,
+                    spread,
+                    rows,
+                    cols,
+                    stack,
+                    dtype,
+                    input,
+                    expected,
+                };
+                // Random bits are the same business whatever is expected.
+                if j > 0 && k != 2 {
+                    continue;
+                }
+                for (planes, spread) in [
+                    (Planes::Rows, Spread::Zipf),
+                    (Planes::Cols, Spread::EmptyGroups),
+                    (Planes::Both, Spread::OneTakesMost),
+                ] {
+                    pair.check(&case(planes, None, 150, 200, 1));
+                    pair.check(&case(planes, Some(spread), 300, 136, 1));
+                }
+                pair.check(&case(Planes::Rows, None, 20, 1152, 1));
+                pair.check(&case(Planes::Tiles, None, 3 * 140, 136, 3));
+            }
+        }
     }
 }
 
@@ -322,6 +410,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
 pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+    of_earlier_steps(pair);
     for codec in codecs() {
         for (planes, rows, cols, stack) in SHAPES {
             for (i, input) in Input::ALL.into_iter().enumerate() {

@@ -1,7 +1,9 @@
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
+use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, REPORT_HEAD, Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, PushAmax,
+    REPORT_HEAD, Source,
 };
 use nibble_core::{Agreement, Backend, Model, Occupancy, Result};
 
@@ -106,6 +108,8 @@ impl<B: Model> Case<B> for Collected {
         let load = b.upload(&(0..24).collect::<Vec<i32>>())?;
         let losses = b.upload(&Input::HeavyTailed.values(&stream("collect"), 6))?;
         let sums = b.upload(&[0.1f64, -3.5])?;
+        // Some below what is there, some above, and what is not a number stays.
+        let amaxes = [b.upload(&[0.5f32, 9.25, f32::NAN])?, b.upload(&[1e3f32, 0.0, 4.0])?];
         let found = b.upload(&self.found)?;
         let occupancy = Occupancy { found, num_slots: 40, capacity: self.capacity };
         let entry = |source, at, cells, stride| Entry { source, at, cells, stride };
@@ -117,8 +121,10 @@ impl<B: Model> Case<B> for Collected {
             entry(Source::F32(&losses), 16, 6, 1),
             entry(Source::F64(&sums), 22, 2, 1),
             entry(Source::Occupancy(&occupancy), 24, 3, 1),
+            entry(Source::Largest(&amaxes[0]), 28, 3, 1),
+            entry(Source::Largest(&amaxes[1]), 28, 3, 1),
         ];
-        let mut table = b.upload(&(0..28).map(|i| f64::from(i) * 0.25).collect::<Vec<f64>>())?;
+        let mut table = b.upload(&(0..31).map(|i| f64::from(i) * 0.25).collect::<Vec<f64>>())?;
         Collect { entries: &entries, table: &mut table }.run(b)?;
         let mut out = Outputs::default();
         out.buf(b, "table", &table, None)?;
@@ -232,6 +238,56 @@ pub fn end_step<A: Model, B: Model>(pair: &Pair<A, B>) {
     for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, LeftOut, Earlier] {
         for (ranks, sums, clip_norm, step) in [(1, 1, 0.0, 0), (2, 300, 1.0, 1), (4, 2503, 1e9, 6)] {
             pair.check(&Ended { ranks, sums, clip_norm, step, wrong });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Pushed {
+    scaling: DelayedScaling,
+    spans: usize,
+    steps: usize,
+    stop: bool,
+}
+
+impl<B: Model> Case<B> for Pushed {
+    fn agreement(&self) -> Agreement {
+        PushAmax::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        // Two tensors behind one another, the second with a short history of its own.
+        let first = AmaxRecords { scaling: self.scaling, first: 3, spans: self.spans };
+        let short = DelayedScaling { history: 2, amax: AmaxOf::Max, margin: 1 };
+        let second = AmaxRecords { scaling: short, first: 3 + first.len(), spans: 2 };
+        let words: Vec<u32> = first.words().chain(second.words()).collect();
+        let spans = b.upload(&words)?;
+        let mut records = b.zeros(second.first + second.len() + 1)?;
+        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, f32::from(u8::from(self.stop))])?;
+        let at = 4;
+        for step in 0..self.steps {
+            let of_step = Input::HeavyTailed.values(&stream(&format!("push_amax.{step}")), self.spans + 2);
+            let mut cells = vec![f64::NAN; at];
+            cells.extend(of_step.iter().map(|x| f64::from(x.abs())));
+            cells[at + step % self.spans] = [0.0, f64::NAN, 1e-45, f64::INFINITY][step % 4];
+            let table = b.upload(&cells)?;
+            let op = PushAmax { table: &table, at, spans: &spans, control: &control, records: &mut records };
+            op.run(b)?;
+        }
+        let mut out = Outputs::default();
+        out.buf(b, "records", &records, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`PushAmax`].
+pub fn push_amax<A: Model, B: Model>(pair: &Pair<A, B>) {
+    for (history, amax, margin) in
+        [(1, AmaxOf::Max, 0), (7, AmaxOf::Max, 3), (1024, AmaxOf::Max, 0), (5, AmaxOf::MostRecent, 16)]
+    {
+        let scaling = DelayedScaling { history, amax, margin };
+        for (spans, steps, stop) in [(1, 3, false), (300, 12, false), (3, 2, true)] {
+            pair.check(&Pushed { scaling, spans, steps, stop });
         }
     }
 }

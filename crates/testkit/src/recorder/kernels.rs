@@ -88,17 +88,22 @@ impl<B: Convert> Convert for Recorder<B> {
 
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let mut call = self.call("quantize", &op);
-        let Quantize { x, codec, planes, groups, stack, random, hadamard } = op;
+        let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed } = op;
         let x = call.reads(x)?;
         let groups = groups.map(|groups| call.reads(groups)).transpose()?;
         let stream = random.map(|random| random.stream);
         let step = random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?;
+        let records = delayed.map(|delayed| call.reads(delayed.records)).transpose()?;
+        let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
         call.issue(move |b: &B, _| {
             let x = open(b, &x)?;
+            let records = records.as_ref().map(|records| open(b, records)).transpose()?;
+            let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
             let groups = groups.as_ref().map(|groups| open(b, groups)).transpose()?;
             let step = step.as_ref().map(|step| open(b, step)).transpose()?;
             let random = stream.map(|stream| Random { stream, step: step.as_ref() });
-            b.quantize(Quantize { x: &x, codec, planes, groups: groups.as_ref(), stack, random, hadamard })
+            let groups = groups.as_ref();
+            b.quantize(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed })
         })
     }
 
@@ -140,6 +145,7 @@ impl<B: Model> Model for Recorder<B> {
         writes clock, control, reports;
         plain ranks, alarms, finite, clip_norm;
     }) -> ());
+    op!(push_amax(PushAmax { reads table, spans, control; writes records; plain at; }) -> ());
     fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         let mut call = self.call("sum_squares", &op);
         let tensors = op.tensors.iter().map(|tensor| Ok((call.reads(tensor.x)?, tensor.parts, tensor.at)));
@@ -262,6 +268,7 @@ impl<A: Backend> OwnedEntry<A> {
             OwnedSource::I32(x) => Source::I32(x),
             OwnedSource::F32(x) => Source::F32(x),
             OwnedSource::F64(x) => Source::F64(x),
+            OwnedSource::Largest(x) => Source::Largest(x),
             OwnedSource::Occupancy(x) => Source::Occupancy(x),
         };
         Entry { source, at: self.at, cells: self.cells, stride: self.stride }
@@ -274,6 +281,7 @@ enum OwnedSource<A: Backend> {
     I32(A::Buf<i32>),
     F32(A::Buf<f32>),
     F64(A::Buf<f64>),
+    Largest(A::Buf<f32>),
     Occupancy(Occupancy<A>),
 }
 
@@ -284,6 +292,7 @@ impl<A: Backend> OwnedSource<A> {
             Source::I32(x) => Self::I32(x.clone()),
             Source::F32(x) => Self::F32(x.clone()),
             Source::F64(x) => Self::F64(x.clone()),
+            Source::Largest(x) => Self::Largest(x.clone()),
             Source::Occupancy(x) => Self::Occupancy(x.clone()),
         }
     }
@@ -298,6 +307,7 @@ impl<A: Backend> Over for OwnedSource<A> {
             Self::I32(x) => OwnedSource::I32(m.buf(x)?),
             Self::F32(x) => OwnedSource::F32(m.buf(x)?),
             Self::F64(x) => OwnedSource::F64(m.buf(x)?),
+            Self::Largest(x) => OwnedSource::Largest(m.buf(x)?),
             Self::Occupancy(x) => OwnedSource::Occupancy(x.mapped(m)?),
         })
     }

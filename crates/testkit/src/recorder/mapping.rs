@@ -123,10 +123,12 @@ over!(PermuteMap, |x, m| PermuteMap {
     occupancy: x.occupancy.mapped(m)?,
 });
 over!(Counts, |x, m| Counts(m.buf(&x.0)?));
+over!(Found, |x, m| Found { amax: m.buf(&x.amax)?, counts: m.buf(&x.counts)? });
 over!(Emitted, |x, m| Emitted {
     rows: x.rows.mapped(m)?,
     cols: x.cols.mapped(m)?,
-    counts: x.counts.mapped(m)?
+    counts: x.counts.mapped(m)?,
+    found: x.found.mapped(m)?,
 });
 over!(Transcoded, |x, m| Transcoded {
     out: x.out.mapped(m)?,

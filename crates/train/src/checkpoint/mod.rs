@@ -4,6 +4,7 @@
 //! RUN/checkpoints/step-00001000/
 //!   model.safetensors   F32 masters under Hugging Face names
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
+//!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps
 //!   config.json         the model, as `transformers` reads it
 //!   tokenizer.json
 //!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
@@ -35,6 +36,7 @@ use state::STATE_FILE;
 const DIR: &str = "checkpoints";
 const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
+const SCALES_FILE: &str = "scales.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const PREFIX: &str = "step-";
@@ -65,6 +67,8 @@ pub struct Outline {
     pub model: Vec<TensorSpec>,
     /// Optimizer moments, in order of their names.
     pub optim: Vec<TensorSpec>,
+    /// Histories of delayed scales, in order of their names; without any there is no such file.
+    pub scales: Vec<TensorSpec>,
     /// `config.json`.
     pub config_json: String,
     /// `tokenizer.json`.
@@ -134,7 +138,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Writes a checkpoint and removes all but the newest `keep` (0 = keep all). Returns its directory.
+    /// Writes a checkpoint without histories of scales and removes all but the newest `keep` (0 = keep all). Returns its directory.
     ///
     /// # Errors
     /// [`Error::Io`] (a full disk, say) and [`Error::Checkpoint`] for tensors that contradict themselves; the earlier
@@ -156,14 +160,20 @@ impl Store {
         };
         let (config_json, tokenizer_json) = (config_json.to_owned(), tokenizer_json.to_owned());
         let (model_specs, optim_specs) = (specs(&mut model)?, specs(&mut optim)?);
-        let outline =
-            Outline { model: model_specs, optim: optim_specs, config_json, tokenizer_json, position };
+        let outline = Outline {
+            model: model_specs,
+            optim: optim_specs,
+            scales: Vec::new(),
+            config_json,
+            tokenizer_json,
+            position,
+        };
         let mut tensors =
             model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
         self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default()), keep)
     }
 
-    /// Writes a checkpoint whose tensors' values come from `next`: those of the model and then those of the optimizer, one tensor
+    /// Writes a checkpoint whose tensors' values come from `next`: those of the model, of the optimizer, and of the scales, one tensor
     /// after the other as the outline has them, in pieces of any length that end where a file ends. Nothing more of them is
     /// held. Removes all but the newest `keep` (0 = keep all). Returns its directory.
     ///
@@ -263,11 +273,14 @@ fn write_all<P: AsRef<[f32]>>(
     outline: &Outline,
     next: &mut dyn FnMut() -> Result<P>,
 ) -> Result<()> {
-    let Outline { model, optim, config_json, tokenizer_json, position } = outline;
+    let Outline { model, optim, scales, config_json, tokenizer_json, position } = outline;
     reach(Point::CheckpointBegins)?;
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
     let mut entries = Vec::new();
-    for (name, tensors) in [(MODEL_FILE, model), (OPTIM_FILE, optim)] {
+    let files = [(MODEL_FILE, model), (OPTIM_FILE, optim), (SCALES_FILE, scales)];
+    for (name, tensors) in
+        files.into_iter().filter(|(name, tensors)| *name != SCALES_FILE || !tensors.is_empty())
+    {
         entries.push(write_tensors(dir, name, tensors, next)?);
         reach(Point::FileWritten)?;
     }
@@ -396,6 +409,14 @@ impl Checkpoint {
     /// As [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
         Tensors::open(&self.path, self.entry(OPTIM_FILE)?, self.checks)
+    }
+
+    /// Histories of delayed scales, of a run that has any.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::model`].
+    pub fn scales(&self) -> Result<Tensors> {
+        Tensors::open(&self.path, self.entry(SCALES_FILE)?, self.checks)
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.

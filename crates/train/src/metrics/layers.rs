@@ -31,6 +31,12 @@ pub struct SiteMetrics {
     pub inexact: Option<u64>,
     /// Blocks that held a NaN or an infinity.
     pub non_finite: u64,
+    /// Values larger than their delayed scale expected. Absent without such a scale.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub saturated: Option<u64>,
+    /// Values under a delayed scale.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub delayed: Option<u64>,
 }
 
 impl LayerMetrics {
@@ -59,6 +65,8 @@ impl LayerMetrics {
                 non_zero: counts.non_zero,
                 inexact,
                 non_finite: counts.non_finite,
+                saturated: (counts.delayed > 0).then_some(counts.saturated),
+                delayed: (counts.delayed > 0).then_some(counts.delayed),
             }
         });
         let load =

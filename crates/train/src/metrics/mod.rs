@@ -86,6 +86,9 @@ pub struct Metrics {
         default
     )]
     pub shift_inexact_fraction: Option<f64>,
+    /// Share of the values under scales of earlier steps that those took past the largest number. Absent of a recipe without.
+    #[serde(rename = "quantization/saturated_fraction", skip_serializing_if = "Option::is_none", default)]
+    pub saturated_fraction: Option<f64>,
     /// Anything else, by name.
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,
@@ -117,6 +120,7 @@ impl Metrics {
             dead_expert_fraction: (pairs > 0).then(|| dead as f64 / pairs as f64),
             inexact_fraction: inexact_fraction(report, Format::Mxfp4),
             shift_inexact_fraction: inexact_fraction(report, Format::E4m3),
+            saturated_fraction: saturated_fraction(report),
             ..Self::default()
         }
     }
@@ -128,6 +132,12 @@ fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
     let counts = report.counts().filter(|(site, _)| converted(site.conversion));
     let (blocks, inexact) = counts.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
     (blocks > 0).then(|| inexact as f64 / blocks as f64)
+}
+
+/// Of the values under scales of earlier steps, the share that saturated.
+fn saturated_fraction(report: &Report<'_>) -> Option<f64> {
+    let sum = report.counts().fold((0, 0), |sum, (_, c)| (sum.0 + c.delayed, sum.1 + c.saturated));
+    (sum.0 > 0).then(|| sum.1 as f64 / sum.0 as f64)
 }
 
 /// ((0+1)+(2+3))…

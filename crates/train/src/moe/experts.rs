@@ -165,12 +165,13 @@ impl<B: LayerKernels> Experts<B> {
         let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
         let fprop = section.at(Site::FpropA);
         let second = self.second_a(cx, section);
-        // What no kernel writes from one read is made of the plain tensor.
-        let fused = second.is_none_or(|second| fprop.fused_with(second));
-        let both = second.is_some_and(|second| fprop.one_read(second));
+        // What no kernel writes from one read is made of the plain tensor, under a delayed scale of one as wide as the kernel has it.
+        let delayed = fprop.delayed.is_some();
+        let fused = !delayed && second.is_none_or(|second| fprop.fused_with(second));
+        let both = fused && second.is_some_and(|second| fprop.one_read(second));
         let a = match fused {
             true => emit(fprop, if both { Planes::Both } else { Planes::Rows }, cx.activations())?,
-            false => Emit::Plain(cx.activations()),
+            false => Emit::Plain(if delayed { DType::F32 } else { cx.activations() }),
         };
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
@@ -181,6 +182,9 @@ impl<B: LayerKernels> Experts<B> {
                 let at = self.of_down("a");
                 let (a, kept) = cx.forms(at, &a, fprop, second, Some(groups))?;
                 (a, Some(kept))
+            }
+            (None, Operand::Plain(a)) if !fused => {
+                (cx.form(self.of_down("a"), &a, fprop, Some(groups))?, None)
             }
             (Some(_), a) if both => (a, Some(out.a.take_cols("experts")?)),
             (second, a) => (a.clone(), second.map(|_| a)),
@@ -250,7 +254,7 @@ impl<B: LayerKernels> Experts<B> {
     /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.
     ///
     /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically, or wgrad wants
-    /// them transformed: then it writes them in F32, and that is quantized by itself.
+    /// them transformed, or under a delayed scale: then it writes them in F32, and that is quantized by itself.
     #[allow(clippy::type_complexity)]
     fn swiglu_backward(
         &self,
@@ -264,12 +268,14 @@ impl<B: LayerKernels> Experts<B> {
         let (dgrad, wgrad) = (section.at(Site::DgradDh), section.at(Site::WgradDh));
         let wgrad_a = section.at(Site::WgradA);
         let plain = !dgrad.format.is_block() && !wgrad.format.is_block();
-        let fused = plain || (dgrad.one_read(wgrad) && !dgrad.round.is_random());
+        let one_kernel = dgrad.one_read(wgrad) && !dgrad.round.is_random() && dgrad.delayed.is_none();
+        let fused = plain || one_kernel;
         let dh = if fused { emit(dgrad, Planes::Both, cx.activations())? } else { Emit::Plain(DType::F32) };
-        let a = match (&saved.a, wgrad_a.rht) {
+        let by_itself = wgrad_a.rht.is_some() || wgrad_a.delayed.is_some();
+        let a = match (&saved.a, by_itself) {
             (Some(_), _) => None,
-            (None, Some(_)) => Some(Emit::Plain(DType::F32)),
-            (None, None) => Some(emit(wgrad_a, Planes::Cols, cx.activations())?),
+            (None, true) => Some(Emit::Plain(DType::F32)),
+            (None, false) => Some(emit(wgrad_a, Planes::Cols, cx.activations())?),
         };
         let (h, weight) = (&saved.h, Some(&plan.gate_r));
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;

@@ -168,8 +168,10 @@ impl<B: LayerKernels> Moe<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let to = section.at(Site::DispatchFwd);
-        // Messages stay as narrow as the recipe says.
-        if cx.comm.world() > 1 {
+        // Messages stay as narrow as the recipe says; an expert's scale is known of its own rows alone.
+        let fprop = section.at(Site::FpropX);
+        let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
+        if cx.comm.world() > 1 || by_expert {
             let x_rd = self.arrived(cx, "x", x_td, to, plan)?;
             return self.experts.fprop_input(cx, section, &x_rd, Some(plan));
         }

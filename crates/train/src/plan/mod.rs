@@ -13,6 +13,7 @@ pub use nibble_dry::{Call, Flops, Work};
 
 use crate::checks::check_sizes;
 use crate::config::Config;
+use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
 use crate::ledger::Ledger;
 use crate::param::Placement;
@@ -104,6 +105,18 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
     })
 }
 
+/// The tensors of a rank whose scales are those of earlier steps, found in a rehearsal; under most recipes none.
+///
+/// # Errors
+/// As [`predict`]; where a tensor would have different histories in a run.
+pub(crate) fn delayed_sites(ranks: usize, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
+    if !recipe.is_delayed() {
+        return Ok(DelayedSites::default());
+    }
+    // Which they are is a question of shapes.
+    with_dry(DeviceKind::Host, ranks, config, |dry, comm| RankState::delayed_sites(dry, comm, config, recipe))
+}
+
 fn rehearsed(
     kind: DeviceKind,
     ranks: usize,
@@ -127,13 +140,24 @@ fn on_shapes<R>(
     recipe: &Recipe,
     run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
+    with_dry(kind, ranks, config, |dry, comm| {
+        RankState::of_shapes(dry, comm, config, recipe).and_then(|mut rank| run(dry, &mut rank))
+    })
+}
+
+/// Runs `run` with a device that computes nothing.
+fn with_dry<R>(
+    kind: DeviceKind,
+    ranks: usize,
+    config: &Config,
+    run: impl FnOnce(&Dry, &dyn Comm<Dry>) -> Result<R>,
+) -> Result<R> {
     check_sizes(config)?;
     let dry = Dry::new(kind);
     let tokens = config.train.batch_size / ranks * config.data.seq_len;
     let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
     let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
-    let done = RankState::of_shapes(&dry, comm, config, recipe).and_then(|mut rank| run(&dry, &mut rank));
-    match done {
+    match run(&dry, comm) {
         Err(_) if dry.has_overflowed() => Err(Error::Memory {
             needed: usize::MAX,
             settings: Vec::new(),
@@ -151,7 +175,10 @@ fn on_shapes<R>(
 fn gathered_bytes(rank: &mut RankState<'_, Dry>, ranks: usize) -> usize {
     let shared = rank.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
     let largest = shared.map(|p| p.master.bytes()).max().unwrap_or(0);
-    if ranks == 1 { 0 } else { largest * (1 + ranks) }
+    // And what earlier steps left for scales.
+    let records = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
+    let records = records.map_or(0, |delayed| size_of::<f32>() * delayed.sites.borrow().record_values());
+    if ranks == 1 { 0 } else { (largest * (1 + ranks)).max(records * ranks) }
 }
 
 /// Predicts the run, if this device has room for it now: what other processes hold is not to be had.

@@ -11,9 +11,11 @@ pub(crate) use step::{Step, StepBuffers};
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
 use crate::data::Batch;
+use crate::delayed::DelayedSites;
 use crate::error::Result;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
+use crate::plan;
 use nibble_core::{Comm, Kernels, MemoryStats, Recipe, Tensor};
 
 /// The model of a rank, and the memory of its steps.
@@ -37,7 +39,7 @@ pub struct RunMemory {
     pub weights: MemoryStats,
     /// Gradients that live through a step.
     pub gradients: MemoryStats,
-    /// AdamW's.
+    /// AdamW's, and what earlier steps left for scales.
     pub moments: MemoryStats,
     /// What a step or an evaluation makes and drops again: copies of the weights, activations, temporary gradients.
     pub activations: MemoryStats,
@@ -92,10 +94,18 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// The buffers of steps, if they have not been made.
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
-            let mut buffers = StepBuffers::new(&self.context, &mut self.model)?;
-            buffers.restart(self.context.b, self.context.step)?;
-            self.buffers = Some(buffers);
+            let RankContext { comm, config, recipe, .. } = &self.context;
+            let delayed = plan::delayed_sites(comm.world(), config, recipe)?;
+            self.make_buffers_with(delayed)?;
         }
+        Ok(())
+    }
+
+    /// The buffers of steps under a recipe whose scales of earlier steps are these.
+    fn make_buffers_with(&mut self, delayed: DelayedSites) -> Result<()> {
+        let mut buffers = StepBuffers::new(&self.context, &mut self.model, delayed)?;
+        buffers.restart(self.context.b, self.context.step)?;
+        self.buffers = Some(buffers);
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use super::step::Step;
 use crate::checks::steps_of_change;
 use crate::config::Config;
 use crate::data::Batch;
+use crate::delayed::DelayedSites;
 use crate::error::Result;
 use crate::ledger::Ledger;
 use nibble_core::{Comm, DType, Kernels, Recipe, Tensor};
@@ -17,10 +18,35 @@ impl<'a, B: Kernels> RankState<'a, B> {
         config: &Config,
         recipe: &Recipe,
     ) -> Result<Self> {
-        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, config.model.head_dim);
-        let mut rank = Self::assemble(b, comm, config, recipe.clone(), table)?;
+        let mut rank = Self::without_buffers(b, comm, config, recipe)?;
         rank.make_buffers()?;
         Ok(rank)
+    }
+
+    fn without_buffers(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: &Recipe) -> Result<Self> {
+        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, config.model.head_dim);
+        Self::assemble(b, comm, config, recipe.clone(), table)
+    }
+
+    /// The tensors whose scales are those of earlier steps, found by a step at every point of the run where precisions change.
+    ///
+    /// # Errors
+    /// As [`RankState::rehearse`]; where a tensor has different histories in a run.
+    pub(crate) fn delayed_sites(
+        b: &'a B,
+        comm: &'a dyn Comm<B>,
+        config: &Config,
+        recipe: &Recipe,
+    ) -> Result<DelayedSites> {
+        let mut rank = Self::without_buffers(b, comm, config, recipe)?;
+        rank.make_buffers_with(DelayedSites::open())?;
+        let steps = config.train.steps;
+        for step in steps_of_change(recipe, steps).into_iter().filter(|step| *step < steps) {
+            rank.context.step = step;
+            rank.rehearse_step(1)?;
+        }
+        let found = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
+        Ok(found.map(|found| found.sites.borrow().clone().closed()).unwrap_or_default())
     }
 
     /// A forward pass for what it keeps; then, at every point of the run where precisions change, a step and an evaluation.

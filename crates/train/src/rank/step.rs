@@ -7,14 +7,15 @@ use super::context::RankContext;
 use crate::config::Config;
 use crate::cx::{Cx, Shards};
 use crate::data::Batch;
+use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
-use crate::record::{Counted, Layout};
+use crate::record::{Counted, Layout, Waiting};
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, Source,
+    BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, PushAmax, Source,
 };
 use nibble_core::{DType, Error as CoreError, Kernels};
 use std::cell::RefCell;
@@ -45,11 +46,12 @@ struct Place<B: Kernels> {
     shards: Shards<B>,
     clock: B::Buf<u32>,
     counted: Counted<B>,
+    delayed: DelayedRecords<B>,
 }
 
 impl<B: Kernels> StepBuffers<B> {
-    /// Buffers for this rank's part of this configuration, and of the parameters their gradients and moments.
-    pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
+    /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and of `delayed` their records.
+    pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>, delayed: DelayedSites) -> Result<Self> {
         let (b, ranks, config) = (context.b, context.comm.world(), &context.config);
         let t = &config.train;
         let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
@@ -60,9 +62,11 @@ impl<B: Kernels> StepBuffers<B> {
             dense: config.model.num_dense(),
             experts: config.model.experts,
             shards: shards.local,
+            spans: delayed.spans(),
         };
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
         place_parameters(b, config, model, shards.local, [&gradients, &moments])?;
+        let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
         Ok(Self {
             gradients,
             moments,
@@ -73,13 +77,23 @@ impl<B: Kernels> StepBuffers<B> {
             table: b.zeros(layout.cells())?,
             layout,
             optimizer: OptimizerState::new(b, &model.params(), ranks, &layout)?,
-            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default() }),
+            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default(), delayed }),
         })
     }
 
     /// The sites met so far.
     pub fn sites(&self) -> &[crate::record::CountSite] {
         self.place.as_ref().map_or(&[], |place| place.counted.sites())
+    }
+
+    /// What earlier steps left for scales; none while a step is under way.
+    pub fn delayed(&self) -> Option<&DelayedRecords<B>> {
+        self.place.as_ref().map(|place| &place.delayed)
+    }
+
+    /// The same, to be written.
+    pub fn delayed_mut(&mut self) -> Option<&mut DelayedRecords<B>> {
+        self.place.as_mut().map(|place| &mut place.delayed)
     }
 
     /// The device's clock begins at this step, and nothing has gone wrong yet.
@@ -149,7 +163,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         model: &'s mut Decoder<B>,
         buffers: &'s mut StepBuffers<B>,
     ) -> Result<Self> {
-        let Some(Place { shards, clock, counted }) = buffers.place.take() else {
+        let Some(Place { shards, clock, counted, delayed }) = buffers.place.take() else {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
@@ -161,6 +175,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             micro_batches: context.config.train.grad_accum,
             clock: Some(clock),
             counted: RefCell::new(counted),
+            delayed: Some(delayed),
             ..inference
         };
         Ok(Self { context, model, buffers, cx })
@@ -168,10 +183,11 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Gives the buffers back.
     pub fn end(self) {
-        let Cx { shards, clock, counted, .. } = self.cx;
+        let Cx { shards, clock, counted, delayed, .. } = self.cx;
         let counted = counted.into_inner();
         // Put there by `new`.
-        self.buffers.place = clock.map(|clock| Place { shards, clock, counted });
+        self.buffers.place =
+            clock.zip(delayed).map(|(clock, delayed)| Place { shards, clock, counted, delayed });
     }
 
     /// Everything, one part after the other. `before_optimizer` waits for whoever still reads what the optimizer changes.
@@ -226,8 +242,12 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
     fn collect(&mut self, forward: Option<(&DecoderOut<B>, &DecoderSaved<B>)>) -> Result<()> {
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
-        let counts = self.cx.counted.borrow_mut().take(layout)?;
-        let mut entries: Vec<Entry<'_, B>> = counts.iter().map(|(site, c)| layout.counts(*site, c)).collect();
+        let waiting = self.cx.counted.borrow_mut().take(layout)?;
+        let mut entries: Vec<Entry<'_, B>> =
+            waiting.iter().map(|waiting| layout.counts(waiting.site, &waiting.counts)).collect();
+        for Waiting { site, found, .. } in &waiting {
+            entries.extend(found.iter().flat_map(|(cells, found)| layout.found(*site, *cells, found)));
+        }
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
         if let Some((out, saved)) = forward {
             entries.push(entry(Source::F64(&out.shard_nats), layout.nats(), layout.shards));
@@ -265,7 +285,13 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
         let train = &self.context.config.train;
         optim::step(&mut self.cx, self.model.params(), train, optimizer, table, layout)?;
-        Ok(())
+        match &mut self.cx.delayed {
+            Some(DelayedRecords { records, spans, .. }) if layout.spans > 0 => {
+                let op = PushAmax { table, at: layout.amax(), spans, control: &optimizer.control, records };
+                Ok(op.run(self.context.b)?)
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use super::Trainer;
 use super::pieces::{Piece, Pieces, Pool, Stopped};
 use super::weights::gather;
 use crate::checkpoint::{Outline, Store, TensorSpec};
+use crate::delayed::DelayedSite;
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::Named;
@@ -87,6 +88,8 @@ enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
+    /// What earlier steps left for scales, of no parameter: all of it together.
+    Scales,
 }
 
 impl Part {
@@ -95,6 +98,7 @@ impl Part {
             Self::Master => "",
             Self::ExpAvg => ".exp_avg",
             Self::ExpAvgSq => ".exp_avg_sq",
+            Self::Scales => "",
         }
     }
 
@@ -106,6 +110,9 @@ impl Part {
             Self::Master => &param.master,
             Self::ExpAvg => exp_avg,
             Self::ExpAvgSq => exp_avg_sq,
+            Self::Scales => {
+                return Err(CoreError::shape("save", "part", "scales", "that of a parameter").into());
+            }
         })
     }
 }
@@ -135,6 +142,20 @@ fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<Source> {
             all.push(Source { spec, of: (param, part), first: tensor.first_value() });
         }
     }
+    all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
+    all
+}
+
+/// The histories of scales in order of their names, of all ranks.
+fn scale_sources(sites: &[DelayedSite], ranks: usize) -> Vec<Source> {
+    let mut first = 0;
+    let source = |site: &DelayedSite| {
+        let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(ranks) };
+        let begins = first;
+        first += spec.num_values();
+        Source { spec, of: (0, Part::Scales), first: begins }
+    };
+    let mut all: Vec<Source> = sites.iter().map(source).collect();
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
     all
 }
@@ -253,10 +274,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let files = self.files();
         let pool = self.pool(&files);
         let writer = store.map(|store| {
-            let [model, optim] =
-                [&files[0], &files[1]].map(|file| file.iter().map(|source| source.spec.clone()).collect());
+            let [model, optim, scales] =
+                [0, 1, 2].map(|i| files[i].iter().map(|source| source.spec.clone()).collect());
             let (config_json, tokenizer_json) = (self.config_json(), self.tokenizer().to_json());
-            let outline = Outline { model, optim, config_json, tokenizer_json, position };
+            let outline = Outline { model, optim, scales, config_json, tokenizer_json, position };
             self.start_writer(store.clone(), outline, pool.limit())
         });
         let pieces = match writer.transpose()? {
@@ -280,6 +301,11 @@ impl<B: Kernels> Trainer<'_, B> {
             for part in [Part::Master, Part::ExpAvg, Part::ExpAvgSq] {
                 tensors.insert((i, part), part.of(param)?.clone());
             }
+        }
+        if let Some(delayed) = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed()) {
+            let records = Data::F32(delayed.records.clone());
+            let values = delayed.sites.borrow().record_values();
+            tensors.insert((0, Part::Scales), Tensor::new(records, 1, values)?);
         }
         let has_narrow = tensors.values().any(|tensor| matches!(tensor.data, Data::Bf16(_)));
         let narrow = if has_narrow { Some(Piece::of(&pool)?) } else { None };
@@ -321,10 +347,14 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// What the two files of tensors hold.
-    fn files(&mut self) -> [Vec<Source>; 2] {
+    /// What the files of tensors hold. Buffers have been made.
+    fn files(&mut self) -> [Vec<Source>; 3] {
         let named = self.rank.model.named_tensors();
-        [sources(&named, &[Part::Master]), sources(&named, &[Part::ExpAvg, Part::ExpAvgSq])]
+        let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
+        let ranks = self.rank.context.comm.world();
+        let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), ranks));
+        let moments = [Part::ExpAvg, Part::ExpAvgSq];
+        [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()]
     }
 
     fn pool(&mut self, files: &[Vec<Source>]) -> Arc<Pool<B>> {
@@ -350,6 +380,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// the last of them: a layer's experts.
     fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
         let (b, comm) = (self.rank.context.b, self.rank.context.comm);
+        let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
         for file in files {
@@ -364,7 +395,10 @@ impl<B: Kernels> Trainer<'_, B> {
                 if met.insert(*of) {
                     let param = &*params[of.0];
                     // The others only take part where values come from all.
-                    if pieces.is_some() || param.placement != Placement::Replicated {
+                    if let (Part::Scales, Some(delayed)) = (of.1, delayed) {
+                        let of_ranks = b.download(&comm.all_gather(b, &delayed.records)?)?;
+                        held.insert(*of, delayed.in_order(&of_ranks, comm.world()));
+                    } else if pieces.is_some() || param.placement != Placement::Replicated {
                         held.insert(*of, gather(b, comm, param, of.1.of(param)?)?);
                     }
                     if pieces.is_none() {

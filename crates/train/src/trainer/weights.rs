@@ -3,6 +3,7 @@
 use super::Trainer;
 use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
+use crate::delayed::{DelayedRecords, History};
 use crate::error::Result;
 use crate::model::{Named, transformers_config};
 use crate::param::{Moments, Param, Placement};
@@ -80,6 +81,25 @@ fn scatter<B: Kernels>(
     Ok(())
 }
 
+/// Takes what earlier steps left for this rank's scales.
+fn restore<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    delayed: &mut DelayedRecords<B>,
+    checkpoint: &Checkpoint,
+) -> Result<()> {
+    let sites = delayed.sites.borrow().clone();
+    if sites.sites().is_empty() {
+        return Ok(());
+    }
+    let mut scales = checkpoint.scales()?;
+    for site in sites.sites() {
+        let all = scales.take(&site.tensor_name(), &site.shape(comm.world()))?;
+        delayed.restore(b, site, comm.rank(), &all)?;
+    }
+    scales.finish()
+}
+
 impl<B: Kernels> Trainer<'_, B> {
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
@@ -114,10 +134,21 @@ impl<B: Kernels> Trainer<'_, B> {
             }
         }
         optim.finish()?;
-        match &mut self.rank.buffers {
-            Some(buffers) => buffers.restart(b, self.rank.context.step),
-            None => Ok(()),
+        let Some(buffers) = &mut self.rank.buffers else { return Ok(()) };
+        if let Some(delayed) = buffers.delayed_mut() {
+            restore(b, self.rank.context.comm, delayed, checkpoint)?;
         }
+        buffers.restart(b, self.rank.context.step)
+    }
+
+    /// What earlier steps left for scales, on this rank; nothing under most recipes, and before the first step.
+    ///
+    /// # Errors
+    /// If a step's record has not been read; from the backend.
+    pub fn histories(&mut self) -> Result<Vec<History>> {
+        self.require_settled("histories")?;
+        let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
+        Ok(delayed.map_or(Ok(Vec::new()), |delayed| delayed.histories(self.rank.context.b))?)
     }
 
     /// Takes weights and step of a checkpoint, and leaves its moments: enough to evaluate and to generate.

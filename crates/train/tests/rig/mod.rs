@@ -16,6 +16,11 @@ pub fn recipes() -> Vec<&'static str> {
     Recipe::names().collect()
 }
 
+/// A recipe of the repository that is not built in.
+pub fn recipe_file(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../recipes/{name}.toml")).display().to_string()
+}
+
 /// Two decoder layers with grouped query heads, four experts and a shared one, 512 tokens a step in four shards of
 /// 128: the smallest run whose shards hold whole FP8 blocks and whose widths hold whole MXFP4 blocks.
 const EXPERTS: &str = "experts = 4\ntop_k = 2\nexpert_ffn = 32\nshared_ffn = 32";

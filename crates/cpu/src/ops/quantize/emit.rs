@@ -361,7 +361,12 @@ impl<'a> Sink<'a> {
         };
         let block = |target: Option<Target>| target.map(|t| Operand::Block(t.finish()));
         let counts = self.codec.map(|_| counts(cpu, &self.tally));
-        Ok(Emitted { rows: plain.or(block(self.row_plane)), cols: block(self.col_plane), counts })
+        Ok(Emitted {
+            rows: plain.or(block(self.row_plane)),
+            cols: block(self.col_plane),
+            counts,
+            found: None,
+        })
     }
 }
 
@@ -493,6 +498,6 @@ impl<'a> SquareSink<'a> {
     /// The planes, once every tile is written.
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
         let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
-        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)) })
+        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)), found: None })
     }
 }

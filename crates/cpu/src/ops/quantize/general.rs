@@ -216,7 +216,7 @@ pub(super) fn emit(cpu: &Cpu, job: &Job, planes: Planes) -> Result<Emitted<Cpu>>
 
 fn emitted(cpu: &Cpu, [rows, cols]: [Option<BlockScaled<Cpu>>; 2], tally: Tally) -> Result<Emitted<Cpu>> {
     let counts = Some(Counts(cpu.computed(&tally)));
-    Ok(Emitted { rows: rows.map(Operand::Block), cols: cols.map(Operand::Block), counts })
+    Ok(Emitted { rows: rows.map(Operand::Block), cols: cols.map(Operand::Block), counts, found: None })
 }
 
 /// The lines of a plane, so many a piece: codes and scales.

@@ -9,6 +9,8 @@ pub(crate) struct Span {
     pub start: usize,
     pub len: usize,
     pub end: usize,
+    /// Which group or matrix it is; none where rows belong to no group.
+    pub number: Option<usize>,
 }
 
 /// The spans of a matrix, covering its rows without gaps.
@@ -34,7 +36,7 @@ impl<'a> Spans<'a> {
             Some(groups) => Self::ragged(op, rows, groups, block),
             None => {
                 let capacity = rows.next_multiple_of(block);
-                let spans = vec![Span { start: 0, len: rows, end: capacity }];
+                let spans = vec![Span { start: 0, len: rows, end: capacity, number: Some(0) }];
                 Ok(Self { spans, rows, capacity, row_id: None })
             }
         }
@@ -52,7 +54,8 @@ impl<'a> Spans<'a> {
     /// `stack` matrices of `rows_each` rows, a span each.
     pub fn stacked(stack: usize, rows_each: usize) -> Self {
         let rows = stack * rows_each;
-        let span = |i| Span { start: i * rows_each, len: rows_each, end: (i + 1) * rows_each };
+        let span =
+            |i| Span { start: i * rows_each, len: rows_each, end: (i + 1) * rows_each, number: Some(i) };
         Self { spans: (0..stack).map(span).collect(), rows, capacity: rows, row_id: None }
     }
 
@@ -65,19 +68,21 @@ impl<'a> Spans<'a> {
         expect("groups.len.len()", len.len(), groups.num_groups)?;
         expect("groups.row_id.len()", row_id.len(), rows)?;
         let at = |i: i32| usize::try_from(i).ok().filter(|&row| row <= rows);
-        let mut spans = vec![Span { start: 0, len: 0, end: at(start[0]).unwrap_or(usize::MAX) }];
-        for (bounds, &len) in start.windows(2).zip(len) {
+        let mut spans =
+            vec![Span { start: 0, len: 0, end: at(start[0]).unwrap_or(usize::MAX), number: None }];
+        for (group, (bounds, &len)) in start.windows(2).zip(len).enumerate() {
             // Out of range becomes a span that the check below refuses.
             let span = Span {
                 start: at(bounds[0]).unwrap_or(usize::MAX),
                 len: usize::try_from(len).unwrap_or(usize::MAX),
                 end: at(bounds[1]).unwrap_or(0),
+                number: Some(group),
             };
             spans.push(span);
         }
         // Non-empty: it has at least the span before the first group.
         let last = spans[spans.len() - 1].end;
-        spans.push(Span { start: last, len: 0, end: rows });
+        spans.push(Span { start: last, len: 0, end: rows, number: None });
         for s in &spans {
             if s.start > s.end || s.len > s.end - s.start || s.end > rows {
                 let got = format!("start {start:?}, len {len:?}");

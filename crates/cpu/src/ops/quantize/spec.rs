@@ -1,10 +1,11 @@
 //! The specification of every op that writes quantized or plain results: one block after the other through
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
+use super::delayed::Met;
 use super::planes::{get_code, put_codes, put_scale, scales_of, unwritten_as};
-use super::spans::Spans;
+use super::spans::{Span, Spans};
 use crate::Cpu;
-use nibble_core::ops::{Counts, Emit, Emitted, Planes};
+use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found, Planes};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use nibble_formats::{
     BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, WHOLE_LINE,
@@ -46,6 +47,8 @@ pub(crate) struct Casting<'a> {
     pub codec: Codec,
     /// Where there is a scale for a whole tensor: the codec of each row. The rows of a span, a group's or a matrix's, share one.
     pub of_rows: Vec<Codec>,
+    /// Under scales of earlier steps.
+    met: Option<Met<'a>>,
     pub random: Option<Stream>,
     pub spans: &'a Spans<'a>,
     /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
@@ -53,12 +56,22 @@ pub(crate) struct Casting<'a> {
 }
 
 impl<'a> Casting<'a> {
-    /// Measures the values, where the tensor has a scale of its own.
-    pub fn new(codec: Codec, random: Option<Stream>, spans: &'a Spans<'a>, x: &Matrix) -> Self {
-        let of_rows = |rows: Range<usize>| {
-            codec.tensor_amax(x.values[rows.start * x.cols..rows.end * x.cols].iter().copied())
+    /// Measures the values, where the tensor has a scale of its own; `delayed`: records of so many spans.
+    pub fn new(
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+        x: &Matrix,
+        delayed: Option<(Delayed<'a, Cpu>, usize)>,
+    ) -> Self {
+        let values = |rows: Range<usize>| &x.values[rows.start * x.cols..rows.end * x.cols];
+        let mut met = delayed.map(|(delayed, num_spans)| Met::new(delayed, num_spans));
+        let of_span = |span: &Span, rows: Range<usize>| match &mut met {
+            Some(met) => met.meet(codec, span.number, values(rows)),
+            None => codec.for_tensor(codec.tensor_amax(values(rows).iter().copied())),
         };
-        Self::measured(codec, random, spans, of_rows)
+        let casting = Self::of_spans(codec, random, spans, of_span);
+        Self { met, ..casting }
     }
 
     /// With the largest magnitude of some rows, as [`Codec::tensor_amax`] has it.
@@ -68,15 +81,25 @@ impl<'a> Casting<'a> {
         spans: &'a Spans<'a>,
         amax: impl Fn(Range<usize>) -> f32,
     ) -> Self {
+        Self::of_spans(codec, random, spans, |_, rows| codec.for_tensor(amax(rows)))
+    }
+
+    /// With the codec of each span, where the tensor has a scale of its own, for its rows that count.
+    fn of_spans(
+        codec: Codec,
+        random: Option<Stream>,
+        spans: &'a Spans<'a>,
+        mut of_span: impl FnMut(&Span, Range<usize>) -> Codec,
+    ) -> Self {
         let mut of_rows = Vec::new();
         if codec.scale_kind().has_tensor_scale() {
             of_rows = vec![codec.for_tensor(0.0); spans.capacity];
             for span in &spans.spans {
                 let rows = span.start..(span.start + span.len).min(spans.rows);
-                of_rows[span.start..span.end.min(spans.capacity)].fill(codec.for_tensor(amax(rows)));
+                of_rows[span.start..span.end.min(spans.capacity)].fill(of_span(span, rows));
             }
         }
-        Self { codec, of_rows, random, spans, transposed: None }
+        Self { codec, of_rows, met: None, random, spans, transposed: None }
     }
 
     /// The codec of a row's values.
@@ -92,6 +115,11 @@ impl<'a> Casting<'a> {
             None => self.spans.row_index(row) * cols as u64 + col as u64,
         };
         stream.u16_at(element)
+    }
+
+    /// What was found of values under scales of earlier steps.
+    fn found(&self, cpu: &Cpu) -> Option<Found<Cpu>> {
+        self.met.as_ref().map(|met| met.found(cpu))
     }
 
     /// Writes the tensor's scale of each row.
@@ -123,21 +151,25 @@ pub(crate) fn emit(
     match emit {
         Emit::Plain(dtype) => {
             let rows = Some(Operand::Plain(plain(cpu, x, dtype, spans.rows)?));
-            Ok(Emitted { rows, cols: None, counts: None })
+            Ok(Emitted { rows, cols: None, counts: None, found: None })
         }
         Emit::Block { codec, planes } => {
-            let casting = Casting::new(codec, random, spans, x);
-            let lines = |axis| lines(cpu, x, &casting, axis);
-            let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
-            let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
-            let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
-            let [non_zero, inexact, non_finite] = tally;
-            Ok(Emitted {
-                rows: rows.map(|(plane, _)| Operand::Block(plane)),
-                cols: cols.map(|(plane, _)| Operand::Block(plane)),
-                counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
-            })
+            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, None), planes))
         }
+    }
+}
+
+/// Writes a matrix in blocks, by rows, by columns, or both.
+pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, planes: Planes) -> Emitted<Cpu> {
+    let lines = |axis| lines(cpu, x, casting, axis);
+    let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
+    let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
+    let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
+    Emitted {
+        rows: rows.map(|(plane, _)| Operand::Block(plane)),
+        cols: cols.map(|(plane, _)| Operand::Block(plane)),
+        counts: Some(Counts(cpu.computed(&tally))),
+        found: casting.found(cpu),
     }
 }
 
@@ -269,6 +301,7 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
         counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+        found: casting.found(cpu),
     })
 }
 
@@ -281,7 +314,8 @@ pub(crate) fn row_weights(
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
     let plane = |x: &Matrix, rows: usize, transposed| {
         let spans = Spans::stacked(stack, rows);
-        lines(cpu, x, &Casting { transposed, ..Casting::new(codec, random, &spans, x) }, BlockAxis::Row)
+        let casting = Casting::new(codec, random, &spans, x, None);
+        lines(cpu, x, &Casting { transposed, ..casting }, BlockAxis::Row)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
     let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
@@ -291,6 +325,7 @@ pub(crate) fn row_weights(
         rows: Some(Operand::Block(rows)),
         cols: Some(Operand::Block(cols)),
         counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
+        found: None,
     })
 }
 

@@ -15,6 +15,8 @@
 //   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
 //   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
 //   row: `span_of_row`, or its matrix if null.
+//   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
+//   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
 // A thread encodes 64 values of a row, then of a column. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.

@@ -4,14 +4,18 @@
 // A row counts as in quantize_units.cuh. Maxima are bits of F32 magnitudes, a NaN above infinity above the others; zeros before.
 //
 // row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
-//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8).
+//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8). With `earlier` only the rows of its spans of
+//   which nothing is known.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
 //   null. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
-//   number is `largest`. 256 threads; grid ceil(spans / 256).
-// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null. 256 threads; grid ceil(rows / 256).
+//   number is `largest`. With `earlier` of what its spans expect where that is known, with that instead of one over what values are multiplied
+//   by (infinity where it is not known); and counts[1] += their values, cols in each of len[span] rows, or of matrix_rows where null. 256 threads;
+//   grid ceil(spans / 256).
+// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null; NaN where `found` says that a value of the span is not
+//   finite. 256 threads; grid ceil(rows / 256).
 // count_lines: counts[0] += how many of `lines` bytes are not zero. 256 threads; grid ceil(lines / 256).
 #pragma once
 #include "formats/bf16.cuh"
@@ -21,12 +25,27 @@
 
 namespace nib {
 
+/// What earlier steps left for scales, `EarlierArg` of the launch: of each of so many spans the magnitude that is expected, 0 where nothing is known.
+struct EarlierArg {
+    const float* expected;
+    u64 stride;
+    int spans;
+    u32 pad;
+
+    __device__ __forceinline__ bool has(int span) const { return expected != nullptr && span < spans; }
+    __device__ __forceinline__ float of(int span) const { return __ldg(expected + span * stride); }
+};
+
 template <class In>
 __global__ void __launch_bounds__(256)
     row_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
-               int matrix_rows, int by_span, int rows, int cols) {
+               int matrix_rows, int by_span, int rows, int cols, const EarlierArg earlier) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
+    if (earlier.expected != nullptr) {
+        const int span = span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
+        if (!earlier.has(span) || earlier.of(span) != 0.0f) return;
+    }
     const bool counted = row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0;
     u32 largest = 0;
     const u8* const from = x + u64(row) * cols * In::kBytes;
@@ -90,10 +109,21 @@ __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ sta
 
 template <bool kNvfp4>
 __global__ void __launch_bounds__(256)
-    tensor_scales(const u32* __restrict__ maxima, int spans, float largest, TensorInverse* inverses, float* scales) {
+    tensor_scales(const u32* __restrict__ maxima, int spans, float largest, TensorInverse* inverses, float* scales, const EarlierArg earlier,
+                  const int* __restrict__ len, int matrix_rows, int cols, u64* counts) {
     const int span = blockIdx.x * 256 + threadIdx.x;
     if (span >= spans) return;
-    const u32 bits = maxima[span];
+    u32 bits = maxima[span];
+    float limit = __uint_as_float(kInfinityBits);
+    if (earlier.has(span)) {
+        const float expected = earlier.of(span);
+        if (expected != 0.0f) {
+            limit = expected;
+            bits = __float_as_uint(expected);
+        }
+        const u64 values = u64(len == nullptr ? matrix_rows : __ldg(len + span)) * cols;
+        if (values != 0) atomicAdd(counts + 1, values);
+    }
     const float amax = __uint_as_float(bits), most = 0x1.fffffep127f;
     float inverse = 1.0f, scale = 1.0f;
     if (bits > kInfinityBits) {
@@ -108,14 +138,18 @@ __global__ void __launch_bounds__(256)
             scale = __frcp_rn(inverse);
         }
     }
-    inverses[span] = {inverse, __frcp_rn(inverse)};
+    inverses[span] = {inverse, earlier.expected != nullptr ? limit : __frcp_rn(inverse)};
     scales[span] = scale;
 }
 
 __global__ void __launch_bounds__(256)
-    spread_scales(const float* __restrict__ scales, const int* __restrict__ span_of_row, int matrix_rows, float* out, int rows) {
+    spread_scales(const float* __restrict__ scales, const int* __restrict__ span_of_row, int matrix_rows, float* out, int rows,
+                  const u32* __restrict__ found, int found_spans) {
     const int row = blockIdx.x * 256 + threadIdx.x;
-    if (row < rows) out[row] = __ldg(scales + (span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row)));
+    if (row >= rows) return;
+    const int span = span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
+    const bool marked = found != nullptr && span < found_spans && __ldg(found + span) >= kInfinityBits;
+    out[row] = marked ? __uint_as_float(kNanBits) : __ldg(scales + span);
 }
 
 __global__ void __launch_bounds__(256) count_lines(const u8* __restrict__ any, int lines, u64* counts) {

@@ -3,6 +3,7 @@
 // begin_step: control[0 .. 3] from the slot's first words, the clock's micro-batches and `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
 // begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; the clock counts it. 1024 threads; a cluster of 8,
 //   so that nobody counts before all have read.
+// push_amax: span s of cta s; its magnitude is table[s]. 128 threads; grid spans.
 // collect: entry e of a launch, whose cells no other entry of the launch has, is cta e's. 128 threads; grid entries.
 // end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096). 1024 threads; grid 1.
 #pragma once
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kMicroThreads)
 constexpr int kCollectThreads = 128;
 constexpr int kCollectEntries = 100;  // 4 kB of parameters
 
-enum Collected { kU64, kI32, kF32, kF64, kOccupancy };
+enum Collected { kU64, kI32, kF32, kF64, kOccupancy, kLargest };
 
 /// Values and their cells: value i goes to cell at + i % cells * stride.
 struct CollectEntry {
@@ -81,7 +82,8 @@ __device__ __forceinline__ double value_of(const CollectEntry& entry, u32 i) {
     switch (entry.kind) {
         case kU64: return __ull2double_rn(static_cast<const u64*>(entry.source)[i]);
         case kI32: return double(static_cast<const int*>(entry.source)[i]);
-        case kF32: return double(static_cast<const float*>(entry.source)[i]);
+        case kF32:
+        case kLargest: return double(static_cast<const float*>(entry.source)[i]);
         case kF64: return static_cast<const double*>(entry.source)[i];
     }
     const int* const found = static_cast<const int*>(entry.source);
@@ -100,6 +102,15 @@ __global__ void __launch_bounds__(kCollectThreads) collect(double* table, const 
     for (u32 cell = threadIdx.x; cell < entry.cells; cell += kCollectThreads) {
         double* const to = table + entry.at + u64(cell) * entry.stride;
         double sum = *to;
+        if (entry.kind == kLargest) {
+            // A NaN is not below anything.
+            for (u32 i = cell; i < entry.values; i += entry.cells) {
+                const double value = value_of(entry, i);
+                if (!(value <= sum) && sum == sum) sum = value;
+            }
+            *to = sum;
+            continue;
+        }
 #pragma unroll 4
         for (u32 i = cell; i < entry.values; i += entry.cells) sum = __dadd_rn(sum, value_of(entry, i));
         *to = sum;
@@ -156,6 +167,48 @@ __global__ void __launch_bounds__(kEndThreads)
     report[2] = norm;
     report[3] = double(scale);
     clock[kStep] = step + 1;
+}
+
+constexpr int kPushThreads = 128;
+
+/// A span's record, in F32: what is expected, the place that is written next, and the history.
+enum { kExpected = 0, kNext = 1, kHistory = 2 };
+
+/// Where a span's record begins, the length of its history, whether the most recent magnitude decides, and the margin.
+struct SpanWords {
+    u32 first;
+    u32 history;
+    u32 recent;
+    u32 margin;
+};
+
+__global__ void __launch_bounds__(kPushThreads)
+    push_amax(const double* __restrict__ table, const SpanWords* __restrict__ spans, const float* __restrict__ control, float* records, u64 len) {
+    __shared__ u32 of_warps[kPushThreads / 32];
+    if (control[kStop] != 0.0f) return;
+    const SpanWords span = spans[blockIdx.x];
+    const float amax = __double2float_rn(table[blockIdx.x]);
+    const bool there = span.history > 0 && u64(span.first) + kHistory + span.history <= len;
+    if (!there || !(amax > 0.0f) || !is_finite(amax)) return;
+    float* const record = records + span.first;
+    const u32 next = __float2uint_rz(record[kNext]) % span.history;
+    // Magnitudes order as their bits do.
+    u32 largest = __float_as_uint(amax);
+    if (span.recent == 0) {
+        for (u32 i = threadIdx.x; i < span.history; i += kPushThreads) {
+            if (i != next) largest = max(largest, __float_as_uint(record[kHistory + i]));
+        }
+    }
+    largest = __reduce_max_sync(0xFFFFFFFF, largest);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+#pragma unroll
+    for (int warp = 1; warp < kPushThreads / 32; ++warp) largest = max(largest, of_warps[warp]);
+    const float expected = __fmul_rn(__uint_as_float(largest), float(1u << min(span.margin, 31u)));
+    record[kHistory + next] = amax;
+    record[kExpected] = fminf(expected, 0x1.fffffep127f);
+    record[kNext] = float((next + 1) % span.history);
 }
 
 }  // namespace nib

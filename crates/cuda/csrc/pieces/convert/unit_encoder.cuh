@@ -3,66 +3,12 @@
 // Along the rows a thread has one unit. Down the columns it has 32 rows of two neighbouring columns, which it reads together: a quarter of the
 // lanes for each 32 rows, so that what blocks of 64 and of 128 rows have in common is found by exchange within a warp.
 #pragma once
+#include "formats/rounding.cuh"
 #include "math/philox.cuh"
 #include "pieces/convert/sixteen.cuh"
-#include "pieces/convert/units.cuh"
-#include "formats/rounding.cuh"
+#include "pieces/convert/units_arg.cuh"
 
 namespace nib {
-
-constexpr int kFormRows = 1;
-constexpr int kFormCols = 2;
-constexpr int kFormTiles = 4;
-
-/// `UnitsArg` of the launch.
-struct UnitsArg {
-    const u8* x;
-    u8* row_codes;
-    u8* col_codes;
-    RecordPlane row_records, col_records;
-    u64* counts;
-    const int* row_id;
-    const u32* row_amax;
-    const u32* col_amax;
-    u8* row_any;
-    u8* col_any;
-    const TensorInverse* tensor;
-    const int* span_of_row;
-    int rows, cols, capacity;
-    int form, policy, band, id_mask;
-    u32 x_aligned, rows_aligned, cols_aligned;
-    u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
-    int tiles;                 // of a cta, one below the other
-    int across, turns, stack;  // ctas of a matrix, beside and below each other; matrices
-    // Of ctas: those of a matrix, of a band; those of one column of a band, and of the last one.
-    Divider by_matrix, by_band, by_height, by_last;
-    ScaleArg rule;
-
-    __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
-    /// The number of a row for random bits.
-    __device__ __forceinline__ u64 number_of(int matrix, int row) const {
-        return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
-    }
-    __device__ __forceinline__ int span_of(int row) const { return span_of_row == nullptr ? 0 : __ldg(span_of_row + min(row, rows - 1)); }
-    /// Which of a line's maxima is a row's.
-    __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
-        return down ? u64(span_of(row)) * (u64(stack) * cols) + line : line;
-    }
-    __device__ __forceinline__ TensorInverse tensor_of(int matrix, int row) const {
-        if (tensor == nullptr) return {1.0f, 1.0f};
-        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + (span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1))));
-        return {of.x, of.y};
-    }
-};
-
-template <class F, class In, int kAcross>
-struct alignas(16) QuantizeUnitsShared {
-    UnitValues<In, kAcross> values;
-    UnitCodes<F> codes;
-    u32 square_max[64];  // of square tiles, those of a row of tiles after the other
-    u32 square_any[64];
-    u32 total[3];
-};
 
 /// Random bits of the values of a unit, one at a time.
 struct UnitBits {
@@ -91,6 +37,7 @@ struct UnitEncoder {
     static constexpr int kBits = F::Element::kBits, kWords = kBits / 2;  // of sixteen codes
     static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
+    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;  // a tensor's scale alone
     static constexpr bool kDraws = kRound == kStochastic;  // rows are a multiple of eight numbers then
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
@@ -130,6 +77,13 @@ struct UnitEncoder {
                 for (int i = 1; i < kStep / 16; ++i) largest = max(largest, x[i].template largest<16>(0));
                 if constexpr (F::kBlock == 128) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
                 scale = scale_of(largest, exists ? arg.row_amax : nullptr, line, square, tensor, is_padding);
+                if constexpr (kNotes) {
+                    if (arg.found != nullptr) {
+                        note(matrix, row, exists && !is_padding, largest, [&](int i, int j) {
+                            return In::number(shared.values.vector(u, (i * 16 + j) * In::kBytes / 16) + (i * 16 + j) * In::kBytes % 16);
+                        });
+                    }
+                }
                 u32 octaves = 0;
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
@@ -230,6 +184,13 @@ struct UnitEncoder {
                     const u32* const of_lines = col + c < arg.cols ? arg.col_amax : nullptr;
                     scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter, first, in_tile + c), tensor, is_padding);
                 }
+                if constexpr (kNotes) {
+                    if (arg.found != nullptr && arg.form == kFormCols) {
+                        note(matrix, row, col < arg.cols && !is_padding, max(largest[0], largest[1]), [&](int i, int j) {
+                            return In::number(shared.values.value(quarter * 32 + i % 2 * 16 + j, in_tile + i / 2));
+                        });
+                    }
+                }
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
                     TwoColumns<In> mine;
@@ -313,6 +274,35 @@ struct UnitEncoder {
     }
 
 private:
+    /// What was found of 64 values, the largest of which is `amax`, or one of their block: value j of sixteenth i is `value(i, j)`. All threads
+    /// of a warp come here.
+    template <class Value>
+    __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
+        int span = counts ? arg.tensor_span(matrix, row) : -1;
+        if (unsigned(span) >= unsigned(arg.found_spans)) span = -1;
+        u32 bits = span < 0 ? 0 : amax >= kInfinityBits ? kNanBits : amax;
+        const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
+        u32 larger = 0;
+        if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
+            // Again, since registers are not indexed, and this is rare.
+#pragma unroll 1
+            for (int i = 0; i < 64; ++i) {
+                const u32 magnitude = __float_as_uint(value(i / 16, i % 16)) & 0x7FFFFFFF;
+                larger += __uint_as_float(magnitude) > expected && magnitude < kInfinityBits;
+            }
+        }
+        larger = __reduce_add_sync(kAllLanes, larger);
+        if (threadIdx.x % 32 == 0 && larger != 0) atomicAdd(arg.found_counts, u64(larger));
+        int is_one_span;
+        __match_all_sync(kAllLanes, span, &is_one_span);
+        if (is_one_span) {
+            bits = __reduce_max_sync(kAllLanes, bits);
+            if (threadIdx.x % 32 != 0) return;
+        }
+        // Most are smaller than what is there already.
+        if (bits != 0 && bits > *const_cast<volatile u32*>(arg.found + span)) atomicMax(arg.found + span, bits);
+    }
+
     struct Place {
         u64 line;
         int position, square;

@@ -6,6 +6,7 @@ mod units;
 pub(crate) use config::{has_fast_kernels, instances};
 
 use crate::Buffer;
+use crate::backend::Buf;
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{
@@ -15,7 +16,7 @@ use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
-use nibble_core::ops::{Counts, Emitted, Hadamard, Planes, Quantize};
+use nibble_core::ops::{Counts, Emitted, Found, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
@@ -75,8 +76,12 @@ pub(crate) fn quantize_counting(
     if let Some(step) = op.random.and_then(|random| random.step) {
         buffers.buffer("random.step", step)?;
     }
+    if let Some(delayed) = &op.delayed {
+        buffers.buffer("delayed.records", delayed.records)?;
+    }
     let desc = QuantizeDesc::of(&op);
     desc.check()?;
+    let found = op.delayed.map(|_| FoundBuffers::new(device, op.spans())).transpose()?;
     let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
     let stored = (codec.format(), codec.rule());
     // A weight's planes have blocks along their rows where the format has no square ones.
@@ -95,7 +100,8 @@ pub(crate) fn quantize_counting(
     };
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = Source::of(&op);
-        let out = Planned { rows: rows.as_ref(), cols: cols.as_ref(), counts: counts.0.get() };
+        let (rows, cols) = (rows.as_ref(), cols.as_ref());
+        let out = Planned { rows, cols, counts: counts.0.get(), found: found.as_ref() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
                 let transformed = transform_first(device, &source, &desc, &transform)?;
@@ -112,7 +118,8 @@ pub(crate) fn quantize_counting(
         }
     }
     let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
-    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts) })
+    let found = found.map(FoundBuffers::into_found);
+    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts), found })
 }
 
 /// The matrix and its groups, as arguments.
@@ -145,6 +152,24 @@ struct Planned<'a> {
     rows: Option<&'a BlockScaled<Cuda>>,
     cols: Option<&'a BlockScaled<Cuda>>,
     counts: &'a Buffer<u64>,
+    /// Under scales of earlier steps.
+    found: Option<&'a FoundBuffers>,
+}
+
+/// What is found of values under scales of earlier steps, zeros before.
+struct FoundBuffers {
+    amax: Buffer<f32>,
+    counts: Buffer<u64>,
+}
+
+impl FoundBuffers {
+    fn new(device: &Device, spans: usize) -> Result<Self> {
+        Ok(Self { amax: device.filled(spans, 0)?, counts: device.counters(2)? })
+    }
+
+    fn into_found(self) -> Found<Cuda> {
+        Found { amax: Buf::new(self.amax), counts: Buf::new(self.counts) }
+    }
 }
 
 /// The transform of a matrix as F32, for kernels that do not make it as they read.

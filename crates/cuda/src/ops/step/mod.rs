@@ -1,4 +1,4 @@
-//! `begin_step`, `begin_micro_batch`, `collect`, `end_step` on a GPU (`csrc/kernels/step/step.cuh`).
+//! `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax` on a GPU (`csrc/kernels/step/step.cuh`).
 
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
@@ -11,7 +11,8 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, InputLayout, Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, InputLayout, PushAmax,
+    Source,
 };
 use nibble_core::{Error, Plain, Result};
 
@@ -23,6 +24,7 @@ const COLLECT_THREADS: u32 = 128;
 /// Entries of a launch: what parameters have room for.
 const COLLECT_ENTRIES: usize = 100;
 const END_THREADS: u32 = 1024;
+const PUSH_THREADS: u32 = 128;
 
 fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: "kernels/step/step.cuh", name, args: Vec::new() }
@@ -128,6 +130,7 @@ impl EntryArg {
             Source::F32(x) => (plane(buffers, 2, x)?, None),
             Source::F64(x) => (plane(buffers, 3, x)?, None),
             Source::Occupancy(x) => (plane(buffers, 4, &x.found)?, Some(x)),
+            Source::Largest(x) => (plane(buffers, 5, x)?, None),
         };
         let [capacity, slots, found] =
             occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);
@@ -201,6 +204,33 @@ pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
+/// See [`PushAmax`]. A record that does not lie in the records is left out.
+pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
+    const OP: &str = "push_amax";
+    op.check()?;
+    let buffers = BufferCheck::by(OP, cuda);
+    let table = buffers.buffer("table", op.table)?.address() + (op.at * size_of::<f64>()) as u64;
+    let words = buffers.buffer("spans", op.spans)?;
+    let control = buffers.buffer("control", op.control)?;
+    buffers.buffer("records", op.records)?;
+    let spans = words.len() / AmaxRecords::WORDS;
+    if spans == 0 {
+        return Ok(());
+    }
+    let records = op.records.make_mut()?;
+    let ctas = u32::try_from(spans).ok().filter(|ctas| *ctas <= i32::MAX as u32);
+    let ctas = ctas.ok_or_else(|| Error::shape(OP, "spans", spans, "below 2^31"))?;
+    let launch = Launch { ctas, threads: PUSH_THREADS, cluster: 1, shared_bytes: 0 };
+    let len = records.len() as u64;
+    // SAFETY: `check` held the table to a cell for each span from `at` on, and the control to its length; the kernel reads and writes
+    // no record past the `len` values.
+    unsafe {
+        cuda.device()
+            .kernel(&spec("nib::push_amax"))?
+            .launch(launch, &[&table, words, control, &*records, &len])
+    }
+}
+
 /// The device's `StepEnd`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -246,7 +276,7 @@ pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    ["nib::begin_step", "nib::begin_micro_batch", "nib::collect", "nib::end_step"]
+    ["nib::begin_step", "nib::begin_micro_batch", "nib::collect", "nib::end_step", "nib::push_amax"]
         .map(|name| Instance { spec: spec(name), shared_bytes: 0 })
         .to_vec()
 }

@@ -87,7 +87,9 @@ pub(super) fn emit(
     groups: Option<&Groups<Cuda>>,
 ) -> Result<Emitted<Cuda>> {
     match emit {
-        Emit::Plain(_) => Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None }),
+        Emit::Plain(_) => {
+            Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None })
+        }
         Emit::Block { codec, planes } => Quantize { groups, ..Quantize::new(&x, codec, planes) }.run(cuda),
     }
 }
@@ -210,13 +212,13 @@ impl Rows {
             let no_scales = None::<&Buffer<u8>>;
             self.launch(device, op, [plain_arg(&a).0, &no_scales], saved.as_ref(), None)?;
             return Ok(SwigluOut {
-                a: Emitted { rows: Some(Operand::Plain(a)), cols: None, counts: None },
+                a: Emitted { rows: Some(Operand::Plain(a)), cols: None, counts: None, found: None },
                 h: saved,
             });
         };
         let (a, counts) = (new_rows(codec, f)?, crate::ops::counts(cuda)?);
         self.launch(device, op, plane_args(&a), saved.as_ref(), Some(counts.0.get()))?;
-        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts) };
+        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts), found: None };
         Ok(SwigluOut { a, h: saved })
     }
 
@@ -358,7 +360,7 @@ impl RowsCols {
         // `rows`; the planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
         let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane)));
-        let a = Emitted { rows, cols, counts: Some(counts) };
+        let a = Emitted { rows, cols, counts: Some(counts), found: None };
         Ok(SwigluOut { a, h: saved_h(cuda, op)? })
     }
 }

@@ -193,7 +193,7 @@ impl Fused {
         // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
         // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
-        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts) };
+        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts), found: None };
         let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane)));
         Ok(SwigluGrads {
             dh: emitted(dh_rows, dh_cols, dh_counts),

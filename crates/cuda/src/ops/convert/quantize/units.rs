@@ -9,7 +9,7 @@ use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::{Element, Format, Rounding, ScaleLayout, ScaleRule, WHOLE_LINE};
-use nibble_core::ops::{Planes, Quantize};
+use nibble_core::ops::{Delayed, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
@@ -96,6 +96,8 @@ struct UnitsArg {
     col_any: u64,
     tensor: u64,
     span_of_row: u64,
+    found: u64,
+    found_counts: u64,
     rows: i32,
     cols: i32,
     capacity: i32,
@@ -106,6 +108,7 @@ struct UnitsArg {
     x_aligned: u32,
     rows_aligned: u32,
     cols_aligned: u32,
+    found_spans: i32,
     column_record: u32,
     tiles: i32,
     across: i32,
@@ -117,7 +120,28 @@ struct UnitsArg {
     by_last: Divider,
     rule: ScaleArg,
 }
-plain_args!(UnitsArg);
+
+/// The device's `EarlierArg`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct EarlierArg {
+    expected: u64,
+    stride: u64,
+    spans: i32,
+    pad: u32,
+}
+plain_args!(UnitsArg, EarlierArg);
+
+impl EarlierArg {
+    /// `check` held the records to the spans.
+    fn of(op: &Quantize<'_, Cuda>) -> Self {
+        let Some(Delayed { records, first, stride }) = op.delayed else {
+            return Self { expected: 0, stride: 0, spans: 0, pad: 0 };
+        };
+        let expected = records.get().address() + (first * size_of::<f32>()) as u64;
+        Self { expected, stride: stride as u64, spans: op.spans() as i32, pad: 0 }
+    }
+}
 
 /// The device's number of a rounding (csrc/formats/small_elements.cuh).
 fn policy(rounding: Rounding) -> i64 {
@@ -226,6 +250,8 @@ struct Measured {
     /// Of tensors.
     inverses: Option<Buffer<f32>>,
     span_of_row: Option<Buffer<i32>>,
+    /// Of tensors, as they are stored.
+    scales: Option<Buffer<f32>>,
 }
 
 /// One matrix or a stack as the kernels see it.
@@ -233,6 +259,8 @@ struct Measure<'a> {
     device: &'a Device,
     desc: &'a QuantizeDesc,
     source: &'a Source<'a>,
+    earlier: EarlierArg,
+    len: Option<&'a Buffer<i32>>,
 }
 
 fn grid(threads: usize) -> Launch {
@@ -247,19 +275,21 @@ fn grid(threads: usize) -> Launch {
 impl Measure<'_> {
     /// The largest magnitude of each row, or of each span: see the kernel for `by_span`.
     fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
-        let Self { device, desc, source } = *self;
+        let Self { device, desc, source, .. } = *self;
         let (rows, cols) = (desc.stack * desc.rows, desc.cols);
         let launch = Launch { ctas: rows.div_ceil(8) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let (matrix_rows, rows, cols) = (desc.rows.max(1) as i32, rows as i32, cols as i32);
-        let args: [&dyn KernelArg; 9] =
-            [source.x, out, &source.row_id, &source.id_mask, &spans, &matrix_rows, &by_span, &rows, &cols];
-        // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span.
+        let (id_mask, earlier) = (&source.id_mask, &self.earlier);
+        let args: [&dyn KernelArg; 10] =
+            [source.x, out, &source.row_id, id_mask, &spans, &matrix_rows, &by_span, &rows, &cols, earlier];
+        // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span, and
+        // `check` held the records to the spans.
         unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
     }
 
     /// The largest magnitude of each column, or of each within each span.
     fn column_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
-        let Self { device, desc, source } = *self;
+        let Self { device, desc, source, .. } = *self;
         let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(128);
         let launch = Launch { ctas: ctas as u32, threads: 128, cluster: 1, shared_bytes: 0 };
         let (rows, cols) = (desc.rows as i32, desc.cols as i32);
@@ -272,7 +302,7 @@ impl Measure<'_> {
 
     /// The scales of lines: of columns one for each span of rows.
     fn lines(&self) -> Result<Measured> {
-        let Self { device, desc, source } = *self;
+        let Self { device, desc, source, .. } = *self;
         let span_of_row = if desc.planes == Planes::Rows { None } else { self.spans()? };
         let spans = if span_of_row.is_some() { source.num_groups as usize + 1 } else { 1 };
         let mut measured = Measured::default();
@@ -293,7 +323,7 @@ impl Measure<'_> {
 
     /// The span of each row, where there are groups: the number of its group, or of groups where it is of none.
     fn spans(&self) -> Result<Option<Buffer<i32>>> {
-        let Self { device, desc, source } = *self;
+        let Self { device, desc, source, .. } = *self;
         let Some(start) = source.start else { return Ok(None) };
         let spans = device.alloc::<i32>(desc.rows)?;
         let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
@@ -303,9 +333,9 @@ impl Measure<'_> {
         Ok(Some(spans))
     }
 
-    /// The scale of each span, and that of each row of what is written.
+    /// The scale of each span.
     fn tensor(&self, out: &Planned<'_>) -> Result<Measured> {
-        let Self { device, desc, source } = *self;
+        let Self { device, desc, source, earlier, len } = *self;
         let format = desc.codec.format();
         let span_of_row = self.spans()?;
         let count = if span_of_row.is_some() { source.num_groups as usize + 1 } else { desc.stack };
@@ -315,21 +345,45 @@ impl Measure<'_> {
         self.row_maxima(&maxima, span_of_row.as_ref(), if marks_all { 2 } else { 1 })?;
         let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
         let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
-        let args: [&dyn KernelArg; 5] = [&maxima, &(count as i32), &largest, &inverses, &scales];
-        // SAFETY: maxima and scales are `count`, and the inverses two for each.
+        let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);
+        let counts = out.found.map(|found| &found.counts);
+        let args: [&dyn KernelArg; 10] = [
+            &maxima,
+            &(count as i32),
+            &largest,
+            &inverses,
+            &scales,
+            &earlier,
+            &len,
+            &matrix_rows,
+            &cols,
+            &counts,
+        ];
+        // SAFETY: maxima and scales are `count`, and the inverses two for each; groups have a length each (`BufferCheck`), and where there
+        // are records there are two counts.
         unsafe { device.kernel(&tensor_spec(format))?.launch(grid(count), &args) }?;
+        let (inverses, scales) = (Some(inverses), Some(scales));
+        Ok(Measured { inverses, span_of_row, scales, ..Measured::default() })
+    }
+
+    /// The scale of each row of what is written, from those of the spans: NaN where a value of the span was found not to be finite.
+    fn spread(&self, measured: &Measured, out: &Planned<'_>) -> Result<()> {
+        let (desc, Some(scales)) = (self.desc, &measured.scales) else { return Ok(()) };
+        let found = out.found.map(|found| &found.amax);
+        let found_spans = found.map_or(0, |found| found.len() as i32);
         let spread = |plane: Option<&BlockScaled<Cuda>>, matrix_rows: usize| -> Result<()> {
             let Some(of_rows) = plane.and_then(|plane| plane.tensor_scale.as_ref()) else { return Ok(()) };
             let rows = of_rows.get().len();
-            let kernel = device.kernel(&whole_spec("nib::spread_scales", vec![]))?;
-            let args: [&dyn KernelArg; 5] =
-                [&scales, &span_of_row.as_ref(), &(matrix_rows.max(1) as i32), of_rows.get(), &(rows as i32)];
-            // SAFETY: each row's span is one of those that have a scale: a matrix of the stack, or what `spans_of_rows` wrote for it.
+            let kernel = self.device.kernel(&whole_spec("nib::spread_scales", vec![]))?;
+            let (span_of_row, matrix_rows) = (measured.span_of_row.as_ref(), matrix_rows.max(1) as i32);
+            let args: [&dyn KernelArg; 7] =
+                [scales, &span_of_row, &matrix_rows, of_rows.get(), &(rows as i32), &found, &found_spans];
+            // SAFETY: each row's span is one of those that have a scale: a matrix of the stack, or what `spans_of_rows` wrote for it; what
+            // was found has `found_spans` values.
             unsafe { kernel.launch(grid(rows), &args) }
         };
         spread(out.rows, desc.rows)?;
-        spread(out.cols, if desc.planes == Planes::Tiles { desc.cols } else { desc.capacity })?;
-        Ok(Measured { inverses: Some(inverses), span_of_row, ..Measured::default() })
+        spread(out.cols, if desc.planes == Planes::Tiles { desc.cols } else { desc.capacity })
     }
 
     /// Adds the lines with a non-zero code to the counts.
@@ -352,7 +406,8 @@ pub(super) fn launch(
 ) -> Result<()> {
     let config = UnitsConfig::of(desc)?;
     let sweep = config.sweep;
-    let (codec, measure) = (desc.codec, Measure { device, desc, source });
+    let len = op.groups.map(|groups| groups.len.get());
+    let (codec, measure) = (desc.codec, Measure { device, desc, source, earlier: EarlierArg::of(op), len });
     let format = codec.format();
     let by_line = format.spec().block == WHOLE_LINE;
     let measured = match (by_line, codec.scale_kind().has_tensor_scale()) {
@@ -382,6 +437,8 @@ pub(super) fn launch(
         col_any: measured.cols.as_ref().map_or(0, |(_, any)| any.address()),
         tensor: measured.inverses.as_ref().map_or(0, Buffer::address),
         span_of_row: measured.span_of_row.as_ref().map_or(0, Buffer::address),
+        found: out.found.map_or(0, |found| found.amax.address()),
+        found_counts: out.found.map_or(0, |found| found.counts.address()),
         rows: desc.rows as i32,
         cols: desc.cols as i32,
         capacity: desc.capacity as i32,
@@ -392,6 +449,7 @@ pub(super) fn launch(
         x_aligned: u32::from((desc.cols * desc.input.size_bytes()).is_multiple_of(16)),
         rows_aligned: whole(desc.cols),
         cols_aligned: whole(desc.capacity),
+        found_spans: out.found.map_or(0, |found| found.amax.len() as i32),
         // The transposed plane of a weight has a scale for each of its rows.
         column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
         tiles: sweep.tiles as i32,
@@ -408,6 +466,7 @@ pub(super) fn launch(
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
     // a number for each line or span, and planes and counts are new, so that nobody else writes or reads them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
+    measure.spread(&measured, out)?;
     measure.count_lines(&measured, out.counts)
 }
 
@@ -426,7 +485,7 @@ mod tests {
             offset_of!(UnitsArg, rows),
             offset_of!(UnitsArg, rule),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 136, 228], 240));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 248], 264));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.

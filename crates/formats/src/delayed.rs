@@ -1,0 +1,226 @@
+//! Delayed scaling: the scale of a tensor follows from the largest magnitudes that it had in earlier steps, so that one pass quantizes it
+//! and measures it for the steps to come.
+//!
+//! As TransformerEngine has it: a history holds the last so many magnitudes, of which the largest or the last one, times 2^margin, is
+//! what the next step expects. A step that found nothing but zeros, or something that is not finite, leaves history and scale as they
+//! are. One thing differs: there a scale is 1 until a first magnitude is known, which takes small gradients to zero; here such a tensor
+//! is measured before it is quantized, as without a history.
+
+use crate::error::{Error, Result, find_by_name};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which magnitude of a history decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum AmaxOf {
+    /// The largest.
+    #[default]
+    Max,
+    /// That of the step before.
+    MostRecent,
+}
+
+impl AmaxOf {
+    /// Each of them.
+    pub const ALL: [AmaxOf; 2] = [AmaxOf::Max, AmaxOf::MostRecent];
+
+    /// Its name in recipes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            AmaxOf::Max => "max",
+            AmaxOf::MostRecent => "most_recent",
+        }
+    }
+}
+
+impl fmt::Display for AmaxOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for AmaxOf {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        find_by_name("amax", &AmaxOf::ALL, s)
+    }
+}
+
+/// How the scale of a step follows from the steps before it.
+///
+/// What is remembered of a tensor is a record of F32: the magnitude that is expected (0 where none is known yet), the place in the history
+/// that is written next, and the history, a ring.
+///
+/// ```
+/// use nibble_formats::{AmaxOf, DelayedScaling};
+/// let scaling = DelayedScaling::new(2, AmaxOf::Max, 0)?;
+/// let mut record = vec![0.0; scaling.record_len()];
+/// let expected: Vec<f32> = [3.0, 2.0, 0.0, 1.0].map(|amax| {
+///     scaling.push(&mut record, amax);
+///     record[DelayedScaling::EXPECTED]
+/// }).to_vec();
+/// assert_eq!(expected, [3.0, 3.0, 3.0, 2.0]); // zeros change nothing
+/// # Ok::<(), nibble_formats::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DelayedScaling {
+    /// Magnitudes that are remembered.
+    pub history: u32,
+    /// Which of them decides.
+    pub amax: AmaxOf,
+    /// Powers of two between what is expected and the largest number.
+    pub margin: u32,
+}
+
+impl Default for DelayedScaling {
+    fn default() -> Self {
+        Self { history: 1024, amax: AmaxOf::Max, margin: 0 }
+    }
+}
+
+impl DelayedScaling {
+    /// The longest history.
+    pub const LONGEST: u32 = 1 << 16;
+    /// The largest margin.
+    pub const WIDEST: u32 = 16;
+    /// Place in a record of the magnitude that is expected.
+    pub const EXPECTED: usize = 0;
+    /// Place of the index, into the history, of what is written next.
+    pub const NEXT: usize = 1;
+    /// Place of the history.
+    pub const HISTORY: usize = 2;
+
+    /// One of these numbers.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a history of no or of too many steps, or too wide a margin.
+    pub fn new(history: u32, amax: AmaxOf, margin: u32) -> Result<Self> {
+        let value =
+            |argument, got: u32, expected| Err(Error::Value { argument, got: got.to_string(), expected });
+        if history == 0 || history > Self::LONGEST {
+            return value("history", history, format!("1 to {}", Self::LONGEST));
+        }
+        if margin > Self::WIDEST {
+            return value("margin", margin, format!("0 to {}", Self::WIDEST));
+        }
+        Ok(Self { history, amax, margin })
+    }
+
+    /// F32 of a record.
+    pub const fn record_len(&self) -> usize {
+        Self::HISTORY + self.history as usize
+    }
+
+    /// What a step's largest magnitude makes of a record, which has [`record_len`](Self::record_len) values.
+    pub fn push(&self, record: &mut [f32], amax: f32) {
+        if !(amax > 0.0 && amax.is_finite()) {
+            return;
+        }
+        let len = self.history as usize;
+        let next = record[Self::NEXT] as usize % len;
+        let history = &mut record[Self::HISTORY..][..len];
+        history[next] = amax;
+        let decides = match self.amax {
+            AmaxOf::Max => history.iter().fold(0.0, |a: f32, b| a.max(*b)),
+            AmaxOf::MostRecent => amax,
+        };
+        record[Self::EXPECTED] = (decides * (1u32 << self.margin) as f32).min(f32::MAX);
+        record[Self::NEXT] = ((next + 1) % len) as f32;
+    }
+}
+
+impl fmt::Display for DelayedScaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.amax {
+            AmaxOf::Max => write!(f, "delayed, max of {} steps", self.history)?,
+            AmaxOf::MostRecent => f.write_str("delayed, most recent step")?,
+        }
+        if self.margin > 0 { write!(f, ", margin {}", self.margin) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Codec, Format, Rounding, ScaleRule};
+
+    fn expected(scaling: DelayedScaling, amaxes: &[f32]) -> Vec<f32> {
+        let mut record = vec![0.0; scaling.record_len()];
+        let one = |amax: &f32| {
+            scaling.push(&mut record, *amax);
+            record[DelayedScaling::EXPECTED]
+        };
+        amaxes.iter().map(one).collect()
+    }
+
+    /// By hand, with a history of three.
+    #[test]
+    fn the_largest_of_the_last_steps_is_expected_until_it_is_forgotten() {
+        let amaxes = [5.0, 1.0, 2.0, 0.5, 0.25, 4.0, 0.125];
+        let of = |amax, margin| DelayedScaling::new(3, amax, margin).unwrap();
+        assert_eq!(expected(of(AmaxOf::Max, 0), &amaxes), [5.0, 5.0, 5.0, 2.0, 2.0, 4.0, 4.0]);
+        assert_eq!(expected(of(AmaxOf::Max, 2), &amaxes), [20.0, 20.0, 20.0, 8.0, 8.0, 16.0, 16.0]);
+        assert_eq!(expected(of(AmaxOf::MostRecent, 0), &amaxes), amaxes);
+        assert_eq!(expected(of(AmaxOf::MostRecent, 1), &[f32::MAX]), [f32::MAX]);
+    }
+
+    #[test]
+    fn zeros_and_what_is_not_finite_leave_a_record_as_it_is() {
+        let scaling = DelayedScaling::new(2, AmaxOf::Max, 0).unwrap();
+        let mut record = vec![0.0; scaling.record_len()];
+        for amax in [0.0, f32::NAN, f32::INFINITY] {
+            scaling.push(&mut record, amax);
+            assert_eq!(record, [0.0; 4]);
+        }
+        scaling.push(&mut record, 7.0);
+        for amax in [f32::NAN, 0.0, f32::INFINITY, 0.0] {
+            scaling.push(&mut record, amax);
+            assert_eq!(record, [7.0, 1.0, 7.0, 0.0]);
+        }
+        scaling.push(&mut record, 3.0);
+        scaling.push(&mut record, 2.0);
+        assert_eq!(record, [3.0, 1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_refused() {
+        for (history, margin, name) in
+            [(0, 0, "history"), (DelayedScaling::LONGEST + 1, 0, "history"), (1, 17, "margin")]
+        {
+            let error = DelayedScaling::new(history, AmaxOf::Max, margin).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("`{name}`")), "{error}");
+        }
+        assert_eq!("most_recent".parse(), Ok(AmaxOf::MostRecent));
+        assert_eq!(DelayedScaling::default().to_string(), "delayed, max of 1024 steps");
+    }
+
+    /// Random walks of magnitudes and the multipliers that `make_delayed.py` found for them, which writes TransformerEngine's update out.
+    #[test]
+    fn multipliers_are_those_of_a_walk_made_elsewhere() {
+        let text = include_str!("../tests/vectors/delayed.txt");
+        let mut walks = 0;
+        let mut walk: Option<(DelayedScaling, Codec, Vec<f32>)> = None;
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            if let ["walk", format, history, amax, margin] = words[..] {
+                let format: Format = format.parse().unwrap();
+                let codec = Codec::new(format, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
+                let (history, margin) = (history.parse().unwrap(), margin.parse().unwrap());
+                let scaling = DelayedScaling::new(history, amax.parse().unwrap(), margin).unwrap();
+                walk = Some((scaling, codec, vec![0.0; scaling.record_len()]));
+                walks += 1;
+                continue;
+            }
+            let (scaling, codec, record) = walk.as_mut().unwrap();
+            let [amax, scale] = [0, 1].map(|i| f32::from_bits(u32::from_str_radix(words[i], 16).unwrap()));
+            scaling.push(record, amax);
+            // There a scale is 1 until something is known.
+            let known = record[DelayedScaling::EXPECTED] > 0.0;
+            let inv =
+                if known { codec.for_tensor(record[DelayedScaling::EXPECTED]).tensor_inv() } else { 1.0 };
+            assert_eq!(inv.to_bits(), scale.to_bits(), "walk {walks}: {line}");
+        }
+        assert!(walks >= 5);
+    }
+}
