@@ -1,5 +1,6 @@
-//! Matrices of many squares of 128 × 128, of which a cta of `quantize_cols` takes two for MXFP4 and one for E4M3, with squares
-//! left over in both directions, against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
+//! Matrices of so many tiles that a cta takes several, with tiles left over in both directions, against the CPU: squares of 128 × 128 of
+//! `quantize_cols` (two for MXFP4, one for E4M3), and what `quantize_units` takes two at a time. Without a GPU: a printed skip, or a failure under
+//! `NIBBLE_REQUIRE_GPU=1`.
 
 mod gpu;
 
@@ -9,6 +10,7 @@ use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
 use nibble_core::{Backend, Convert, Operand, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
+use nibble_testkit::input::stream;
 
 /// Neither a multiple of a group of squares nor, across, of a square.
 const ROWS: usize = 87 * 128 + 32;
@@ -28,32 +30,82 @@ fn planes<B: Backend>(b: &B, made: &Emitted<B>) -> Vec<Vec<u8>> {
     all
 }
 
+/// Numbers of many magnitudes, one of which is NaN, on both backends.
+fn matrix(cpu: &Cpu, gpu: &Cuda, rows: usize, cols: usize) -> (Tensor<Cpu>, Tensor<Cuda>) {
+    let value = |i: u32| i.wrapping_mul(0x9E37_79B9).rotate_left(i % 13) as i32 as f32 * 2e-9;
+    let mut x: Vec<bf16> = (0..(rows * cols) as u32).map(|i| bf16::from_f32(value(i))).collect();
+    x[rows / 2 * cols + cols - 1] = bf16::NAN;
+    (Tensor::from_bf16(cpu, &x, rows, cols).unwrap(), Tensor::from_bf16(gpu, &x, rows, cols).unwrap())
+}
+
+/// Quantizes on a backend, stochastically with bits of one stream.
+fn quantized<B: Convert>(
+    b: &B,
+    x: &Tensor<B>,
+    codec: Codec,
+    planes_of: Planes,
+    stack: usize,
+) -> Vec<Vec<u8>> {
+    let random = codec.rounding().is_random().then(|| stream("large matrices").into());
+    planes(b, &Quantize { stack, random, ..Quantize::new(x, codec, planes_of) }.run(b).unwrap())
+}
+
+fn hold(
+    (cpu, gpu): (&Cpu, &Cuda),
+    (x, on_gpu): &(Tensor<Cpu>, Tensor<Cuda>),
+    codec: Codec,
+    planes_of: Planes,
+    stack: usize,
+) {
+    let want = quantized(cpu, x, codec, planes_of, stack);
+    let got = quantized(gpu, on_gpu, codec, planes_of, stack);
+    assert_eq!(want.len(), got.len());
+    for (i, (want, got)) in want.iter().zip(&got).enumerate() {
+        let differing = want.iter().zip(got).position(|(a, b)| a != b);
+        assert_eq!((want.len(), differing), (got.len(), None), "{codec:?} {planes_of:?}, plane {i}");
+    }
+}
+
 #[test]
 fn groups_of_squares_give_the_bits_of_the_cpu() {
     let Some(device) = gpu::device("quantizing large matrices") else { return };
-    let gpu = Cuda::on(device);
-    let cpu = Cpu::new(0).unwrap();
-    let value = |i: u32| i.wrapping_mul(0x9E37_79B9).rotate_left(i % 13) as i32 as f32 * 2e-9;
-    let mut x: Vec<bf16> = (0..(ROWS * COLS) as u32).map(|i| bf16::from_f32(value(i))).collect();
-    x[ROWS / 2 * COLS + COLS - 1] = bf16::NAN;
-    let (on_cpu, on_gpu) =
-        (Tensor::from_bf16(&cpu, &x, ROWS, COLS).unwrap(), Tensor::from_bf16(&gpu, &x, ROWS, COLS).unwrap());
+    let (cpu, gpu) = (Cpu::new(0).unwrap(), Cuda::on(device));
+    let x = matrix(&cpu, &gpu, ROWS, COLS);
     for (format, rule) in
         [(Format::Mxfp4, ScaleRule::Rceil), (Format::E4m3, ScaleRule::Rceil), (Format::E4m3, ScaleRule::Amax)]
     {
         let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
         for planes_of in [Planes::Cols, Planes::Both] {
-            let want = planes(&cpu, &cpu.quantize(Quantize::new(&on_cpu, codec, planes_of)).unwrap());
-            let got = planes(&gpu, &gpu.quantize(Quantize::new(&on_gpu, codec, planes_of)).unwrap());
-            assert_eq!(want.len(), got.len());
-            for (i, (want, got)) in want.iter().zip(&got).enumerate() {
-                let differing = want.iter().zip(got).position(|(a, b)| a != b);
-                assert_eq!(
-                    (want.len(), differing),
-                    (got.len(), None),
-                    "{format} {rule} {planes_of:?}, plane {i}"
-                );
-            }
+            hold((&cpu, &gpu), &x, codec, planes_of, 1);
         }
+    }
+}
+
+/// An odd number of tiles below each other, of rows alone as well, the last of them short; and two matrices of an odd number.
+#[test]
+fn tiles_in_twos_give_the_bits_of_the_cpu() {
+    const ROWS: usize = 84 * 128 + 72;
+    let Some(device) = gpu::device("quantizing large matrices in twos") else { return };
+    let (cpu, gpu) = (Cpu::new(0).unwrap(), Cuda::on(device));
+    let x = matrix(&cpu, &gpu, ROWS, COLS);
+    let stacked = matrix(&cpu, &gpu, 2 * (43 * 128 - 32), COLS);
+    let own = |format: Format, rule| Codec::new(format, rule, format.rounding(rule)).unwrap();
+    let drawn = |format, rule| Codec::new(format, rule, Rounding::Stochastic).unwrap();
+    for codec in [
+        own(Format::Nvfp4, ScaleRule::TensorAmax),
+        own(Format::Nvfp4, ScaleRule::Amax),
+        own(Format::Hif4, ScaleRule::Amax),
+        own(Format::Mxfp6E3m2, ScaleRule::Rceil),
+        own(Format::E4m3Row, ScaleRule::Amax),
+        drawn(Format::Nvfp4, ScaleRule::TensorAmax),
+        drawn(Format::Hif4, ScaleRule::Amax),
+        drawn(Format::Mxfp6E2m3, ScaleRule::Rceil),
+    ] {
+        for planes_of in [Planes::Rows, Planes::Cols, Planes::Both] {
+            hold((&cpu, &gpu), &x, codec, planes_of, 1);
+        }
+    }
+    for rule in [ScaleRule::TensorAmax, ScaleRule::Amax] {
+        hold((&cpu, &gpu), &stacked, own(Format::Nvfp4, rule), Planes::Tiles, 2);
     }
 }

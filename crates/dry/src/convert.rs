@@ -182,16 +182,40 @@ fn is_fused_pair(dh: Emit, a: Emit) -> bool {
     }
 }
 
-/// Whether a GPU transforms a matrix as it reads it: of BF16, to powers of two, by the usual roundings, and along whole lines. Elsewhere, and
-/// on the host, the transform is a matrix of its own.
-fn is_fused_with_transform(op: &Quantize<'_, Dry>) -> bool {
-    let codec = op.codec;
-    let whole_lines = op.planes == Planes::Cols || op.x.cols.is_multiple_of(TILE);
-    op.x.dtype() == DType::Bf16
-        && has_own_kernels(codec.format())
-        && codec.scale_kind() == ScaleKind::E8M0
-        && matches!(codec.rounding(), Rounding::NearestEven | Rounding::Stochastic)
-        && whole_lines
+/// Whether a GPU has kernels for just this: of numbers of `input`, in `rows` of them that are not yet `transformed` where a transform is wanted.
+/// The others go through the general one, and a transform is then a matrix of its own.
+fn has_fast_kernels(op: &Quantize<'_, Dry>, input: DType, rows: usize, transformed: bool) -> bool {
+    let (codec, cols) = (op.codec, op.x.cols);
+    let (format, spec) = (codec.format(), codec.format().spec());
+    let of_recipes = has_own_kernels(format) && codec.scale_kind() == ScaleKind::E8M0;
+    let transforms = op.hadamard.is_some() && !transformed;
+    let rounds = match codec.rounding() {
+        Rounding::NearestEven if transforms => input == DType::Bf16 && of_recipes,
+        Rounding::NearestEven => has_own_kernels(format) || is_mxfp8(format),
+        Rounding::Stochastic => input == DType::Bf16 && of_recipes,
+        _ => false,
+    };
+    let (by_rows, by_cols) = (op.planes != Planes::Cols, op.planes != Planes::Rows);
+    let ends_short = by_rows && !cols.is_multiple_of(spec.block)
+        || by_cols && !rows.is_multiple_of(format.column_step().max(least_block(op)));
+    let whole_lines = match op.planes {
+        Planes::Rows => !transforms || cols.is_multiple_of(TILE),
+        Planes::Both if spec.block == 32 => cols.is_multiple_of(32),
+        _ => true,
+    };
+    rounds && cols.is_multiple_of(8) && whole_lines && (spec.code_bits == 8 || !ends_short)
+}
+
+/// Rows that a column's length is rounded up to besides the format's own.
+fn least_block(op: &Quantize<'_, Dry>) -> usize {
+    match op.hadamard {
+        Some(transform) if op.planes == Planes::Cols => transform.len,
+        _ => 1,
+    }
+}
+
+fn is_mxfp8(format: Format) -> bool {
+    matches!(format, Format::Mxfp8E4m3 | Format::Mxfp8E5m2)
 }
 
 /// Whether a GPU has kernels for this format alone.
@@ -221,21 +245,15 @@ impl Dry {
             let _measured = self.measured(&op)?;
             return Ok(Emitted { rows, cols, counts: Some(self.counts()?), found: None });
         }
-        let least_block = match op.hadamard {
-            Some(transform) if op.planes == Planes::Cols => transform.len,
-            _ => 1,
-        };
         let emit = Emit::Block { codec: op.codec, planes: op.planes };
-        let emitted = || self.emitted(emit, rows, cols, least_block);
-        let apart = op.hadamard.is_some() && !(self.is_gpu() && is_fused_with_transform(&op));
-        let transformed = || {
-            let rows = if op.planes == Planes::Cols {
-                rows.next_multiple_of(least_block.max(op.codec.format().column_step()))
-            } else {
-                rows
-            };
-            self.plain(DType::F32, rows, cols)
+        let emitted = || self.emitted(emit, rows, cols, least_block(&op));
+        let is_fused = self.is_gpu() && has_fast_kernels(&op, op.x.dtype(), rows, false);
+        let apart = op.hadamard.is_some() && !is_fused;
+        let transformed_rows = match op.planes {
+            Planes::Cols => rows.next_multiple_of(least_block(&op).max(op.codec.format().column_step())),
+            _ => rows,
         };
+        let transformed = || self.plain(DType::F32, transformed_rows, cols);
         if !self.is_gpu() {
             let _transformed = apart.then(transformed).transpose()?;
             return emitted();
@@ -243,10 +261,8 @@ impl Dry {
         let out = emitted()?;
         let _transformed = apart.then(transformed).transpose()?;
         let _measured = self.measured(&op)?;
-        let by_32 = matches!(op.codec.format(), Format::Mxfp8E4m3 | Format::Mxfp8E5m2);
-        let ends_short = op.codec.format() == Format::Mxfp4
-            && !(cols.is_multiple_of(MXFP4_BLOCK) && rows.is_multiple_of(MXFP4_BLOCK));
-        if op.planes == Planes::Both && (by_32 || has_own_kernels(op.codec.format())) && !ends_short {
+        let is_fast = is_fused || apart && has_fast_kernels(&op, DType::F32, transformed_rows, true);
+        if op.planes == Planes::Both && is_fast {
             // The rows' scales by columns, before they come to their places.
             let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =

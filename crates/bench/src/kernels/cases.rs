@@ -114,20 +114,35 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
         simple("BF16 → E4M3 both", both, Block::E4M3, Both),
         Kernel::dense("F32 → E4M3 tiles, both ways", tiles),
         general("BF16 → MXFP8 rows", Block::MXFP8, Rows),
+        general("BF16 → MXFP8 columns", Block::MXFP8, Cols),
         general("BF16 → MXFP8 both", Block::MXFP8, Both),
         general("BF16 → MXFP6 rows", Block::MXFP6, Rows),
+        general("BF16 → MXFP6 columns", Block::MXFP6, Cols),
         general("BF16 → MXFP6 both", Block::MXFP6, Both),
+        drawn("BF16 → MXFP6 both, SR", Block::MXFP6, Both),
         general("BF16 → NVFP4 rows", Block::NVFP4, Rows),
+        general("BF16 → NVFP4 columns", Block::NVFP4, Cols),
         general("BF16 → NVFP4 both", Block::NVFP4, Both),
+        drawn("BF16 → NVFP4 both, SR", Block::NVFP4, Both),
         general("BF16 → HiF4 rows", Block::HIF4, Rows),
+        general("BF16 → HiF4 columns", Block::HIF4, Cols),
         general("BF16 → HiF4 both", Block::HIF4, Both),
+        drawn("BF16 → HiF4 both, SR", Block::HIF4, Both),
     ]
 }
 
 /// A format that the general kernel takes, rounded as it is defined.
 fn general<B: Convert>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
+    rounded(name, to, planes, to.format.rounding(to.rule))
+}
+
+fn drawn<B: Convert>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
+    rounded(name, to, planes, Rounding::Stochastic)
+}
+
+fn rounded<B: Convert>(name: &'static str, to: Block, planes: Planes, round: Rounding) -> Kernel<B> {
     let against = if planes == Planes::Both { "rows, then columns" } else { "" };
-    let build = move |o: &Operands<B>| quantize(o, to, planes, to.format.rounding(to.rule));
+    let build = move |o: &Operands<B>| quantize(o, to, planes, round);
     Kernel { rows: Rows::Dense, ..Kernel::new(name, against, build) }
 }
 

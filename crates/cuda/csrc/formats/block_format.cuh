@@ -6,10 +6,13 @@
 //   kLine        whether a record is for the whole line instead
 //   kTensor      whether all blocks share a scale besides
 //   kTiles       whether there are square blocks
-//   scale        the record of a block, and what its values are multiplied by, from the largest magnitudes of its parts
-//   factor       what the values of a part are multiplied by before they are encoded
+//   scale        the record of a block, and what its values are multiplied by, from the bits of its largest magnitude
+//   refine       of formats whose parts have octaves of their own: those of some parts, and what their values are multiplied by
 //   multiplier   what the codes of a part are multiplied by when they are decoded
-//   encode       sixteen values to packed codes; whether one is not zero
+//   kLimits      whether BF16 numbers are brought to the largest code before, two at a time
+//   limit        that of a scale: the largest number times it, which is a BF16 number
+//   encode       sixteen values to packed codes; whether one is not zero. kWithin: they are BF16 numbers, within the limit if there is one
+//   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding (Hif4 has how)
 // A record that marks a block has the inverse NaN, and codes of zero. The twin of crates/formats/src/block.rs.
 #pragma once
 #include "formats/small_elements.cuh"
@@ -53,16 +56,21 @@ __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
 template <class E>
 struct OneFactor {
     using Element = E;
-    static constexpr bool kLine = false, kTensor = false, kTiles = false;
+    static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
 
-    __device__ __forceinline__ static float factor(const Scaled& scale, int) { return scale.inverse; }
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_pairs() {
+        return false;
+    }
 
-    /// `decision(i)`: how value i is rounded, where that is known at run time.
-    template <int kRound, int kFactors, class Decide>
+    /// `decision(i)`: how value i is rounded, where that is known at run time; of kStochastic `rounded_up` of `stochastic_codes`.
+    template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                   const Decide& decision) {
         if constexpr (kRound == kNearestEven) {
-            return E::nearest_even(x, factor[0], words);
+            return E::template nearest_even<kWithin>(x, factor[0], words);
+        } else if constexpr (kRound == kStochastic) {
+            return stochastic_codes<E>(x, factor, words, decision);
         } else {
             float y[16];
 #pragma unroll
@@ -91,8 +99,10 @@ __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::
 template <class E>
 struct MxFormat : OneFactor<E> {
     static constexpr int kBlock = 32, kPart = 32, kScaleBytes = 1;
+    static constexpr bool kLimits = E::kBits == 6 || E::kTwosComplement;
 
-    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg rule, TensorInverse) { return power_of<E>(amax[0], rule); }
+    __device__ __forceinline__ static float limit(const Scaled& scale) { return __fmul_rn(e8m0_decode(scale.record), E::kMax); }
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg rule, TensorInverse) { return power_of<E>(amax, rule); }
     __device__ __forceinline__ static float multiplier(u32 record, int) { return e8m0_decode(record); }
 };
 

@@ -10,12 +10,12 @@ struct Fp8Block : OneFactor<Whole> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = kF32 ? 4 : 1;
     static constexpr bool kTiles = true;
 
-    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg rule, TensorInverse) {
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg rule, TensorInverse) {
         if constexpr (kF32) {
-            const auto scale = amax_scale<E>(amax[0]);
+            const auto scale = amax_scale<E>(amax);
             return {__float_as_uint(scale.stored), scale.inverse};
         } else {
-            return power_of<Whole>(amax[0], rule);
+            return power_of<Whole>(amax, rule);
         }
     }
     __device__ __forceinline__ static float multiplier(u32 record, int) { return kF32 ? __uint_as_float(record) : e8m0_decode(record); }
@@ -32,10 +32,10 @@ struct Fp8Line : OneFactor<E> {
     static constexpr int kBlock = 64, kPart = 64, kScaleBytes = kF32 ? 4 : 1;
     static constexpr bool kLine = true;
 
-    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg rule, TensorInverse) {
-        if constexpr (!kF32) return power_of<E>(amax[0], rule);
-        if (amax[0] >= kInfinityBits) return Scaled::nan(kNanBits);
-        const float largest = fmaxf(__uint_as_float(amax[0]), 1e-12f);
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg rule, TensorInverse) {
+        if constexpr (!kF32) return power_of<E>(amax, rule);
+        if (amax >= kInfinityBits) return Scaled::nan(kNanBits);
+        const float largest = fmaxf(__uint_as_float(amax), 1e-12f);
         const float inverse = __double2float_rn(__ddiv_rn(double(__uint_as_float(E::kMaxBits)), double(largest)));
         return {__float_as_uint(__frcp_rn(inverse)), inverse};
     }
@@ -53,8 +53,8 @@ struct Fp8Tensor : OneFactor<E> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = 0;
     static constexpr bool kTensor = true, kTiles = true;
 
-    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[1], ScaleArg, TensorInverse tensor) {
-        const bool nan = amax[0] >= kInfinityBits || tensor.inverse != tensor.inverse;
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor) {
+        const bool nan = amax >= kInfinityBits || tensor.inverse != tensor.inverse;
         return nan ? Scaled::nan(0) : Scaled{0, tensor.inverse};
     }
     __device__ __forceinline__ static float multiplier(u32, int) { return 1.0f; }

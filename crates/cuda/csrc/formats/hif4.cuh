@@ -9,80 +9,107 @@ namespace nib {
 template <bool kCann>
 struct Hif4 {
     using Element = S1p2;
-    static constexpr int kBlock = 64, kPart = 4, kParts = 16, kScaleBytes = 4;
-    static constexpr bool kLine = false, kTensor = false, kTiles = false;
+    static constexpr int kBlock = 64, kPart = 4, kScaleBytes = 4;
+    static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
     static constexpr u32 kNan = 0xFF;
 
-    __device__ __forceinline__ static Scaled scale(const u32 (&amax)[kParts], ScaleArg, TensorInverse) {
-        u32 largest = amax[0];
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
+        if (amax >= kInfinityBits) return Scaled::nan(kNan);
+        constexpr float kSeventh = 73.0f / 512.0f;  // BF16 of one seventh
+        constexpr u32 kLeast = 0x27800000, kMost = 0x47400000, kAboveMost = 0x47500000;  // 2^-48, 1.5 and 1.625 times 2^15
+        const float largest = kCann ? bf16_rounded(__uint_as_float(amax)) : __uint_as_float(amax);
+        // Cut off, with the last bit set where something was, so that rounding it again rounds the product itself.
+        const float cut = __fmul_rz(largest, kSeventh);
+        const u32 to_odd = __float_as_uint(cut) | u32(__fmaf_rz(largest, kSeventh, -cut) != 0.0f);
+        u32 wanted = __float_as_uint(bf16_rounded(__uint_as_float(to_odd)));
+        // Half a step above the largest number is NaN's.
+        if (kCann && !(wanted >= kLeast && wanted < kAboveMost)) return Scaled::nan(kNan);
+        if (!kCann) wanted = min(max(wanted, kLeast), kMost);
+        // To two bits of mantissa.
+        const u32 record = (wanted + 0x000FFFFF + (wanted >> 21 & 1) >> 21) - ((127 - 48) << 2);
+        return {record, bf16_rounded(ptx::reciprocal_approx(e6m2(record)))};
+    }
+
+    /// The octaves of parts `first` and on, as they stand in a record, and what the parts' values are multiplied by.
+    template <int kCount>
+    __device__ __forceinline__ static u32 refine(float inverse, const u32 (&amax)[kCount], int first, float (&factor)[kCount]) {
+        u32 octaves = 0;
 #pragma unroll
-        for (int i = 1; i < kParts; ++i) largest = max(largest, amax[i]);
-        if (largest >= kInfinityBits) return Scaled::nan(kNan);
-        constexpr double kSeventh = 73.0 / 512.0;  // BF16 of one seventh
-        double wanted;
-        if constexpr (kCann) {
-            wanted = to_bits(double(bf16_rounded(__uint_as_float(largest))) * kSeventh, 8);
-            // Half a step above the largest number is NaN's.
-            if (!(wanted >= 0x1p-48 && wanted < 1.625 * 32768.0)) return Scaled::nan(kNan);
-        } else {
-            wanted = fmin(fmax(to_bits(double(__uint_as_float(largest)) * kSeventh, 8), 0x1p-48), 49152.0);
+        for (int i = 0; i < kCount; i += 2) {
+            // Cut off, a product is at least four where the exact one is.
+            const float a = __fmul_rz(__uint_as_float(amax[i]), inverse), b = __fmul_rz(__uint_as_float(amax[i + 1]), inverse);
+            const bool doubled = fmaxf(a, b) >= 4.0f;
+            const float bound = doubled ? 4.0f : 2.0f, all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
+            factor[i] = a >= bound ? __fmul_rn(all, 0.5f) : all;
+            factor[i + 1] = b >= bound ? __fmul_rn(all, 0.5f) : all;
+            octaves |= u32(doubled) << (8 + (first + i) / 2) | u32(a >= bound) << (16 + first + i) | u32(b >= bound) << (17 + first + i);
         }
-        const u32 high = u32(u64(__double_as_longlong(to_bits(wanted, 3))) >> 50);
-        u32 record = ((high >> 2) + 48 - 1023) << 2 | (high & 3);
-        const float inverse = bf16_rounded(__frcp_rn(e6m2(record)));
-        // Cut off, a product is at least four where the exact one is.
+        return octaves;
+    }
+
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_pairs() {
+        return !kCann && (kRound == kNearestEven || kRound == kNearestAway);
+    }
+
+    /// The same of eight parts of two blocks, or halves of one, in the halves of words, for BF16 magnitudes: four times the factors; see
+    /// `octaves_of_half`.
+    __device__ __forceinline__ static u32 refine_pairs(u32 inverse, const u32 (&amax)[8], u32 (&factor)[8]) {
+        constexpr u32 kSigns = 0x80008000, kExponent = 0x00800080, kMinusFour = 0xC080C080, kMinusTwo = 0xC000C000;
+        const u32 four_times = inverse + 0x01000100;
+        u32 of_eighths = 0, of_parts = 0;
 #pragma unroll
-        for (int eighth = 0; eighth < 8; ++eighth) {
-            const float first = __fmul_rz(__uint_as_float(amax[2 * eighth]), inverse), second = __fmul_rz(__uint_as_float(amax[2 * eighth + 1]), inverse);
-            const bool doubled = fmaxf(first, second) >= 4.0f;
-            const float bound = doubled ? 4.0f : 2.0f;
-            record |= u32(doubled) << (8 + eighth) | u32(first >= bound) << (16 + 2 * eighth) | u32(second >= bound) << (17 + 2 * eighth);
+        for (int i = 0; i < 8; i += 2) {
+            // Signs of exact differences: set where a product is below four, or two.
+            const u32 a4 = ptx::fma_bf16x2(amax[i], inverse, kMinusFour), b4 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusFour);
+            const u32 a2 = ptx::fma_bf16x2(amax[i], inverse, kMinusTwo), b2 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusTwo);
+            const u32 doubled = ~(a4 & b4), a = choose_bits(doubled, ~a4, ~a2), b = choose_bits(doubled, ~b4, ~b2);
+            const u32 all = four_times - (doubled >> 8 & kExponent);
+            factor[i] = all - (a >> 8 & kExponent);
+            factor[i + 1] = all - (b >> 8 & kExponent);
+            of_eighths = of_eighths >> 1 | (doubled & kSigns);
+            of_parts = (of_parts >> 1 | (a & kSigns)) >> 1 | (b & kSigns);
         }
-        return {record, inverse};
+        return (of_parts & 0xFF00FF00) | (of_eighths >> 8 & 0x00F000F0);
+    }
+
+    /// The bits of a record of what the lower half of such a word says of half a block.
+    __device__ __forceinline__ static u32 octaves_of_half(u32 octaves, int half) {
+        return (octaves & 0xF0) << (4 + 4 * half) | (octaves & 0xFF00) << (8 + 8 * half);
     }
 
     /// Octaves of a part beyond the first level's.
     __device__ __forceinline__ static u32 octaves(u32 record, int part) { return (record >> (8 + part / 2) & 1) + (record >> (16 + part) & 1); }
 
-    __device__ __forceinline__ static float factor(const Scaled& scale, int part) {
-        return __fmul_rn(scale.inverse, __uint_as_float((127 - octaves(scale.record, part)) << 23));
-    }
     __device__ __forceinline__ static float multiplier(u32 record, int part) {
         if ((record & 0xFF) == kNan) return __uint_as_float(kNanBits);
         return __fmul_rn(e6m2(record), __uint_as_float((127 + octaves(record, part)) << 23));
     }
 
-    template <int kRound, int kFactors, class Decide>
+    template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2],
                                                   const Decide& decision) {
         static_assert(kFactors == 4, "four values have a factor");
-        float y[16];
-        if constexpr (kCann) {
+        if constexpr (kRound == kStochastic) {
+            static_assert(!kCann && kWithin, "the product of BF16 numbers is exact in F32");
+            return stochastic_codes<S1p2>(x, factor, words, decision);
+        } else if constexpr (kCann || kRound == kAnyRounding) {
+            float y[16];
 #pragma unroll
-            for (int i = 0; i < 16; ++i) y[i] = bf16_rounded(__fmul_rn(x[i], factor[i / 4]));
+            for (int i = 0; i < 16; ++i)
+                y[i] = kCann ? bf16_rounded(__fmul_rn(x[i], factor[i / 4])) : to_odd(double(x[i]) * double(factor[i / 4]));
             const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-            if constexpr (kRound != kAnyRounding) return S1p2::nearest<kRound == kNearestAway>(y, ones, words);
-        } else if constexpr (kRound != kAnyRounding) {
-            return S1p2::nearest<kRound == kNearestAway>(x, factor, words);
+            if constexpr (kRound == kAnyRounding) return encode_by<S1p2>(y, words, decision);
+            else return S1p2::nearest<kRound == kNearestAway>(y, ones, words);
         } else {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) y[i] = to_odd(double(x[i]) * double(factor[i / 4]));
+            return S1p2::nearest<kRound == kNearestAway>(x, factor, words);
         }
-        return encode_by<S1p2>(y, words, decision);
     }
 
 private:
     /// The value of an E6M2 byte, the lowest of a record.
     __device__ __forceinline__ static float e6m2(u32 record) {
         return __uint_as_float(((record >> 2 & 0x3F) + 127 - 48) << 23 | (record & 3) << 21);
-    }
-
-    /// A positive number rounded to so many significant bits, ties to even.
-    __device__ __forceinline__ static double to_bits(double x, int significant) {
-        const u64 bits = u64(__double_as_longlong(x));
-        if (bits == 0 || bits >= 0x7FF0000000000000ull) return x;
-        const int cut = 53 - significant;
-        return __longlong_as_double((long long)((bits + (1ull << (cut - 1)) - 1 + (bits >> cut & 1)) >> cut << cut));
     }
 
     /// A finite or infinite number rounded to BF16, ties to even.

@@ -81,12 +81,9 @@ __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)
         words[1] = __byte_perm(half[2], half[3], 0x6420);
     } else {
         static_assert(kBits == 6, "codes have 4, 6 or 8 bits");
-        u32 part[4];  // 24 bits
+        u32 part[4];  // 24 bits, by what multiplies: the shifts' pipe has enough to do
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 twelve = choose_bits(0x003F003F, bytes[i], bytes[i] >> 2) & 0x0FFF0FFF;
-            part[i] = choose_bits(0xFFF, twelve, twelve >> 4);
-        }
+        for (int i = 0; i < 4; ++i) part[i] = __dp4a(bytes[i], 0x40010000u, 0u) * 4096 + __dp4a(bytes[i], 0x00004001u, 0u);
         words[0] = part[0] | part[1] << 24;
         words[1] = part[1] >> 8 | part[2] << 16;
         words[2] = part[2] >> 16 | part[3] << 8;
@@ -116,6 +113,36 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
+/// Sixteen x · factor to codes, up in magnitude iff sixteen random bits are less than the fraction's first sixteen. kFactors: for as many
+/// neighbours each. `rounded_up(i, one, bits)`: the complement of number i's random bits, times `one`, added to `bits`.
+///
+/// Scaled so that the smallest normal numbers of element and F32 coincide, and rounded towards zero, the bits of a product are the code, and
+/// below it the fraction of a step: see `Stochastic`, whose way this is.
+template <class E, int kFactors, class RoundedUp>
+__device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
+                                                 const RoundedUp& rounded_up) {
+    constexpr float kMost = E::max(), kToCode = E::to_code();
+    u32 bytes[4], any = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 code[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float v = fminf(__fmul_rn(fabsf(x[4 * i + j]), factor[(4 * i + j) * kFactors / 16]), kMost);
+            code[j] = rounded_up(4 * i + j, 1u << (7 - E::kMantissaBits), __float_as_uint(__fmul_rz(v, kToCode))) >> (23 - E::kMantissaBits);
+        }
+        bytes[i] = (code[3] * 256 + code[2]) * 65536 + (code[1] * 256 + code[0]);
+        any |= bytes[i];
+        // Of each number its highest bit, where its code has it.
+        const u32 low = __byte_perm(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), 0x0073);
+        const u32 high = __byte_perm(__float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3]), 0x0073);
+        const u32 signs = __byte_perm(low, high, 0x5410) & 0x80808080;
+        bytes[i] |= signs >> (8 - E::kBits);
+    }
+    pack_sixteen<E::kBits>(bytes, words);
+    return any != 0;
+}
+
 /// Values of four codes of eight bits, by way of F16, which has both formats in it.
 template <bool kE5m2>
 __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
@@ -143,7 +170,9 @@ struct PartOfFp8 {
         return unit;
     }
 
-    /// The factor is a power of two where bits are six, so that it takes the difference of the exponents exactly.
+    /// kWithin: no product is above the largest number. The factor is a power of two where bits are six, so that it takes the difference
+    /// of the exponents exactly.
+    template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[kBits / 2]) {
         if constexpr (kBits != 8) factor = __fmul_rn(factor, 1.0f / unit());
         u32 bytes[4], any = 0;
@@ -154,14 +183,14 @@ struct PartOfFp8 {
             for (int j = 0; j < 4; ++j) {
                 v[j] = __fmul_rn(x[4 * i + j], factor);
                 // What is whole saturates by itself.
-                if constexpr (kBits != 8) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
+                if constexpr (kBits != 8 && !kWithin) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
             }
             const u16 low = kE5m2 ? ptx::e5m2x2_from_f32(v[0], v[1]) : ptx::e4m3x2_from_f32(v[0], v[1]);
             const u16 high = kE5m2 ? ptx::e5m2x2_from_f32(v[2], v[3]) : ptx::e4m3x2_from_f32(v[2], v[3]);
             bytes[i] = ptx::pack_u16(low, high);
             any |= bytes[i];
             // The sign comes down to the code.
-            if constexpr (kBits != 8) bytes[i] = (bytes[i] & kMagnitude) | (bytes[i] >> (8 - kBits) & ~kMagnitude & 0x3F3F3F3F);
+            if constexpr (kBits != 8) bytes[i] ^= ptx::byte_perm_signs(bytes[i], 0, 0xBA98) & 0x01010101u * (0x80 | 1u << (kBits - 1));
         }
         pack_sixteen<kBits>(bytes, words);
         return any & (kBits == 8 ? 0x7F7F7F7F : kMagnitude);
@@ -182,7 +211,10 @@ struct PartOfFp8 {
         }
     }
 
-private:
+    __host__ __device__ static constexpr float max() { return kMax; }
+    __host__ __device__ static constexpr float to_code() { return kBias == 1 ? 0x1p-126f : kBias == 3 ? 0x1p-124f : kBias == 7 ? 0x1p-120f : 0x1p-112f; }
+
+    /// The largest number.
     static constexpr float kMax = kMaxCode == 0x7E ? 448.0f : kMaxCode == 0x7B ? 57344.0f : kE5m2 ? 28.0f : 7.5f;
 };
 
@@ -193,17 +225,20 @@ using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
 /// E2M1, of numbers that any scale brought there.
 struct SixteenE2m1 {
+    __host__ __device__ static constexpr float max() { return 6.0f; }
+    __host__ __device__ static constexpr float to_code() { return 0x1p-126f; }
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
     static constexpr u32 kMaxBits = 0x40C00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
 
+    template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             F32::Eight eight;
 #pragma unroll
             for (int j = 0; j < 8; ++j) eight.number[j] = x[8 * i + j];
-            words[i] = E2m1::encode<true>(eight, factor);
+            words[i] = E2m1::encode<!kWithin>(eight, factor);
         }
         return (words[0] | words[1]) & E2m1::kMagnitudes;
     }
@@ -227,15 +262,19 @@ struct Int8 {
     static constexpr u32 kMaxBits = 0x3FFE0000, kMaxCode = 0x7F;
     static constexpr bool kTwosComplement = true;
 
+    static constexpr float kMax = 127.0f / 64.0f;
+
+    template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[4]) {
         u32 any = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 of[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                of[j] = __float_as_uint(
-                    __fmaf_rn(ptx::clamp_magnitude(__fmul_rn(x[4 * i + j], factor), 127.0f / 64.0f), 64.0f, 0x1.8p23f));
+            for (int j = 0; j < 4; ++j) {
+                const float v = __fmul_rn(x[4 * i + j], factor);
+                of[j] = __float_as_uint(__fmaf_rn(kWithin ? v : ptx::clamp_magnitude(v, kMax), 64.0f, 0x1.8p23f));
+            }
             words[i] = __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040), 0x5410);
             any |= words[i];
         }
@@ -257,6 +296,8 @@ struct Int8 {
 
 /// Sign and quarters, to 1.75.
 struct S1p2 {
+    __host__ __device__ static constexpr float max() { return 1.75f; }
+    __host__ __device__ static constexpr float to_code() { return 0x1p-126f; }
     static constexpr int kBits = 4, kMantissaBits = 2, kBias = 1, kEmax = 0;
     static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
@@ -288,6 +329,29 @@ struct S1p2 {
         return (words[0] | words[1]) & 0x77777777;
     }
 
+    /// Codes of eight neighbours, two BF16 numbers a word, by four times the factors, pairs of equal BF16 numbers.
+    template <int kRound>
+    __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
+        u32 code[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) code[i] = whole<kRound>(x[i], factor[i]);
+        // Elements 0, 2, 1, 3 and 4, 6, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
+        const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
+        const u32 signs_a = __byte_perm(x[0], x[1], 0x7351), signs_b = __byte_perm(x[2], x[3], 0x7351);
+        const u32 signs_even = __byte_perm(signs_a, signs_b, 0x5410), signs_odd = __byte_perm(signs_a, signs_b, 0x7632);
+        return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - (0x43434343u * 16 + kFarPair);
+    }
+
+    /// Codes of four rows of two columns, a column in either half of a word; `factor` has four times theirs.
+    template <int kRound>
+    __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
+        const u32 codes = ((whole<kRound>(x[3], factor) * 16 + whole<kRound>(x[2], factor)) * 16 + whole<kRound>(x[1], factor)) * 16 +
+                          whole<kRound>(x[0], factor);
+        const u32 low = (x[0] >> 12 & 0x00080008) | (x[1] >> 8 & 0x00800080), high = (x[2] >> 4 & 0x08000800) | (x[3] & 0x80008000);
+        return codes - kFarPair * 0x1111u + (low | high);
+    }
+
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
         u32 bytes[4];
         unpack_sixteen<4>(words, bytes);
@@ -297,6 +361,19 @@ struct S1p2 {
 #pragma unroll
             for (int j = 0; j < 4; ++j) value[4 * i + j] = __fmul_rn(value[4 * i + j], 0x1p14f);
         }
+    }
+
+private:
+    static constexpr u32 kFarPair = 0x43004300;  // of 128, whose last place is worth one
+
+    /// Magnitudes of two BF16 numbers times `factor` as whole numbers up to 7, above kFarPair: one rounding of the exact sum. To an odd
+    /// number ties go to the other side, so that of both the larger one went away from zero.
+    template <int kRound>
+    __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
+        const u32 magnitude = x & 0x7FFF7FFF;
+        u32 code = ptx::fma_bf16x2(magnitude, factor, kFarPair);
+        if constexpr (kRound == kNearestAway) code = ptx::add_max_s16x2(ptx::fma_bf16x2(magnitude, factor, kFarPair + 0x00010001), 0xFFFFFFFF, code);
+        return ptx::min_u16x2(code, kFarPair + 0x00070007);
     }
 };
 

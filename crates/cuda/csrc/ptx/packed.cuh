@@ -37,6 +37,19 @@ __device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
     return smaller;
 }
 
+/// max(a + b, c) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+__device__ __forceinline__ u32 add_max_s16x2(u32 a, u32 b, u32 c) {
+    u32 larger;
+    asm("{\n"
+        ".reg .b32 sum;\n"
+        "add.s16x2 sum, %1, %2;\n"
+        "max.s16x2 %0, sum, %3;\n"
+        "}"
+        : "=r"(larger)
+        : "r"(a), "r"(b), "r"(c));
+    return larger;
+}
+
 /// a · b + c of two BF16 pairs, rounded once, to nearest even; subnormals are kept.
 __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 sum;
@@ -111,6 +124,13 @@ __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
 __device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
     u32 clamped;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
+    return clamped;
+}
+
+/// The same for both of an F16 pair.
+__device__ __forceinline__ u32 clamp_magnitude_f16x2(u32 x, u32 limit) {
+    u32 clamped;
+    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
     return clamped;
 }
 

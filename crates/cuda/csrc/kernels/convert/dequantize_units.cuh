@@ -90,19 +90,22 @@ __global__ void __launch_bounds__(kUnitThreads, Out::kBytes == 2 ? 3 : 2) dequan
             }
         }
         if constexpr (kDown) {
-            u8* const to = shared.values.value(u % 2 * kUnit + sixteen * 16, u / 2);
+            u8* to[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = shared.values.value(u % 2 * kUnit + sixteen * 16 + i, u / 2);
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const float one[1] = {value[i]};
-                Few<Out, 1>::from_f32(one).store(to + i * (2 * Values::kStride));
+                Few<Out, 1>::from_f32(one).store(to[i % 4] + i / 4 * (8 * Values::kUnitBytes));
             }
         } else {
+            constexpr int kFew = 16 / Out::kBytes;
 #pragma unroll
-            for (int part = 0; part < 16; part += 8) {
-                float eight[8];
+            for (int part = 0; part < 16; part += kFew) {
+                float few[kFew];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) eight[i] = value[part + i];
-                store_eight<Out, true>(shared.values.unit(u) + (sixteen * 16 + part) * Out::kBytes, eight, 8);
+                for (int i = 0; i < kFew; ++i) few[i] = value[part + i];
+                Few<Out, kFew>::from_f32(few).store(shared.values.vector(u, (sixteen * 16 + part) / kFew));
             }
         }
     }

@@ -1,9 +1,10 @@
 // Units: 64 neighbouring values of a line, which one of 256 threads looks after. What quantize_units and dequantize_units have in common.
 //
-// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. Plain values lie in shared memory unit after unit along the rows. A unit is 16
-// bytes longer than its values, so that threads which read theirs, 16 bytes at a time, find them in different banks; the lower 64 rows of 128 lie
-// 64 bytes further, so that sixteen columns and the same ones 64 rows below do too. Codes lie unit after unit of what is written, row or
-// column.
+// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. Plain values lie in shared memory unit after unit along the rows. The vectors of
+// 16 bytes of a unit change places, so that threads which read theirs find them in different banks; and in 128 rows those of each 32 once more,
+// so that sixteen columns and the same ones 32 rows below do too. Vectors that lie together in memory fill lines of 128 bytes of shared
+// memory: units that are longer than their values instead cost a third more of the L2's sectors. Codes lie unit after unit of what is written,
+// row or column.
 #pragma once
 #include "formats/all.cuh"
 #include "formats/bf16.cuh"
@@ -21,25 +22,33 @@ constexpr int kColumnRecord = 128;  // rows of a column that have a record, of f
 /// Plain values of a tile with kAcross units of a row.
 template <class T, int kAcross>
 struct UnitValues {
-    static constexpr int kStride = kUnit * T::kBytes + 16;
-    static constexpr int kBytes = kUnitThreads * kStride + (kAcross == 2 ? 64 : 0);
+    static constexpr int kUnitBytes = kUnit * T::kBytes;
     static constexpr int kRows = kUnitThreads / kAcross, kCols = kAcross * kUnit;
-    static constexpr int kVectors = kUnit * T::kBytes / 16;  // of a unit
+    static constexpr int kVectors = kUnitBytes / 16;  // of a unit
 
-    u8 bytes[kBytes];
+    u8 bytes[kUnitThreads * kUnitBytes];
 
     /// Vectors of a row, rows that all threads move at a time, and how often they do.
     static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
 
-    __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride + (kAcross == 2 && u >= 128 ? 64 : 0); }
+    /// By which vectors of a unit change places, by exclusive or, in bytes.
+    __device__ __forceinline__ static int key(int u) { return ((u ^ u / 64 * T::kBytes) & 7) * 16; }
+
+    /// Vector `i` of a unit.
+    __device__ __forceinline__ u8* vector(int u, int i) { return bytes + u * kUnitBytes + (i * 16 ^ key(u)); }
     /// Where a thread's vector of pass `i` lies.
     __device__ __forceinline__ u8* moved(int i) {
-        const int u = threadIdx.x / kVectors;
-        return bytes + u * kStride + threadIdx.x % kVectors * 16 + i * (kUnitThreads / kVectors) * kStride +
-               (kAcross == 2 && i * (kUnitThreads / kVectors) >= 128 ? 64 : 0);
+        // Passes are whole eighths of units, so that only the last part of the key depends on the pass.
+        constexpr int kUnits = kUnitThreads / kVectors;
+        static_assert(kUnits % 8 == 0 && 64 % kUnits == 0);
+        const int u = threadIdx.x / kVectors, first = u * kUnitBytes + (threadIdx.x % kVectors * 16 ^ u % 8 * 16);
+        return bytes + (first ^ (i * kUnits / 64 * T::kBytes & 7) * 16) + i * kUnits * kUnitBytes;
     }
     /// Value `col` of row `row` of the tile.
-    __device__ __forceinline__ u8* value(int row, int col) { return unit(row * kAcross + col / kUnit) + col % kUnit * T::kBytes; }
+    __device__ __forceinline__ u8* value(int row, int col) {
+        const int u = row * kAcross + col / kUnit, byte = col % kUnit * T::kBytes;
+        return bytes + u * kUnitBytes + (byte ^ key(u));
+    }
 };
 
 /// Codes of a tile.

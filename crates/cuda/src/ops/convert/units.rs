@@ -18,12 +18,14 @@ pub(super) struct UnitFormat {
     pub rule: Option<ScaleRule>,
     /// The device's struct (`csrc/formats/`).
     pub device: &'static str,
-    /// The roundings that it has a way of its own for; none where other kernels take what is common.
+    /// The roundings that it has a way of its own for, stochastic of BF16 alone; none where other kernels take what is common.
     pub own: &'static [Rounding],
 }
 
 const EVEN: &[Rounding] = &[Rounding::NearestEven];
+const DRAWS: &[Rounding] = &[Rounding::NearestEven, Rounding::Stochastic];
 const BOTH: &[Rounding] = &[Rounding::NearestEven, Rounding::NearestAway];
+const ALL: &[Rounding] = &[Rounding::NearestEven, Rounding::NearestAway, Rounding::Stochastic];
 
 const fn row(
     format: Format,
@@ -35,7 +37,7 @@ const fn row(
 }
 
 /// Every format of blocks.
-const FORMATS: [UnitFormat; 19] = [
+const FORMATS: [UnitFormat; 20] = [
     row(Format::E4m3, Some(ScaleRule::Amax), "nib::E4m3Block", &[]),
     row(Format::E4m3, None, "nib::E4m3BlockPower", &[]),
     row(Format::E5m2, Some(ScaleRule::Amax), "nib::E5m2Block", &[]),
@@ -47,14 +49,15 @@ const FORMATS: [UnitFormat; 19] = [
     row(Format::E4m3Tensor, None, "nib::E4m3Tensor", EVEN),
     row(Format::E5m2Tensor, None, "nib::E5m2Tensor", EVEN),
     row(Format::Mxfp4, None, "nib::Mxfp4", &[]),
-    row(Format::Mxfp6E2m3, None, "nib::Mxfp6E2m3", EVEN),
-    row(Format::Mxfp6E3m2, None, "nib::Mxfp6E3m2", EVEN),
+    row(Format::Mxfp6E2m3, None, "nib::Mxfp6E2m3", DRAWS),
+    row(Format::Mxfp6E3m2, None, "nib::Mxfp6E3m2", DRAWS),
     row(Format::Mxfp8E4m3, None, "nib::Mxfp8E4m3", EVEN),
     row(Format::Mxfp8E5m2, None, "nib::Mxfp8E5m2", EVEN),
     row(Format::Mxint8, None, "nib::Mxint8", EVEN),
-    row(Format::Nvfp4, None, "nib::Nvfp4", EVEN),
+    row(Format::Nvfp4, Some(ScaleRule::Amax), "nib::Nvfp4Block", DRAWS),
+    row(Format::Nvfp4, None, "nib::Nvfp4", DRAWS),
     row(Format::Hif4, Some(ScaleRule::Cann), "nib::Hif4Cann", BOTH),
-    row(Format::Hif4, None, "nib::Hif4Amax", BOTH),
+    row(Format::Hif4, None, "nib::Hif4Amax", ALL),
 ];
 
 /// Whether kernels quantize to a format alone, plain ones among them; the others go through the general ones.
@@ -86,20 +89,20 @@ impl UnitFormat {
     }
 
     /// `QuantizeUnitsShared` of the kernel.
-    pub fn quantize_shared_bytes(&self, input: DType, across: usize) -> usize {
+    pub fn quantize_shared_bytes(&self, input: DType) -> usize {
         let squares_and_total = (64 + 64 + 3) * size_of::<u32>();
-        (value_bytes(input, across) + self.code_bytes() + squares_and_total).next_multiple_of(16)
+        (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
     /// `DecodedShared` of the kernel.
-    pub fn dequantize_shared_bytes(&self, out: DType, across: usize) -> usize {
-        value_bytes(out, across) + self.code_bytes()
+    pub fn dequantize_shared_bytes(&self, out: DType) -> usize {
+        value_bytes(out) + self.code_bytes()
     }
 }
 
 /// `UnitValues` of the kernels.
-fn value_bytes(dtype: DType, across: usize) -> usize {
-    UNITS * (UNIT * dtype.size_bytes() + 16) + if across == SQUARE { 64 } else { 0 }
+fn value_bytes(dtype: DType) -> usize {
+    UNITS * UNIT * dtype.size_bytes()
 }
 
 /// Tiles of a matrix `[rows, cols]`.

@@ -43,7 +43,7 @@ fn instance(format: UnitFormat, out: DType, down: bool) -> Instance {
     ];
     let spec =
         KernelSpec { source: "kernels/convert/dequantize_units.cuh", name: "nib::dequantize_units", args };
-    Instance { spec, shared_bytes: format.dequantize_shared_bytes(out, across(down)) }
+    Instance { spec, shared_bytes: format.dequantize_shared_bytes(out) }
 }
 
 /// The struct that decodes a format under a rule: both of HiFloat4's conventions decode alike.

@@ -4,24 +4,51 @@
 use super::config::{QuantizeDesc, input_type};
 use super::{OP, Planned, Source};
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{KernelArg, Launch, RoundingArg, plain_args};
+use crate::launch::{Divider, KernelArg, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::{Element, Format, Rounding, ScaleLayout, ScaleRule};
+use nibble_core::formats::{Element, Format, Rounding, ScaleLayout, ScaleRule, WHOLE_LINE};
 use nibble_core::ops::{Delayed, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
-/// Tiles down a column that are done side by side where both planes are written.
+/// Ctas below each other that are done side by side.
 const BAND: usize = 4;
+/// Tiles from which on a cta has two of them: several for each cta that a GPU has at a time.
+const MANY: usize = 2048;
 
 /// How the kernel is launched.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct UnitsConfig {
     pub spec: KernelSpec,
     pub launch: Launch,
+    pub sweep: Sweep,
+}
+
+/// Which tiles ctas take, and in which order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sweep {
+    /// Tiles of a cta, one below the other.
+    pub tiles: usize,
+    /// Ctas of a matrix beside each other, below each other.
+    pub across: usize,
+    pub turns: usize,
+    /// Of those below each other, how many are done side by side.
     pub band: usize,
+}
+
+impl Sweep {
+    /// For tiles of a matrix. Two of a cta where there is more to compute than to move: the second one is fetched while the first is stored.
+    /// Columns alone lie together in memory only where they are swept from end to end.
+    fn of(desc: &QuantizeDesc, down: usize, across: usize) -> Self {
+        let spec = desc.codec.format().spec();
+        let has_work = desc.planes == Planes::Rows || spec.code_bits == 4 || spec.block == WHOLE_LINE;
+        let tiles = if has_work && desc.stack * down * across >= MANY { 2 } else { 1 };
+        let turns = down.div_ceil(tiles);
+        let band = if desc.planes == Planes::Cols && !has_work { turns } else { BAND.min(turns) };
+        Self { tiles, across, turns, band: band.max(1) }
+    }
 }
 
 /// The device's `ScaleArg` (csrc/formats/block_format.cuh).
@@ -74,7 +101,6 @@ struct UnitsArg {
     rows: i32,
     cols: i32,
     capacity: i32,
-    stack: i32,
     form: i32,
     policy: i32,
     band: i32,
@@ -84,6 +110,14 @@ struct UnitsArg {
     cols_aligned: u32,
     found_spans: i32,
     column_record: u32,
+    tiles: i32,
+    across: i32,
+    turns: i32,
+    stack: i32,
+    by_matrix: Divider,
+    by_band: Divider,
+    by_height: Divider,
+    by_last: Divider,
     rule: ScaleArg,
 }
 
@@ -129,7 +163,7 @@ fn instance(format: UnitFormat, input: DType, rounding: Option<Rounding>, across
         ("kAcross", TemplateArg::Int(across as i64)),
     ];
     let spec = KernelSpec { source: "kernels/convert/quantize_units.cuh", name: "nib::quantize_units", args };
-    Instance { spec, shared_bytes: format.quantize_shared_bytes(input, across) }
+    Instance { spec, shared_bytes: format.quantize_shared_bytes(input) }
 }
 
 fn whole_spec(name: &'static str, args: Vec<(&'static str, TemplateArg)>) -> KernelSpec {
@@ -151,8 +185,12 @@ pub(super) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for format in UnitFormat::all() {
         for &rounding in format.own {
-            all.push(instance(format, DType::Bf16, Some(rounding), LONG));
-            all.extend(inputs.map(|input| instance(format, input, Some(rounding), SQUARE)));
+            for across in [LONG, SQUARE] {
+                all.push(instance(format, DType::Bf16, Some(rounding), across));
+            }
+            if !rounding.is_random() {
+                all.push(instance(format, DType::F32, Some(rounding), SQUARE));
+            }
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
     }
@@ -172,21 +210,20 @@ impl UnitsConfig {
         let Some(unit) = UnitFormat::of(format, rule) else {
             return Err(Error::unsupported(OP, format, "it has no kernel on a GPU; the CPU takes it"));
         };
-        let own = unit.own.contains(&rounding).then_some(rounding);
+        // Draws are for eight neighbours of a row.
+        let has_own = unit.own.contains(&rounding)
+            && (!rounding.is_random() || (desc.input == DType::Bf16 && desc.cols.is_multiple_of(8)));
+        let own = has_own.then_some(rounding);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
         let across = if long { LONG } else { SQUARE };
         let Instance { spec, shared_bytes } = instance(unit, desc.input, own, across);
         let lines = if desc.planes == Planes::Rows { desc.rows } else { desc.capacity };
-        let ctas = desc.stack * tiles(lines, desc.cols, across);
+        let sweep = Sweep::of(desc, tiles(lines, 1, across), tiles(1, desc.cols, across));
+        let ctas = desc.stack * sweep.across * sweep.turns;
         let ctas = u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31);
         let ctas = ctas
             .ok_or_else(|| Error::shape(OP, "x", format!("{} × {}", desc.rows, desc.cols), "fewer tiles"))?;
-        let band = match desc.planes {
-            Planes::Rows => 1,
-            Planes::Cols => tiles(lines, 1, across),
-            Planes::Both | Planes::Tiles => BAND,
-        };
-        Ok(Self { spec, launch: Launch { ctas, threads: THREADS, cluster: 1, shared_bytes }, band })
+        Ok(Self { spec, launch: Launch { ctas, threads: THREADS, cluster: 1, shared_bytes }, sweep })
     }
 }
 
@@ -368,10 +405,11 @@ pub(super) fn launch(
     out: &Planned<'_>,
 ) -> Result<()> {
     let config = UnitsConfig::of(desc)?;
+    let sweep = config.sweep;
     let len = op.groups.map(|groups| groups.len.get());
     let (codec, measure) = (desc.codec, Measure { device, desc, source, earlier: EarlierArg::of(op), len });
     let format = codec.format();
-    let by_line = format.spec().block == nibble_core::formats::WHOLE_LINE;
+    let by_line = format.spec().block == WHOLE_LINE;
     let measured = match (by_line, codec.scale_kind().has_tensor_scale()) {
         (true, _) => measure.lines()?,
         (false, true) => measure.tensor(out)?,
@@ -404,10 +442,9 @@ pub(super) fn launch(
         rows: desc.rows as i32,
         cols: desc.cols as i32,
         capacity: desc.capacity as i32,
-        stack: desc.stack as i32,
         form,
         policy: policy(codec.rounding()) as i32,
-        band: config.band as i32,
+        band: sweep.band as i32,
         id_mask: source.id_mask,
         x_aligned: u32::from((desc.cols * desc.input.size_bytes()).is_multiple_of(16)),
         rows_aligned: whole(desc.cols),
@@ -415,6 +452,14 @@ pub(super) fn launch(
         found_spans: out.found.map_or(0, |found| found.amax.len() as i32),
         // The transposed plane of a weight has a scale for each of its rows.
         column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
+        tiles: sweep.tiles as i32,
+        across: sweep.across as i32,
+        turns: sweep.turns as i32,
+        stack: desc.stack as i32,
+        by_matrix: Divider::by((sweep.across * sweep.turns) as u32),
+        by_band: Divider::by((sweep.across * sweep.band) as u32),
+        by_height: Divider::by(sweep.band as u32),
+        by_last: Divider::by((sweep.turns % sweep.band) as u32),
         rule: ScaleArg::of(codec.rule(), codec.element()),
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
@@ -440,7 +485,7 @@ mod tests {
             offset_of!(UnitsArg, rows),
             offset_of!(UnitsArg, rule),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 204], 216));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 248], 264));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.

@@ -1,0 +1,141 @@
+// Values of a tile as threads of quantize_units take them from shared memory: sixteen neighbours of a row, or sixteen rows of two neighbouring
+// columns. BF16 numbers stay two a word as long as that is less work: a word is two neighbours of a row there, of two columns here.
+#pragma once
+#include "formats/bf16.cuh"
+#include "ptx/packed.cuh"
+
+namespace nib {
+
+/// Sixteen neighbours of a row.
+template <class In>
+struct Sixteen;
+
+template <>
+struct Sixteen<F32> {
+    float number[16];
+
+    template <class Values>
+    __device__ __forceinline__ static Sixteen load(Values& values, int u, int sixteenth) {
+        Sixteen x;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) reinterpret_cast<float4*>(x.number)[i] = *reinterpret_cast<const float4*>(values.vector(u, sixteenth * 4 + i));
+        return x;
+    }
+    __device__ __forceinline__ float value(int i) const { return number[i]; }
+
+    /// The bits of the largest magnitude of kCount of them.
+    template <int kCount>
+    __device__ __forceinline__ u32 largest(int first) const {
+        float largest = number[first];
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude(largest, number[first + i]);
+        return __float_as_uint(largest) & 0x7FFFFFFF;
+    }
+};
+
+template <>
+struct Sixteen<Bf16> {
+    u32 pair[8];
+
+    template <class Values>
+    __device__ __forceinline__ static Sixteen load(Values& values, int u, int sixteenth) {
+        Sixteen x;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) reinterpret_cast<uint4*>(x.pair)[i] = *reinterpret_cast<const uint4*>(values.vector(u, sixteenth * 2 + i));
+        return x;
+    }
+    __device__ __forceinline__ float value(int i) const { return __uint_as_float(i % 2 ? pair[i / 2] & 0xFFFF0000 : pair[i / 2] << 16); }
+
+    /// Brings them to the limit.
+    __device__ __forceinline__ void clamp(u32 limits) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) pair[i] = ptx::clamp_magnitude_bf16x2(pair[i], limits);
+    }
+
+    /// The largest of so many pairs, in either half.
+    template <int kPairs>
+    __device__ __forceinline__ u32 largest_pair(int first) const {
+        u32 largest = pair[first];
+#pragma unroll
+        for (int i = 1; i < kPairs; ++i) largest = ptx::max_magnitude_bf16x2(largest, pair[first + i]);
+        return largest;
+    }
+    template <int kCount>
+    __device__ __forceinline__ u32 largest(int first) const {
+        const u32 two = largest_pair<kCount / 2>(first / 2);
+        return max(two << 16 & 0x7FFFFFFF, two & 0x7FFF0000);
+    }
+};
+
+/// Two neighbouring columns of sixteen rows of a tile, from a multiple of 16 on.
+template <class Values, class Two>
+__device__ __forceinline__ void load_rows(Values& values, int first_row, int col, Two (&row)[16]) {
+    // The places of vectors repeat after four rows.
+    const u8* from[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) from[i] = values.value(first_row + i, col);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) row[i] = *reinterpret_cast<const Two*>(from[i % 4] + i / 4 * (8 * Values::kUnitBytes));
+}
+
+/// Sixteen rows of two neighbouring columns.
+template <class In>
+struct TwoColumns;
+
+template <>
+struct TwoColumns<F32> {
+    float2 row[16];
+
+    template <class Values>
+    __device__ __forceinline__ void load(Values& values, int first_row, int col) {
+        load_rows(values, first_row, col, row);
+    }
+    template <bool kSecond>
+    __device__ __forceinline__ float value(int i) const {
+        return kSecond ? row[i].y : row[i].x;
+    }
+    template <int kCount>
+    __device__ __forceinline__ void largest(int first, u32 (&bits)[2]) const {
+        float2 of = row[first];
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) of = {ptx::max_magnitude(of.x, row[first + i].x), ptx::max_magnitude(of.y, row[first + i].y)};
+        bits[0] = __float_as_uint(of.x) & 0x7FFFFFFF;
+        bits[1] = __float_as_uint(of.y) & 0x7FFFFFFF;
+    }
+};
+
+template <>
+struct TwoColumns<Bf16> {
+    u32 row[16];
+
+    template <class Values>
+    __device__ __forceinline__ void load(Values& values, int first_row, int col) {
+        load_rows(values, first_row, col, row);
+    }
+    template <bool kSecond>
+    __device__ __forceinline__ float value(int i) const {
+        return __uint_as_float(kSecond ? row[i] & 0xFFFF0000 : row[i] << 16);
+    }
+    /// Brings them to each column's limit.
+    __device__ __forceinline__ void clamp(u32 limits) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) row[i] = ptx::clamp_magnitude_bf16x2(row[i], limits);
+    }
+
+    /// The largest of so many rows, of either column, with signs that mean nothing.
+    template <int kCount>
+    __device__ __forceinline__ u32 largest_pair(int first) const {
+        u32 largest = row[first];
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude_bf16x2(largest, row[first + i]);
+        return largest;
+    }
+    template <int kCount>
+    __device__ __forceinline__ void largest(int first, u32 (&bits)[2]) const {
+        const u32 two = largest_pair<kCount>(first);
+        bits[0] = two << 16 & 0x7FFFFFFF;
+        bits[1] = two & 0x7FFF0000;
+    }
+};
+
+}  // namespace nib

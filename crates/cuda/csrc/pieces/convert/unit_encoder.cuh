@@ -1,0 +1,549 @@
+// The encoder of quantize_units: a thread's units of a tile to codes in shared memory and to records.
+//
+// Along the rows a thread has one unit. Down the columns it has 32 rows of two neighbouring columns, which it reads together: a quarter of the
+// lanes for each 32 rows, so that what blocks of 64 and of 128 rows have in common is found by exchange within a warp.
+#pragma once
+#include "formats/rounding.cuh"
+#include "math/philox.cuh"
+#include "pieces/convert/sixteen.cuh"
+#include "pieces/convert/units_arg.cuh"
+
+namespace nib {
+
+/// Random bits of the values of a unit, one at a time.
+struct UnitBits {
+    Stream stream;
+    u64 q;  // of the block of eight numbers that was drawn last
+    uint4 drawn;
+
+    __device__ __forceinline__ explicit UnitBits(const RoundingArg& arg) : stream(arg.stream.at(arg.step())), q(~0ull), drawn{0, 0, 0, 0} {}
+
+    __device__ __forceinline__ u32 of(u64 element) {
+        if (element / 8 != q) {
+            q = element / 8;
+            drawn = stream.block(q);
+        }
+        const u32 word = element & 4 ? (element & 2 ? drawn.w : drawn.z) : (element & 2 ? drawn.y : drawn.x);
+        return element & 1 ? word >> 16 : word & 0xFFFF;
+    }
+};
+
+/// Whether a format encodes the blocks of two lines side by side, two BF16 numbers at a time.
+template <class F, class In, int kRound>
+constexpr bool kSideBySide = F::kPart < 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
+
+template <class F, class In, int kRound, int kAcross>
+struct UnitEncoder {
+    static constexpr int kBits = F::Element::kBits, kWords = kBits / 2;  // of sixteen codes
+    static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
+    static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
+    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;  // a tensor's scale alone
+    static constexpr bool kDraws = kRound == kStochastic;  // rows are a multiple of eight numbers then
+    static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
+    static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
+    using Shared = QuantizeUnitsShared<F, In, kAcross>;
+
+    const UnitsArg& arg;
+    const RoundingArg& rounding;
+    Shared& shared;
+    Tally& tally;
+
+    /// Unit `u` of the tile, 64 values of a row.
+    __device__ __forceinline__ void encode_row(int matrix, int row, int col, int u) const {
+        constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // values under one record
+        const bool exists = row < arg.rows && col < arg.cols, is_padding = !arg.counts_row(row);
+        const u64 line = u64(matrix) * arg.rows + row;
+        u8* const to = shared.codes.unit(u);
+        UnitBits bits(rounding);
+        TensorInverse tensor{1.0f, 1.0f};
+        if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row);
+        Found found;
+        u32 words[kHeld];
+#pragma unroll(kAny ? 1 : kSteps)
+        for (int step = 0; step < kSteps; ++step) {
+            const int first = step * kStep, position = col + first;
+            const int square = u / kAcross / F::kBlock * 8 + (u % kAcross * kUnit + first) / F::kBlock & 63;
+            Sixteen<In> x[kStep / 16];
+#pragma unroll
+            for (int i = 0; i < kStep / 16; ++i) x[i] = Sixteen<In>::load(shared.values, u, first / 16 + i);
+            Scaled scale;
+            bool any = false;
+            if constexpr (kPairs) {
+                static_assert(kStep == kUnit);
+                scale = row_in_pairs(x, is_padding, to, any);
+            } else {
+                u32 largest = x[0].template largest<16>(0);
+#pragma unroll
+                for (int i = 1; i < kStep / 16; ++i) largest = max(largest, x[i].template largest<16>(0));
+                if constexpr (F::kBlock == 128) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+                scale = scale_of(largest, exists ? arg.row_amax : nullptr, line, square, tensor, is_padding);
+                if constexpr (kNotes) {
+                    if (arg.found != nullptr) {
+                        note(matrix, row, exists && !is_padding, largest, [&](int i, int j) {
+                            return In::number(shared.values.vector(u, (i * 16 + j) * In::kBytes / 16) + (i * 16 + j) * In::kBytes % 16);
+                        });
+                    }
+                }
+                u32 octaves = 0;
+#pragma unroll(kAny ? 1 : kStep / 16)
+                for (int i = 0; i < kStep / 16; ++i) {
+                    // Again where it is not known which, since registers are not indexed.
+                    Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
+                    if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
+                    u32 amax[kFactors];
+                    if constexpr (kFactors > 1) {
+#pragma unroll
+                        for (int j = 0; j < kFactors; ++j) amax[j] = mine.template largest<F::kPart>(j * F::kPart);
+                    }
+                    float v[16];
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) v[j] = mine.value(j);
+                    RandomBits drawn[2];
+                    if constexpr (kDraws) {
+                        const Stream::Complements draws = bits.stream.complements(arg.number_of(matrix, row) * arg.cols + position + i * 16);
+                        drawn[0] = draws.bits(0);
+                        drawn[1] = draws.bits(1);
+                    }
+                    const auto decide = [&](int j, u32 one = 0, u32 code = 0) {
+                        if constexpr (kDraws) return ptx::halves_mul_add(drawn[j / 8].word[j % 8 / 2], j % 2 ? one << 8 : one, code);
+                        else return decision(bits, matrix, row, position + i * 16 + j);
+                    };
+                    u32* const mine_words = words + (kAny ? 0 : (first / 16 + i) % 2 * kWords);
+                    any |= encode_sixteen(v, amax, scale, octaves, i, mine_words, decide);
+                    put(to, first / 16 + i, words);
+                }
+                scale.record |= octaves;
+                if constexpr (F::kBlock == 128) any |= __shfl_xor_sync(kAllLanes, int(any), 1) != 0;
+            }
+            const bool is_nan = scale.is_nan();
+            any &= !is_nan && !is_padding;
+            found.add(step, scale.record, any, is_nan);
+            if (kSteps == 1 && exists && !(F::kBlock == 128 && threadIdx.x % 2 != 0))
+                settle({line, position, square, row}, false, scale.record, any, is_nan);
+        }
+        if (found.nan != 0) clear<kStep>(to, found.nan);
+        if constexpr (kSteps > 1) {
+            if (!exists) return;
+            // A row's bytes are stored as one word where its blocks are as many.
+            if (!is_square() && arg.cols - col >= kUnit && arg.row_records.block_stride == 1 && arg.row_records.line_stride % kSteps == 0) {
+                u8* const at = arg.row_records.records + line * arg.row_records.line_stride + col / F::kBlock;
+                if constexpr (kSteps == 4) *reinterpret_cast<u32*>(at) = found.bytes;
+                else *reinterpret_cast<u16*>(at) = u16(found.bytes);
+                found.count(tally);
+                return;
+            }
+#pragma unroll 1
+            for (int step = 0; step < kSteps && col + step * kStep < arg.cols; ++step) {
+                const int square = u / kAcross / F::kBlock * 8 + (u % kAcross * kUnit + step * kStep) / F::kBlock & 63;
+                settle({line, col + step * kStep, square, row}, false, found.byte(step), found.any >> step & 1, found.nan >> step & 1);
+            }
+        }
+    }
+
+    /// This thread's rows of two columns of the tile.
+    __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
+        constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
+        const int lane = threadIdx.x % 32, quarter = lane / 8, in_tile = threadIdx.x / 32 * 16 + lane % 8 * 2;
+        const int row = first_row + quarter * 32, col = first_col + in_tile;
+        // The first row of a block that reaches beyond the rows of this thread.
+        const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
+        const u64 line = u64(matrix) * arg.cols + col;
+        u8* const to = shared.codes.unit(in_tile * 2 + quarter / 2) + quarter % 2 * (32 * kBits / 8);
+        UnitBits bits(rounding);
+        Found found;  // of the second column from 2 on
+        u32 words[2][kHeld];
+#pragma unroll(kAny ? 1 : kSteps)
+        for (int step = 0; step < kSteps; ++step) {
+            const int first = step * kStep, position = block_row + first;
+            const bool is_padding = !arg.counts_row(position);
+            TwoColumns<In> x[kStep / 16];
+#pragma unroll
+            for (int i = 0; i < kStep / 16; ++i) x[i].load(shared.values, quarter * 32 + first + i * 16, in_tile);
+            Scaled scale[2];
+            bool any[2] = {false, false};
+            if constexpr (kPairs) {
+                static_assert(kStep == 32);
+                columns_in_pairs(x, is_padding, to, scale, any);
+            } else {
+                u32 largest[2];
+                x[0].template largest<16>(0, largest);
+#pragma unroll
+                for (int i = 1; i < kStep / 16; ++i) {
+                    u32 more[2];
+                    x[i].template largest<16>(0, more);
+                    largest[0] = max(largest[0], more[0]);
+                    largest[1] = max(largest[1], more[1]);
+                }
+                TensorInverse tensor{1.0f, 1.0f};
+                if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row + first);
+                u32 octaves[2] = {0, 0};
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    if constexpr (F::kBlock >= 64 && !F::kLine) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 8));
+                    if constexpr (F::kBlock == 128) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 16));
+                    const u32* const of_lines = col + c < arg.cols ? arg.col_amax : nullptr;
+                    scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter, first, in_tile + c), tensor, is_padding);
+                }
+                if constexpr (kNotes) {
+                    if (arg.found != nullptr && arg.form == kFormCols) {
+                        note(matrix, row, col < arg.cols && !is_padding, max(largest[0], largest[1]), [&](int i, int j) {
+                            return In::number(shared.values.value(quarter * 32 + i % 2 * 16 + j, in_tile + i / 2));
+                        });
+                    }
+                }
+#pragma unroll(kAny ? 1 : kStep / 16)
+                for (int i = 0; i < kStep / 16; ++i) {
+                    TwoColumns<In> mine;
+                    if constexpr (kAny) {
+                        mine.load(shared.values, quarter * 32 + first + i * 16, in_tile);
+                    } else {
+                        mine = x[i];
+                    }
+                    if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale[0]), F::limit(scale[1])));
+                    u32 amax[2][kFactors];
+                    if constexpr (kFactors > 1) {
+#pragma unroll
+                        for (int j = 0; j < kFactors; ++j) {
+                            u32 of[2];
+                            mine.template largest<F::kPart>(j * F::kPart, of);
+                            amax[0][j] = of[0];
+                            amax[1][j] = of[1];
+                        }
+                    }
+                    // The sixteenth of the block that it is.
+                    const int which = F::kBlock == 64 ? quarter % 2 * 2 + i : i;
+                    const int sixteenth = first / 16 + i, held = kAny ? 0 : sixteenth % 2 * kWords;
+                    float v[16];
+                    int c = 0;
+                    u32 drawn[16];  // of the two columns of each row
+                    if constexpr (kDraws) draw_rows(bits.stream, matrix, row + first + i * 16, col, drawn);
+                    const auto decide = [&](int j, u32 one = 0, u32 code = 0) {
+                        if constexpr (kDraws) return ptx::halves_mul_add(drawn[j], c == 0 ? one : one << 8, code);
+                        else return decision(bits, matrix, row + first + i * 16 + j, col + c);
+                    };
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) v[j] = mine.template value<false>(j);
+                    any[0] |= encode_sixteen(v, amax[0], scale[0], octaves[0], which, words[0] + held, decide);
+                    c = 1;
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) v[j] = mine.template value<true>(j);
+                    any[1] |= encode_sixteen(v, amax[1], scale[1], octaves[1], which, words[1] + held, decide);
+                    put(to, sixteenth, words[0]);
+                    put(to + 2 * UnitCodes<F>::kStride, sixteenth, words[1]);
+                }
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    if constexpr (F::kPart < 16) octaves[c] |= __shfl_xor_sync(kAllLanes, octaves[c], 8);
+                    if constexpr (F::kBlock >= 64) any[c] |= __shfl_xor_sync(kAllLanes, int(any[c]), 8) != 0;
+                    if constexpr (F::kBlock == 128) any[c] |= __shfl_xor_sync(kAllLanes, int(any[c]), 16) != 0;
+                    scale[c].record |= octaves[c];
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const bool is_nan = scale[c].is_nan();
+                any[c] &= !is_nan && !is_padding;
+                found.add(2 * c + step, scale[c].record, any[c], is_nan);
+                if constexpr (F::kBlock > 32) {
+                    // Of lanes that share a block one for each column.
+                    const bool is_mine = F::kLine || (F::kBlock == 64 ? quarter % 2 : quarter) == c;
+                    if (is_mine && col + c < arg.cols && position < arg.capacity)
+                        settle({line + c, F::kLine ? row : position, square_of(quarter, first, in_tile + c), col + c}, true, scale[c].record, any[c], is_nan);
+                }
+            }
+        }
+        if (found.nan != 0) {
+            clear<kStep>(to, found.nan & 3);
+            clear<kStep>(to + 2 * UnitCodes<F>::kStride, found.nan >> 2);
+        }
+        if constexpr (F::kBlock <= 32) {
+            if (!is_square() && first_row + 128 <= arg.capacity && first_col + (int(threadIdx.x) / 32 + 1) * 16 <= arg.cols &&
+                arg.col_records.block_stride == 1 && arg.col_records.line_stride % (128 / F::kBlock) == 0) {
+                store_column_bytes(line, first_row, quarter, found.bytes);
+                if (arg.form == kFormCols) found.count(tally);
+                return;
+            }
+#pragma unroll 1
+            for (int i = 0; i < 2 * kSteps; ++i) {
+                const int c = i / kSteps, step = i % kSteps, position = row + step * kStep, place = 2 * c + step;
+                if (col + c < arg.cols && position < arg.capacity)
+                    settle({line + c, position, square_of(quarter, step * kStep, in_tile + c), col + c}, true, found.byte(place),
+                           found.any >> place & 1, found.nan >> place & 1);
+            }
+        }
+    }
+
+private:
+    /// What was found of 64 values, the largest of which is `amax`, or one of their block: value j of sixteenth i is `value(i, j)`. All threads
+    /// of a warp come here.
+    template <class Value>
+    __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
+        int span = counts ? arg.tensor_span(matrix, row) : -1;
+        if (unsigned(span) >= unsigned(arg.found_spans)) span = -1;
+        u32 bits = span < 0 ? 0 : amax >= kInfinityBits ? kNanBits : amax;
+        const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
+        u32 larger = 0;
+        if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
+            // Again, since registers are not indexed, and this is rare.
+#pragma unroll 1
+            for (int i = 0; i < 64; ++i) {
+                const u32 magnitude = __float_as_uint(value(i / 16, i % 16)) & 0x7FFFFFFF;
+                larger += __uint_as_float(magnitude) > expected && magnitude < kInfinityBits;
+            }
+        }
+        larger = __reduce_add_sync(kAllLanes, larger);
+        if (threadIdx.x % 32 == 0 && larger != 0) atomicAdd(arg.found_counts, u64(larger));
+        int is_one_span;
+        __match_all_sync(kAllLanes, span, &is_one_span);
+        if (is_one_span) {
+            bits = __reduce_max_sync(kAllLanes, bits);
+            if (threadIdx.x % 32 != 0) return;
+        }
+        // Most are smaller than what is there already.
+        if (bits != 0 && bits > *const_cast<volatile u32*>(arg.found + span)) atomicMax(arg.found + span, bits);
+    }
+
+    struct Place {
+        u64 line;
+        int position, square;
+        int across;  // the row of a row, the column of a column
+    };
+
+    /// What was found of up to four blocks: the bytes of their records, and of each a bit.
+    struct Found {
+        u32 bytes = 0, any = 0, nan = 0;
+
+        __device__ __forceinline__ void add(int i, u32 byte, bool is_any, bool is_nan) {
+            bytes |= byte << (8 * i);
+            any |= u32(is_any) << i;
+            nan |= u32(is_nan) << i;
+        }
+        __device__ __forceinline__ u32 byte(int i) const { return bytes >> (8 * i) & 0xFF; }
+        __device__ __forceinline__ void count(Tally& tally) const {
+            tally.non_zero += __popc(any);
+            tally.non_finite += __popc(nan);
+        }
+    };
+
+    __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
+
+    __device__ __forceinline__ static int square_of(int quarter, int first, int col) {
+        return (quarter * 32 + first) / F::kBlock * 8 + col / F::kBlock & 63;
+    }
+
+    /// Two BF16 numbers of a word.
+    __device__ __forceinline__ static u32 limit_pair(float low, float high) {
+        return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    }
+
+    /// The least record, of padding.
+    __device__ __forceinline__ static Scaled least() { return {F::kScaleBytes == 4 && F::kPart >= 16 ? 0x00800000u : 0u, 1.0f}; }
+
+    /// The scale of a block from the bits of its largest magnitude, or of what it shares a scale with.
+    __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
+        if constexpr (F::kTiles && kAcross == 2) largest = is_square() ? shared.square_max[square] : largest;
+        if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
+        const Scaled scale = F::scale(largest, arg.rule, tensor);
+        return is_padding ? least() : scale;
+    }
+
+    __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
+        const bool draws = arg.policy == kStochastic || arg.policy == kDither;
+        return {arg.policy, rounding.delta_q16, draws ? bits.of(arg.number_of(matrix, row) * arg.cols + col) : 0};
+    }
+
+    /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns: each of four lanes makes those of
+    /// every fourth row, and they exchange.
+    __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
+        const int mine = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            RandomBits bits = stream.complements(arg.number_of(matrix, row + i + mine) * arg.cols + col / 8 * 8).bits(0);
+            // Rows and words of a square of 4 x 4 change places, halves first.
+            u32(&w)[4] = bits.word;
+            const bool odd = mine & 1, upper = mine & 2;
+            const u32 a = __shfl_xor_sync(kAllLanes, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(kAllLanes, odd ? w[2] : w[3], 1);
+            const u32 of[4] = {odd ? a : w[0], odd ? w[1] : a, odd ? b : w[2], odd ? w[3] : b};
+            const u32 c = __shfl_xor_sync(kAllLanes, upper ? of[0] : of[2], 2), d = __shfl_xor_sync(kAllLanes, upper ? of[1] : of[3], 2);
+            drawn[i] = upper ? c : of[0];
+            drawn[i + 1] = upper ? d : of[1];
+            drawn[i + 2] = upper ? of[2] : c;
+            drawn[i + 3] = upper ? of[3] : d;
+        }
+    }
+
+    /// Encodes sixteen values, sixteenth `which` of their block, to `words`; whether one is not zero. `amax`: of their parts, whose octaves
+    /// come to the record. Under a scale that is NaN the codes mean nothing: see `clear`.
+    template <class Decide>
+    __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, u32& octaves, int which,
+                                                   u32* words, const Decide& decide) const {
+        float factor[kFactors];
+        if constexpr (kFactors > 1) octaves |= F::refine(scale.inverse, amax, which * kFactors, factor);
+        else factor[0] = scale.inverse;
+        u32 of[kWords];
+        const bool any = F::template encode<kRound, kWithin>(v, factor, of, decide);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[i] = of[i];
+        return any;
+    }
+
+    /// A block of 64 as two halves side by side: low halves of words belong to the first.
+    __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], bool is_padding, u8* to, bool& any) const {
+        u32 amax[8], factor[8];  // of parts i and i + 8
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 a = x[i / 4].template largest_pair<2>(i % 4 * 2), b = x[2 + i / 4].template largest_pair<2>(i % 4 * 2);
+            amax[i] = ptx::max_magnitude_bf16x2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)) & 0x7FFF7FFF;
+        }
+        const u32 two = largest_of(amax);
+        Scaled scale = F::scale(max(two << 16, two & 0xFFFF0000), arg.rule, {1.0f, 1.0f});
+        if (is_padding) scale = least();
+        const u32 inverse = __float_as_uint(scale.inverse);
+        const u32 octaves = F::refine_pairs(__byte_perm(inverse, inverse, 0x3232), amax, factor);
+        const bool is_nan = scale.is_nan();
+        if (!is_nan) scale.record |= F::octaves_of_half(octaves, 0) | F::octaves_of_half(octaves >> 16, 1);
+        u32 seen = 0, words[kHeld];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int part = i % 2 * 4 + 2 * j, pick = i < 2 ? 0x1010 : 0x3232;
+                const u32 f0 = __byte_perm(factor[part], 0, pick), f1 = __byte_perm(factor[part + 1], 0, pick);
+                const u32(&p)[8] = x[i].pair;
+                const u32 eight = F::Element::template eight<kRound>({p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]}, {f0, f0, f1, f1});
+                words[i % 2 * 2 + j] = eight;
+                seen |= words[i % 2 * 2 + j];
+            }
+            put(to, i, words);
+        }
+        any = (seen & 0x77777777) != 0;
+        return scale;
+    }
+
+    /// Half a block of 64 of two columns side by side; the lane with the other half finds the scale of one of the columns.
+    __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], bool is_padding, u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
+        u32 amax[8], factor[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) amax[i] = x[i / 4].template largest_pair<4>(i % 4 * 4) & 0x7FFF7FFF;
+        u32 two = largest_of(amax);
+        two = ptx::max_u16x2(two, __shfl_xor_sync(kAllLanes, two, 8));
+        const bool second = threadIdx.x & 8;
+        Scaled mine = F::scale(second ? two & 0xFFFF0000 : two << 16, arg.rule, {1.0f, 1.0f});
+        if (is_padding) mine = least();
+        const Scaled other{__shfl_xor_sync(kAllLanes, mine.record, 8), __shfl_xor_sync(kAllLanes, mine.inverse, 8)};
+        scale[0] = second ? other : mine;
+        scale[1] = second ? mine : other;
+        const u32 inverse = __byte_perm(__float_as_uint(scale[0].inverse), __float_as_uint(scale[1].inverse), 0x7632);
+        const u32 octaves = F::refine_pairs(inverse, amax, factor);
+        // Codes of two columns in the halves of a word, four rows of each.
+        u32 rows[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32(&r)[16] = x[i / 4].row;
+            rows[i] = F::Element::template four_rows<kRound>({r[i % 4 * 4], r[i % 4 * 4 + 1], r[i % 4 * 4 + 2], r[i % 4 * 4 + 3]}, factor[i]);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const bool is_nan = scale[c].is_nan();
+            u32 words[4], seen = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                words[i] = __byte_perm(rows[2 * i], rows[2 * i + 1], c == 0 ? 0x5410 : 0x7632);
+                seen |= words[i];
+            }
+            store_words(to + c * 2 * UnitCodes<F>::kStride, words);
+            any[c] = (seen & 0x77777777) != 0;
+            u32 of_half = is_nan ? 0 : F::octaves_of_half(c == 0 ? octaves : octaves >> 16, second);
+            // Whether there is anything goes along in a bit that no record has by then.
+            static_assert(F::kBlock == 64);
+            of_half |= __shfl_xor_sync(kAllLanes, of_half | u32(any[c]), 8);
+            any[c] |= of_half & 1;
+            scale[c].record |= of_half & ~1u;
+        }
+    }
+
+    __device__ __forceinline__ static u32 largest_of(const u32 (&amax)[8]) {
+        u32 largest = amax[0];
+#pragma unroll
+        for (int i = 1; i < 8; ++i) largest = ptx::max_u16x2(largest, amax[i]);
+        return largest;
+    }
+
+    /// Stores the record bytes of this thread and of those that have the other rows of its columns, one column a thread.
+    __device__ __forceinline__ void store_column_bytes(u64 line, int first_row, int quarter, u32 word) const {
+        constexpr int kBytes = 128 / F::kBlock;  // of a column of the tile
+        const RecordPlane& records = arg.col_records;
+        u8* const at = records.records + (line + quarter % 2) * records.line_stride + first_row / F::kBlock;
+        // Two quarters' bytes of the column that is this thread's.
+        const u32 other = __shfl_xor_sync(kAllLanes, word, 8);
+        const u32 mine = quarter % 2 == 0 ? __byte_perm(word, other, kBytes == 4 ? 0x0040 : 0x5410)
+                                          : __byte_perm(other, word, kBytes == 4 ? 0x0062 : 0x7632);
+        const u32 half = kBytes == 4 ? mine & 0xFFFF : mine, lower = __shfl_xor_sync(kAllLanes, half, 16);
+        if (quarter >= 2) return;
+        if constexpr (kBytes == 4) *reinterpret_cast<u32*>(at) = half | lower << 16;
+        else *reinterpret_cast<uint2*>(at) = {half, lower};
+    }
+
+    /// Writes a block's record and counts it, once.
+    __device__ __forceinline__ void settle(const Place& place, bool down, u32 record, bool any, bool is_nan) const {
+        const RecordPlane& records = down ? arg.col_records : arg.row_records;
+        const bool has_counts = !down || arg.form == kFormCols;
+        if constexpr (F::kLine) {
+            const int each = down ? int(arg.column_record) : arg.cols;
+            if (any) (down ? arg.col_any : arg.row_any)[arg.maximum_of(down, place.line, place.position)] = 1;
+            if (place.position % each != 0) return;
+            records.template store<F::kScaleBytes>(place.line, place.position / each, record);
+            // A line, or its part within a group, counts once.
+            const bool first = place.position == 0 || !down || arg.span_of(place.position) != arg.span_of(place.position - 1);
+            tally.non_finite += has_counts && is_nan && first;
+            return;
+        }
+        const int block = place.position / F::kBlock;
+        if (is_square()) {
+            if (any && !down) shared.square_any[place.square] = 1;
+            if (place.across % F::kBlock != 0) return;
+            const int matrix = int(place.line / (down ? arg.cols : arg.rows));
+            const u64 tiles = u64(ceil_div(down ? arg.cols : arg.rows, F::kBlock));
+            records.template store<F::kScaleBytes>(matrix * tiles + place.across / F::kBlock, block, record);
+            tally.non_finite += !down && is_nan;
+            return;
+        }
+        records.template store<F::kScaleBytes>(place.line, block, record);
+        tally.non_zero += has_counts && any;
+        tally.non_finite += has_counts && is_nan;
+    }
+
+    /// Zeros in place of the codes of blocks, or parts of them, of kCount values: those that have a bit.
+    template <int kCount>
+    __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
+        constexpr int kBytes = kCount * kBits / 8;
+#pragma unroll 1
+        for (; blocks != 0; blocks >>= 1, to += kBytes) {
+#pragma unroll 1
+            for (int i = 0; i < kBytes && (blocks & 1); i += 4) *reinterpret_cast<u32*>(to + i) = 0;
+        }
+    }
+
+    /// Stores what was encoded of a line, 32 codes at a time, once sixteenth `i` is there.
+    __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
+        if constexpr (kAny) store_words(to + i * (2 * kBits), words);
+        else if (i % 2 == 1) store_words(to + i / 2 * (4 * kBits), words);
+    }
+
+    /// The codes of 32 values, which lie on as many bytes as they fill, but for those of six bits.
+    __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[2 * kWords]) {
+        constexpr int kEach = kWords == 3 ? 2 : 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kWords; i += kEach) {
+            if constexpr (kEach == 4) reinterpret_cast<uint4*>(to)[i / 4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+            else reinterpret_cast<uint2*>(to)[i / 2] = {words[i], words[i + 1]};
+        }
+    }
+    /// Those of sixteen.
+    __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kWords]) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) reinterpret_cast<u32*>(to)[i] = words[i];
+    }
+};
+
+}  // namespace nib

@@ -1,0 +1,68 @@
+// What quantize_units is launched with, and its shared memory.
+#pragma once
+#include "math/reduce.cuh"
+#include "pieces/convert/units.cuh"
+
+namespace nib {
+
+constexpr int kFormRows = 1;
+constexpr int kFormCols = 2;
+constexpr int kFormTiles = 4;
+
+/// `UnitsArg` of the launch.
+struct UnitsArg {
+    const u8* x;
+    u8* row_codes;
+    u8* col_codes;
+    RecordPlane row_records, col_records;
+    u64* counts;
+    const int* row_id;
+    const u32* row_amax;
+    const u32* col_amax;
+    u8* row_any;
+    u8* col_any;
+    const TensorInverse* tensor;
+    const int* span_of_row;
+    u32* found;
+    u64* found_counts;
+    int rows, cols, capacity;
+    int form, policy, band, id_mask;
+    u32 x_aligned, rows_aligned, cols_aligned;
+    int found_spans;
+    u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
+    int tiles;                 // of a cta, one below the other
+    int across, turns, stack;  // ctas of a matrix, beside and below each other; matrices
+    // Of ctas: those of a matrix, of a band; those of one column of a band, and of the last one.
+    Divider by_matrix, by_band, by_height, by_last;
+    ScaleArg rule;
+
+    __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
+    /// The number of a row for random bits.
+    __device__ __forceinline__ u64 number_of(int matrix, int row) const {
+        return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
+    }
+    __device__ __forceinline__ int span_of(int row) const { return span_of_row == nullptr ? 0 : __ldg(span_of_row + min(row, rows - 1)); }
+    /// Which of a line's maxima is a row's.
+    __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
+        return down ? u64(span_of(row)) * (u64(stack) * cols) + line : line;
+    }
+    __device__ __forceinline__ TensorInverse tensor_of(int matrix, int row) const {
+        if (tensor == nullptr) return {1.0f, 1.0f};
+        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + tensor_span(matrix, row));
+        return {of.x, of.y};
+    }
+    __device__ __forceinline__ int tensor_span(int matrix, int row) const {
+        return span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1));
+    }
+};
+
+template <class F, class In, int kAcross>
+struct alignas(16) QuantizeUnitsShared {
+    UnitValues<In, kAcross> values;
+    UnitCodes<F> codes;
+    u32 square_max[64];  // of square tiles, those of a row of tiles after the other
+    u32 square_any[64];
+    u32 total[3];
+};
+
+}  // namespace nib
