@@ -23,7 +23,6 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     fails("train.steps=many", &["`train.steps`", "many"]);
     fails("recipe=mxfp4-hoper", &["mxfp4-hoper", "mxfp4-hopper"]);
     fails("model.kv_heads=3", &["`model.kv_heads`", "3", "does not divide"]);
-    fails("model.expert_ffn=48", &["`model.expert_ffn`", "48"]);
     fails("train.batch_size=2", &["`train.batch_size`", "128 tokens"]);
     fails("run.ranks=3", &["`run.ranks`", "3"]);
     std::fs::write(place.path("bad.toml"), "[train]\nsteps = 3\nlearning_rate = 1.0\n").unwrap();
