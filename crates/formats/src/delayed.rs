@@ -1,7 +1,7 @@
 //! Delayed scaling: the scale of a tensor follows from the largest magnitudes that it had in earlier steps, so that one pass quantizes it
 //! and measures it for the steps to come.
 //!
-//! As TransformerEngine has it: a history holds the last so many magnitudes, of which the largest or the last one, times 2^margin, is
+//! As TransformerEngine's kernel for many tensors at once has it: a history holds the last so many magnitudes, of which the largest or the last one, times 2^margin, is
 //! what the next step expects. A step that found nothing but zeros, or something that is not finite, leaves history and scale as they
 //! are. One thing differs: there a scale is 1 until a first magnitude is known, which takes small gradients to zero; here such a tensor
 //! is measured before it is quantized, as without a history.

@@ -11,7 +11,8 @@
 //   multiplier   what the codes of a part are multiplied by when they are decoded
 //   kLimits      whether BF16 numbers are brought to the largest code before, two at a time
 //   limit        that of a scale: the largest number times it, which is a BF16 number
-//   encode       sixteen values to packed codes; whether one is not zero. kWithin: they are BF16 numbers, within the limit if there is one
+//   encode       sixteen values to packed codes; whether one is not zero. kWithin: they are BF16 numbers, under a nearest rounding within
+//                the limit if there is one
 //   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding (Hif4 has how)
 // A record that marks a block has the inverse NaN, and codes of zero. The twin of crates/formats/src/block.rs.
 #pragma once

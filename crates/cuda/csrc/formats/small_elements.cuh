@@ -113,6 +113,14 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
+/// What brings an element's smallest normal number to that of F32.
+template <class E>
+__host__ __device__ constexpr float to_code() {
+    float to_code = 0x1p-126f;
+    for (int i = 1; i < E::kBias; ++i) to_code *= 2.0f;
+    return to_code;
+}
+
 /// Sixteen x · factor to codes, up in magnitude iff sixteen random bits are less than the fraction's first sixteen. kFactors: for as many
 /// neighbours each. `rounded_up(i, one, bits)`: the complement of number i's random bits, times `one`, added to `bits`.
 ///
@@ -121,14 +129,14 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
 template <class E, int kFactors, class RoundedUp>
 __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                  const RoundedUp& rounded_up) {
-    constexpr float kMost = E::max(), kToCode = E::to_code();
+    constexpr float kToCode = to_code<E>();
     u32 bytes[4], any = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         u32 code[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float v = fminf(__fmul_rn(fabsf(x[4 * i + j]), factor[(4 * i + j) * kFactors / 16]), kMost);
+            const float v = fminf(__fmul_rn(fabsf(x[4 * i + j]), factor[(4 * i + j) * kFactors / 16]), E::kMax);
             code[j] = rounded_up(4 * i + j, 1u << (7 - E::kMantissaBits), __float_as_uint(__fmul_rz(v, kToCode))) >> (23 - E::kMantissaBits);
         }
         bytes[i] = (code[3] * 256 + code[2]) * 65536 + (code[1] * 256 + code[0]);
@@ -211,9 +219,6 @@ struct PartOfFp8 {
         }
     }
 
-    __host__ __device__ static constexpr float max() { return kMax; }
-    __host__ __device__ static constexpr float to_code() { return kBias == 1 ? 0x1p-126f : kBias == 3 ? 0x1p-124f : kBias == 7 ? 0x1p-120f : 0x1p-112f; }
-
     /// The largest number.
     static constexpr float kMax = kMaxCode == 0x7E ? 448.0f : kMaxCode == 0x7B ? 57344.0f : kE5m2 ? 28.0f : 7.5f;
 };
@@ -225,8 +230,7 @@ using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
 /// E2M1, of numbers that any scale brought there.
 struct SixteenE2m1 {
-    __host__ __device__ static constexpr float max() { return 6.0f; }
-    __host__ __device__ static constexpr float to_code() { return 0x1p-126f; }
+    static constexpr float kMax = 6.0f;
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
     static constexpr u32 kMaxBits = 0x40C00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
@@ -296,8 +300,7 @@ struct Int8 {
 
 /// Sign and quarters, to 1.75.
 struct S1p2 {
-    __host__ __device__ static constexpr float max() { return 1.75f; }
-    __host__ __device__ static constexpr float to_code() { return 0x1p-126f; }
+    static constexpr float kMax = 1.75f;
     static constexpr int kBits = 4, kMantissaBits = 2, kBias = 1, kEmax = 0;
     static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;

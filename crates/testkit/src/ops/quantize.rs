@@ -6,7 +6,7 @@ use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
-use nibble_core::{Agreement, Convert, DType, Result};
+use nibble_core::{Agreement, Convert, DType, Groups, Result, Tensor};
 
 /// Every rule of every block format, to nearest.
 pub(super) fn codecs() -> impl Iterator<Item = Codec> {
@@ -146,6 +146,23 @@ impl<B: Convert> Case<B> for Ragged {
     }
 }
 
+/// Rows in five groups, or dense ones without a spread, and the groups.
+fn matrix<B: Convert>(
+    b: &B,
+    spread: Option<Spread>,
+    (rows, cols): (usize, usize),
+    dtype: DType,
+    input: Input,
+    pads: Pads,
+) -> Result<(Tensor<B>, Option<Groups<B>>)> {
+    let Some(spread) = spread else {
+        return Ok((plain(b, dtype, &input.values(&stream("quantize"), rows * cols), rows, cols)?, None));
+    };
+    let rows = RaggedRows::of(spread, 5, rows, 128);
+    let x = ragged_values(input, "quantize", &rows, cols, pads);
+    Ok((plain(b, dtype, &x, rows.capacity, cols)?, Some(rows.upload(b)?)))
+}
+
 /// Scales of earlier steps; dense rows, or a stack, without a spread.
 #[derive(Debug)]
 struct OfEarlierSteps {
@@ -170,13 +187,7 @@ impl<B: Convert> Case<B> for OfEarlierSteps {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, stack, .. } = *self;
-        let ragged = self.spread.map(|spread| RaggedRows::of(spread, 5, self.rows, 128));
-        let (rows, x) = match &ragged {
-            Some(rows) => (rows.capacity, ragged_values(self.input, "quantize", rows, cols, pads)),
-            None => (self.rows, self.input.values(&stream("quantize"), self.rows * cols)),
-        };
-        let x = plain(b, self.dtype, &x, rows, cols)?;
-        let groups = ragged.as_ref().map(|rows| rows.upload(b)).transpose()?;
+        let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
         // Records of five values from the third on; every third span has none that is known.
@@ -282,13 +293,7 @@ impl<B: Convert> Case<B> for Transformed {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, len, cols, .. } = *self;
-        let ragged = self.spread.map(|spread| RaggedRows::of(spread, 5, self.rows, 128));
-        let (rows, x) = match &ragged {
-            Some(rows) => (rows.capacity, ragged_values(self.input, "quantize", rows, cols, pads)),
-            None => (self.rows, self.input.values(&stream("quantize"), self.rows * cols)),
-        };
-        let x = plain(b, self.dtype, &x, rows, cols)?;
-        let groups = ragged.as_ref().map(|rows| rows.upload(b)).transpose()?;
+        let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let hadamard = Some(Hadamard { len, signs });

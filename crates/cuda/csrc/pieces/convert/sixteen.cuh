@@ -6,6 +6,26 @@
 
 namespace nib {
 
+/// Both halves of BF16 pairs brought to magnitudes of at most those of `limits`.
+template <int kWords>
+__device__ __forceinline__ void clamp_pairs(u32 (&words)[kWords], u32 limits) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = ptx::clamp_magnitude_bf16x2(words[i], limits);
+}
+
+/// Of kCount BF16 pairs the largest magnitude in either half, with signs that mean nothing.
+template <int kCount, int kWords>
+__device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int first) {
+    u32 largest = words[first];
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude_bf16x2(largest, words[first + i]);
+    return largest;
+}
+
+/// The magnitude of either half, as bits of F32.
+__device__ __forceinline__ u32 low_magnitude(u32 pair) { return pair << 16 & 0x7FFFFFFF; }
+__device__ __forceinline__ u32 high_magnitude(u32 pair) { return pair & 0x7FFF0000; }
+
 /// Sixteen neighbours of a row.
 template <class In>
 struct Sixteen;
@@ -47,23 +67,17 @@ struct Sixteen<Bf16> {
     __device__ __forceinline__ float value(int i) const { return __uint_as_float(i % 2 ? pair[i / 2] & 0xFFFF0000 : pair[i / 2] << 16); }
 
     /// Brings them to the limit.
-    __device__ __forceinline__ void clamp(u32 limits) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) pair[i] = ptx::clamp_magnitude_bf16x2(pair[i], limits);
-    }
+    __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(pair, limits); }
 
     /// The largest of so many pairs, in either half.
     template <int kPairs>
     __device__ __forceinline__ u32 largest_pair(int first) const {
-        u32 largest = pair[first];
-#pragma unroll
-        for (int i = 1; i < kPairs; ++i) largest = ptx::max_magnitude_bf16x2(largest, pair[first + i]);
-        return largest;
+        return largest_of_pairs<kPairs>(pair, first);
     }
     template <int kCount>
     __device__ __forceinline__ u32 largest(int first) const {
         const u32 two = largest_pair<kCount / 2>(first / 2);
-        return max(two << 16 & 0x7FFFFFFF, two & 0x7FFF0000);
+        return max(low_magnitude(two), high_magnitude(two));
     }
 };
 
@@ -117,24 +131,18 @@ struct TwoColumns<Bf16> {
         return __uint_as_float(kSecond ? row[i] & 0xFFFF0000 : row[i] << 16);
     }
     /// Brings them to each column's limit.
-    __device__ __forceinline__ void clamp(u32 limits) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) row[i] = ptx::clamp_magnitude_bf16x2(row[i], limits);
-    }
+    __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(row, limits); }
 
-    /// The largest of so many rows, of either column, with signs that mean nothing.
+    /// The largest of so many rows, of either column.
     template <int kCount>
     __device__ __forceinline__ u32 largest_pair(int first) const {
-        u32 largest = row[first];
-#pragma unroll
-        for (int i = 1; i < kCount; ++i) largest = ptx::max_magnitude_bf16x2(largest, row[first + i]);
-        return largest;
+        return largest_of_pairs<kCount>(row, first);
     }
     template <int kCount>
     __device__ __forceinline__ void largest(int first, u32 (&bits)[2]) const {
         const u32 two = largest_pair<kCount>(first);
-        bits[0] = two << 16 & 0x7FFFFFFF;
-        bits[1] = two & 0x7FFF0000;
+        bits[0] = low_magnitude(two);
+        bits[1] = high_magnitude(two);
     }
 };
 

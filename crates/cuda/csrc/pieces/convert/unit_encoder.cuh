@@ -37,8 +37,8 @@ struct UnitEncoder {
     static constexpr int kBits = F::Element::kBits, kWords = kBits / 2;  // of sixteen codes
     static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
-    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;  // a tensor's scale alone
-    static constexpr bool kDraws = kRound == kStochastic;  // rows are a multiple of eight numbers then
+    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // a tensor's scale alone
+    static constexpr bool kDraws = kRound == kStochastic;                // rows are a multiple of eight numbers then
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
     using Shared = QuantizeUnitsShared<F, In, kAcross>;
@@ -62,7 +62,7 @@ struct UnitEncoder {
 #pragma unroll(kAny ? 1 : kSteps)
         for (int step = 0; step < kSteps; ++step) {
             const int first = step * kStep, position = col + first;
-            const int square = u / kAcross / F::kBlock * 8 + (u % kAcross * kUnit + first) / F::kBlock & 63;
+            const int square = square_of(u / kAcross, u % kAcross * kUnit + first);
             Sixteen<In> x[kStep / 16];
 #pragma unroll
             for (int i = 0; i < kStep / 16; ++i) x[i] = Sixteen<In>::load(shared.values, u, first / 16 + i);
@@ -134,7 +134,7 @@ struct UnitEncoder {
             }
 #pragma unroll 1
             for (int step = 0; step < kSteps && col + step * kStep < arg.cols; ++step) {
-                const int square = u / kAcross / F::kBlock * 8 + (u % kAcross * kUnit + step * kStep) / F::kBlock & 63;
+                const int square = square_of(u / kAcross, u % kAcross * kUnit + step * kStep);
                 settle({line, col + step * kStep, square, row}, false, found.byte(step), found.any >> step & 1, found.nan >> step & 1);
             }
         }
@@ -182,7 +182,7 @@ struct UnitEncoder {
                     if constexpr (F::kBlock >= 64 && !F::kLine) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 8));
                     if constexpr (F::kBlock == 128) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 16));
                     const u32* const of_lines = col + c < arg.cols ? arg.col_amax : nullptr;
-                    scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter, first, in_tile + c), tensor, is_padding);
+                    scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter * 32 + first, in_tile + c), tensor, is_padding);
                 }
                 if constexpr (kNotes) {
                     if (arg.found != nullptr && arg.form == kFormCols) {
@@ -248,7 +248,7 @@ struct UnitEncoder {
                     // Of lanes that share a block one for each column.
                     const bool is_mine = F::kLine || (F::kBlock == 64 ? quarter % 2 : quarter) == c;
                     if (is_mine && col + c < arg.cols && position < arg.capacity)
-                        settle({line + c, F::kLine ? row : position, square_of(quarter, first, in_tile + c), col + c}, true, scale[c].record, any[c], is_nan);
+                        settle({line + c, F::kLine ? row : position, square_of(quarter * 32 + first, in_tile + c), col + c}, true, scale[c].record, any[c], is_nan);
                 }
             }
         }
@@ -267,7 +267,7 @@ struct UnitEncoder {
             for (int i = 0; i < 2 * kSteps; ++i) {
                 const int c = i / kSteps, step = i % kSteps, position = row + step * kStep, place = 2 * c + step;
                 if (col + c < arg.cols && position < arg.capacity)
-                    settle({line + c, position, square_of(quarter, step * kStep, in_tile + c), col + c}, true, found.byte(place),
+                    settle({line + c, position, square_of(quarter * 32 + step * kStep, in_tile + c), col + c}, true, found.byte(place),
                            found.any >> place & 1, found.nan >> place & 1);
             }
         }
@@ -278,7 +278,7 @@ private:
     /// of a warp come here.
     template <class Value>
     __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
-        int span = counts ? arg.tensor_span(matrix, row) : -1;
+        int span = counts ? arg.span_of(row, matrix) : -1;
         if (unsigned(span) >= unsigned(arg.found_spans)) span = -1;
         u32 bits = span < 0 ? 0 : amax >= kInfinityBits ? kNanBits : amax;
         const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
@@ -327,9 +327,8 @@ private:
 
     __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
 
-    __device__ __forceinline__ static int square_of(int quarter, int first, int col) {
-        return (quarter * 32 + first) / F::kBlock * 8 + col / F::kBlock & 63;
-    }
+    /// Which square a value of the tile lies in.
+    __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
 
     /// Two BF16 numbers of a word.
     __device__ __forceinline__ static u32 limit_pair(float low, float high) {
@@ -410,9 +409,9 @@ private:
                 const int part = i % 2 * 4 + 2 * j, pick = i < 2 ? 0x1010 : 0x3232;
                 const u32 f0 = __byte_perm(factor[part], 0, pick), f1 = __byte_perm(factor[part + 1], 0, pick);
                 const u32(&p)[8] = x[i].pair;
-                const u32 eight = F::Element::template eight<kRound>({p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]}, {f0, f0, f1, f1});
-                words[i % 2 * 2 + j] = eight;
-                seen |= words[i % 2 * 2 + j];
+                u32& eight = words[i % 2 * 2 + j];
+                eight = F::Element::template eight<kRound>({p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]}, {f0, f0, f1, f1});
+                seen |= eight;
             }
             put(to, i, words);
         }
@@ -494,7 +493,7 @@ private:
             if (place.position % each != 0) return;
             records.template store<F::kScaleBytes>(place.line, place.position / each, record);
             // A line, or its part within a group, counts once.
-            const bool first = place.position == 0 || !down || arg.span_of(place.position) != arg.span_of(place.position - 1);
+            const bool first = place.position == 0 || !down || arg.span_of(place.position, 0) != arg.span_of(place.position - 1, 0);
             tally.non_finite += has_counts && is_nan && first;
             return;
         }

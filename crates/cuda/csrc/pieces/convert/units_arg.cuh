@@ -41,18 +41,18 @@ struct UnitsArg {
     __device__ __forceinline__ u64 number_of(int matrix, int row) const {
         return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
     }
-    __device__ __forceinline__ int span_of(int row) const { return span_of_row == nullptr ? 0 : __ldg(span_of_row + min(row, rows - 1)); }
+    /// The span of a row: its group's, or where there are no groups the one given.
+    __device__ __forceinline__ int span_of(int row, int otherwise) const {
+        return span_of_row == nullptr ? otherwise : __ldg(span_of_row + min(row, rows - 1));
+    }
     /// Which of a line's maxima is a row's.
     __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
-        return down ? u64(span_of(row)) * (u64(stack) * cols) + line : line;
+        return down ? u64(span_of(row, 0)) * (u64(stack) * cols) + line : line;
     }
     __device__ __forceinline__ TensorInverse tensor_of(int matrix, int row) const {
         if (tensor == nullptr) return {1.0f, 1.0f};
-        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + tensor_span(matrix, row));
+        const float2 of = __ldg(reinterpret_cast<const float2*>(tensor) + span_of(row, matrix));
         return {of.x, of.y};
-    }
-    __device__ __forceinline__ int tensor_span(int matrix, int row) const {
-        return span_of_row == nullptr ? matrix : __ldg(span_of_row + min(row, rows - 1));
     }
 };
 
