@@ -1,5 +1,5 @@
-//! Matrices of so many tiles that a cta takes several, with tiles left over in both directions, against the CPU: squares of 128 × 128 of
-//! `quantize_cols` (two for MXFP4, one for E4M3), and what `quantize_units` takes two at a time. Without a GPU: a printed skip, or a failure under
+//! Matrices of many tiles, with some left over in both directions, against the CPU: squares of 128 × 128 of `quantize_cols` (two a cta for
+//! MXFP4, one for E4M3), and bands of those that `quantize_units` takes. Without a GPU: a printed skip, or a failure under
 //! `NIBBLE_REQUIRE_GPU=1`.
 
 mod gpu;
@@ -81,11 +81,12 @@ fn groups_of_squares_give_the_bits_of_the_cpu() {
     }
 }
 
-/// An odd number of tiles below each other, of rows alone as well, the last of them short; and two matrices of an odd number.
+/// A last band of one tile, which is short, and along the rows alone as well; two matrices; and of whole tiles, record bytes that a second
+/// kernel brings to their places.
 #[test]
-fn tiles_in_twos_give_the_bits_of_the_cpu() {
+fn bands_of_tiles_give_the_bits_of_the_cpu() {
     const ROWS: usize = 84 * 128 + 72;
-    let Some(device) = gpu::device("quantizing large matrices in twos") else { return };
+    let Some(device) = gpu::device("quantizing large matrices in bands of tiles") else { return };
     let (cpu, gpu) = (Cpu::new(0).unwrap(), Cuda::on(device));
     let x = matrix(&cpu, &gpu, ROWS, COLS);
     let stacked = matrix(&cpu, &gpu, 2 * (43 * 128 - 32), COLS);
@@ -104,6 +105,14 @@ fn tiles_in_twos_give_the_bits_of_the_cpu() {
         for planes_of in [Planes::Rows, Planes::Cols, Planes::Both] {
             hold((&cpu, &gpu), &x, codec, planes_of, 1);
         }
+    }
+    let whole = matrix(&cpu, &gpu, 33 * 128, 17 * 128);
+    for codec in [
+        own(Format::Mxfp6E2m3, ScaleRule::Rceil),
+        own(Format::Mxint8, ScaleRule::Floor),
+        drawn(Format::Mxfp6E3m2, ScaleRule::Even),
+    ] {
+        hold((&cpu, &gpu), &whole, codec, Planes::Both, 1);
     }
     for rule in [ScaleRule::TensorAmax, ScaleRule::Amax] {
         hold((&cpu, &gpu), &stacked, own(Format::Nvfp4, rule), Planes::Tiles, 2);

@@ -262,9 +262,14 @@ impl Dry {
         let _transformed = apart.then(transformed).transpose()?;
         let _measured = self.measured(&op)?;
         let is_fast = is_fused || apart && has_fast_kernels(&op, DType::F32, transformed_rows, true);
+        let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
+        let is_mx = op.codec.scale_kind() == ScaleKind::E8M0 && block == 32;
+        if op.planes == Planes::Both && !is_fast && is_mx && cols.is_multiple_of(TILE) {
+            // The rows' scales by words, before they come to their places.
+            let _by_word: Buf<u8> = self.buf(rows * cols / block)?;
+        }
         if op.planes == Planes::Both && is_fast {
             // The rows' scales by columns, before they come to their places.
-            let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
             let _by_block: Buf<u8> =
                 self.buf(cols.next_multiple_of(TILE) / block * rows.next_multiple_of(TILE) * bytes)?;
         }

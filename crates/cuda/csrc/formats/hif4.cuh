@@ -55,22 +55,25 @@ struct Hif4 {
     /// The same of eight parts of two blocks, or halves of one, in the halves of words, for BF16 magnitudes: four times the factors; see
     /// `octaves_of_half`.
     __device__ __forceinline__ static u32 refine_pairs(u32 inverse, const u32 (&amax)[8], u32 (&factor)[8]) {
-        constexpr u32 kSigns = 0x80008000, kExponent = 0x00800080, kMinusFour = 0xC080C080, kMinusTwo = 0xC000C000;
+        constexpr u32 kOnes = 0x00010001, kMinusExponent = 0xFFFFFF80, kMinusFour = 0xC080C080, kMinusTwo = 0xC000C000;
         const u32 four_times = inverse + 0x01000100;
         u32 of_eighths = 0, of_parts = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
+        for (int i = 6; i >= 0; i -= 2) {
             // Signs of exact differences: set where a product is below four, or two.
             const u32 a4 = ptx::fma_bf16x2(amax[i], inverse, kMinusFour), b4 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusFour);
             const u32 a2 = ptx::fma_bf16x2(amax[i], inverse, kMinusTwo), b2 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusTwo);
-            const u32 doubled = ~(a4 & b4), a = choose_bits(doubled, ~a4, ~a2), b = choose_bits(doubled, ~b4, ~b2);
-            const u32 all = four_times - (doubled >> 8 & kExponent);
-            factor[i] = all - (a >> 8 & kExponent);
-            factor[i + 1] = all - (b >> 8 & kExponent);
-            of_eighths = of_eighths >> 1 | (doubled & kSigns);
-            of_parts = (of_parts >> 1 | (a & kSigns)) >> 1 | (b & kSigns);
+            const u32 below = a4 & b4;
+            const u32 doubled = ~below >> 15 & kOnes;
+            const u32 a = ~choose_bits(below, a2, a4) >> 15 & kOnes, b = ~choose_bits(below, b2, b4) >> 15 & kOnes;
+            // Sums of what does not overlap.
+            const u32 all = ptx::mul_add(doubled, kMinusExponent, four_times);
+            factor[i] = ptx::mul_add(a, kMinusExponent, all);
+            factor[i + 1] = ptx::mul_add(b, kMinusExponent, all);
+            of_eighths = ptx::mul_add(of_eighths, 2, doubled);
+            of_parts = ptx::mul_add(of_parts, 4, ptx::mul_add(b, 2, a));
         }
-        return (of_parts & 0xFF00FF00) | (of_eighths >> 8 & 0x00F000F0);
+        return ptx::mul_add(of_parts, 256, of_eighths * 16);
     }
 
     /// The bits of a record of what the lower half of such a word says of half a block.

@@ -1,6 +1,7 @@
 // NVFP4: E2M1 in blocks of 16 under an E4M3 scale, under an F32 scale of the tensor or by itself. The twin of crates/formats/src/nvfp4.rs.
 #pragma once
 #include "formats/block_format.cuh"
+#include "formats/pair_code.cuh"
 
 namespace nib {
 
@@ -50,38 +51,35 @@ struct Nvfp4Block : OneFactor<SixteenE2m1>, Nvfp4Scale {
 
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
-        if constexpr (kRound == kNearestEven && kWithin) return encode_bf16(x, factor[0], words);
-        else return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
+        return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
     }
 
-private:
-    /// The way of `E2m1::encode`: F16 has E2M1 in it, and an integer addition rounds two numbers.
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_pairs() {
+        return kRound == kNearestEven;
+    }
+
+    /// The scale bytes of two blocks, from BF16 magnitudes in the halves of a word. Of infinity it is the largest scale.
+    __device__ __forceinline__ static u32 bytes_of(u32 amax) {
+        constexpr float kSixth = 1.0f / 6.0f;
+        return ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax << 16), kSixth), __fmul_rn(__uint_as_float(amax & 0xFFFF0000), kSixth));
+    }
+
+    /// How magnitudes under a scale byte become codes.
     ///
-    /// F16 has too few bits for x · factor, and yet enough. A BF16 number and a threshold times the scale, whose mantissas have three bits each,
-    /// are equal or differ by 2^-8 of themselves at least; F16 keeps that. Where they are equal, x · factor in F32 is the threshold
-    /// itself, or, under a scale of 15/8 times a power of two, the next number above 0.75, 1.25 and so on, all but 0.25. So under such
-    /// a scale the factor is larger by 2^-10, which brings those above the tie, and leaves 0.25, a subnormal F16 number here, on it.
-    /// The other scales that pass a tie do so only where it goes up to even anyway. Under a scale of zero the factor is the largest number, a
-    /// little less than a power of two, and ties go down: so it is smaller by 2^-10.
-    __device__ __forceinline__ static bool encode_bf16(const float (&x)[16], float factor, u32 (&words)[2]) {
-        constexpr u32 kMantissa = 0x7FFFFF, kOfFifteen = 0x088889;  // of 8/15
-        const bool fifteen = (__float_as_uint(factor) & kMantissa) == kOfFifteen;
-        const float scaled = fminf(__fmul_rn(factor, fifteen ? 0x1.004p-14f : 0x1p-14f), 0x1.ff8p113f);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 half[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                // As `pack_halves` wants them.
-                const int first = 8 * i + j % 2 * 4 + j / 2;
-                half[j] = ptx::f16x2_from_f32(__fmul_rn(x[first], scaled), __fmul_rn(x[first + 2], scaled));
-                half[j] = ptx::clamp_magnitude_f16x2(half[j], 0x0E000E00);
-                // Half a step less one, and one more where the code below is odd.
-                half[j] += 0x00FF00FF + (half[j] >> 9 & 0x00010001);
-            }
-            words[i] = E2m1::pack_halves<false>(half);
-        }
-        return (words[0] | words[1]) & E2m1::kMagnitudes;
+    /// F16 has too few bits for x / scale, and yet enough. A BF16 number and a threshold times the scale, whose mantissas have three bits each,
+    /// are equal or differ by 2^-8 of themselves at least; F16 keeps that. Where they are equal, x · inverse in F32 is the threshold itself, or,
+    /// under a scale of 15/8 times a power of two, the next number above 0.75, 1.25 and so on, all but 0.25. So is it in F16, where 0.25 is a
+    /// subnormal number, by factors that are larger by 2^-11 under that scale, and under 11/8 too.
+    ///
+    /// A scale of zero takes what is not zero to the largest code, but for subnormal numbers, of which 2^-128 (bits of 32) is to be the unit: the
+    /// inverse is the largest number, a little less than 2^128, and ties go down.
+    __device__ __forceinline__ static PairCode pair_code(u32 byte) {
+        if (byte == 0) return {0x47FF, 192};
+        const float value = E4m3::decode(byte), mantissa = __uint_as_float((__float_as_uint(value) & 0x7FFFFF) | 0x3F800000);
+        const u32 factor = ptx::f16x2_from_f32(__frcp_rn(mantissa), 0.0f) + (mantissa == 1.375f || mantissa == 1.875f) - 7 * 1024;
+        const u32 exponent = __float_as_uint(value) >> 23;
+        return {factor | (9 - exponent) * 128 << 16, ptx::f16x2_from_f32(__fmul_rn(mantissa, 0x6p-6f), 0.0f) >> 3};
     }
 };
 

@@ -10,6 +10,7 @@
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
 #include "formats/e8m0.cuh"
+#include "formats/pair_code.cuh"
 #include "ptx/packed.cuh"
 
 namespace nib {
@@ -335,24 +336,17 @@ struct S1p2 {
     /// Codes of eight neighbours, two BF16 numbers a word, by four times the factors, pairs of equal BF16 numbers.
     template <int kRound>
     __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
-        u32 code[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) code[i] = whole<kRound>(x[i], factor[i]);
-        // Elements 0, 2, 1, 3 and 4, 6, 5, 7: sums of what does not overlap, and of constants taken off at the end.
-        const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
-        const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
-        const u32 signs_a = __byte_perm(x[0], x[1], 0x7351), signs_b = __byte_perm(x[2], x[3], 0x7351);
-        const u32 signs_even = __byte_perm(signs_a, signs_b, 0x5410), signs_odd = __byte_perm(signs_a, signs_b, 0x7632);
-        return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - (0x43434343u * 16 + kFarPair);
+        const u32 code[4] = {whole<kRound>(x[0], factor[0]), whole<kRound>(x[1], factor[1]), whole<kRound>(x[2], factor[2]),
+                             whole<kRound>(x[3], factor[3])};
+        return pack_row(x, code);
     }
 
     /// Codes of four rows of two columns, a column in either half of a word; `factor` has four times theirs.
     template <int kRound>
     __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
-        const u32 codes = ((whole<kRound>(x[3], factor) * 16 + whole<kRound>(x[2], factor)) * 16 + whole<kRound>(x[1], factor)) * 16 +
-                          whole<kRound>(x[0], factor);
-        const u32 low = (x[0] >> 12 & 0x00080008) | (x[1] >> 8 & 0x00800080), high = (x[2] >> 4 & 0x08000800) | (x[3] & 0x80008000);
-        return codes - kFarPair * 0x1111u + (low | high);
+        const u32 code[4] = {whole<kRound>(x[0], factor), whole<kRound>(x[1], factor), whole<kRound>(x[2], factor),
+                             whole<kRound>(x[3], factor)};
+        return pack_columns(x, code);
     }
 
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
@@ -367,16 +361,15 @@ struct S1p2 {
     }
 
 private:
-    static constexpr u32 kFarPair = 0x43004300;  // of 128, whose last place is worth one
-
-    /// Magnitudes of two BF16 numbers times `factor` as whole numbers up to 7, above kFarPair: one rounding of the exact sum. To an odd
-    /// number ties go to the other side, so that of both the larger one went away from zero.
+    /// Magnitudes of two BF16 numbers times `factor` as whole numbers up to 7: one rounding of the exact sum. To an odd number ties go to
+    /// the other side, so that of both the larger one went away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
-        const u32 magnitude = x & 0x7FFF7FFF;
-        u32 code = ptx::fma_bf16x2(magnitude, factor, kFarPair);
-        if constexpr (kRound == kNearestAway) code = ptx::add_max_s16x2(ptx::fma_bf16x2(magnitude, factor, kFarPair + 0x00010001), 0xFFFFFFFF, code);
-        return ptx::min_u16x2(code, kFarPair + 0x00070007);
+        constexpr u32 kFar = 0x43004300;  // of 128, whose last place is worth one
+        const u32 magnitude = ptx::magnitudes_bf16x2(x);
+        u32 code = ptx::fma_bf16x2(magnitude, factor, kFar);
+        if constexpr (kRound == kNearestAway) code = ptx::add_max_s16x2(ptx::fma_bf16x2(magnitude, factor, kFar + 0x00010001), 0xFFFFFFFF, code);
+        return ptx::add_clamp_s16x2(code, 0xBD00BD00, 0x00070007);
     }
 };
 

@@ -85,6 +85,13 @@ __device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
     return larger;
 }
 
+/// Both magnitudes of a BF16 pair. An addition to zero, which leaves the pipe of logic alone; a NaN stays some NaN.
+__device__ __forceinline__ u32 magnitudes_bf16x2(u32 pair) {
+    u32 magnitudes;
+    asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
+    return magnitudes;
+}
+
 /// The smaller of both unsigned 16-bit halves.
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     u32 smaller;
@@ -124,13 +131,6 @@ __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
 __device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
     u32 clamped;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
-    return clamped;
-}
-
-/// The same for both of an F16 pair.
-__device__ __forceinline__ u32 clamp_magnitude_f16x2(u32 x, u32 limit) {
-    u32 clamped;
-    asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
     return clamped;
 }
 

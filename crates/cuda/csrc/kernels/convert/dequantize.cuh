@@ -1,12 +1,12 @@
-// Blocks with scales -> BF16 or F32 [rows][cols]: f32(code · scale), for BF16 rounded again. Codes of four bits are E2M1, of eight
+// Blocks of kBlock with scales -> BF16 or F32 [rows][cols]: f32(code · scale), for BF16 rounded again. Codes of four bits are E2M1, of eight
 // E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities come out as such; a NaN scale makes its block NaN.
 // kAligned: every row and line starts on 16 bytes in codes and out (four bits: on 8 and 16).
 //
-// dequantize_rows<kBits, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
+// dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
 //   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
 //   Any grid, best ceil(rows · segments / 8) but at most 128 ctas a multiprocessor. Blocks of rows with cols a multiple of the
 //   block may be passed as one row, if they are less than 2^30 numbers.
-// dequantize_cols<kBits, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
+// dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
@@ -82,13 +82,13 @@ __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)
     }
 }
 
-template <int kBits, class Out, bool kAligned>
+template <int kBits, int kBlock, class Out, bool kAligned>
 __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, Divider by_segments, u32 segments) {
     constexpr int kNumbers = 16 / Out::kBytes;  // of a lane, as one store takes them
     constexpr int kChunkCols = kNumbers * 32, kChunks = 1024 / kChunkCols;
-    constexpr int kCodeBytes = kNumbers * kBits / 8, kBlock = kBits == 4 ? E2m1::kBlock : E4m3::kBlock;
+    constexpr int kCodeBytes = kNumbers * kBits / 8;
     const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
     const int lane = threadIdx.x % 32;
     const int blocks = ceil_div(cols, kBlock);
@@ -164,11 +164,11 @@ __device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
     }
 }
 
-template <int kBits, class Out, bool kAligned>
+template <int kBits, int kBlock, class Out, bool kAligned>
 __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     dequantize_cols(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, int band) {
-    constexpr int kBlock = kBits == 4 ? E2m1::kBlock : E4m3::kBlock, kBlocks = kTile / kBlock;
+    constexpr int kBlocks = kTile / kBlock;
     const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
     __shared__ ColumnTile tile;
     __shared__ float scale[kBlocks][kTile];

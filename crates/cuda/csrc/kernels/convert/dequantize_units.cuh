@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kUnitThreads, Out::kBytes == 2 ? 3 : 2) dequan
     const int first_row = blockIdx.x / across * Values::kRows, first_col = blockIdx.x % across * Values::kCols;
     const int lines = kDown ? arg.cols : arg.rows, len = kDown ? arg.rows : arg.cols;
     const int first_line = kDown ? first_col : first_row, first_place = kDown ? first_row : first_col;
-    const u64 line_bytes = code_bytes(kBits, len), first_byte = u64(first_place) * kBits / 8;
+    const u32 line_bytes = code_bytes(kBits, len), first_byte = code_bytes(kBits, first_place);
     shared.codes.template load<kAcross>(arg.codes + u64(first_line) * line_bytes + first_byte, line_bytes, lines - first_line,
                                         int(line_bytes - first_byte), arg.codes_aligned);
     // Of columns sixteen a warp, each from its upper and its lower half.

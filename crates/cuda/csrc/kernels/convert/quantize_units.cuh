@@ -2,8 +2,7 @@
 //
 // quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: of formats/all.cuh. kRound: kNearestEven, kNearestAway or kStochastic where F has a
 //   way of its own for it, or kAnyRounding: `policy`. kStochastic takes BF16, and cols a multiple of 8: draws are for eight numbers. kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
-//   256 threads; grid stack * ceil(ceil(lines / (256 / kAcross)) / tiles) * ceil(cols / (64 * kAcross)), lines = capacity where columns are
-//   written, else rows: a cta has `tiles` of them, one below the other, and fetches the next while it stores the last.
+//   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else rows.
 //   Bands of `band` tiles are done side by side. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
 //
 //   form kFormRows: row_codes [stack * rows][cols] and records of ceil(cols / kBlock) blocks a row.
@@ -21,6 +20,7 @@
 // A thread encodes 64 values of a row, then of a column. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
 #pragma once
+#include "pieces/convert/table_encoder.cuh"
 #include "pieces/convert/unit_encoder.cuh"
 
 namespace nib {
@@ -36,10 +36,10 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     const u8* from = arg.x + ((u64(matrix) * arg.rows + row) * arg.cols + col) * In::kBytes;
     if (arg.x_aligned) {
         // Where nothing is copied nothing is read, wherever that is.
-        const int rows = col < arg.cols ? arg.rows : 0;
+        const int rows = col < arg.cols ? arg.rows : 0, left = rows - row;
         if (arg.row_id == nullptr) {
 #pragma unroll
-            for (int i = 0; i < Values::kPasses; ++i) ptx::copy_16_async(values.moved(i), from + i * step, row + i * Values::kRowsAtOnce < rows);
+            for (int i = 0; i < Values::kPasses; ++i) ptx::copy_16_async(values.moved(i), from + i * step, i * Values::kRowsAtOnce < left);
         } else {
 #pragma unroll
             for (int i = 0; i < Values::kPasses; ++i) {
@@ -63,25 +63,38 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     }
 }
 
-/// Where the tiles of this cta lie: in bands of `band` turns, swept from left to right, so that what is written at one time lies together.
+/// Where the tile of this cta lies: in bands of `band` strips, swept from left to right, so that what is written at one time lies together.
 struct CtaPlace {
-    int matrix, turn, panel;
+    int matrix, strip, panel;
 
     __device__ __forceinline__ explicit CtaPlace(const UnitsArg& arg) {
         u32 index = blockIdx.x;
         matrix = arg.by_matrix.divide(index);
-        index -= matrix * arg.across * arg.turns;
+        index -= matrix * arg.across * arg.down;
         const int band = arg.by_band.divide(index);
         index -= band * arg.band * arg.across;
-        const bool is_last = (band + 1) * arg.band > arg.turns;
+        const bool is_last = (band + 1) * arg.band > arg.down;
         panel = (is_last ? arg.by_last : arg.by_height).divide(index);
-        turn = band * arg.band + index - panel * (is_last ? arg.turns - band * arg.band : arg.band);
+        strip = band * arg.band + index - panel * (is_last ? arg.down - band * arg.band : arg.band);
     }
 };
 
 /// Ctas of a multiprocessor: as many as registers last for.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
+
+/// Whether codes come from a table of scale bytes, two BF16 numbers at a time.
+template <class F, class In, int kRound>
+constexpr bool kByTable = F::kBlock == 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
+
+template <class F, class In, int kRound, int kAcross, bool kTabled = kByTable<F, In, kRound>>
+struct EncoderOf {
+    using Type = UnitEncoder<F, In, kRound, kAcross>;
+};
+template <class F, class In, int kRound, int kAcross>
+struct EncoderOf<F, In, kRound, kAcross, true> {
+    using Type = TableEncoder<F, In, kAcross>;
+};
 
 template <class F, class In, int kRound, int kAcross>
 __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quantize_units(const UnitsArg arg, const RoundingArg rounding) {
@@ -90,69 +103,64 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
     using Values = UnitValues<In, kAcross>;
     constexpr int kBits = F::Element::kBits;
     Shared& shared = *reinterpret_cast<Shared*>(raw);
-    const bool has_cols = arg.form != kFormRows, is_square = arg.form == kFormTiles, has_rows = arg.form != kFormCols;
-    const int down = ceil_div(has_cols ? arg.capacity : arg.rows, Values::kRows);
+    const bool is_square = arg.form == kFormTiles;
     const CtaPlace at(arg);
-    const int matrix = at.matrix, first_tile = at.turn * arg.tiles, end = min(first_tile + arg.tiles, down), first_col = at.panel * Values::kCols;
-    const u64 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
+    const int matrix = at.matrix, first_row = at.strip * Values::kRows, first_col = at.panel * Values::kCols;
+    fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    const u32 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
     Tally tally;
-    const UnitEncoder<F, In, kRound, kAcross> encoder{arg, rounding, shared, tally};
-    const auto fetch = [&](int tile) {
-        if (tile < end) fetch_tile<In, kAcross>(shared.values, arg, matrix, tile * Values::kRows, first_col);
-    };
+    constexpr bool kTabled = kByTable<F, In, kRound>;
+    __shared__ PairCode table[kTabled ? 128 : 1];  // of scale bytes
+    if constexpr (kTabled) {
+        if (threadIdx.x < 128) table[threadIdx.x] = F::pair_code(threadIdx.x);
+    }
+    const typename EncoderOf<F, In, kRound, kAcross>::Type encoder(arg, rounding, shared, tally, table);
 
-    fetch(first_tile);
-#pragma unroll 1
-    for (int tile = first_tile; tile < end; ++tile) {
-        const int first_row = tile * Values::kRows;
-        if constexpr (F::kTiles && kAcross == 2) {
-            if (threadIdx.x < 64) {
-                shared.square_max[threadIdx.x] = 0;
-                shared.square_any[threadIdx.x] = 0;
-            }
+    if constexpr (F::kTiles && kAcross == 2) {
+        if (is_square && threadIdx.x < 64) {
+            shared.square_max[threadIdx.x] = 0;
+            shared.square_any[threadIdx.x] = 0;
         }
-        ptx::copies_wait();
-        __syncthreads();
-        if constexpr (F::kTiles && kAcross == 2) {
-            if (is_square) {
-                constexpr int kSide = F::kBlock < kUnit ? F::kBlock : kUnit;
+    }
+    ptx::copies_wait();
+    __syncthreads();
+    if constexpr (F::kTiles && kAcross == 2) {
+        if (is_square) {
+            constexpr int kSide = F::kBlock < kUnit ? F::kBlock : kUnit;
 #pragma unroll 1
-                for (int first = 0; first < kUnit; first += kSide) {
-                    u32 largest = 0;
+            for (int first = 0; first < kUnit; first += kSide) {
+                u32 largest = 0;
 #pragma unroll
-                    for (int i = 0; i < kSide; i += 16)
-                        largest = max(largest, Sixteen<In>::load(shared.values, threadIdx.x, (first + i) / 16).template largest<16>(0));
-                    const int col = threadIdx.x % 2 * kUnit + first;
-                    atomicMax(&shared.square_max[threadIdx.x / 2 / F::kBlock * 8 + col / F::kBlock], largest);
-                }
-                __syncthreads();
+                for (int i = 0; i < kSide; i += 16)
+                    largest = max(largest, Sixteen<In>::load(shared.values, threadIdx.x, (first + i) / 16).template largest<16>(0));
+                const int col = threadIdx.x % 2 * kUnit + first;
+                atomicMax(&shared.square_max[threadIdx.x / 2 / F::kBlock * 8 + col / F::kBlock], largest);
             }
-        }
-        const auto store = [&](bool rows) {
-            const u64 first_byte = u64(rows ? first_col : first_row) * kBits / 8, line_bytes = rows ? row_bytes : col_bytes;
-            const u64 line = rows ? u64(matrix) * arg.rows + first_row : u64(matrix) * arg.cols + first_col;
-            shared.codes.template store<kAcross>((rows ? arg.row_codes : arg.col_codes) + line * line_bytes + first_byte, line_bytes,
-                                                 rows ? arg.rows - first_row : arg.cols - first_col, int(line_bytes - first_byte),
-                                                 rows ? arg.rows_aligned : arg.cols_aligned);
-        };
-        if (has_rows) {
-            const int u = threadIdx.x;
-            encoder.encode_row(matrix, first_row + u / kAcross, first_col + u % kAcross * kUnit, u);
             __syncthreads();
-            if (is_square && threadIdx.x < 64) tally.non_zero += shared.square_any[threadIdx.x] != 0;
         }
-        if constexpr (kAcross == 2) {
-            if (has_cols) {
-                if (has_rows) {
-                    store(true);
-                    __syncthreads();
-                }
-                encoder.encode_columns(matrix, first_row, first_col);
-                __syncthreads();
-            }
+    }
+    const auto store = [&](bool rows) {
+        const u32 first_byte = code_bytes(kBits, rows ? first_col : first_row), line_bytes = rows ? row_bytes : col_bytes;
+        const u64 line = rows ? u64(matrix) * arg.rows + first_row : u64(matrix) * arg.cols + first_col;
+        shared.codes.template store<kAcross>((rows ? arg.row_codes : arg.col_codes) + line * line_bytes + first_byte, line_bytes,
+                                             rows ? arg.rows - first_row : arg.cols - first_col, int(line_bytes - first_byte),
+                                             rows ? arg.rows_aligned : arg.cols_aligned);
+    };
+    if (arg.form != kFormCols) {
+        const int u = threadIdx.x;
+        encoder.encode_row(matrix, first_row + u / kAcross, first_col + u % kAcross * kUnit, u);
+        __syncthreads();
+        if (is_square && threadIdx.x < 64) tally.non_zero += shared.square_any[threadIdx.x] != 0;
+        store(true);
+    }
+    if constexpr (kAcross == 2) {
+        if (arg.form != kFormRows) {
+            // Codes of rows are read out of shared memory before those of columns come there.
+            if (arg.form != kFormCols) __syncthreads();
+            encoder.encode_columns(matrix, first_row, first_col);
+            __syncthreads();
+            store(false);
         }
-        fetch(tile + 1);
-        store(!has_cols);
     }
     tally.flush(arg.counts, shared.total);
 }

@@ -81,15 +81,11 @@ struct Sixteen<Bf16> {
     }
 };
 
-/// Two neighbouring columns of sixteen rows of a tile, from a multiple of 16 on.
-template <class Values, class Two>
-__device__ __forceinline__ void load_rows(Values& values, int first_row, int col, Two (&row)[16]) {
-    // The places of vectors repeat after four rows.
-    const u8* from[4];
+/// Two neighbouring columns of sixteen rows of a tile, `first` rows, a multiple of 16, below those of `from`.
+template <class Rows, class Two>
+__device__ __forceinline__ void load_rows(const Rows& from, int first, Two (&row)[16]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) from[i] = values.value(first_row + i, col);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) row[i] = *reinterpret_cast<const Two*>(from[i % 4] + i / 4 * (8 * Values::kUnitBytes));
+    for (int i = 0; i < 16; ++i) row[i] = *reinterpret_cast<const Two*>(from.at[i % 4] + (first + i) / 4 * from.kNext);
 }
 
 /// Sixteen rows of two neighbouring columns.
@@ -100,9 +96,9 @@ template <>
 struct TwoColumns<F32> {
     float2 row[16];
 
-    template <class Values>
-    __device__ __forceinline__ void load(Values& values, int first_row, int col) {
-        load_rows(values, first_row, col, row);
+    template <class Rows>
+    __device__ __forceinline__ void load(const Rows& from, int first) {
+        load_rows(from, first, row);
     }
     template <bool kSecond>
     __device__ __forceinline__ float value(int i) const {
@@ -122,9 +118,9 @@ template <>
 struct TwoColumns<Bf16> {
     u32 row[16];
 
-    template <class Values>
-    __device__ __forceinline__ void load(Values& values, int first_row, int col) {
-        load_rows(values, first_row, col, row);
+    template <class Rows>
+    __device__ __forceinline__ void load(const Rows& from, int first) {
+        load_rows(from, first, row);
     }
     template <bool kSecond>
     __device__ __forceinline__ float value(int i) const {

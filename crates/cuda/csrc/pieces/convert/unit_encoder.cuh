@@ -6,7 +6,7 @@
 #include "formats/rounding.cuh"
 #include "math/philox.cuh"
 #include "pieces/convert/sixteen.cuh"
-#include "pieces/convert/units_arg.cuh"
+#include "pieces/convert/unit_records.cuh"
 
 namespace nib {
 
@@ -33,25 +33,30 @@ template <class F, class In, int kRound>
 constexpr bool kSideBySide = F::kPart < 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
 
 template <class F, class In, int kRound, int kAcross>
-struct UnitEncoder {
-    static constexpr int kBits = F::Element::kBits, kWords = kBits / 2;  // of sixteen codes
+struct UnitEncoder : UnitRecords<F, In, kAcross> {
+    using Records = UnitRecords<F, In, kAcross>;
+    using Records::arg, Records::shared, Records::tally, Records::kBits, Records::is_square, Records::square_of;
+    using typename Records::Found;
+    static constexpr int kWords = kBits / 2;                             // of sixteen codes
     static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // a tensor's scale alone
     static constexpr bool kDraws = kRound == kStochastic;                // rows are a multiple of eight numbers then
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
+    // Of zeros byte scales and HiFloat4's, but for CANN's rule, are the least ones anyway, and their codes are zero.
+    static constexpr bool kPads = F::kTensor || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
-    using Shared = QuantizeUnitsShared<F, In, kAcross>;
 
-    const UnitsArg& arg;
     const RoundingArg& rounding;
-    Shared& shared;
-    Tally& tally;
+
+    __device__ __forceinline__ UnitEncoder(const UnitsArg& arg, const RoundingArg& rounding, QuantizeUnitsShared<F, In, kAcross>& shared, Tally& tally,
+                                           const PairCode*)
+        : Records{arg, shared, tally}, rounding(rounding) {}
 
     /// Unit `u` of the tile, 64 values of a row.
     __device__ __forceinline__ void encode_row(int matrix, int row, int col, int u) const {
         constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // values under one record
-        const bool exists = row < arg.rows && col < arg.cols, is_padding = !arg.counts_row(row);
+        const bool exists = row < arg.rows && col < arg.cols, is_padding = kPads && !arg.counts_row(row);
         const u64 line = u64(matrix) * arg.rows + row;
         u8* const to = shared.codes.unit(u);
         UnitBits bits(rounding);
@@ -70,7 +75,7 @@ struct UnitEncoder {
             bool any = false;
             if constexpr (kPairs) {
                 static_assert(kStep == kUnit);
-                scale = row_in_pairs(x, is_padding, to, any);
+                scale = row_in_pairs(x, to, any);
             } else {
                 u32 largest = x[0].template largest<16>(0);
 #pragma unroll
@@ -119,51 +124,39 @@ struct UnitEncoder {
             any &= !is_nan && !is_padding;
             found.add(step, scale.record, any, is_nan);
             if (kSteps == 1 && exists && !(F::kBlock == 128 && threadIdx.x % 2 != 0))
-                settle({line, position, square, row}, false, scale.record, any, is_nan);
+                this->settle({line, position, square, row}, false, scale.record, any, is_nan);
         }
-        if (found.nan != 0) clear<kStep>(to, found.nan);
+        if (found.nan != 0) this->template clear<kStep>(to, found.nan);
         if constexpr (kSteps > 1) {
-            if (!exists) return;
-            // A row's bytes are stored as one word where its blocks are as many.
-            if (!is_square() && arg.cols - col >= kUnit && arg.row_records.block_stride == 1 && arg.row_records.line_stride % kSteps == 0) {
-                u8* const at = arg.row_records.records + line * arg.row_records.line_stride + col / F::kBlock;
-                if constexpr (kSteps == 4) *reinterpret_cast<u32*>(at) = found.bytes;
-                else *reinterpret_cast<u16*>(at) = u16(found.bytes);
-                found.count(tally);
-                return;
-            }
-#pragma unroll 1
-            for (int step = 0; step < kSteps && col + step * kStep < arg.cols; ++step) {
-                const int square = square_of(u / kAcross, u % kAcross * kUnit + step * kStep);
-                settle({line, col + step * kStep, square, row}, false, found.byte(step), found.any >> step & 1, found.nan >> step & 1);
-            }
+            this->store_row_records(matrix, row, col, u, found);
         }
     }
 
     /// This thread's rows of two columns of the tile.
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
-        const int lane = threadIdx.x % 32, quarter = lane / 8, in_tile = threadIdx.x / 32 * 16 + lane % 8 * 2;
-        const int row = first_row + quarter * 32, col = first_col + in_tile;
+        const typename Records::TwoColumnsPlace at(first_row, first_col);
+        const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
         // The first row of a block that reaches beyond the rows of this thread.
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
-        u8* const to = shared.codes.unit(in_tile * 2 + quarter / 2) + quarter % 2 * (32 * kBits / 8);
+        u8* const to = this->codes_of(at);
+        const auto from = shared.values.rows_from(quarter * 32, in_tile);
         UnitBits bits(rounding);
         Found found;  // of the second column from 2 on
         u32 words[2][kHeld];
 #pragma unroll(kAny ? 1 : kSteps)
         for (int step = 0; step < kSteps; ++step) {
             const int first = step * kStep, position = block_row + first;
-            const bool is_padding = !arg.counts_row(position);
+            const bool is_padding = kPads && !arg.counts_row(position);
             TwoColumns<In> x[kStep / 16];
 #pragma unroll
-            for (int i = 0; i < kStep / 16; ++i) x[i].load(shared.values, quarter * 32 + first + i * 16, in_tile);
+            for (int i = 0; i < kStep / 16; ++i) x[i].load(from, first + i * 16);
             Scaled scale[2];
             bool any[2] = {false, false};
             if constexpr (kPairs) {
                 static_assert(kStep == 32);
-                columns_in_pairs(x, is_padding, to, scale, any);
+                columns_in_pairs(x, to, scale, any);
             } else {
                 u32 largest[2];
                 x[0].template largest<16>(0, largest);
@@ -195,7 +188,7 @@ struct UnitEncoder {
                 for (int i = 0; i < kStep / 16; ++i) {
                     TwoColumns<In> mine;
                     if constexpr (kAny) {
-                        mine.load(shared.values, quarter * 32 + first + i * 16, in_tile);
+                        mine.load(from, first + i * 16);
                     } else {
                         mine = x[i];
                     }
@@ -229,7 +222,7 @@ struct UnitEncoder {
                     for (int j = 0; j < 16; ++j) v[j] = mine.template value<true>(j);
                     any[1] |= encode_sixteen(v, amax[1], scale[1], octaves[1], which, words[1] + held, decide);
                     put(to, sixteenth, words[0]);
-                    put(to + 2 * UnitCodes<F>::kStride, sixteenth, words[1]);
+                    put(to + Records::kNextColumn, sixteenth, words[1]);
                 }
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
@@ -239,37 +232,30 @@ struct UnitEncoder {
                     scale[c].record |= octaves[c];
                 }
             }
+            bool nan[2];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const bool is_nan = scale[c].is_nan();
-                any[c] &= !is_nan && !is_padding;
-                found.add(2 * c + step, scale[c].record, any[c], is_nan);
-                if constexpr (F::kBlock > 32) {
-                    // Of lanes that share a block one for each column.
-                    const bool is_mine = F::kLine || (F::kBlock == 64 ? quarter % 2 : quarter) == c;
-                    if (is_mine && col + c < arg.cols && position < arg.capacity)
-                        settle({line + c, F::kLine ? row : position, square_of(quarter * 32 + first, in_tile + c), col + c}, true, scale[c].record, any[c], is_nan);
+                nan[c] = scale[c].is_nan();
+                any[c] &= !nan[c] && !is_padding;
+                found.add(2 * c + step, scale[c].record, any[c], nan[c]);
+            }
+            if constexpr (F::kBlock > 32) {
+                // Of lanes that share a block one for each column.
+#pragma unroll
+                for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
+                    const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
+                    if (c < 2 && col + c < arg.cols && position < arg.capacity)
+                        this->settle({line + c, F::kLine ? row : position, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
+                                     mine ? scale[1].record : scale[0].record, mine ? any[1] : any[0], mine ? nan[1] : nan[0]);
                 }
             }
         }
         if (found.nan != 0) {
-            clear<kStep>(to, found.nan & 3);
-            clear<kStep>(to + 2 * UnitCodes<F>::kStride, found.nan >> 2);
+            this->template clear<kStep>(to, found.nan & 3);
+            this->template clear<kStep>(to + Records::kNextColumn, found.nan >> 2);
         }
         if constexpr (F::kBlock <= 32) {
-            if (!is_square() && first_row + 128 <= arg.capacity && first_col + (int(threadIdx.x) / 32 + 1) * 16 <= arg.cols &&
-                arg.col_records.block_stride == 1 && arg.col_records.line_stride % (128 / F::kBlock) == 0) {
-                store_column_bytes(line, first_row, quarter, found.bytes);
-                if (arg.form == kFormCols) found.count(tally);
-                return;
-            }
-#pragma unroll 1
-            for (int i = 0; i < 2 * kSteps; ++i) {
-                const int c = i / kSteps, step = i % kSteps, position = row + step * kStep, place = 2 * c + step;
-                if (col + c < arg.cols && position < arg.capacity)
-                    settle({line + c, position, square_of(quarter * 32 + step * kStep, in_tile + c), col + c}, true, found.byte(place),
-                           found.any >> place & 1, found.nan >> place & 1);
-            }
+            this->store_column_records(matrix, at, found);
         }
     }
 
@@ -303,33 +289,6 @@ private:
         if (bits != 0 && bits > *const_cast<volatile u32*>(arg.found + span)) atomicMax(arg.found + span, bits);
     }
 
-    struct Place {
-        u64 line;
-        int position, square;
-        int across;  // the row of a row, the column of a column
-    };
-
-    /// What was found of up to four blocks: the bytes of their records, and of each a bit.
-    struct Found {
-        u32 bytes = 0, any = 0, nan = 0;
-
-        __device__ __forceinline__ void add(int i, u32 byte, bool is_any, bool is_nan) {
-            bytes |= byte << (8 * i);
-            any |= u32(is_any) << i;
-            nan |= u32(is_nan) << i;
-        }
-        __device__ __forceinline__ u32 byte(int i) const { return bytes >> (8 * i) & 0xFF; }
-        __device__ __forceinline__ void count(Tally& tally) const {
-            tally.non_zero += __popc(any);
-            tally.non_finite += __popc(nan);
-        }
-    };
-
-    __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
-
-    /// Which square a value of the tile lies in.
-    __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
-
     /// Two BF16 numbers of a word.
     __device__ __forceinline__ static u32 limit_pair(float low, float high) {
         return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
@@ -340,7 +299,9 @@ private:
 
     /// The scale of a block from the bits of its largest magnitude, or of what it shares a scale with.
     __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
-        if constexpr (F::kTiles && kAcross == 2) largest = is_square() ? shared.square_max[square] : largest;
+        if constexpr (F::kTiles && kAcross == 2) {
+            if (is_square()) largest = shared.square_max[square];
+        }
         if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
         const Scaled scale = F::scale(largest, arg.rule, tensor);
         return is_padding ? least() : scale;
@@ -387,16 +348,15 @@ private:
     }
 
     /// A block of 64 as two halves side by side: low halves of words belong to the first.
-    __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], bool is_padding, u8* to, bool& any) const {
+    __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], u8* to, bool& any) const {
         u32 amax[8], factor[8];  // of parts i and i + 8
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const u32 a = x[i / 4].template largest_pair<2>(i % 4 * 2), b = x[2 + i / 4].template largest_pair<2>(i % 4 * 2);
-            amax[i] = ptx::max_magnitude_bf16x2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)) & 0x7FFF7FFF;
+            amax[i] = ptx::magnitudes_bf16x2(ptx::max_magnitude_bf16x2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)));
         }
         const u32 two = largest_of(amax);
         Scaled scale = F::scale(max(two << 16, two & 0xFFFF0000), arg.rule, {1.0f, 1.0f});
-        if (is_padding) scale = least();
         const u32 inverse = __float_as_uint(scale.inverse);
         const u32 octaves = F::refine_pairs(__byte_perm(inverse, inverse, 0x3232), amax, factor);
         const bool is_nan = scale.is_nan();
@@ -420,15 +380,14 @@ private:
     }
 
     /// Half a block of 64 of two columns side by side; the lane with the other half finds the scale of one of the columns.
-    __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], bool is_padding, u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
+    __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
         u32 amax[8], factor[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) amax[i] = x[i / 4].template largest_pair<4>(i % 4 * 4) & 0x7FFF7FFF;
+        for (int i = 0; i < 8; ++i) amax[i] = ptx::magnitudes_bf16x2(x[i / 4].template largest_pair<4>(i % 4 * 4));
         u32 two = largest_of(amax);
         two = ptx::max_u16x2(two, __shfl_xor_sync(kAllLanes, two, 8));
         const bool second = threadIdx.x & 8;
         Scaled mine = F::scale(second ? two & 0xFFFF0000 : two << 16, arg.rule, {1.0f, 1.0f});
-        if (is_padding) mine = least();
         const Scaled other{__shfl_xor_sync(kAllLanes, mine.record, 8), __shfl_xor_sync(kAllLanes, mine.inverse, 8)};
         scale[0] = second ? other : mine;
         scale[1] = second ? mine : other;
@@ -450,7 +409,7 @@ private:
                 words[i] = __byte_perm(rows[2 * i], rows[2 * i + 1], c == 0 ? 0x5410 : 0x7632);
                 seen |= words[i];
             }
-            store_words(to + c * 2 * UnitCodes<F>::kStride, words);
+            this->store_words(to + c * Records::kNextColumn, words);
             any[c] = (seen & 0x77777777) != 0;
             u32 of_half = is_nan ? 0 : F::octaves_of_half(c == 0 ? octaves : octaves >> 16, second);
             // Whether there is anything goes along in a bit that no record has by then.
@@ -468,80 +427,10 @@ private:
         return largest;
     }
 
-    /// Stores the record bytes of this thread and of those that have the other rows of its columns, one column a thread.
-    __device__ __forceinline__ void store_column_bytes(u64 line, int first_row, int quarter, u32 word) const {
-        constexpr int kBytes = 128 / F::kBlock;  // of a column of the tile
-        const RecordPlane& records = arg.col_records;
-        u8* const at = records.records + (line + quarter % 2) * records.line_stride + first_row / F::kBlock;
-        // Two quarters' bytes of the column that is this thread's.
-        const u32 other = __shfl_xor_sync(kAllLanes, word, 8);
-        const u32 mine = quarter % 2 == 0 ? __byte_perm(word, other, kBytes == 4 ? 0x0040 : 0x5410)
-                                          : __byte_perm(other, word, kBytes == 4 ? 0x0062 : 0x7632);
-        const u32 half = kBytes == 4 ? mine & 0xFFFF : mine, lower = __shfl_xor_sync(kAllLanes, half, 16);
-        if (quarter >= 2) return;
-        if constexpr (kBytes == 4) *reinterpret_cast<u32*>(at) = half | lower << 16;
-        else *reinterpret_cast<uint2*>(at) = {half, lower};
-    }
-
-    /// Writes a block's record and counts it, once.
-    __device__ __forceinline__ void settle(const Place& place, bool down, u32 record, bool any, bool is_nan) const {
-        const RecordPlane& records = down ? arg.col_records : arg.row_records;
-        const bool has_counts = !down || arg.form == kFormCols;
-        if constexpr (F::kLine) {
-            const int each = down ? int(arg.column_record) : arg.cols;
-            if (any) (down ? arg.col_any : arg.row_any)[arg.maximum_of(down, place.line, place.position)] = 1;
-            if (place.position % each != 0) return;
-            records.template store<F::kScaleBytes>(place.line, place.position / each, record);
-            // A line, or its part within a group, counts once.
-            const bool first = place.position == 0 || !down || arg.span_of(place.position, 0) != arg.span_of(place.position - 1, 0);
-            tally.non_finite += has_counts && is_nan && first;
-            return;
-        }
-        const int block = place.position / F::kBlock;
-        if (is_square()) {
-            if (any && !down) shared.square_any[place.square] = 1;
-            if (place.across % F::kBlock != 0) return;
-            const int matrix = int(place.line / (down ? arg.cols : arg.rows));
-            const u64 tiles = u64(ceil_div(down ? arg.cols : arg.rows, F::kBlock));
-            records.template store<F::kScaleBytes>(matrix * tiles + place.across / F::kBlock, block, record);
-            tally.non_finite += !down && is_nan;
-            return;
-        }
-        records.template store<F::kScaleBytes>(place.line, block, record);
-        tally.non_zero += has_counts && any;
-        tally.non_finite += has_counts && is_nan;
-    }
-
-    /// Zeros in place of the codes of blocks, or parts of them, of kCount values: those that have a bit.
-    template <int kCount>
-    __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
-        constexpr int kBytes = kCount * kBits / 8;
-#pragma unroll 1
-        for (; blocks != 0; blocks >>= 1, to += kBytes) {
-#pragma unroll 1
-            for (int i = 0; i < kBytes && (blocks & 1); i += 4) *reinterpret_cast<u32*>(to + i) = 0;
-        }
-    }
-
     /// Stores what was encoded of a line, 32 codes at a time, once sixteenth `i` is there.
     __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
-        if constexpr (kAny) store_words(to + i * (2 * kBits), words);
-        else if (i % 2 == 1) store_words(to + i / 2 * (4 * kBits), words);
-    }
-
-    /// The codes of 32 values, which lie on as many bytes as they fill, but for those of six bits.
-    __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[2 * kWords]) {
-        constexpr int kEach = kWords == 3 ? 2 : 4;
-#pragma unroll
-        for (int i = 0; i < 2 * kWords; i += kEach) {
-            if constexpr (kEach == 4) reinterpret_cast<uint4*>(to)[i / 4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
-            else reinterpret_cast<uint2*>(to)[i / 2] = {words[i], words[i + 1]};
-        }
-    }
-    /// Those of sixteen.
-    __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kWords]) {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) reinterpret_cast<u32*>(to)[i] = words[i];
+        if constexpr (kAny) Records::store_words(to + i * (2 * kBits), words);
+        else if (i % 2 == 1) Records::store_words(to + i / 2 * (4 * kBits), words);
     }
 };
 

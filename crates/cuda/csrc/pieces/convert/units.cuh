@@ -49,7 +49,24 @@ struct UnitValues {
         const int u = row * kAcross + col / kUnit, byte = col % kUnit * T::kBytes;
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
+
+    /// Value `col` of a row and of those below it, within 32 rows from a multiple of 32 on. Places of vectors repeat after four rows.
+    struct Rows {
+        static constexpr int kNext = 4 * kAcross * kUnitBytes;  // from a row to the fourth one below it
+        const u8* at[4];
+    };
+    __device__ __forceinline__ Rows rows_from(int row, int col) {
+        static_assert(kAcross == 2, "of the eight keys the next row has the second next one");
+        const int u = row * kAcross + col / kUnit, place = col % kUnit * T::kBytes ^ key(u);
+        Rows rows;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows.at[i] = bytes + (u + i * kAcross) * kUnitBytes + (place ^ i * kAcross * 16);
+        return rows;
+    }
 };
+
+/// Bytes of so many codes; a last one that is not full counts whole.
+__device__ __forceinline__ u32 code_bytes(int bits, int codes) { return u32(codes) / 8 * bits + (codes % 8 * bits + 7) / 8; }
 
 /// Codes of a tile.
 template <class F>
@@ -82,39 +99,46 @@ struct UnitCodes {
     /// Stores units, kAcross of them a line, to lines of `line_bytes`: line 0 and its first byte lie at `to`, `lines` exist, and of each so
     /// many bytes. is_aligned: lines are whole vectors.
     template <int kAcross>
-    __device__ __forceinline__ void store(u8* to, u64 line_bytes, int lines, int bytes_left, bool is_aligned) {
+    __device__ __forceinline__ void store(u8* to, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
         const M mine;
-        if (mine.line >= M::kLines || mine.byte >= bytes_left) return;
-        u8* at = to + mine.line * line_bytes + mine.byte;
-        if (is_aligned) {
+        if ((M::kPerLine * M::kLines < kUnitThreads && mine.line >= M::kLines) || mine.byte >= bytes_left) return;
+        u8* at = to + u64(u32(mine.line)) * line_bytes + mine.byte;
+        if (is_aligned && lines >= kUnitThreads / kAcross) {
+            const u8* const from = bytes + mine.offset;
+#pragma unroll
+            for (int i = 0; i < M::kPasses; ++i) {
+                ptx::store_16(at, *reinterpret_cast<const uint4*>(from + i * M::kStep));
+                at += u64(M::kLines) * line_bytes;
+            }
+        } else if (is_aligned) {
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {
                 if (mine.line + i * M::kLines < lines) ptx::store_16(at, *reinterpret_cast<const uint4*>(bytes + mine.offset + i * M::kStep));
-                at += M::kLines * line_bytes;
+                at += u64(M::kLines) * line_bytes;
             }
         } else {
 #pragma unroll 1
             for (int i = 0; i < M::kPasses && mine.line + i * M::kLines < lines; ++i) {
                 for (int b = 0; b < min(bytes_left - mine.byte, 16); ++b) at[b] = bytes[mine.offset + i * M::kStep + b];
-                at += M::kLines * line_bytes;
+                at += u64(M::kLines) * line_bytes;
             }
         }
     }
 
     /// Loads them, zeros where there are none.
     template <int kAcross>
-    __device__ __forceinline__ void load(const u8* from, u64 line_bytes, int lines, int bytes_left, bool is_aligned) {
+    __device__ __forceinline__ void load(const u8* from, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
         const M mine;
         if (mine.line >= M::kLines) return;
-        const u8* at = from + mine.line * line_bytes + mine.byte;
+        const u8* at = from + u64(u32(mine.line)) * line_bytes + mine.byte;
         if (is_aligned) {
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {
                 const bool present = mine.line + i * M::kLines < lines && mine.byte < bytes_left;
                 ptx::copy_16_async(bytes + mine.offset + i * M::kStep, present ? at : from, present);
-                at += M::kLines * line_bytes;
+                at += u64(M::kLines) * line_bytes;
             }
         } else {
 #pragma unroll 1
@@ -122,14 +146,11 @@ struct UnitCodes {
                 const bool present = mine.line + i * M::kLines < lines;
                 for (int b = 0; b < 16; ++b)
                     bytes[mine.offset + i * M::kStep + b] = present && mine.byte + b < bytes_left ? at[b] : 0;
-                at += M::kLines * line_bytes;
+                at += u64(M::kLines) * line_bytes;
             }
         }
     }
 };
-
-/// Bytes of so many codes; a last one that is not full counts whole.
-__device__ __forceinline__ u64 code_bytes(int bits, int codes) { return (u64(codes) * bits + 7) / 8; }
 
 /// A plane of records; a stack's lines follow each other.
 struct RecordPlane {

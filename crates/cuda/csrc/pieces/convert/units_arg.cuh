@@ -9,12 +9,21 @@ constexpr int kFormRows = 1;
 constexpr int kFormCols = 2;
 constexpr int kFormTiles = 4;
 
+/// Record bytes of a line, four in a word. Null where they do not lie so.
+struct RecordWords {
+    u8* words;
+    u64 line_stride, next;  // bytes from a line to the next one, and from a word of a line to its next
+
+    __device__ __forceinline__ u8* at(u64 line, int word) const { return words + line * line_stride + u32(word) * next; }
+};
+
 /// `UnitsArg` of the launch.
 struct UnitsArg {
     const u8* x;
     u8* row_codes;
     u8* col_codes;
     RecordPlane row_records, col_records;
+    RecordWords row_words, col_words;
     u64* counts;
     const int* row_id;
     const u32* row_amax;
@@ -28,10 +37,10 @@ struct UnitsArg {
     int rows, cols, capacity;
     int form, policy, band, id_mask;
     u32 x_aligned, rows_aligned, cols_aligned;
+    u32 cols_in_pairs;         // whether record bytes of neighbouring columns lie together, those of two on a multiple of two
     int found_spans;
     u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
-    int tiles;                 // of a cta, one below the other
-    int across, turns, stack;  // ctas of a matrix, beside and below each other; matrices
+    int across, down, stack;   // tiles of a matrix, beside and below each other; matrices
     // Of ctas: those of a matrix, of a band; those of one column of a band, and of the last one.
     Divider by_matrix, by_band, by_height, by_last;
     ScaleArg rule;

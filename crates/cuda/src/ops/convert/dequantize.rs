@@ -1,4 +1,5 @@
-//! `dequantize` on a GPU: MXFP4 and FP8 in blocks (`csrc/kernels/convert/dequantize.cuh`), and every other format by the general kernel.
+//! `dequantize` on a GPU: E2M1 and FP8 in blocks under one scale (`csrc/kernels/convert/dequantize.cuh`), and every other format by the
+//! general kernel.
 
 mod units;
 
@@ -13,7 +14,7 @@ use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::Dequantize;
 use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleLayout};
+use nibble_formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
 
 const OP: &str = "dequantize";
 const THREADS: u32 = 256;
@@ -100,7 +101,8 @@ impl DequantizeDesc {
         if rows == 0 || cols == 0 {
             return Ok(None);
         }
-        let instance = |aligned| DequantizeVariant { down: axis == BlockAxis::Col, bits, dtype, aligned };
+        let instance =
+            |aligned| DequantizeVariant { down: axis == BlockAxis::Col, bits, block, dtype, aligned };
         // What one load and one store of a thread take.
         let whole = cols.is_multiple_of(16 / dtype.size_bytes());
         let most = |tasks: usize| {
@@ -135,7 +137,7 @@ impl DequantizeDesc {
             is_f32: (x.scale_kind() == ScaleKind::F32).into(),
             line_stride: line_stride as u32,
             block_stride: block_stride as u32,
-            is_e5m2: (self.format == Format::E5m2).into(),
+            is_e5m2: (self.format.spec().element == Some(Element::E5M2)).into(),
             tile_lines: if self.axis == BlockAxis::Tile { block as u32 } else { 1 },
             matrix_lines: matrix_lines as u32,
             matrix_tiles: matrix_lines.div_ceil(block) as u32,
@@ -149,6 +151,7 @@ struct DequantizeVariant {
     /// Blocks run down the columns.
     down: bool,
     bits: usize,
+    block: usize,
     dtype: DType,
     aligned: bool,
 }
@@ -160,6 +163,7 @@ impl DequantizeVariant {
             name: if self.down { "nib::dequantize_cols" } else { "nib::dequantize_rows" },
             args: vec![
                 ("kBits", TemplateArg::Int(self.bits as i64)),
+                ("kBlock", TemplateArg::Int(self.block as i64)),
                 ("Out", TemplateArg::Type(type_name(self.dtype))),
                 ("kAligned", TemplateArg::Bool(self.aligned)),
             ],
@@ -226,12 +230,13 @@ fn launch<T: Plain>(
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
-    for (down, bits) in [(false, 4), (false, 8), (true, 4), (true, 8)] {
+    let blocks = [(4, 32), (8, 32), (8, 128)];
+    for (down, (bits, block)) in [false, true].into_iter().flat_map(|down| blocks.map(|of| (down, of))) {
         for dtype in [DType::Bf16, DType::F32] {
             // Rows of four-bit codes are whole blocks, which are aligned.
             let alignments: &[bool] = if !down && bits == 4 { &[true] } else { &[true, false] };
             for &aligned in alignments {
-                let kind = DequantizeVariant { down, bits, dtype, aligned };
+                let kind = DequantizeVariant { down, bits, block, dtype, aligned };
                 all.push(Instance { spec: kind.spec(), shared_bytes: 0 });
             }
         }
@@ -267,7 +272,7 @@ mod tests {
     #[test]
     fn every_description_has_an_instance() {
         let specs: Vec<_> = instances().into_iter().map(|i| i.spec).collect();
-        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2] {
+        for format in [Format::Mxfp4, Format::E4m3, Format::E5m2, Format::Mxfp8E4m3, Format::Mxfp8E5m2] {
             for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
                 for (rows, cols) in [(96, 32), (32, 96), (35, 37), (64, 36), (36, 64)] {
                     for dtype in [DType::F32, DType::Bf16] {

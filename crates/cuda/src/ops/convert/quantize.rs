@@ -217,7 +217,7 @@ fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     .encode()
 }
 
-/// The scales of rows as `quantize_cols` leaves them.
+/// The scales of rows as a kernel leaves them, those of neighbouring rows together.
 struct ByBlock {
     plane: RowScales,
     scales: Buffer<u8>,
@@ -230,6 +230,14 @@ impl ByBlock {
         let new = |bytes| Ok(Self { plane, scales: device.alloc(bytes)? });
         let both = desc.planes == Planes::Both;
         both.then(|| new(plane.written * plane.stride * desc.kind().bytes())).transpose()
+    }
+
+    /// Of a plane of an MX format words of four record bytes, where its lines have whole ones.
+    fn words(device: &Device, rows: &BlockScaled<Cuda>) -> Result<Self> {
+        let (lines, blocks) = rows.shape_of_scales();
+        let words = blocks / size_of::<u32>();
+        let plane = RowScales { lines, blocks: words, stride: lines, written: words };
+        Ok(Self { plane, scales: device.alloc(blocks * lines)? })
     }
 
     /// Brings them to their places.

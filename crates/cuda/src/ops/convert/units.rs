@@ -77,11 +77,6 @@ impl UnitFormat {
         FORMATS.into_iter()
     }
 
-    /// Whether it is left to these kernels alone.
-    pub fn is_ours(&self) -> bool {
-        !self.own.is_empty()
-    }
-
     /// `UnitCodes` of the kernels.
     fn code_bytes(&self) -> usize {
         let of_unit = UNIT * self.format.spec().code_bits as usize / 8;

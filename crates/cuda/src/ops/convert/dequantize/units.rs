@@ -7,7 +7,7 @@ use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::ops::planes::{column_stride, type_name};
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Error, Plain, Result};
 
 const THREADS: u32 = 256;
@@ -56,16 +56,27 @@ fn decoder(format: Format, rule: ScaleRule) -> Option<UnitFormat> {
 /// # Errors
 /// [`Error::Unsupported`] of a format that no kernel knows.
 pub(super) fn takes(format: Format, rule: ScaleRule) -> Result<bool> {
-    let unit =
-        decoder(format, rule).ok_or_else(|| Error::unsupported(OP, format, "it has no kernel on a GPU"))?;
-    Ok(unit.is_ours())
+    decoder(format, rule).ok_or_else(|| Error::unsupported(OP, format, "it has no kernel on a GPU"))?;
+    Ok(!has_kernel(format))
+}
+
+/// Whether another kernel decodes it: numbers of E2M1 or FP8, each block of a size that the kernel is built for under one scale.
+fn has_kernel(format: Format) -> bool {
+    let spec = format.spec();
+    let is_one = |&rule: &ScaleRule| matches!((spec.scales)(rule), ScaleKind::E8M0 | ScaleKind::F32);
+    spec.rules.iter().all(is_one)
+        && match spec.element {
+            Some(Element::E2M1) => spec.block == 32,
+            Some(Element::E4M3 | Element::E5M2) => matches!(spec.block, 32 | 128),
+            _ => false,
+        }
 }
 
 /// The instances built for it. Formats of packed codes with kernels of their own come here where a line ends inside a block.
 pub(super) fn instances() -> Vec<Instance> {
     let packed = |unit: &UnitFormat| unit.format.spec().code_bits < 8;
     let ours = UnitFormat::all()
-        .filter(move |unit| (unit.is_ours() || packed(unit)) && unit.rule != Some(ScaleRule::Cann));
+        .filter(move |unit| (!has_kernel(unit.format) || packed(unit)) && unit.rule != Some(ScaleRule::Cann));
     let of = |unit| {
         [DType::Bf16, DType::F32]
             .into_iter()

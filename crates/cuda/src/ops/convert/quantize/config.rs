@@ -402,6 +402,13 @@ impl QuantizeDesc {
         self.variant().is_none()
     }
 
+    /// Whether the general kernel leaves the rows' record bytes to be brought to their places, as words: of MX formats, which have few of them.
+    /// Stored in their places, beside both planes of codes, every four bytes are a sector of their own to the L2.
+    pub fn has_words(&self) -> bool {
+        let is_mx = self.codec.scale_kind() == ScaleKind::E8M0 && self.codec.format().spec().block == 32;
+        self.planes == Planes::Both && is_mx && self.cols.is_multiple_of(TILE)
+    }
+
     /// What is left to do once the transform has been made.
     pub fn transformed(&self) -> Self {
         let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };

@@ -2,21 +2,21 @@
 //! for a tensor want measured first (`csrc/kernels/convert/whole_scales.cuh`).
 
 use super::config::{QuantizeDesc, input_type};
-use super::{OP, Planned, Source};
+use super::{ByBlock, OP, Planned, Source};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::{Element, Format, Rounding, ScaleLayout, ScaleRule, WHOLE_LINE};
+use nibble_core::formats::{
+    BlockAxis, Element, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule, WHOLE_LINE,
+};
 use nibble_core::ops::{Delayed, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
-/// Ctas below each other that are done side by side.
+/// Tiles below each other that are done side by side.
 const BAND: usize = 4;
-/// Tiles from which on a cta has two of them: several for each cta that a GPU has at a time.
-const MANY: usize = 2048;
 
 /// How the kernel is launched.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,28 +26,21 @@ pub(super) struct UnitsConfig {
     pub sweep: Sweep,
 }
 
-/// Which tiles ctas take, and in which order.
+/// In which order ctas take tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sweep {
-    /// Tiles of a cta, one below the other.
-    pub tiles: usize,
-    /// Ctas of a matrix beside each other, below each other.
+    /// Tiles of a matrix beside each other, below each other.
     pub across: usize,
-    pub turns: usize,
+    pub down: usize,
     /// Of those below each other, how many are done side by side.
     pub band: usize,
 }
 
 impl Sweep {
-    /// For tiles of a matrix. Two of a cta where there is more to compute than to move: the second one is fetched while the first is stored.
-    /// Columns alone lie together in memory only where they are swept from end to end.
+    /// Columns alone lie together in memory only where they are swept from end to end, which pays where a code is more than half a byte.
     fn of(desc: &QuantizeDesc, down: usize, across: usize) -> Self {
-        let spec = desc.codec.format().spec();
-        let has_work = desc.planes == Planes::Rows || spec.code_bits == 4 || spec.block == WHOLE_LINE;
-        let tiles = if has_work && desc.stack * down * across >= MANY { 2 } else { 1 };
-        let turns = down.div_ceil(tiles);
-        let band = if desc.planes == Planes::Cols && !has_work { turns } else { BAND.min(turns) };
-        Self { tiles, across, turns, band: band.max(1) }
+        let is_long = desc.planes == Planes::Cols && desc.codec.format().spec().code_bits > 4;
+        Self { across, down, band: if is_long { down } else { BAND.min(down) }.max(1) }
     }
 }
 
@@ -79,6 +72,35 @@ impl ScaleArg {
     }
 }
 
+/// The device's `RecordWords`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RecordWords {
+    words: u64,
+    line_stride: u64,
+    next: u64,
+}
+
+impl RecordWords {
+    const NONE: Self = Self { words: 0, line_stride: 0, next: 0 };
+
+    /// Where a plane's record bytes lie one after the other, those of a line a multiple of `together`.
+    fn of(plane: Option<&BlockScaled<Cuda>>, together: usize) -> Self {
+        let Some(plane) = plane else { return Self::NONE };
+        let (_, blocks) = plane.shape_of_scales();
+        let is_whole = plane.scale_layout == ScaleLayout::RowMajor && blocks.is_multiple_of(together);
+        match has_bytes(plane) && plane.axis != BlockAxis::Tile && is_whole {
+            true => Self { words: plane.scales.get().address(), line_stride: blocks as u64, next: 4 },
+            false => Self::NONE,
+        }
+    }
+}
+
+/// Whether records are bytes, several of them in the rows that a thread has.
+fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
+    plane.scale_kind().bytes() == 1 && plane.format.spec().block <= 32
+}
+
 /// The device's `UnitsArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +110,8 @@ struct UnitsArg {
     col_codes: u64,
     row_records: RecordPlane,
     col_records: RecordPlane,
+    row_words: RecordWords,
+    col_words: RecordWords,
     counts: u64,
     row_id: u64,
     row_amax: u64,
@@ -108,11 +132,11 @@ struct UnitsArg {
     x_aligned: u32,
     rows_aligned: u32,
     cols_aligned: u32,
+    cols_in_pairs: u32,
     found_spans: i32,
     column_record: u32,
-    tiles: i32,
     across: i32,
-    turns: i32,
+    down: i32,
     stack: i32,
     by_matrix: Divider,
     by_band: Divider,
@@ -219,7 +243,7 @@ impl UnitsConfig {
         let Instance { spec, shared_bytes } = instance(unit, desc.input, own, across);
         let lines = if desc.planes == Planes::Rows { desc.rows } else { desc.capacity };
         let sweep = Sweep::of(desc, tiles(lines, 1, across), tiles(1, desc.cols, across));
-        let ctas = desc.stack * sweep.across * sweep.turns;
+        let ctas = desc.stack * sweep.across * sweep.down;
         let ctas = u32::try_from(ctas).ok().filter(|&ctas| ctas < 1 << 31);
         let ctas = ctas
             .ok_or_else(|| Error::shape(OP, "x", format!("{} × {}", desc.rows, desc.cols), "fewer tiles"))?;
@@ -423,12 +447,25 @@ pub(super) fn launch(
         Planes::Both | Planes::Tiles => 3,
     };
     let whole = |codes: usize| u32::from(format.row_code_bytes(codes).is_multiple_of(16));
+    // A thread has 64 values of a row.
+    let of_rows = RecordWords::of(out.rows, 64 / format.spec().block.clamp(1, 64));
+    let by_word =
+        out.rows.filter(|_| desc.has_words()).map(|rows| ByBlock::words(device, rows)).transpose()?;
+    let in_pairs = |plane: &BlockScaled<Cuda>| {
+        has_bytes(plane) && plane.scale_layout == ScaleLayout::MnMajor && desc.cols.is_multiple_of(2)
+    };
     let arg = UnitsArg {
         x: source.address,
         row_codes: address(out.rows),
         col_codes: address(out.cols),
         row_records: records(out.rows),
         col_records: records(out.cols),
+        row_words: by_word.as_ref().map_or(of_rows, |words| RecordWords {
+            words: words.scales.address(),
+            line_stride: 4,
+            next: 4 * words.plane.stride as u64,
+        }),
+        col_words: RecordWords::of(out.cols, 4),
         counts: out.counts.address(),
         row_id: source.row_id.map_or(0, Buffer::address),
         row_amax: measured.rows.as_ref().map_or(0, |(maxima, _)| maxima.address()),
@@ -449,23 +486,27 @@ pub(super) fn launch(
         x_aligned: u32::from((desc.cols * desc.input.size_bytes()).is_multiple_of(16)),
         rows_aligned: whole(desc.cols),
         cols_aligned: whole(desc.capacity),
+        cols_in_pairs: out.cols.is_some_and(in_pairs).into(),
         found_spans: out.found.map_or(0, |found| found.amax.len() as i32),
         // The transposed plane of a weight has a scale for each of its rows.
         column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
-        tiles: sweep.tiles as i32,
         across: sweep.across as i32,
-        turns: sweep.turns as i32,
+        down: sweep.down as i32,
         stack: desc.stack as i32,
-        by_matrix: Divider::by((sweep.across * sweep.turns) as u32),
+        by_matrix: Divider::by((sweep.across * sweep.down) as u32),
         by_band: Divider::by((sweep.across * sweep.band) as u32),
         by_height: Divider::by(sweep.band as u32),
-        by_last: Divider::by((sweep.turns % sweep.band) as u32),
+        by_last: Divider::by((sweep.down % sweep.band) as u32),
         rule: ScaleArg::of(codec.rule(), codec.element()),
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
     // a number for each line or span, and planes and counts are new, so that nobody else writes or reads them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
+    if let (Some(words), Some(rows)) = (&by_word, out.rows) {
+        // A word is moved as an F32 scale is.
+        words.transpose(device, ScaleKind::F32, rows.scales.get())?;
+    }
     measure.spread(&measured, out)?;
     measure.count_lines(&measured, out.counts)
 }
@@ -473,6 +514,7 @@ pub(super) fn launch(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::{bf16, f16};
     use std::mem::offset_of;
 
     /// As the compiler lays the device's struct out.
@@ -485,7 +527,7 @@ mod tests {
             offset_of!(UnitsArg, rows),
             offset_of!(UnitsArg, rule),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 72, 128, 152, 248], 264));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 296], 312));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.
@@ -508,6 +550,35 @@ mod tests {
                     let want = nibble_core::formats::e8m0::encode(rule, element, f32::from_bits(bits));
                     assert_eq!(byte, want, "{element} {rule} {bits:#x}");
                 }
+            }
+        }
+    }
+
+    /// `Nvfp4Block::pair_code` and `PairCode` of the device (csrc/formats), of every scale byte and every BF16 magnitude, against the code of
+    /// the product with the scale's inverse in F32.
+    #[test]
+    fn quotients_in_f16_have_the_codes_of_products_in_f32() {
+        let whole = |x: f64| x.round_ties_even() as u8;
+        for byte in 0..Element::E4M3.nan_code() {
+            let scale = Element::E4M3.decode(byte);
+            let inverse = if byte == 0 { f32::MAX } else { 1.0 / scale };
+            let mantissa = f32::from_bits((scale.to_bits() & 0x7F_FFFF) | 0x3F80_0000);
+            let larger = u16::from(mantissa == 1.375 || mantissa == 1.875);
+            let (factor, below, limit) = match byte {
+                0 => (0x47FF, 0, 192),
+                _ => {
+                    let limit = f16::from_f32(mantissa * 6.0 / 64.0).to_bits() >> 3;
+                    let factor = f16::from_f32(1.0 / mantissa).to_bits() + larger - 7 * 1024;
+                    (factor, (9 - (scale.to_bits() >> 23) as i32) * 128, i32::from(limit))
+                }
+            };
+            for bits in 0..0x7F80_u16 {
+                let scaled = f16::from_bits((i32::from(bits) + below).clamp(0, limit) as u16 * 8);
+                let quotient =
+                    f16::from_f64(scaled.to_f64() * f16::from_bits(factor).to_f64()).to_f64() * 8192.0;
+                let code = whole(2.0 * quotient).min(2 + whole(quotient)).min(4 + whole(quotient / 2.0));
+                let want = Element::E2M1.encode(bf16::from_bits(bits).to_f32() * inverse);
+                assert_eq!(code, want, "scale byte {byte:#x}, number {bits:#x}");
             }
         }
     }

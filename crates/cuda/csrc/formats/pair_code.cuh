@@ -1,0 +1,55 @@
+// Four-bit codes of BF16 numbers, two at a time: packed with their signs, and E2M1 under a scale that is no power of two.
+#pragma once
+#include "formats/e2m1.cuh"
+
+namespace nib {
+
+/// Sign bytes of two pairs, 0 or 255: of both lower numbers, then of both upper ones.
+__device__ __forceinline__ u32 signs_of_pairs(u32 a, u32 b) { return ptx::byte_perm_signs(a, b, 0xFBD9); }
+
+/// Codes of eight neighbours of a row, from the numbers and the magnitudes of their codes, two a word.
+__device__ __forceinline__ u32 pack_row(const u32* x, const u32 (&magnitude)[4]) {
+    // Elements 0, 2, 1, 3 and 4, 6, 5, 7, a byte each.
+    const u32 a = (magnitude[1] * 256 + magnitude[0]) | (signs_of_pairs(x[0], x[1]) & 0x08080808);
+    const u32 b = (magnitude[3] * 256 + magnitude[2]) | (signs_of_pairs(x[2], x[3]) & 0x08080808);
+    // The upper half is sixteen times as much.
+    return ptx::halves_mul_add(a, 0x1001, ptx::halves_mul_add(b, 0x1001, 0) * 65536);
+}
+
+/// Codes of four rows of two columns, a column in either half of a word.
+__device__ __forceinline__ u32 pack_columns(const u32* row, const u32 (&magnitude)[4]) {
+    const u32 even = signs_of_pairs(row[0], row[2]), odd = signs_of_pairs(row[1], row[3]);
+    const u32 signs = (even & 0x0F0F0F0F) | (odd & 0xF0F0F0F0);
+    return ((magnitude[3] * 16 + magnitude[2]) * 256 + (magnitude[1] * 16 + magnitude[0])) | (signs & 0x88888888);
+}
+
+/// What magnitudes become E2M1 codes by, under one scale. `below`, a BF16 number is 2^-6 of itself over the power of two in the scale, as F16;
+/// and that times `factor` is 2^-13 of its quotient by the scale.
+struct PairCode {
+    u32 factor_below;  // F16; an integer to be added to the bits of BF16, which F16 has three places further up
+    u32 limit;         // of those bits: a magnitude that has the largest code
+
+    /// Of two blocks side by side, or of one.
+    struct Two {
+        u32 factor, below, limit;
+
+        __device__ __forceinline__ static Two of(const PairCode& a, const PairCode& b) {
+            return {__byte_perm(a.factor_below, b.factor_below, 0x5410), __byte_perm(a.factor_below, b.factor_below, 0x7632),
+                    __byte_perm(a.limit, b.limit, 0x5410)};
+        }
+
+        /// The codes of two numbers without signs: see `E2m1::encode_within`. Rounded to whole numbers they are subnormal F16 numbers here.
+        __device__ __forceinline__ u32 magnitude(u32 x) const {
+            const u32 scaled = ptx::add_clamp_s16x2(ptx::magnitudes_bf16x2(x), below, limit) * 8, quotient = ptx::mul_f16x2(scaled, factor);
+            const u32 halves = ptx::mul_f16x2(quotient, 0x14001400), ones = ptx::fma_f16x2(quotient, 0x10001000, 0x00020002);
+            const u32 twos = ptx::fma_f16x2(quotient, 0x0C000C00, 0x00040004);
+            return ptx::min_u16x2(ptx::min_u16x2(halves, ones), twos);
+        }
+        __device__ __forceinline__ void magnitudes(const u32* x, u32 (&of)[4]) const {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) of[i] = magnitude(x[i]);
+        }
+    };
+};
+
+}  // namespace nib

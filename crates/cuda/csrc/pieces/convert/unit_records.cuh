@@ -1,0 +1,177 @@
+// What quantize_units leaves of a tile: codes in shared memory, a unit after the other, records in their planes, and counts.
+#pragma once
+#include "pieces/convert/units_arg.cuh"
+
+namespace nib {
+
+template <class F, class In, int kAcross>
+struct UnitRecords {
+    static constexpr int kBits = F::Element::kBits, kNextColumn = 2 * UnitCodes<F>::kStride;
+
+    const UnitsArg& arg;
+    QuantizeUnitsShared<F, In, kAcross>& shared;
+    Tally& tally;
+
+    /// What was found of up to four blocks: the bytes of their records, and of each a bit.
+    struct Found {
+        u32 bytes = 0, any = 0, nan = 0;
+
+        __device__ __forceinline__ void add(int i, u32 byte, bool is_any, bool is_nan) {
+            bytes |= byte << (8 * i);
+            any |= u32(is_any) << i;
+            nan |= u32(is_nan) << i;
+        }
+        __device__ __forceinline__ u32 byte(int i) const { return bytes >> (8 * i) & 0xFF; }
+        __device__ __forceinline__ void count(Tally& tally) const {
+            tally.non_zero += __popc(any);
+            tally.non_finite += __popc(nan);
+        }
+    };
+
+    /// The rows of two neighbouring columns of a tile that a thread has: 32, a quarter of the lanes each.
+    struct TwoColumnsPlace {
+        int quarter, in_tile, first_row, row, col;
+
+        __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col)
+            : quarter(threadIdx.x % 32 / 8),
+              in_tile(threadIdx.x / 32 * 16 + threadIdx.x % 8 * 2),
+              first_row(first_row),
+              row(first_row + quarter * 32),
+              col(first_col + in_tile) {}
+    };
+    /// Where the codes of the first of them go; those of the second one lie kNextColumn bytes behind.
+    __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {
+        return shared.codes.unit(at.in_tile * 2 + at.quarter / 2) + at.quarter % 2 * (32 * kBits / 8);
+    }
+
+    __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
+
+    /// Which square a value of the tile lies in.
+    __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
+
+    /// Stores the records of the blocks of a row's unit, and counts them.
+    __device__ __forceinline__ void store_row_records(int matrix, int row, int col, int u, const Found& found) const {
+        constexpr int kSteps = kUnit / F::kBlock;
+        if (row >= arg.rows || col >= arg.cols) return;
+        const u64 line = u64(matrix) * arg.rows + row;
+        if (arg.row_words.words != nullptr && arg.cols - col >= kUnit) {
+            u8* const at = arg.row_words.at(line, col / (4 * F::kBlock)) + col % (4 * F::kBlock) / F::kBlock;
+            if constexpr (kSteps == 4) *reinterpret_cast<u32*>(at) = found.bytes;
+            else *reinterpret_cast<u16*>(at) = u16(found.bytes);
+            found.count(tally);
+            return;
+        }
+#pragma unroll 1
+        for (int step = 0; step < kSteps && col + step * F::kBlock < arg.cols; ++step) {
+            const int square = square_of(u / kAcross, u % kAcross * kUnit + step * F::kBlock);
+            settle({line, col + step * F::kBlock, square, row}, false, found.byte(step), found.any >> step & 1, found.nan >> step & 1);
+        }
+    }
+
+    /// The same of both columns, of the second one from bit and byte 2 on.
+    __device__ __forceinline__ void store_column_records(int matrix, const TwoColumnsPlace& at, const Found& found) const {
+        constexpr int kSteps = 32 / F::kBlock;
+        const u64 line = u64(matrix) * arg.cols + at.col;
+        if (arg.cols_in_pairs) {
+            if (at.col >= arg.cols) return;
+            const RecordPlane& records = arg.col_records;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int position = at.row + step * F::kBlock;
+                const u32 two = __byte_perm(found.bytes, 0, step == 0 ? 0x4420 : 0x4431);
+                if (position < arg.capacity)
+                    *reinterpret_cast<u16*>(records.records + position / F::kBlock * records.block_stride + line) = u16(two);
+            }
+            if (arg.form == kFormCols) found.count(tally);
+            return;
+        }
+        // Those of a warp's columns where all of them exist.
+        if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
+            store_column_bytes(line, at, found.bytes);
+            if (arg.form == kFormCols) found.count(tally);
+            return;
+        }
+#pragma unroll 1
+        for (int i = 0; i < 2 * kSteps; ++i) {
+            const int c = i / kSteps, step = i % kSteps, position = at.row + step * F::kBlock, place = 2 * c + step;
+            if (at.col + c < arg.cols && position < arg.capacity)
+                settle({line + c, position, square_of(at.quarter * 32 + step * F::kBlock, at.in_tile + c), at.col + c}, true, found.byte(place),
+                       found.any >> place & 1, found.nan >> place & 1);
+        }
+    }
+
+    /// Zeros in place of the codes of blocks, or parts of them, of kCount values: those that have a bit.
+    template <int kCount>
+    __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
+        constexpr int kBytes = kCount * kBits / 8;
+#pragma unroll 1
+        for (; blocks != 0; blocks >>= 1, to += kBytes) {
+#pragma unroll 1
+            for (int i = 0; i < kBytes && (blocks & 1); i += 4) *reinterpret_cast<u32*>(to + i) = 0;
+        }
+    }
+
+    /// Codes that lie on as many bytes as they fill, but for those of six bits.
+    template <int kCount>
+    __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += kCount % 4 == 0 ? 4 : kCount % 2 == 0 ? 2 : 1) {
+            if constexpr (kCount % 4 == 0) reinterpret_cast<uint4*>(to)[i / 4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+            else if constexpr (kCount % 2 == 0) reinterpret_cast<uint2*>(to)[i / 2] = {words[i], words[i + 1]};
+            else reinterpret_cast<u32*>(to)[i] = words[i];
+        }
+    }
+
+    struct Place {
+        u64 line;
+        int position, square;
+        int across;  // the row of a row, the column of a column
+    };
+
+    /// Writes a block's record and counts it, once.
+    __device__ __forceinline__ void settle(const Place& place, bool down, u32 record, bool any, bool is_nan) const {
+        const RecordPlane& records = down ? arg.col_records : arg.row_records;
+        const bool has_counts = !down || arg.form == kFormCols;
+        if constexpr (F::kLine) {
+            const int each = down ? int(arg.column_record) : arg.cols;
+            if (any) (down ? arg.col_any : arg.row_any)[arg.maximum_of(down, place.line, place.position)] = 1;
+            if (place.position % each != 0) return;
+            records.template store<F::kScaleBytes>(place.line, place.position / each, record);
+            // A line, or its part within a group, counts once.
+            const bool first = place.position == 0 || !down || arg.span_of(place.position, 0) != arg.span_of(place.position - 1, 0);
+            tally.non_finite += has_counts && is_nan && first;
+            return;
+        }
+        const int block = place.position / F::kBlock;
+        if (is_square()) {
+            if (any && !down) shared.square_any[place.square] = 1;
+            if (place.across % F::kBlock != 0) return;
+            const int matrix = int(place.line / (down ? arg.cols : arg.rows));
+            const u64 tiles = u64(ceil_div(down ? arg.cols : arg.rows, F::kBlock));
+            records.template store<F::kScaleBytes>(matrix * tiles + place.across / F::kBlock, block, record);
+            tally.non_finite += !down && is_nan;
+            return;
+        }
+        records.template store<F::kScaleBytes>(place.line, block, record);
+        tally.non_zero += has_counts && any;
+        tally.non_finite += has_counts && is_nan;
+    }
+
+private:
+    /// Stores the record bytes of this thread and of those that have the other rows of its columns, one column a thread.
+    __device__ __forceinline__ void store_column_bytes(u64 line, const TwoColumnsPlace& place, u32 word) const {
+        constexpr int kWords = 32 / F::kBlock;  // of a column of the tile
+        // Two quarters' bytes of the column that is this thread's.
+        const bool first = place.quarter % 2 == 0;
+        const u32 other = __shfl_xor_sync(kAllLanes, word, 8);
+        u32 mine = first ? __byte_perm(word, other, kWords == 1 ? 0x0040 : 0x5410) : __byte_perm(other, word, kWords == 1 ? 0x0062 : 0x7632);
+        if constexpr (kWords == 1) {
+            mine = __byte_perm(mine, __shfl_xor_sync(kAllLanes, mine, 16), 0x5410);
+            if (place.quarter >= 2) return;
+        }
+        const int half = kWords == 1 ? 0 : place.quarter / 2;
+        *reinterpret_cast<u32*>(arg.col_words.at(line + place.quarter % 2, place.first_row / (4 * F::kBlock) + half)) = mine;
+    }
+};
+
+}  // namespace nib
