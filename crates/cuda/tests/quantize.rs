@@ -81,7 +81,7 @@ fn groups_of_squares_give_the_bits_of_the_cpu() {
     }
 }
 
-/// A last band of one tile, which is short, and along the rows alone as well; two matrices; and of whole tiles, record bytes that a second
+/// A last band of one tile, which is short, and along the rows alone as well; two matrices; and of whole columns of tiles, record bytes that a second
 /// kernel brings to their places.
 #[test]
 fn bands_of_tiles_give_the_bits_of_the_cpu() {
@@ -106,7 +106,7 @@ fn bands_of_tiles_give_the_bits_of_the_cpu() {
             hold((&cpu, &gpu), &x, codec, planes_of, 1);
         }
     }
-    let whole = matrix(&cpu, &gpu, 33 * 128, 17 * 128);
+    let whole = matrix(&cpu, &gpu, 33 * 128 + 56, 17 * 128);
     for codec in [
         own(Format::Mxfp6E2m3, ScaleRule::Rceil),
         own(Format::Mxint8, ScaleRule::Floor),

@@ -266,7 +266,7 @@ impl Dry {
         let is_mx = op.codec.scale_kind() == ScaleKind::E8M0 && block == 32;
         if op.planes == Planes::Both && !is_fast && is_mx && cols.is_multiple_of(TILE) {
             // The rows' scales by words, before they come to their places.
-            let _by_word: Buf<u8> = self.buf(rows * cols / block)?;
+            let _by_word: Buf<u8> = self.buf(rows.next_multiple_of(TILE) * cols / block)?;
         }
         if op.planes == Planes::Both && is_fast {
             // The rows' scales by columns, before they come to their places.

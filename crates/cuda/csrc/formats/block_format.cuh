@@ -14,6 +14,8 @@
 //   encode       sixteen values to packed codes; whether one is not zero. kWithin: they are BF16 numbers, under a nearest rounding within
 //                the limit if there is one
 //   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding (Hif4 has how)
+//   has_table    whether BF16 numbers are encoded two at a time by what a table has for the scale byte (Nvfp4Block has how, and `bytes_of` and
+//                `pair_code` say what table_encoder.cuh asks)
 // A record that marks a block has the inverse NaN, and codes of zero. The twin of crates/formats/src/block.rs.
 #pragma once
 #include "formats/small_elements.cuh"
@@ -61,6 +63,10 @@ struct OneFactor {
 
     template <int kRound>
     __host__ __device__ static constexpr bool has_pairs() {
+        return false;
+    }
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_table() {
         return false;
     }
 

@@ -48,6 +48,10 @@ struct Hif4 {
     }
 
     template <int kRound>
+    __host__ __device__ static constexpr bool has_table() {
+        return false;
+    }
+    template <int kRound>
     __host__ __device__ static constexpr bool has_pairs() {
         return !kCann && (kRound == kNearestEven || kRound == kNearestAway);
     }
@@ -66,10 +70,10 @@ struct Hif4 {
             const u32 below = a4 & b4;
             const u32 doubled = ~below >> 15 & kOnes;
             const u32 a = ~choose_bits(below, a2, a4) >> 15 & kOnes, b = ~choose_bits(below, b2, b4) >> 15 & kOnes;
-            // Sums of what does not overlap.
             const u32 all = ptx::mul_add(doubled, kMinusExponent, four_times);
             factor[i] = ptx::mul_add(a, kMinusExponent, all);
             factor[i + 1] = ptx::mul_add(b, kMinusExponent, all);
+            // Sums of what does not overlap.
             of_eighths = ptx::mul_add(of_eighths, 2, doubled);
             of_parts = ptx::mul_add(of_parts, 4, ptx::mul_add(b, 2, a));
         }

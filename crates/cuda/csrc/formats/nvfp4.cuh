@@ -5,19 +5,28 @@
 
 namespace nib {
 
-/// The value of a block's scale byte, NaN included.
-struct Nvfp4Scale {
+/// What both have in common.
+struct Nvfp4Codes : OneFactor<SixteenE2m1> {
+    static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
+    static constexpr bool kTiles = true;
     static constexpr u32 kNan = 0x7F;
+
+    /// The value of a block's scale byte, NaN included.
 
     __device__ __forceinline__ static float multiplier(u32 record, int) {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
+
+    /// A scale byte is rounded, so that a quotient may be above the largest code.
+    template <int kRound, bool kWithin, int kFactors, class Decide>
+    __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
+        return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
+    }
 };
 
 /// Under a scale of the tensor.
-struct Nvfp4 : OneFactor<SixteenE2m1>, Nvfp4Scale {
-    static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
-    static constexpr bool kTensor = true, kTiles = true;
+struct Nvfp4 : Nvfp4Codes {
+    static constexpr bool kTensor = true;
 
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor) {
         if (amax >= kInfinityBits) return Scaled::nan(kNan);
@@ -29,18 +38,10 @@ struct Nvfp4 : OneFactor<SixteenE2m1>, Nvfp4Scale {
         if (value >= 0x1p-126f && value <= 0x1p125f) return {byte, reciprocal(value)};
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
     }
-
-    template <int kRound, bool kWithin, int kFactors, class Decide>
-    __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
-        return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
-    }
 };
 
 /// By itself.
-struct Nvfp4Block : OneFactor<SixteenE2m1>, Nvfp4Scale {
-    static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
-    static constexpr bool kTiles = true;
-
+struct Nvfp4Block : Nvfp4Codes {
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
         const u32 byte = ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax), 1.0f / 6.0f), 0.0f) & 0xFF;
         const float value = E4m3::decode(byte), approx = ptx::reciprocal_approx(value);
@@ -49,13 +50,8 @@ struct Nvfp4Block : OneFactor<SixteenE2m1>, Nvfp4Scale {
         return {amax >= kInfinityBits ? kNan : byte, amax >= kInfinityBits ? __uint_as_float(kNanBits) : inverse};
     }
 
-    template <int kRound, bool kWithin, int kFactors, class Decide>
-    __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
-        return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
-    }
-
     template <int kRound>
-    __host__ __device__ static constexpr bool has_pairs() {
+    __host__ __device__ static constexpr bool has_table() {
         return kRound == kNearestEven;
     }
 

@@ -17,7 +17,11 @@
 //   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
 //   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
-// A thread encodes 64 values of a row, then of a column. It reads them from shared memory, where the tile was brought in the background, and
+//   Record bytes may lie in words of four, row_words and col_words, so that lines have whole ones: of rows in their plane if a line has a multiple of
+//   64 / kBlock, or all lines' side by side for transpose_scales; of columns in their plane if a line has a multiple of four.
+//   cols_in_pairs: col_records.line_stride is 1, cols and block_stride are even.
+//
+// A thread encodes 64 values of a row, then 32 rows of two columns. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
@@ -85,7 +89,7 @@ constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, I
 
 /// Whether codes come from a table of scale bytes, two BF16 numbers at a time.
 template <class F, class In, int kRound>
-constexpr bool kByTable = F::kBlock == 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
+constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 
 template <class F, class In, int kRound, int kAcross, bool kTabled = kByTable<F, In, kRound>>
 struct EncoderOf {

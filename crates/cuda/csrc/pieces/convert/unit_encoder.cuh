@@ -43,8 +43,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // a tensor's scale alone
     static constexpr bool kDraws = kRound == kStochastic;                // rows are a multiple of eight numbers then
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // Of zeros byte scales and HiFloat4's, but for CANN's rule, are the least ones anyway, and their codes are zero.
-    static constexpr bool kPads = F::kTensor || !(F::kScaleBytes == 1 || kPairs);
+    // A block of zeros has the least byte as its scale anyway, and HiFloat4's least record but by CANN's rule; its codes are zero.
+    static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
 
     const RoundingArg& rounding;

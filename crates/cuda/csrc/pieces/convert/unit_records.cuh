@@ -85,11 +85,13 @@ struct UnitRecords {
             if (arg.form == kFormCols) found.count(tally);
             return;
         }
-        // Those of a warp's columns where all of them exist.
-        if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
-            store_column_bytes(line, at, found.bytes);
-            if (arg.form == kFormCols) found.count(tally);
-            return;
+        // Weights of MX formats, whose transposed plane has its record bytes line by line: of a warp's columns where all of them exist.
+        if constexpr (kSteps == 1) {
+            if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
+                store_column_words(line, at, found.bytes);
+                if (arg.form == kFormCols) found.count(tally);
+                return;
+            }
         }
 #pragma unroll 1
         for (int i = 0; i < 2 * kSteps; ++i) {
@@ -158,19 +160,13 @@ struct UnitRecords {
     }
 
 private:
-    /// Stores the record bytes of this thread and of those that have the other rows of its columns, one column a thread.
-    __device__ __forceinline__ void store_column_bytes(u64 line, const TwoColumnsPlace& place, u32 word) const {
-        constexpr int kWords = 32 / F::kBlock;  // of a column of the tile
-        // Two quarters' bytes of the column that is this thread's.
-        const bool first = place.quarter % 2 == 0;
-        const u32 other = __shfl_xor_sync(kAllLanes, word, 8);
-        u32 mine = first ? __byte_perm(word, other, kWords == 1 ? 0x0040 : 0x5410) : __byte_perm(other, word, kWords == 1 ? 0x0062 : 0x7632);
-        if constexpr (kWords == 1) {
-            mine = __byte_perm(mine, __shfl_xor_sync(kAllLanes, mine, 16), 0x5410);
-            if (place.quarter >= 2) return;
-        }
-        const int half = kWords == 1 ? 0 : place.quarter / 2;
-        *reinterpret_cast<u32*>(arg.col_words.at(line + place.quarter % 2, place.first_row / (4 * F::kBlock) + half)) = mine;
+    /// Stores a column's four record bytes, which four threads have, of two columns each: one column a thread.
+    __device__ __forceinline__ void store_column_words(u64 line, const TwoColumnsPlace& place, u32 bytes) const {
+        const u32 other = __shfl_xor_sync(kAllLanes, bytes, 8);
+        const u32 half = place.quarter % 2 == 0 ? __byte_perm(bytes, other, 0x0040) : __byte_perm(other, bytes, 0x0062);
+        const u32 word = __byte_perm(half, __shfl_xor_sync(kAllLanes, half, 16), 0x5410);
+        if (place.quarter >= 2) return;
+        *reinterpret_cast<u32*>(arg.col_words.at(line + place.quarter % 2, place.first_row / (4 * F::kBlock))) = word;
     }
 };
 

@@ -14,7 +14,7 @@ use crate::ops::planes::{
 };
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
-use config::{QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
+use config::{QuantizeDesc, QuantizeKernel, RowScales, TILE, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Found, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
@@ -236,8 +236,8 @@ impl ByBlock {
     fn words(device: &Device, rows: &BlockScaled<Cuda>) -> Result<Self> {
         let (lines, blocks) = rows.shape_of_scales();
         let words = blocks / size_of::<u32>();
-        let plane = RowScales { lines, blocks: words, stride: lines, written: words };
-        Ok(Self { plane, scales: device.alloc(blocks * lines)? })
+        let plane = RowScales { lines, blocks: words, stride: lines.next_multiple_of(TILE), written: words };
+        Ok(Self { plane, scales: device.alloc(words * plane.stride * size_of::<u32>())? })
     }
 
     /// Brings them to their places.

@@ -10,7 +10,7 @@ use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Error, Result};
 
 /// Rows and columns of a cta's square; the block of FP8.
-const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.

@@ -501,7 +501,7 @@ pub(super) fn launch(
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
-    // a number for each line or span, and planes and counts are new, so that nobody else writes or reads them.
+    // a number for each line or span, words have four bytes for four blocks of each line, and planes, words and counts are new, so that nobody else writes or reads them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
     if let (Some(words), Some(rows)) = (&by_word, out.rows) {
         // A word is moved as an F32 scale is.
@@ -525,9 +525,11 @@ mod tests {
             offset_of!(UnitsArg, counts),
             offset_of!(UnitsArg, span_of_row),
             offset_of!(UnitsArg, rows),
+            offset_of!(UnitsArg, cols_in_pairs),
+            offset_of!(UnitsArg, across),
             offset_of!(UnitsArg, rule),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 296], 312));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296], 312));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.
