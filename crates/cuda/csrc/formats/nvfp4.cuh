@@ -12,7 +12,6 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     static constexpr u32 kNan = 0x7F;
 
     /// The value of a block's scale byte, NaN included.
-
     __device__ __forceinline__ static float multiplier(u32 record, int) {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
@@ -68,8 +67,8 @@ struct Nvfp4Block : Nvfp4Codes {
     /// under a scale of 15/8 times a power of two, the next number above 0.75, 1.25 and so on, all but 0.25. So is it in F16, where 0.25 is a
     /// subnormal number, by factors that are larger by 2^-11 under that scale, and under 11/8 too.
     ///
-    /// A scale of zero takes what is not zero to the largest code, but for subnormal numbers, of which 2^-128 (bits of 32) is to be the unit: the
-    /// inverse is the largest number, a little less than 2^128, and ties go down.
+    /// Under a scale of zero the inverse is the largest F32 number, a little less than 2^128: all but subnormal numbers get the largest code, and of those
+    /// 2^-128, whose bits are 32, counts as one, with ties going down.
     __device__ __forceinline__ static PairCode pair_code(u32 byte) {
         if (byte == 0) return {0x47FF, 192};
         const float value = E4m3::decode(byte), mantissa = __uint_as_float((__float_as_uint(value) & 0x7FFFFF) | 0x3F800000);

@@ -23,13 +23,15 @@ __device__ __forceinline__ u32 pack_columns(const u32* row, const u32 (&magnitud
     return ((magnitude[3] * 16 + magnitude[2]) * 256 + (magnitude[1] * 16 + magnitude[0])) | (signs & 0x88888888);
 }
 
-/// What magnitudes become E2M1 codes by, under one scale. `below`, a BF16 number is 2^-6 of itself over the power of two in the scale, as F16;
-/// and that times `factor` is 2^-13 of its quotient by the scale.
+/// How a BF16 magnitude becomes an E2M1 code under a scale m · 2^e, 1 <= m < 2.
+///
+/// Its bits plus `below` (the upper half of `factor_below`, negative), shifted left by three, are the F16 number x · 2^-e · 2^-6: F16 has three more bits of
+/// mantissa and fewer of exponent. Times `factor` (the lower half, F16, about 2^-7 / m) that is 2^-13 of the quotient by the scale.
 struct PairCode {
-    u32 factor_below;  // F16; an integer to be added to the bits of BF16, which F16 has three places further up
-    u32 limit;         // of those bits: a magnitude that has the largest code
+    u32 factor_below;
+    u32 limit;  // of the sum of bits and `below`: that of a magnitude whose code is the largest
 
-    /// Of two blocks side by side, or of one.
+    /// Those of two blocks in the halves of words; of one block twice, for neighbours in a row.
     struct Two {
         u32 factor, below, limit;
 

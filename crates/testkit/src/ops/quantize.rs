@@ -131,7 +131,7 @@ impl<B: Convert> Case<B> for Ragged {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, .. } = *self;
-        let align = if planes == Planes::Cols { 256 } else { 128 }; // with strips of 128 rows that are padding
+        let align = if planes == Planes::Cols { 256 } else { 128 }; // strips of 128 rows that are padding throughout
         let rows = RaggedRows::of(self.spread, self.num_groups, self.rows, align);
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;

@@ -17,9 +17,11 @@
 //   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
 //   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
-//   Record bytes may lie in words of four, row_words and col_words, so that lines have whole ones: of rows in their plane if a line has a multiple of
-//   64 / kBlock, or all lines' side by side for transpose_scales; of columns in their plane if a line has a multiple of four.
-//   cols_in_pairs: col_records.line_stride is 1, cols and block_stride are even.
+//   Records of one byte are stored several at a time where they lie together:
+//   row_words: the rows' plane, if a line has a multiple of 64 / kBlock records; or words that transpose_scales brings to that plane, next to each
+//     other those of neighbouring lines, if cols is a multiple of 128.
+//   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
+//   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
 //
 // A thread encodes 64 values of a row, then 32 rows of two columns. It reads them from shared memory, where the tile was brought in the background, and
 // leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
@@ -87,7 +89,7 @@ struct CtaPlace {
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 
-/// Whether codes come from a table of scale bytes, two BF16 numbers at a time.
+/// Whether TableEncoder encodes.
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 

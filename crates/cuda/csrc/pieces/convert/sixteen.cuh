@@ -96,10 +96,6 @@ template <>
 struct TwoColumns<F32> {
     float2 row[16];
 
-    template <class Rows>
-    __device__ __forceinline__ void load(const Rows& from, int first) {
-        load_rows(from, first, row);
-    }
     template <bool kSecond>
     __device__ __forceinline__ float value(int i) const {
         return kSecond ? row[i].y : row[i].x;
@@ -118,10 +114,6 @@ template <>
 struct TwoColumns<Bf16> {
     u32 row[16];
 
-    template <class Rows>
-    __device__ __forceinline__ void load(const Rows& from, int first) {
-        load_rows(from, first, row);
-    }
     template <bool kSecond>
     __device__ __forceinline__ float value(int i) const {
         return __uint_as_float(kSecond ? row[i] & 0xFFFF0000 : row[i] << 16);

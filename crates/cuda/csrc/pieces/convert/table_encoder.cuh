@@ -75,7 +75,7 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
         for (int step = 0; step < 2; ++step) {
             const int row = at.quarter * 32 + step * 16;
             TwoColumns<In> x;
-            x.load(from, step * 16);
+            load_rows(from, step * 16, x.row);
             amax[step] = ptx::magnitudes_bf16x2(x.template largest_pair<16>(0));
             if (is_square()) {
                 const int square = Records::square_of(row, at.in_tile);

@@ -43,7 +43,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // a tensor's scale alone
     static constexpr bool kDraws = kRound == kStochastic;                // rows are a multiple of eight numbers then
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // A block of zeros has the least byte as its scale anyway, and HiFloat4's least record but by CANN's rule; its codes are zero.
+    // Whether blocks that do not count need to be asked for. They read as zeros, whose codes are zero, and whose record is the least one by itself where it is a
+    // byte for the block alone, or HiFloat4's in pairs.
     static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
 
@@ -151,7 +152,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
             const bool is_padding = kPads && !arg.counts_row(position);
             TwoColumns<In> x[kStep / 16];
 #pragma unroll
-            for (int i = 0; i < kStep / 16; ++i) x[i].load(from, first + i * 16);
+            for (int i = 0; i < kStep / 16; ++i) load_rows(from, first + i * 16, x[i].row);
             Scaled scale[2];
             bool any[2] = {false, false};
             if constexpr (kPairs) {
@@ -188,7 +189,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 for (int i = 0; i < kStep / 16; ++i) {
                     TwoColumns<In> mine;
                     if constexpr (kAny) {
-                        mine.load(from, first + i * 16);
+                        load_rows(from, first + i * 16, mine.row);
                     } else {
                         mine = x[i];
                     }

@@ -105,6 +105,7 @@ struct UnitCodes {
         if ((M::kPerLine * M::kLines < kUnitThreads && mine.line >= M::kLines) || mine.byte >= bytes_left) return;
         u8* at = to + u64(u32(mine.line)) * line_bytes + mine.byte;
         if (is_aligned && lines >= kUnitThreads / kAcross) {
+            // All lines are there, as nearly always: without a branch a pass, which makes its addresses anew.
             const u8* const from = bytes + mine.offset;
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {

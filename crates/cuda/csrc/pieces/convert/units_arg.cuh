@@ -9,9 +9,9 @@ constexpr int kFormRows = 1;
 constexpr int kFormCols = 2;
 constexpr int kFormTiles = 4;
 
-/// Record bytes of a line, four in a word. Null where they do not lie so.
+/// Records of one byte, four neighbours of a line in a word.
 struct RecordWords {
-    u8* words;
+    u8* words;              // null where they are stored one at a time, to a RecordPlane
     u64 line_stride, next;  // bytes from a line to the next one, and from a word of a line to its next
 
     __device__ __forceinline__ u8* at(u64 line, int word) const { return words + line * line_stride + u32(word) * next; }
@@ -37,7 +37,7 @@ struct UnitsArg {
     int rows, cols, capacity;
     int form, policy, band, id_mask;
     u32 x_aligned, rows_aligned, cols_aligned;
-    u32 cols_in_pairs;         // whether record bytes of neighbouring columns lie together, those of two on a multiple of two
+    u32 cols_in_pairs;         // whether record bytes of neighbouring columns lie side by side, those of an even one and the next on two bytes
     int found_spans;
     u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
     int across, down, stack;   // tiles of a matrix, beside and below each other; matrices

@@ -232,7 +232,7 @@ impl ByBlock {
         both.then(|| new(plane.written * plane.stride * desc.kind().bytes())).transpose()
     }
 
-    /// Of a plane of an MX format words of four record bytes, where its lines have whole ones.
+    /// Room for a plane's records of one byte, four of a row in a word; rows have a multiple of four.
     fn words(device: &Device, rows: &BlockScaled<Cuda>) -> Result<Self> {
         let (lines, blocks) = rows.shape_of_scales();
         let words = blocks / size_of::<u32>();

@@ -84,19 +84,19 @@ struct RecordWords {
 impl RecordWords {
     const NONE: Self = Self { words: 0, line_stride: 0, next: 0 };
 
-    /// Where a plane's record bytes lie one after the other, those of a line a multiple of `together`.
+    /// A plane whose records are bytes, one after the other, and of each line a multiple of `together`; none for others.
     fn of(plane: Option<&BlockScaled<Cuda>>, together: usize) -> Self {
         let Some(plane) = plane else { return Self::NONE };
         let (_, blocks) = plane.shape_of_scales();
         let is_whole = plane.scale_layout == ScaleLayout::RowMajor && blocks.is_multiple_of(together);
-        match has_bytes(plane) && plane.axis != BlockAxis::Tile && is_whole {
-            true => Self { words: plane.scales.get().address(), line_stride: blocks as u64, next: 4 },
-            false => Self::NONE,
+        if !has_bytes(plane) || plane.axis == BlockAxis::Tile || !is_whole {
+            return Self::NONE;
         }
+        Self { words: plane.scales.get().address(), line_stride: blocks as u64, next: 4 }
     }
 }
 
-/// Whether records are bytes, several of them in the rows that a thread has.
+/// Whether a record is one byte, for 32 values at most: those are the ones that the kernel stores several at a time.
 fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
     plane.scale_kind().bytes() == 1 && plane.format.spec().block <= 32
 }
