@@ -102,7 +102,6 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
             (format!("nib::QuantizeHadamardShared<{}>", all(&["E", "Round"])), 0, 0)
         }
         "nib::quantize_hadamard_rows" => (format!("nib::UnitsShared<{}>", arg("E")), 0, 1023),
-        "nib::hadamard_cols" => ("nib::HadamardColsShared".into(), 0, 0),
         "nib::lift_cols" => (format!("nib::TurnShared<nib::kTile / 2, 4, {}>", arg("kPanels")), 0, 0),
         "nib::shift_cols" => (format!("nib::ShiftShared<{}>", arg("kPanels")), 0, 0),
         "nib::lift_tiles" => ("nib::LiftTilesShared".into(), 0, 0),

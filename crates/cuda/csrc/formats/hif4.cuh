@@ -97,17 +97,18 @@ struct Hif4 {
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2],
                                                   const Decide& decision) {
         static_assert(kFactors == 4, "four values have a factor");
-        if constexpr (kRound == kStochastic) {
-            static_assert(!kCann && kWithin, "the product of BF16 numbers is exact in F32");
-            return stochastic_codes<S1p2>(x, factor, words, decision);
-        } else if constexpr (kCann || kRound == kAnyRounding) {
+        // A product of BF16 numbers is exact in F32.
+        if constexpr (kCann || kRound == kAnyRounding || (kRound == kStochastic && !kWithin)) {
             float y[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i)
                 y[i] = kCann ? bf16_rounded(__fmul_rn(x[i], factor[i / 4])) : to_odd(double(x[i]) * double(factor[i / 4]));
             const float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
             if constexpr (kRound == kAnyRounding) return encode_by<S1p2>(y, words, decision);
+            else if constexpr (kRound == kStochastic) return stochastic_codes<S1p2>(y, ones, words, decision);
             else return S1p2::nearest<kRound == kNearestAway>(y, ones, words);
+        } else if constexpr (kRound == kStochastic) {
+            return stochastic_codes<S1p2>(x, factor, words, decision);
         } else {
             return S1p2::nearest<kRound == kNearestAway>(x, factor, words);
         }

@@ -4,21 +4,9 @@
 // The kernels that quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
 // position along the transform alone: who stays at his columns draws them once.
 //
-// Along the rows (hadamard_row): a lane holds eight neighbouring columns, and neighbouring lanes a transform block.
-//
-//   flip(x, arg.sign_bits_of_eight(col));   // not in a row of padding: its zeros stay +0
-//   F32::Eight wide = widen<In>(x);         // from here on in place of In::Eight
-//   hadamard_row(wide, arg);
-//
-// Down the columns (hadamard_columns): of a tile of 128 x 128 numbers in shared memory to one of floats, by 256 threads. The signs depend on the row's position in its group; eight rows are one byte:
-//
-//   if (threadIdx.x < 16) shared.signs[threadIdx.x] = arg.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
-//   (barrier: the tile, with +0 where a row does not count, and the signs)
-//   hadamard_columns<In>(shared.input, shared.tile, shared.signs, arg);   // F32 also in place
-//   (barrier)
-//
-// After it rows that did not count may be non-zero, up to the end of their transform block: their codes count like others, and
-// draw the random bits of row id 0 (of their position where there are no groups).
+// Those that only transform (kernels/convert/hadamard.cuh) hold fewer, and exchange more: `hadamard_across`. Down the columns signs depend on the row's
+// position in its group; eight rows are one byte, `signs_of_eight_rows`. There, rows that did not count may be non-zero afterwards, up to the end of
+// their transform block: their codes count like others, and draw the random bits of row id 0 (of their position where there are no groups).
 #pragma once
 #include "formats/bf16.cuh"
 #include "math/philox.cuh"
@@ -134,51 +122,19 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// The transform block of neighbouring lanes, without its signs. All lanes of the warp come here.
-__device__ __forceinline__ void hadamard_row(F32::Eight& wide, const HadamardArg& arg) {
-    float(&x)[8] = wide.number;
+/// The transform block of numbers without signs, kCount of which a lane holds, and the next ones the lane `distance` further. All lanes of the
+/// warp come here.
+template <int kCount>
+__device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, const HadamardArg& arg) {
     butterflies(x, arg.len);
-    for (u32 lanes = 1; lanes < arg.len / 8; lanes *= 2) {
+    for (u32 held = kCount; held < arg.len; held *= 2, distance *= 2) {
         // The upper lane's result is its partner's number less its own.
-        const float own = threadIdx.x & lanes ? -1.0f : 1.0f;
+        const float own = lane & distance ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], lanes));
+        for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], distance));
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], arg.factor);
-}
-
-/// The columns of `from` [128][128], to `tile`; signs[16] as in the file's header. 256 threads, two a column; all come here.
-template <class In>
-__device__ __forceinline__ void hadamard_columns(const void* from, float* tile, const u8* signs, const HadamardArg& arg) {
-    constexpr int kHalf = kHadamardTile / 2;
-    const int col = threadIdx.x % kHadamardTile, half = threadIdx.x / kHadamardTile;
-    const int first = half * kHalf * kHadamardTile + col;
-    const u8* const in = static_cast<const u8*>(from) + first * In::kBytes;
-    float* const mine = tile + first;
-    const uint2 sign = *reinterpret_cast<const uint2*>(signs + half * 8);
-    float x[kHalf];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        const u32 negated = (i < 32 ? sign.x : sign.y) << (31 - i % 32) & 0x80000000;
-        x[i] = __uint_as_float(__float_as_uint(In::number(in + i * kHadamardTile * In::kBytes)) ^ negated);
-    }
-    butterflies(x, arg.len);
-    const float factor = arg.len == kHadamardTile ? 1.0f : arg.factor;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) mine[i * kHadamardTile] = __fmul_rn(x[i], factor);
-    if (arg.len < kHadamardTile) return;
-    // The last stride joins the halves of a column.
-    __syncthreads();
-    float* const pair = tile + half * (kHalf / 2) * kHadamardTile + col;
-#pragma unroll 8
-    for (int i = 0; i < kHalf / 2; ++i) {
-        float* const a = pair + i * kHadamardTile;
-        float* const b = a + kHalf * kHadamardTile;
-        const float low = *a, high = *b;
-        *a = __fmul_rn(__fadd_rn(low, high), arg.factor);
-        *b = __fmul_rn(__fsub_rn(low, high), arg.factor);
-    }
+    for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], arg.factor);
 }
 
 }  // namespace nib

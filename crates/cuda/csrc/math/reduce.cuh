@@ -1,4 +1,4 @@
-// Sums of integers over a warp and over a launch. Integer additions commute, so their order does not matter to the bits.
+// Sums of integers over a warp and over a launch, and maxima. They commute, so their order does not matter to the bits.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -13,6 +13,11 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
         if (ptx::lane_idx() >= distance) value += below;
     }
     return value;
+}
+
+/// Brings what is at `to` to `bits` at least. Most are smaller than what is there already, and a look costs less than an atomic.
+__device__ __forceinline__ void raise(u32* to, u32 bits) {
+    if (bits > *const_cast<volatile u32*>(to)) atomicMax(to, bits);
 }
 
 /// What one thread counted: blocks with a non-zero code, of those inexact, blocks with a NaN or infinity.

@@ -5,10 +5,9 @@
 // hadamard_rows<In>: along the rows; cols is a multiple of hadamard.len, out_rows = rows. 256 threads; grid
 //   ceil(rows * ceil(cols / 256) / 8), where `by_segments` divides by segments = ceil(cols / 256).
 // hadamard_cols<In>: down the columns, from the start of each of num_groups groups (start null: from row 0); groups start at multiples of
-//   hadamard.len, and out_rows is one. 256 threads; grid ceil(cols / 128) * ceil(out_rows / 128); 65552 bytes of dynamic
-//   shared memory.
+//   hadamard.len, and out_rows is one. 256 threads; grid ceil(cols / 128) * ceil(out_rows / 128).
 #pragma once
-#include "formats/bf16.cuh"
+#include "formats/plain.cuh"
 #include "math/hadamard.cuh"
 #include "math/reduce.cuh"
 
@@ -28,39 +27,78 @@ __global__ void __launch_bounds__(256)
     auto plain = In::template load<true>(x + first * In::kBytes, present ? 8 : 0);
     if (present) flip(plain, hadamard.sign_bits_of_eight(col));
     F32::Eight wide = widen<In>(plain);
-    hadamard_row(wide, hadamard);
+    hadamard_across(wide.number, threadIdx.x % 32, 1, hadamard);
     if (col >= cols) return;
     float4* const to = reinterpret_cast<float4*>(out + first);
     to[0] = {wide.number[0], wide.number[1], wide.number[2], wide.number[3]};
     to[1] = {wide.number[4], wide.number[5], wide.number[6], wide.number[7]};
 }
 
-struct HadamardColsShared {
-    float tile[kHadamardTile * kHadamardTile];
-    u8 signs[kHadamardTile / 8];
-};
+/// Two neighbours of a row, as far as it has them; zeros where it does not count. kPairs: rows have an even number.
+template <class In, bool kPairs>
+__device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
+    Few<In, 2> two = {};
+    const bool present = counted && left > 0;
+    if constexpr (kPairs) {
+        if (present) two = Few<In, 2>::load(from);
+    } else {
+        const float x[2] = {present ? In::number(from) : 0.0f, present && left > 1 ? In::number(from + In::kBytes) : 0.0f};
+        two = Few<In, 2>::from_f32(x);
+    }
+    return two;
+}
 
 template <class In>
 __global__ void __launch_bounds__(256)
     hadamard_cols(const u8* __restrict__ x, float* __restrict__ out, const int* __restrict__ row_id, const int* __restrict__ start,
                   int num_groups, int rows, int cols, int out_rows, const HadamardArg hadamard) {
-    extern __shared__ uint4 raw[];
-    HadamardColsShared& shared = *reinterpret_cast<HadamardColsShared*>(raw);
-    const int across = ceil_div(cols, kHadamardTile);
-    const int first_row = blockIdx.x / across * kHadamardTile;
-    const int in_tile = threadIdx.x % kHadamardTile, col = blockIdx.x % across * kHadamardTile + in_tile;
-    for (int i = threadIdx.x / kHadamardTile; i < kHadamardTile; i += 2) {
-        const int row = first_row + i;
-        const bool present = row < rows && col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
-        shared.tile[i * kHadamardTile + in_tile] = present ? In::number(x + (u64(row) * cols + col) * In::kBytes) : 0.0f;
+    constexpr int kRows = 32, kCols = 2;  // of a lane; four lanes have the rows of a tile
+    __shared__ u32 signs[kHadamardTile / kRows];
+    const int across = ceil_div(cols, kHadamardTile), lane = threadIdx.x % 32, quarter = lane / 8;
+    const int first_row = blockIdx.x / across * kHadamardTile, row = first_row + quarter * kRows;
+    const int col = blockIdx.x % across * kHadamardTile + threadIdx.x / 32 * 16 + lane % 8 * kCols;
+    u32 counted = 0;
+#pragma unroll
+    for (int i = 0; i < kHadamardTile / kRows; ++i) {
+        const int r = first_row + i * kRows + lane;
+        const u32 of_quarter = __ballot_sync(kAllLanes, r < rows && (row_id == nullptr || __ldg(row_id + r) >= 0));
+        if (i == quarter) counted = of_quarter;
+    }
+    const u64 first = u64(row) * cols + col;
+    const bool in_pairs = cols % kCols == 0;
+    Few<In, kCols> plain[kRows];
+    const u8* const from = x + first * In::kBytes;
+    const u64 step = u64(cols) * In::kBytes;
+    if (in_pairs) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) plain[i] = load_pair<In, true>(from + i * step, cols - col, counted >> i & 1);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) plain[i] = load_pair<In, false>(from + i * step, cols - col, counted >> i & 1);
     }
     if (threadIdx.x < kHadamardTile / 8)
-        shared.signs[threadIdx.x] = hadamard.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
+        reinterpret_cast<u8*>(signs)[threadIdx.x] = hadamard.signs_of_eight_rows(first_row + 8 * threadIdx.x, rows, row_id, start, num_groups);
     __syncthreads();
-    hadamard_columns<F32>(shared.tile, shared.tile, shared.signs, hadamard);
-    __syncthreads();
-    for (int i = threadIdx.x / kHadamardTile; i < kHadamardTile; i += 2)
-        if (first_row + i < out_rows && col < cols) out[u64(first_row + i) * cols + col] = shared.tile[i * kHadamardTile + in_tile];
+    const u32 negated = signs[quarter];
+    float number[kCols][kRows];
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+            number[c][i] = __uint_as_float(__float_as_uint(plain[i].value(c)) ^ (negated << (31 - i) & 0x80000000));
+        hadamard_across(number[c], lane, 8, hadamard);
+    }
+    float* const to = out + first;
+    if (in_pairs) {
+        const int present = col < cols ? out_rows - row : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+            if (i < present) *reinterpret_cast<float2*>(to + u64(i) * cols) = {number[0][i], number[1][i]};
+    } else {
+#pragma unroll
+        for (int i = 0; i < kRows * kCols; ++i)
+            if (i / kCols < out_rows - row && col + i % kCols < cols) to[u64(i / kCols) * cols + i % kCols] = number[i % kCols][i / kCols];
+    }
 }
 
 }  // namespace nib

@@ -4,10 +4,10 @@
 // A row counts as in quantize_units.cuh. Maxima are bits of F32 magnitudes, a NaN above infinity above the others; zeros before.
 //
 // row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
-//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 8). With `earlier` only the rows of its spans of
+//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 32). With `earlier` only the rows of its spans of
 //   which nothing is known.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
-//   null. 128 threads; grid stack * ceil(rows / 256) * ceil(cols / 128).
+//   null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
@@ -36,57 +36,94 @@ struct EarlierArg {
     __device__ __forceinline__ float of(int span) const { return __ldg(expected + span * stride); }
 };
 
+/// Eight neighbours of a row, zeros where a row does not count or ends.
+template <class In>
+__device__ __forceinline__ typename In::Eight load_counted(const u8* x, u64 row, int col, int cols, bool counted) {
+    const u8* const at = x + (row * cols + col) * In::kBytes;
+    const int left = counted ? cols - col : 0;
+    return cols % 8 == 0 ? In::template load<true>(at, left) : In::template load<false>(at, left);
+}
+
 template <class In>
 __global__ void __launch_bounds__(256)
     row_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                int matrix_rows, int by_span, int rows, int cols, const EarlierArg earlier) {
-    const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    if (earlier.expected != nullptr) {
-        const int span = span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
-        if (!earlier.has(span) || earlier.of(span) != 0.0f) return;
-    }
-    const bool counted = row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0;
-    u32 largest = 0;
-    const u8* const from = x + u64(row) * cols * In::kBytes;
-    const bool aligned = cols % 8 == 0;
-    for (int col = lane * 8; counted && col < cols; col += 256) {
-        const u8* const at = from + u64(col) * In::kBytes;
-        const auto eight = aligned ? In::template load<true>(at, cols - col) : In::template load<false>(at, cols - col);
+    constexpr int kRows = 4;  // of a warp
+    const int first = (blockIdx.x * 8 + threadIdx.x / 32) * kRows, lane = threadIdx.x % 32;
+    u32 largest[kRows];
+    int span[kRows];
+    bool counted[kRows];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u32 magnitude = __float_as_uint(In::value(eight, i)) & 0x7FFFFFFF;
-            if (magnitude >= kInfinityBits && by_span != 0) magnitude = by_span == 1 ? 0 : 0xFFFFFFFF;
-            largest = max(largest, magnitude);
+    for (int r = 0; r < kRows; ++r) {
+        const int row = first + r;
+        largest[r] = 0;
+        counted[r] = row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0);
+        span[r] = row >= rows || by_span == 0 ? 0 : span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
+        if (earlier.expected != nullptr) counted[r] &= earlier.has(span[r]) && earlier.of(span[r]) == 0.0f;
+    }
+    for (int col = lane * 8; col < cols; col += 256) {
+        typename In::Eight eight[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) eight[r] = load_counted<In>(x, first + r, col, cols, counted[r]);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                u32 magnitude = __float_as_uint(In::value(eight[r], i)) & 0x7FFFFFFF;
+                if (magnitude >= kInfinityBits && by_span != 0) magnitude = by_span == 1 ? 0 : 0xFFFFFFFF;
+                largest[r] = max(largest[r], magnitude);
+            }
         }
     }
-    largest = __reduce_max_sync(kAllLanes, largest);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) largest[r] = __reduce_max_sync(kAllLanes, largest[r]);
     if (lane != 0) return;
-    if (by_span == 0) maxima[row] = largest;
-    else if (largest != 0) atomicMax(maxima + (span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row)), largest);
+    if (by_span == 0) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            if (first + r < rows) maxima[first + r] = largest[r];
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        // Rows of one span go together.
+        if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
+        else raise(maxima + span[r], largest[r]);
+    }
 }
 
 template <class In>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(256)
     column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                   int lines, int rows, int cols) {
-    const int across = ceil_div(cols, 128), down = ceil_div(rows, 256);
-    const int col = blockIdx.x % across * 128 + threadIdx.x, first = blockIdx.x / across % down * 256;
+    constexpr int kRows = 32, kTogether = 4;  // rows of a warp, and those it loads at a time
+    const int across = ceil_div(cols, 256), down = ceil_div(rows, 8 * kRows), lane = threadIdx.x % 32;
+    const int col = blockIdx.x % across * 256 + lane * 8, first = (blockIdx.x / across % down * 8 + threadIdx.x / 32) * kRows;
     const u64 matrix = blockIdx.x / across / down;
-    if (col >= cols) return;
-    u32 largest = 0;
+    const int of_lane = first + lane;
+    const u32 counted = __ballot_sync(kAllLanes, of_lane < rows && (row_id == nullptr || __ldg(row_id + (of_lane & id_mask)) >= 0));
+    const int spans = span_of_row == nullptr || of_lane >= rows ? 0 : __ldg(span_of_row + of_lane);
+    u32 largest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     int span = 0;
     const auto settle = [&] {
-        if (largest != 0) atomicMax(maxima + u64(span) * lines + matrix * cols + col, largest);
-        largest = 0;
-    };
-    for (int row = first; row < min(first + 256, rows); ++row) {
-        if (row_id != nullptr && __ldg(row_id + (row & id_mask)) < 0) continue;
-        if (span_of_row != nullptr && __ldg(span_of_row + row) != span) {
-            settle();
-            span = __ldg(span_of_row + row);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (largest[i] != 0) raise(maxima + u64(span) * lines + matrix * cols + col + i, largest[i]);
+            largest[i] = 0;
         }
-        largest = max(largest, __float_as_uint(In::number(x + ((matrix * rows + row) * cols + col) * In::kBytes)) & 0x7FFFFFFF);
+    };
+    for (int i = 0; i < kRows; i += kTogether) {
+        typename In::Eight eight[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) eight[j] = load_counted<In>(x, matrix * rows + first + i + j, col, cols, counted >> (i + j) & 1);
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int of_row = __shfl_sync(kAllLanes, spans, i + j);
+            if (of_row != span) settle();
+            span = of_row;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) largest[k] = max(largest[k], __float_as_uint(In::value(eight[j], k)) & 0x7FFFFFFF);
+        }
     }
     settle();
 }

@@ -3,10 +3,11 @@
 // scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or that added to d, one addition, rounded once.
 //   contraction 0: a_scale[row] of each row; b_scale[column], or of the matrix of the row's group, [groups * cols]; rows of no group are zeros.
 //   contraction 1: d is `groups` matrices; both scales are those of the first row of the matrix's group, of `capacity` rows.
-//   a_scale, b_scale: null where an operand has none. start, len (null: all rows are one group): groups of the rows. 256 threads; grid ceil(rows * cols / 1024) or fewer.
+//   a_scale, b_scale: null where an operand has none. start, len (null: all rows are one group): groups of the rows. 256 threads; grid
+//   ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
 #pragma once
 #include "formats/plain.cuh"
-#include "math/hadamard.cuh"
+#include "math/reduce.cuh"
 
 namespace nib {
 
@@ -22,41 +23,79 @@ struct ScaledSums {
     int contraction, accumulate;
 };
 
-/// The scale of a row; 1 where an operand has none.
-__device__ __forceinline__ float of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
+constexpr int kSegment = 512;  // columns of a warp
 
-template <class Out>
-__global__ void __launch_bounds__(256) scale_sums(const ScaledSums arg) {
-    const u64 count = u64(arg.rows) * arg.cols;
-    for (u64 i = u64(blockIdx.x) * 256 + threadIdx.x; i < count; i += u64(gridDim.x) * 256) {
-        const int row = int(i / arg.cols), col = int(i % arg.cols);
-        float scale = 0.0f;
-        bool counted = true;
+/// The scale of a row; 1 where an operand has none.
+__device__ __forceinline__ float scale_of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
+
+/// The scales of a row: of its sums, but for b's of each column.
+struct RowScale {
+    float of_row;
+    const float* of_cols;  // null: 1 each
+    bool counted;
+
+    __device__ __forceinline__ static RowScale of(const ScaledSums& arg, int row) {
         if (arg.contraction) {
             const int group = row / (arg.rows / arg.groups);
             const int first = arg.start == nullptr ? 0 : min(max(__ldg(arg.start + group), 0), arg.capacity - 1);
-            counted = arg.len == nullptr || __ldg(arg.len + group) > 0;  // where there is no row, there is no scale
-            scale = __fmul_rn(of(arg.a_scale, first), of(arg.b_scale, first));
-        } else {
-            int group = 0;
-            if (arg.start != nullptr) {
-                int low = 0, high = arg.groups - 1;  // the last start that is not above the row
-                while (low < high) {
-                    const int middle = (low + high + 1) / 2;
-                    if (__ldg(arg.start + middle) <= row) low = middle;
-                    else high = middle - 1;
-                }
-                group = low;
-                const int first = __ldg(arg.start + group);
-                counted = row >= first && row < first + __ldg(arg.len + group);
-            }
-            if (counted) scale = __fmul_rn(of(arg.a_scale, row), of(arg.b_scale, u64(group) * arg.cols + col));
+            // Where there is no row, there is no scale.
+            const bool counted = arg.len == nullptr || __ldg(arg.len + group) > 0;
+            return {__fmul_rn(scale_of(arg.a_scale, first), scale_of(arg.b_scale, first)), nullptr, counted};
         }
-        float value = counted ? __fmul_rn(arg.sums[i], scale) : 0.0f;
-        u8* const to = arg.d + i * Out::kBytes;
-        if (arg.accumulate) value = __fadd_rn(Out::number(to), value);
-        const float one[1] = {value};
-        Few<Out, 1>::from_f32(one).store(to);
+        int low = 0;
+        bool counted = true;
+        if (arg.start != nullptr) {
+            for (int high = arg.groups - 1; low < high;) {  // the last start that is not above the row
+                const int middle = (low + high + 1) / 2;
+                if (__ldg(arg.start + middle) <= row) low = middle;
+                else high = middle - 1;
+            }
+            const int first = __ldg(arg.start + low);
+            counted = row >= first && row < first + __ldg(arg.len + low);
+        }
+        return {counted ? scale_of(arg.a_scale, row) : 0.0f, arg.b_scale == nullptr ? nullptr : arg.b_scale + u64(low) * arg.cols, counted};
+    }
+};
+
+/// kCount neighbours of a row.
+template <class Out, int kCount>
+__device__ __forceinline__ void scale_few(const ScaledSums& arg, const RowScale& scale, u64 i, int col) {
+    float value[kCount] = {};
+    if (scale.counted) {
+        const auto sums = Few<F32, kCount>::load(arg.sums + i);
+        Few<F32, kCount> of_cols;
+        if (scale.of_cols != nullptr) of_cols = Few<F32, kCount>::load(scale.of_cols + col);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const float by = scale.of_cols != nullptr ? __fmul_rn(scale.of_row, of_cols.value(j)) : scale.of_row;
+            value[j] = __fmul_rn(sums.value(j), by);
+        }
+    }
+    u8* const to = arg.d + i * Out::kBytes;
+    if (arg.accumulate) {
+        const auto before = Few<Out, kCount>::load_written(to);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) value[j] = __fadd_rn(before.value(j), value[j]);
+    }
+    Few<Out, kCount>::from_f32(value).store(to);
+}
+
+template <class Out>
+__global__ void __launch_bounds__(256) scale_sums(const ScaledSums arg, Divider by_segments, u32 segments) {
+    const u32 task = blockIdx.x * 8 + threadIdx.x / 32;
+    const int row = by_segments.divide(task), segment = task - row * segments;
+    if (row >= arg.rows) return;
+    const RowScale scale = RowScale::of(arg, row);
+    const u64 first = u64(row) * arg.cols;
+    if (arg.cols % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kSegment; i += 128) {
+            const int col = segment * kSegment + i + threadIdx.x % 32 * 4;
+            if (col < arg.cols) scale_few<Out, 4>(arg, scale, first + col, col);
+        }
+    } else {
+        for (int col = segment * kSegment + threadIdx.x % 32; col < min(arg.cols, (segment + 1) * kSegment); col += 32)
+            scale_few<Out, 1>(arg, scale, first + col, col);
     }
 }
 

@@ -286,8 +286,7 @@ private:
             bits = __reduce_max_sync(kAllLanes, bits);
             if (threadIdx.x % 32 != 0) return;
         }
-        // Most are smaller than what is there already.
-        if (bits != 0 && bits > *const_cast<volatile u32*>(arg.found + span)) atomicMax(arg.found + span, bits);
+        if (bits != 0) raise(arg.found + span, bits);
     }
 
     /// Two BF16 numbers of a word.

@@ -18,7 +18,7 @@ pub(super) struct UnitFormat {
     pub rule: Option<ScaleRule>,
     /// The device's struct (`csrc/formats/`).
     pub device: &'static str,
-    /// The roundings that it has a way of its own for, stochastic of BF16 alone; none where other kernels take what is common.
+    /// The roundings that it has a way of its own for; none where other kernels take what is common.
     pub own: &'static [Rounding],
 }
 

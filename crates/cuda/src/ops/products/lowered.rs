@@ -5,7 +5,7 @@
 use super::product::{Product, Ragged, Target};
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::{KernelArg, Launch, plain_args};
+use crate::launch::{Divider, KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::dequantize;
 use crate::ops::planes::type_name;
@@ -15,8 +15,8 @@ use nibble_core::formats::{Element, Format};
 use nibble_core::{BlockScaled, DType, Error, Groups, Operand, Result};
 
 const THREADS: usize = 256;
-/// Ctas of `scale_sums` at most.
-const MOST_CTAS: usize = 2048;
+/// Columns that a warp of `scale_sums` takes.
+const SEGMENT: usize = 512;
 
 /// Two operands, of which at least one has codes that no kernel multiplies.
 pub(super) struct Lowered<'a> {
@@ -144,10 +144,12 @@ fn scale_sums(
         contraction: contraction.into(),
         accumulate: accumulate.into(),
     };
-    let ctas = sums.len().div_ceil(4 * THREADS).clamp(1, MOST_CTAS) as u32;
+    let segments = product.n.div_ceil(SEGMENT).max(1) as u32;
+    let ctas = (rows * segments as usize).div_ceil(THREADS / 32).max(1) as u32;
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let kernel = sums.device().kernel(&sums_spec(dtype))?;
     // SAFETY: sums and d have rows · n values, the scales one for each row that is looked up, and d is borrowed mutably.
-    unsafe { sums.device().kernel(&sums_spec(dtype))?.launch(launch, &[&arg]) }
+    unsafe { kernel.launch(launch, &[&arg, &Divider::by(segments), &segments]) }
 }
 
 fn sums_spec(dtype: DType) -> KernelSpec {

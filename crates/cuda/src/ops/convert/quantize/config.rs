@@ -278,8 +278,7 @@ fn transform_instance(input: DType, down: bool) -> Instance {
     let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
     let spec =
         KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] };
-    let tile = TILE * TILE * size_of::<f32>() + TILE / 8;
-    Instance { spec, shared_bytes: if down { tile } else { 0 } }
+    Instance { spec, shared_bytes: 0 }
 }
 
 impl QuantizeDesc {

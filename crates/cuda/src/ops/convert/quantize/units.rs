@@ -209,12 +209,8 @@ pub(super) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for format in UnitFormat::all() {
         for &rounding in format.own {
-            for across in [LONG, SQUARE] {
-                all.push(instance(format, DType::Bf16, Some(rounding), across));
-            }
-            if !rounding.is_random() {
-                all.push(instance(format, DType::F32, Some(rounding), SQUARE));
-            }
+            let shapes = [(DType::Bf16, LONG), (DType::Bf16, SQUARE), (DType::F32, SQUARE)];
+            all.extend(shapes.map(|(input, across)| instance(format, input, Some(rounding), across)));
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
     }
@@ -235,8 +231,7 @@ impl UnitsConfig {
             return Err(Error::unsupported(OP, format, "it has no kernel on a GPU; the CPU takes it"));
         };
         // Draws are for eight neighbours of a row.
-        let has_own = unit.own.contains(&rounding)
-            && (!rounding.is_random() || (desc.input == DType::Bf16 && desc.cols.is_multiple_of(8)));
+        let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
         let own = has_own.then_some(rounding);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
         let across = if long { LONG } else { SQUARE };
@@ -301,7 +296,7 @@ impl Measure<'_> {
     fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let (rows, cols) = (desc.stack * desc.rows, desc.cols);
-        let launch = Launch { ctas: rows.div_ceil(8) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let launch = Launch { ctas: rows.div_ceil(32) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let (matrix_rows, rows, cols) = (desc.rows.max(1) as i32, rows as i32, cols as i32);
         let (id_mask, earlier) = (&source.id_mask, &self.earlier);
         let args: [&dyn KernelArg; 10] =
@@ -314,8 +309,8 @@ impl Measure<'_> {
     /// The largest magnitude of each column, or of each within each span.
     fn column_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
-        let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(128);
-        let launch = Launch { ctas: ctas as u32, threads: 128, cluster: 1, shared_bytes: 0 };
+        let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(256);
+        let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let (rows, cols) = (desc.rows as i32, desc.cols as i32);
         let lines = (desc.stack * desc.cols) as i32;
         let args: [&dyn KernelArg; 8] =
