@@ -37,7 +37,7 @@ pub struct Args {
     /// Changes a value of the configuration.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipes to measure; all built-in ones where left out.
+    /// Recipes to measure; where left out, all built-in ones but those that study a format.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
     /// Steps measured under each recipe, after two that are not.

@@ -71,7 +71,7 @@ pub fn run(args: Args) -> Result<()> {
         say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<7}  {gpu:<7}  {rules}");
     }
     say!("recipes:");
-    for name in Recipe::names() {
+    for name in Recipe::all_names() {
         say!("  {name:<18} {}", Recipe::builtin(name)?.description);
     }
     Ok(())

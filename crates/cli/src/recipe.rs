@@ -23,7 +23,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<()> {
     let Some(name) = args.recipe else {
-        for name in Recipe::names() {
+        for name in Recipe::all_names() {
             say!("{name:<18} {}", Recipe::builtin(name)?.description);
         }
         return Ok(());

@@ -83,6 +83,9 @@ pub struct StreamArg {
 }
 
 impl StreamArg {
+    /// Of what draws nothing.
+    pub(crate) const NONE: Self = Self { keys: [[0; 2]; 10], purpose: 0, site: 0, step: 0 };
+
     /// The same random bits as `stream`.
     pub fn new(stream: &Stream) -> Self {
         let mut keys = [[stream.seed as u32, (stream.seed >> 32) as u32]; 10];
@@ -139,6 +142,9 @@ pub struct HadamardArg {
 }
 
 impl HadamardArg {
+    /// No transform.
+    pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0 };
+
     /// # Errors
     /// [`Error::Format`] for a length that is not one of a transform's.
     pub fn new(transform: &Hadamard) -> Result<Self> {

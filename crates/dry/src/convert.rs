@@ -259,9 +259,12 @@ impl Dry {
             return emitted();
         }
         let out = emitted()?;
-        let _transformed = apart.then(transformed).transpose()?;
-        let _measured = self.measured(&op)?;
         let is_fast = is_fused || apart && has_fast_kernels(&op, DType::F32, transformed_rows, true);
+        // The general kernel makes it itself, unless maxima of whole lines are measured of it first.
+        let as_it_reads =
+            !is_fast && op.planes == Planes::Cols && op.codec.format().spec().block != WHOLE_LINE;
+        let _transformed = (apart && !as_it_reads).then(transformed).transpose()?;
+        let _measured = self.measured(&op)?;
         let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
         let is_mx = op.codec.scale_kind() == ScaleKind::E8M0 && block == 32;
         if op.planes == Planes::Both && !is_fast && is_mx && cols.is_multiple_of(TILE) {

@@ -273,7 +273,7 @@ fn an_evaluation_changes_no_history() {
     // The same weights under current scaling.
     let store = tempfile::tempdir().unwrap();
     trainer.save(Some(&Store::open(store.path()).unwrap())).unwrap();
-    let current = small(&recipe_file("fp8-tensor"), &[]);
+    let current = small("fp8-tensor", &[]);
     let mut other = Trainer::new(&b, &SOLO, &current).unwrap();
     other.load_weights(&latest_valid(store.path()).unwrap().checkpoint.unwrap()).unwrap();
     assert_eq!(other.evaluate(1).unwrap().to_bits(), loss.to_bits());
@@ -282,7 +282,7 @@ fn an_evaluation_changes_no_history() {
 /// Held to the run that measures each tensor, from the same start.
 #[test]
 fn the_small_run_learns_as_under_current_scaling() {
-    let run = |name: &str| train_alone(&Cpu::new(2).unwrap(), &small(&recipe_file(name), &[]), 20).losses;
+    let run = |name: &str| train_alone(&Cpu::new(2).unwrap(), &small(name, &[]), 20).losses;
     let (delayed, current) = (run("fp8-delayed"), run("fp8-tensor"));
     assert_eq!(delayed[0].to_bits(), current[0].to_bits(), "nothing is known before the first step");
     assert_ne!(delayed, current);

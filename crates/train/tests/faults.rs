@@ -13,7 +13,7 @@ use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use nibble_train::{Error, metrics::Metrics};
-use rig::{SOLO, recipe_file, small, state};
+use rig::{SOLO, small, state};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -162,9 +162,9 @@ fn a_nan_after_any_operation_changes_nothing() {
 /// Histories go on from what they were, as weights do.
 #[test]
 fn a_nan_under_scales_of_earlier_steps_changes_nothing() {
-    let recipe = recipe_file("fp8-delayed");
-    let refused = alone(&Recorder::eager(Cpu::new(2).unwrap()), &recipe, &[], 3);
-    assert_most_are_refused(&refused, &recipe);
+    let recipe = "fp8-delayed";
+    let refused = alone(&Recorder::eager(Cpu::new(2).unwrap()), recipe, &[], 3);
+    assert_most_are_refused(&refused, recipe);
     assert!(refused.contains("quantize"), "{refused:?}");
 }
 

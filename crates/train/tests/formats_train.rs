@@ -22,9 +22,8 @@ fn losses(config: &Config, threads: usize) -> Vec<f64> {
 fn every_format_trains_to_the_committed_losses() {
     let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     for name in ["mxfp8", "fp8-tensor", "fp8-row", "fp8-delayed", "nvfp4", "hif4"] {
-        let recipe = here.join(format!("../../recipes/{name}.toml")).display().to_string();
-        assert_trains(&here, name, "The small run", &rig::small(&recipe, &[]), &format!("{name}.txt"));
-        let dense = rig::dense(&recipe, &["model.ffn=128"]);
+        assert_trains(&here, name, "The small run", &rig::small(name, &[]), &format!("{name}.txt"));
+        let dense = rig::dense(name, &["model.ffn=128"]);
         assert_trains(&here, name, "The small dense run", &dense, &format!("dense/{name}.txt"));
     }
 }
@@ -103,10 +102,7 @@ fn a_head_in_any_format_of_blocks_learns() {
 /// Widths that blocks of 16, 32, 64 and 128 do not divide, and an odd one: lines that end inside a block are extended by zeros.
 #[test]
 fn widths_that_no_block_divides_train() {
-    let files = ["mxfp8", "nvfp4", "hif4", "fp8-tensor", "fp8-row"]
-        .map(|name| format!("{}/../../recipes/{name}.toml", env!("CARGO_MANIFEST_DIR")));
-    let built_in = ["mxfp4-hopper", "fp8-flow"].map(String::from);
-    for recipe in files.iter().chain(&built_in) {
+    for recipe in ["mxfp8", "nvfp4", "hif4", "fp8-tensor", "fp8-row", "mxfp4-hopper", "fp8-flow"] {
         let experts = ["model.d_model=80", "model.expert_ffn=37", "model.shared_ffn=40"];
         let dense = ["model.d_model=112", "model.ffn=75"];
         for config in [rig::small(recipe, &experts), rig::dense(recipe, &dense)] {

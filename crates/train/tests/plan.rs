@@ -70,7 +70,7 @@ fn every_arena_is_as_large_as_predicted() {
 }
 
 /// Histories of 1024 steps.
-const DELAYED: &str = concat!("recipe=", env!("CARGO_MANIFEST_DIR"), "/../../recipes/fp8-delayed.toml");
+const DELAYED: &str = "recipe=fp8-delayed";
 
 #[test]
 fn the_arenas_of_a_dense_model_too() {
@@ -99,10 +99,7 @@ fn short_blocks_and_formats_of_the_general_path_too() {
         ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"].map(|key| format!("{key} = {site}"));
     let recipe = format!("description = \"\"\nextends = \"mxfp4-hopper\"\n[head]\n{}\n", products.join("\n"));
     std::fs::write(head, recipe).unwrap();
-    let (head, rows) = (
-        format!("recipe={head}"),
-        concat!("recipe=", env!("CARGO_MANIFEST_DIR"), "/../../recipes/fp8-row.toml"),
-    );
+    let (head, rows) = (format!("recipe={head}"), "recipe=fp8-row");
     for changes in [
         &["recipe=mxfp4-hopper", "model.d_model=80", "model.expert_ffn=37", "model.head_dim=20"][..],
         &["recipe=mxfp4-hopper", "model.d_model=112", "train.recompute=[\"expert_input\"]"],

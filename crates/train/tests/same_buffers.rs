@@ -8,7 +8,7 @@ use nibble_testkit::Recorder;
 use nibble_testkit::recorder::Event;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, recipe_file, small, with_recipe};
+use rig::{SOLO, small, with_recipe};
 
 /// What a step issues, without the copies between host and device: those use the places of a ring in turn.
 fn operations(log: &[Event]) -> Vec<&Event> {
@@ -53,7 +53,7 @@ fn every_step_issues_the_same_operations_on_the_same_buffers() {
     for recipe in rig::recipes() {
         assert_steps_repeat(&small(recipe, &[]), recipe);
     }
-    assert_steps_repeat(&small(&recipe_file("fp8-delayed"), &["train.grad_accum=2"]), "fp8-delayed");
+    assert_steps_repeat(&small("fp8-delayed", &["train.grad_accum=2"]), "fp8-delayed");
 }
 
 #[test]

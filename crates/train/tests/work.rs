@@ -139,7 +139,7 @@ fn a_step_issues_the_operations_that_are_counted() {
     const MEMORY: [&str; 4] = ["zeros", "alloc", "copy", "clear"];
     let dense = ["bf16", "mxfp4-hopper"].map(|recipe| rig::dense(recipe, &[]));
     let small = rig::recipes().into_iter().map(|recipe| small(recipe, &["train.grad_accum=3"]));
-    let delayed = rig::small(&rig::recipe_file("fp8-delayed"), &["train.grad_accum=2"]);
+    let delayed = rig::small("fp8-delayed", &["train.grad_accum=2"]);
     for config in small.chain(dense).chain([delayed]) {
         let recipe = &config.recipe;
         let b = Recorder::eager(Cpu::new(2).unwrap());

@@ -9,6 +9,7 @@
 mod parse;
 mod plan;
 mod precision;
+mod shipped;
 mod site;
 mod validate;
 mod write;
@@ -18,17 +19,7 @@ pub use precision::{By, Precision, Section};
 pub use site::{From, LayerKind, Site};
 
 use crate::{DType, Error, Result};
-
-/// The recipes that ship with Nibble.
-const BUILTIN: [(&str, &str); 7] = [
-    ("f32", include_str!("../../recipes/f32.toml")),
-    ("bf16", include_str!("../../recipes/bf16.toml")),
-    ("fp8-block", include_str!("../../recipes/fp8-block.toml")),
-    ("fp8-deepseek", include_str!("../../recipes/fp8-deepseek.toml")),
-    ("fp8-flow", include_str!("../../recipes/fp8-flow.toml")),
-    ("mxfp4-hopper", include_str!("../../recipes/mxfp4-hopper.toml")),
-    ("mxfp4-hopper-head8", include_str!("../../recipes/mxfp4-hopper-head8.toml")),
-];
+use shipped::{BUILTIN, STUDIES};
 
 /// A change for some layers and part of the run.
 #[derive(Debug, Clone, PartialEq)]
@@ -101,9 +92,14 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// Names of the recipes that ship with Nibble.
+    /// Names of the recipes that ship with Nibble, but for those to study a format.
     pub fn names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().map(|(name, _)| *name)
+    }
+
+    /// Names of all that ship with Nibble.
+    pub fn all_names() -> impl Iterator<Item = &'static str> + Clone {
+        BUILTIN.iter().chain(&STUDIES).map(|(name, _)| *name)
     }
 
     /// A recipe that ships with Nibble.
@@ -111,12 +107,12 @@ impl Recipe {
     /// # Errors
     /// [`Error::Recipe`] with a suggestion if there is none of this name.
     pub fn builtin(name: &str) -> Result<Self> {
-        match BUILTIN.iter().find(|(n, _)| *n == name) {
+        match BUILTIN.iter().chain(&STUDIES).find(|(n, _)| *n == name) {
             Some((_, text)) => Self::parse(name, text),
             None => Err(Error::Recipe {
                 recipe: name.into(),
                 key: "name".into(),
-                why: parse::unknown("recipe", name, Self::names()),
+                why: parse::unknown("recipe", name, Self::all_names()),
             }),
         }
     }

@@ -3,12 +3,14 @@ use nibble_formats::{Format, Rounding};
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
-    for name in Recipe::names() {
+    for name in Recipe::all_names() {
         let recipe = Recipe::builtin(name).unwrap();
         assert_eq!(recipe.name, name);
         assert!(!recipe.description.is_empty(), "{name}");
         assert!(recipe.to_string().contains("fprop.x"));
     }
+    let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/recipes")).unwrap();
+    assert_eq!(files.count(), Recipe::all_names().count(), "each file of recipes/ has its line in the table");
 }
 
 #[test]

@@ -11,12 +11,12 @@ use nibble_train::param::Placement;
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
-/// Every recipe that ships.
+/// Every recipe that ships, but for those that study a format.
 pub fn recipes() -> Vec<&'static str> {
     Recipe::names().collect()
 }
 
-/// A recipe of the repository that is not built in.
+/// The file of a recipe.
 pub fn recipe_file(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../recipes/{name}.toml")).display().to_string()
 }

@@ -10,6 +10,8 @@
 //   form kFormTiles: row_codes as in kFormRows, col_codes [stack * cols][rows], one record for kBlock x kBlock; capacity = rows.
 //   row_id (null: every row counts): row r counts if row_id[r & id_mask] is not negative; what does not count reads as zero, has the least
 //   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
+//   With `transform`, of columns alone, in one matrix: In is F32, x [transform.rows][cols] of it or of BF16 (of_bf16), and what is encoded is x's random
+//   Hadamard transform down the columns, of `rows` rows. id_mask takes a row to the first one of its transform block.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
 //   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
 //   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
@@ -69,6 +71,19 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     }
 }
 
+/// Brings the transform of a tile there.
+template <int kAcross>
+__device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values, const UnitsArg& arg, int first_row, int first_col) {
+    constexpr int kRows = TransformPlace::kRows;
+    float number[TransformPlace::kCols][kRows];
+    if (arg.of_bf16) transform_columns<Bf16>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, number);
+    else transform_columns<F32>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, number);
+    const TransformPlace at;
+    const auto to = values.rows_from(at.row, at.col);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) *reinterpret_cast<float2*>(to.at[i % 4] + i / 4 * to.kNext) = {number[0][i], number[1][i]};
+}
+
 /// Where the tile of this cta lies: in bands of `band` strips, swept from left to right, so that what is written at one time lies together.
 struct CtaPlace {
     int matrix, strip, panel;
@@ -112,7 +127,12 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
     const bool is_square = arg.form == kFormTiles;
     const CtaPlace at(arg);
     const int matrix = at.matrix, first_row = at.strip * Values::kRows, first_col = at.panel * Values::kCols;
-    fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    if constexpr (In::kBytes == 4 && kAcross == 2) {
+        if (arg.transform.is_wanted()) transform_tile(shared.values, arg, first_row, first_col);
+        else fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    } else {
+        fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    }
     const u32 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
     Tally tally;
     constexpr bool kTabled = kByTable<F, In, kRound>;

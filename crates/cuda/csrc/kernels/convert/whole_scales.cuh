@@ -8,6 +8,8 @@
 //   which nothing is known.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
 //   null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
+// hadamard_maxima<In>: row_maxima of the transform down the columns of x [transform.rows][cols], of which `rows` rows count, in one matrix. 256 threads;
+//   grid ceil(cols / 128) * ceil(rows / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
@@ -20,8 +22,8 @@
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/block_format.cuh"
-#include "math/hadamard.cuh"
 #include "math/reduce.cuh"
+#include "pieces/convert/transformed_columns.cuh"
 
 namespace nib {
 
@@ -34,7 +36,15 @@ struct EarlierArg {
 
     __device__ __forceinline__ bool has(int span) const { return expected != nullptr && span < spans; }
     __device__ __forceinline__ float of(int span) const { return __ldg(expected + span * stride); }
+    /// Whether a span's magnitudes are to be measured.
+    __device__ __forceinline__ bool wants(int span) const { return expected == nullptr || (has(span) && of(span) == 0.0f); }
 };
+
+/// The bits of a magnitude as maxima by span take them.
+__device__ __forceinline__ u32 magnitude_by(int by_span, float x) {
+    const u32 bits = __float_as_uint(x) & 0x7FFFFFFF;
+    return bits < kInfinityBits || by_span == 0 ? bits : by_span == 1 ? 0 : 0xFFFFFFFF;
+}
 
 /// Eight neighbours of a row, zeros where a row does not count or ends.
 template <class In>
@@ -59,7 +69,7 @@ __global__ void __launch_bounds__(256)
         largest[r] = 0;
         counted[r] = row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0);
         span[r] = row >= rows || by_span == 0 ? 0 : span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
-        if (earlier.expected != nullptr) counted[r] &= earlier.has(span[r]) && earlier.of(span[r]) == 0.0f;
+        counted[r] &= earlier.wants(span[r]);
     }
     for (int col = lane * 8; col < cols; col += 256) {
         typename In::Eight eight[kRows];
@@ -68,11 +78,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                u32 magnitude = __float_as_uint(In::value(eight[r], i)) & 0x7FFFFFFF;
-                if (magnitude >= kInfinityBits && by_span != 0) magnitude = by_span == 1 ? 0 : 0xFFFFFFFF;
-                largest[r] = max(largest[r], magnitude);
-            }
+            for (int i = 0; i < 8; ++i) largest[r] = max(largest[r], magnitude_by(by_span, In::value(eight[r], i)));
         }
     }
 #pragma unroll
@@ -89,6 +95,30 @@ __global__ void __launch_bounds__(256)
         // Rows of one span go together.
         if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
         else raise(maxima + span[r], largest[r]);
+    }
+}
+
+template <class In>
+__global__ void __launch_bounds__(256)
+    hadamard_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, const int* __restrict__ span_of_row, int by_span, int rows,
+                    int cols, const EarlierArg earlier, const TransformArg transform) {
+    constexpr int kRows = TransformPlace::kRows, kTogether = 16;  // a span has whole transform blocks
+    const TransformPlace at;
+    const int across = ceil_div(cols, kHadamardTile), first_row = blockIdx.x / across * kHadamardTile;
+    float number[TransformPlace::kCols][kRows];
+    transform_columns<In>(x, row_id, cols, transform, first_row, blockIdx.x % across * kHadamardTile, number);
+#pragma unroll
+    for (int first = 0; first < kRows; first += kTogether) {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = first; i < first + kTogether; ++i)
+            largest = max(largest, max(magnitude_by(by_span, number[0][i]), magnitude_by(by_span, number[1][i])));
+#pragma unroll
+        for (int lane = 1; lane < 8; lane *= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lane));
+        const int row = first_row + at.row + first;
+        if (threadIdx.x % 8 != 0 || row >= rows) continue;
+        const int span = span_of_row == nullptr ? 0 : __ldg(span_of_row + row);
+        if (earlier.wants(span)) raise(maxima + span, largest);
     }
 }
 

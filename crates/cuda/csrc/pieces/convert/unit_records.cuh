@@ -32,12 +32,8 @@ struct UnitRecords {
     struct TwoColumnsPlace {
         int quarter, in_tile, first_row, row, col;
 
-        __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col)
-            : quarter(threadIdx.x % 32 / 8),
-              in_tile(threadIdx.x / 32 * 16 + threadIdx.x % 8 * 2),
-              first_row(first_row),
-              row(first_row + quarter * 32),
-              col(first_col + in_tile) {}
+        __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col, const TransformPlace& mine = {})
+            : quarter(mine.quarter), in_tile(mine.col), first_row(first_row), row(first_row + mine.row), col(first_col + in_tile) {}
     };
     /// Where the codes of the first of them go; those of the second one lie kNextColumn bytes behind.
     __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {

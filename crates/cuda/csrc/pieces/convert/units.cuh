@@ -53,7 +53,7 @@ struct UnitValues {
     /// Value `col` of a row and of those below it, within 32 rows from a multiple of 32 on. Places of vectors repeat after four rows.
     struct Rows {
         static constexpr int kNext = 4 * kAcross * kUnitBytes;  // from a row to the fourth one below it
-        const u8* at[4];
+        u8* at[4];
     };
     __device__ __forceinline__ Rows rows_from(int row, int col) {
         static_assert(kAcross == 2, "of the eight keys the next row has the second next one");

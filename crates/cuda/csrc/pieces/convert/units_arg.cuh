@@ -1,6 +1,7 @@
 // What quantize_units is launched with, and its shared memory.
 #pragma once
 #include "math/reduce.cuh"
+#include "pieces/convert/transformed_columns.cuh"
 #include "pieces/convert/units.cuh"
 
 namespace nib {
@@ -44,6 +45,8 @@ struct UnitsArg {
     // Of ctas: those of a matrix, of a band; those of one column of a band, and of the last one.
     Divider by_matrix, by_band, by_height, by_last;
     ScaleArg rule;
+    u32 of_bf16;             // x, where there is a transform
+    TransformArg transform;  // down the columns, as they are read
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
     /// The number of a row for random bits.

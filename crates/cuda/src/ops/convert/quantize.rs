@@ -7,7 +7,7 @@ pub(crate) use config::{has_fast_kernels, instances};
 
 use crate::Buffer;
 use crate::backend::Buf;
-use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg, plain_args};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{
     column_stride, plain_address, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
@@ -17,7 +17,7 @@ use crate::{Cuda, Device};
 use config::{QuantizeDesc, QuantizeKernel, RowScales, TILE, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
 use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Found, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
 const OP: &str = "quantize";
@@ -104,15 +104,21 @@ pub(crate) fn quantize_counting(
         let out = Planned { rows, cols, counts: counts.0.get(), found: found.as_ref() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
-                let transformed = transform_first(device, &source, &desc, &transform)?;
                 let last = desc.transformed();
                 // Padding has become numbers like others, as far as its transform block has a row that counts. The general kernel knows;
                 // for the others zeros are numbers like others too.
                 let row_id = source.row_id.filter(|_| last.is_general());
                 let id_mask = if op.planes == Planes::Cols { -(transform.len as i32) } else { -1 };
-                let address = transformed.address();
-                let source = Source { x: &transformed, address, row_id, id_mask, ..source };
-                launch(device, &op, &last, &source, &out)?;
+                let arg = TransformArg::new(&source, &desc, &transform)?;
+                if last.transforms_as_it_reads() {
+                    let transform = Some(Transform { arg, input: desc.input });
+                    launch(device, &op, &last, &Source { id_mask, transform, ..source }, &out)?;
+                } else {
+                    let transformed = transform_first(device, &source, &desc, &arg)?;
+                    let address = transformed.address();
+                    let source = Source { x: &transformed, address, row_id, id_mask, ..source };
+                    launch(device, &op, &last, &source, &out)?;
+                }
             }
             None => launch(device, &op, &desc, &source, &out)?,
         }
@@ -132,6 +138,37 @@ struct Source<'a> {
     num_groups: i32,
     /// A row counts if the id of this part of its number is not negative.
     id_mask: i32,
+    /// Made as the kernels read the matrix.
+    transform: Option<Transform>,
+}
+
+/// The device's `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct TransformArg {
+    start: u64,
+    num_groups: i32,
+    rows: i32,
+    hadamard: HadamardArg,
+}
+plain_args!(TransformArg);
+
+impl TransformArg {
+    /// None at all.
+    const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
+
+    fn new(source: &Source<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
+        let hadamard = HadamardArg::new(transform)?;
+        let start = source.start.map_or(0, Buffer::address);
+        Ok(Self { start, num_groups: source.num_groups, rows: desc.rows as i32, hadamard })
+    }
+}
+
+/// A transform of a matrix of numbers of this type.
+#[derive(Debug, Clone, Copy)]
+struct Transform {
+    arg: TransformArg,
+    input: DType,
 }
 
 impl<'a> Source<'a> {
@@ -143,6 +180,7 @@ impl<'a> Source<'a> {
             start: op.groups.map(|groups| groups.start.get()),
             num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
             id_mask: -1,
+            transform: None,
         }
     }
 }
@@ -177,25 +215,23 @@ fn transform_first(
     device: &Device,
     source: &Source<'_>,
     desc: &QuantizeDesc,
-    transform: &Hadamard,
+    transform: &TransformArg,
 ) -> Result<Buffer<f32>> {
-    let out = device.alloc::<f32>(desc.transformed().rows * desc.cols)?;
+    let out_rows = desc.transformed().rows;
+    let out = device.alloc::<f32>(out_rows * desc.cols)?;
     let (instance, ctas) = desc.transform();
     let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: instance.shared_bytes };
     let kernel = device.kernel(&instance.spec)?;
-    let Source { x, row_id, start, num_groups, .. } = *source;
-    let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, desc.transformed().rows as i32);
-    let hadamard = HadamardArg::new(transform)?;
+    let Source { x, row_id, .. } = *source;
+    let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, out_rows as i32);
     // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
         if desc.planes == Planes::Rows {
             let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
-            let by_segments = Divider::by(segments);
-            kernel.launch(launch, &[x, &out, &row_id, &rows, &cols, &by_segments, &segments, &hadamard])?;
+            let (by_segments, hadamard) = (Divider::by(segments), &transform.hadamard);
+            kernel.launch(launch, &[x, &out, &row_id, &rows, &cols, &by_segments, &segments, hadamard])?;
         } else {
-            let args: [&dyn KernelArg; 9] =
-                [x, &out, &row_id, &start, &num_groups, &rows, &cols, &out_rows, &hadamard];
-            kernel.launch(launch, &args)?;
+            kernel.launch(launch, &[x, &out, &row_id, &cols, &out_rows, transform])?;
         }
     }
     Ok(out)

@@ -5,7 +5,7 @@ use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
-use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, hadamard};
+use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Error, Result};
 
@@ -406,6 +406,12 @@ impl QuantizeDesc {
     pub fn has_words(&self) -> bool {
         let is_mx = self.codec.scale_kind() == ScaleKind::E8M0 && self.codec.format().spec().block == 32;
         self.planes == Planes::Both && is_mx && self.cols.is_multiple_of(TILE)
+    }
+
+    /// Whether the general kernel, which takes what [`transformed`](Self::transformed) gave, makes the transform itself. Maxima of whole lines are
+    /// measured of one in memory.
+    pub fn transforms_as_it_reads(&self) -> bool {
+        self.is_general() && self.planes == Planes::Cols && self.codec.format().spec().block != WHOLE_LINE
     }
 
     /// What is left to do once the transform has been made.

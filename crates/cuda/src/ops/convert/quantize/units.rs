@@ -1,8 +1,8 @@
 //! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`), and what formats with a scale for a line or
 //! for a tensor want measured first (`csrc/kernels/convert/whole_scales.cuh`).
 
-use super::config::{QuantizeDesc, input_type};
-use super::{ByBlock, OP, Planned, Source};
+use super::config::{QuantizeDesc, TILE, input_type};
+use super::{ByBlock, OP, Planned, Source, Transform, TransformArg};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
@@ -103,7 +103,7 @@ fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
 
 /// The device's `UnitsArg`.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 struct UnitsArg {
     x: u64,
     row_codes: u64,
@@ -143,6 +143,8 @@ struct UnitsArg {
     by_height: Divider,
     by_last: Divider,
     rule: ScaleArg,
+    of_bf16: u32,
+    transform: TransformArg,
 }
 
 /// The device's `EarlierArg`.
@@ -199,6 +201,10 @@ fn maxima_spec(down: bool, input: DType) -> KernelSpec {
     whole_spec(name, vec![("In", input_type(input))])
 }
 
+fn transformed_maxima_spec(input: DType) -> KernelSpec {
+    whole_spec("nib::hadamard_maxima", vec![("In", input_type(input))])
+}
+
 fn tensor_spec(format: Format) -> KernelSpec {
     whole_spec("nib::tensor_scales", vec![("kNvfp4", TemplateArg::Bool(format == Format::Nvfp4))])
 }
@@ -214,7 +220,9 @@ pub(super) fn instances() -> Vec<Instance> {
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
     }
-    let maxima = inputs.into_iter().flat_map(|input| [false, true].map(|down| maxima_spec(down, input)));
+    let maxima =
+        |input| [maxima_spec(false, input), maxima_spec(true, input), transformed_maxima_spec(input)];
+    let maxima = inputs.into_iter().flat_map(maxima);
     let tensor = [Format::Nvfp4, Format::E4m3Tensor].map(tensor_spec);
     let others =
         ["nib::spans_of_rows", "nib::spread_scales", "nib::count_lines"].map(|name| whole_spec(name, vec![]));
@@ -296,6 +304,15 @@ impl Measure<'_> {
     fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let (rows, cols) = (desc.stack * desc.rows, desc.cols);
+        if let Some(Transform { arg, input }) = &source.transform {
+            let ctas = desc.rows.div_ceil(TILE) * desc.cols.div_ceil(TILE);
+            let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+            let (rows, cols, earlier) = (rows as i32, cols as i32, &self.earlier);
+            let args: [&dyn KernelArg; 9] =
+                [source.x, out, &source.row_id, &spans, &by_span, &rows, &cols, earlier, arg];
+            // SAFETY: as below; of x there are the transform's rows.
+            return unsafe { device.kernel(&transformed_maxima_spec(*input))?.launch(launch, &args) };
+        }
         let launch = Launch { ctas: rows.div_ceil(32) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let (matrix_rows, rows, cols) = (desc.rows.max(1) as i32, rows as i32, cols as i32);
         let (id_mask, earlier) = (&source.id_mask, &self.earlier);
@@ -493,6 +510,8 @@ pub(super) fn launch(
         by_height: Divider::by(sweep.band as u32),
         by_last: Divider::by((sweep.down % sweep.band) as u32),
         rule: ScaleArg::of(codec.rule(), codec.element()),
+        of_bf16: source.transform.is_some_and(|transform| transform.input == DType::Bf16).into(),
+        transform: source.transform.map_or(TransformArg::NONE, |transform| transform.arg),
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
@@ -523,8 +542,9 @@ mod tests {
             offset_of!(UnitsArg, cols_in_pairs),
             offset_of!(UnitsArg, across),
             offset_of!(UnitsArg, rule),
+            offset_of!(UnitsArg, transform),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296], 312));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312], 432));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.

@@ -1,0 +1,80 @@
+// The random Hadamard transform down the columns of a tile of 128 x 128 numbers, in registers: a thread has 32 rows of two neighbouring columns, a
+// quarter of the lanes each 32 rows, as quantize_units has them.
+#pragma once
+#include "formats/plain.cuh"
+#include "math/hadamard.cuh"
+
+namespace nib {
+
+/// `TransformArg` of the launch: from the start of each of num_groups groups (start null: from row 0), which are at multiples of the length.
+struct TransformArg {
+    const int* start;
+    int num_groups;
+    int rows;  // of what is transformed
+    HadamardArg hadamard;
+
+    __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }
+};
+
+/// Two neighbours of a row, as far as it has them; zeros where it does not count. kPairs: rows have an even number.
+template <class In, bool kPairs>
+__device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
+    Few<In, 2> two = {};
+    const bool present = counted && left > 0;
+    if constexpr (kPairs) {
+        if (present) two = Few<In, 2>::load(from);
+    } else {
+        const float x[2] = {present ? In::number(from) : 0.0f, present && left > 1 ? In::number(from + In::kBytes) : 0.0f};
+        two = Few<In, 2>::from_f32(x);
+    }
+    return two;
+}
+
+/// This thread's rows and columns of a tile.
+struct TransformPlace {
+    static constexpr int kRows = 32, kCols = 2;
+    int quarter = threadIdx.x % 32 / 8, row = quarter * kRows, col = threadIdx.x / 32 * 16 + threadIdx.x % 8 * kCols;
+};
+
+/// The transform of this thread's numbers of the tile from row `first_row` and column `first_col` on, of x [arg.rows][cols]; row_id as in
+/// quantize_units.cuh, zeros in a transform block without a row that counts. 256 threads; all come here.
+template <class In>
+__device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
+                                                  int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {
+    constexpr int kRows = TransformPlace::kRows;
+    __shared__ u32 signs[kHadamardTile / kRows];
+    const TransformPlace at;
+    const int lane = threadIdx.x % 32;
+    u32 counted = 0;
+#pragma unroll
+    for (int i = 0; i < kHadamardTile / kRows; ++i) {
+        const int row = first_row + i * kRows + lane;
+        const u32 of_quarter = __ballot_sync(kAllLanes, row < arg.rows && (row_id == nullptr || __ldg(row_id + row) >= 0));
+        if (i == at.quarter) counted = of_quarter;
+    }
+    Few<In, TransformPlace::kCols> plain[kRows];
+    const u8* const from = x + (u64(first_row + at.row) * cols + first_col + at.col) * In::kBytes;
+    const u64 step = u64(cols) * In::kBytes;
+    const int left = cols - first_col - at.col;
+    if (cols % TransformPlace::kCols == 0) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) plain[i] = load_pair<In, true>(from + i * step, left, counted >> i & 1);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) plain[i] = load_pair<In, false>(from + i * step, left, counted >> i & 1);
+    }
+    if (threadIdx.x < kHadamardTile / 8) {
+        const int row = first_row + 8 * threadIdx.x;
+        reinterpret_cast<u8*>(signs)[threadIdx.x] = arg.hadamard.signs_of_eight_rows(row, arg.rows, row_id, arg.start, arg.num_groups);
+    }
+    __syncthreads();
+    const u32 negated = signs[at.quarter];
+#pragma unroll
+    for (int c = 0; c < TransformPlace::kCols; ++c) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) number[c][i] = __uint_as_float(__float_as_uint(plain[i].value(c)) ^ (negated << (31 - i) & 0x80000000));
+        hadamard_across(number[c], lane, 8, arg.hadamard);
+    }
+}
+
+}  // namespace nib
