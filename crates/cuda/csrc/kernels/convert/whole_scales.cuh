@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256)
     const int first = (blockIdx.x * 8 + threadIdx.x / 32) * kRows, lane = threadIdx.x % 32;
     u32 largest[kRows];
     int span[kRows];
-    bool counted[kRows];
+    bool counted[kRows], any = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int row = first + r;
@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(256)
         counted[r] = row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0);
         span[r] = row >= rows || by_span == 0 ? 0 : span_of_row == nullptr ? row / matrix_rows : __ldg(span_of_row + row);
         counted[r] &= earlier.wants(span[r]);
+        any |= counted[r];
     }
-    for (int col = lane * 8; col < cols; col += 256) {
+    for (int col = lane * 8; any && col < cols; col += 256) {
         typename In::Eight eight[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) eight[r] = load_counted<In>(x, first + r, col, cols, counted[r]);

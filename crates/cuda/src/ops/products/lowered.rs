@@ -121,6 +121,9 @@ fn scale_sums(
         }
     }
     let rows = if contraction { num_groups * product.m } else { product.m };
+    if i32::try_from(rows).is_err() {
+        return Err(Error::shape(product.op, "rows of d", rows, format!("at most {}", i32::MAX)));
+    }
     if sums.len() != rows * product.n {
         return Err(Error::shape(product.op, "d", sums.len(), rows * product.n));
     }

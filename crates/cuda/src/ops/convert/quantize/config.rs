@@ -313,7 +313,7 @@ impl QuantizeDesc {
         const MOST: usize = i32::MAX as usize - 512;
         let tasks = self.rows.saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
         let sizes = [
-            ("rows of x", self.rows.max(self.capacity), MOST),
+            ("rows of x", self.stack.saturating_mul(self.rows.max(self.capacity)), MOST),
             ("columns of x", self.cols, MOST),
             ("squares of 128 x 128", self.squares(), MOST),
             ("rows of x, each in segments of 256 columns", tasks, MOST),
