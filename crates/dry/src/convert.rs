@@ -260,7 +260,7 @@ impl Dry {
         }
         let out = emitted()?;
         let is_fast = is_fused || apart && has_fast_kernels(&op, DType::F32, transformed_rows, true);
-        // The general kernel makes it itself, unless maxima of whole lines are measured of it first.
+        // The general kernel makes the transform itself, unless whole lines of it are to be measured first.
         let as_it_reads =
             !is_fast && op.planes == Planes::Cols && op.codec.format().spec().block != WHOLE_LINE;
         let _transformed = (apart && !as_it_reads).then(transformed).transpose()?;

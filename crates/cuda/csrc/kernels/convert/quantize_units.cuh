@@ -10,8 +10,8 @@
 //   form kFormTiles: row_codes as in kFormRows, col_codes [stack * cols][rows], one record for kBlock x kBlock; capacity = rows.
 //   row_id (null: every row counts): row r counts if row_id[r & id_mask] is not negative; what does not count reads as zero, has the least
 //   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
-//   With `transform`, of columns alone, in one matrix: In is F32, x [transform.rows][cols] of it or of BF16 (of_bf16), and what is encoded is x's random
-//   Hadamard transform down the columns, of `rows` rows. id_mask takes a row to the first one of its transform block.
+//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform down the
+//   columns is what is encoded, and has `rows` rows; id_mask takes a row to the first one of its transform block.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
 //   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
 //   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a

@@ -8,8 +8,8 @@
 //   which nothing is known.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
 //   null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
-// hadamard_maxima<In>: row_maxima of the transform down the columns of x [transform.rows][cols], of which `rows` rows count, in one matrix. 256 threads;
-//   grid ceil(cols / 128) * ceil(rows / 128).
+// hadamard_maxima<In>: the maxima of spans, as above, of the Hadamard transform down the columns of x [transform.rows][cols], which has `rows` rows; one
+//   span where span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(256)
 template <class In>
 __global__ void __launch_bounds__(256)
     hadamard_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, const int* __restrict__ span_of_row, int by_span, int rows,
-                    int cols, const EarlierArg earlier, const TransformArg transform) {
+                    int cols, const TransformArg transform) {
     constexpr int kRows = TransformPlace::kRows, kTogether = 16;  // a span has whole transform blocks
     const TransformPlace at;
     const int across = ceil_div(cols, kHadamardTile), first_row = blockIdx.x / across * kHadamardTile;
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(256)
         for (int lane = 1; lane < 8; lane *= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lane));
         const int row = first_row + at.row + first;
         if (threadIdx.x % 8 != 0 || row >= rows) continue;
-        const int span = span_of_row == nullptr ? 0 : __ldg(span_of_row + row);
-        if (earlier.wants(span)) raise(maxima + span, largest);
+        raise(maxima + (span_of_row == nullptr ? 0 : __ldg(span_of_row + row)), largest);
     }
 }
 

@@ -1,6 +1,7 @@
 //! `quantize` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
 mod config;
+mod measure;
 mod units;
 
 pub(crate) use config::{has_fast_kernels, instances};
@@ -219,9 +220,9 @@ fn transform_first(
 ) -> Result<Buffer<f32>> {
     let out_rows = desc.transformed().rows;
     let out = device.alloc::<f32>(out_rows * desc.cols)?;
-    let (instance, ctas) = desc.transform();
-    let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: instance.shared_bytes };
-    let kernel = device.kernel(&instance.spec)?;
+    let (spec, ctas) = desc.transform();
+    let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+    let kernel = device.kernel(&spec)?;
     let Source { x, row_id, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, out_rows as i32);
     // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
@@ -306,7 +307,7 @@ fn launch(
     let counts = out.counts;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
     let rounding = RoundingArg::new(op.codec.rounding(), op.random);
-    let hadamard = HadamardArg::new(&op.hadamard.unwrap_or(Hadamard::new(0, 0)))?;
+    let hadamard = op.hadamard.as_ref().map_or(Ok(HadamardArg::NONE), HadamardArg::new)?;
     let ([row_codes, row_scales], [col_codes, col_scales]) =
         (planes_or_nulls(out.rows), planes_or_nulls(out.cols));
     let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];

@@ -274,11 +274,9 @@ pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
 }
 
 /// The transform of a matrix to F32.
-fn transform_instance(input: DType, down: bool) -> Instance {
+fn transform_spec(input: DType, down: bool) -> KernelSpec {
     let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
-    let spec =
-        KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] };
-    Instance { spec, shared_bytes: 0 }
+    KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] }
 }
 
 impl QuantizeDesc {
@@ -408,8 +406,8 @@ impl QuantizeDesc {
         self.planes == Planes::Both && is_mx && self.cols.is_multiple_of(TILE)
     }
 
-    /// Whether the general kernel, which takes what [`transformed`](Self::transformed) gave, makes the transform itself. Maxima of whole lines are
-    /// measured of one in memory.
+    /// Of what [`transformed`](Self::transformed) gives: whether the general kernel makes the transform as it reads. Where lines have one scale it does
+    /// not: their maxima are measured of a transform in memory.
     pub fn transforms_as_it_reads(&self) -> bool {
         self.is_general() && self.planes == Planes::Cols && self.codec.format().spec().block != WHOLE_LINE
     }
@@ -422,12 +420,12 @@ impl QuantizeDesc {
     }
 
     /// The kernel that makes it, and its ctas.
-    pub fn transform(&self) -> (Instance, usize) {
-        let instance = transform_instance(self.input, self.planes == Planes::Cols);
+    pub fn transform(&self) -> (KernelSpec, usize) {
+        let spec = transform_spec(self.input, self.planes == Planes::Cols);
         if self.planes == Planes::Rows {
-            (instance, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
+            (spec, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
         } else {
-            (instance, self.squares())
+            (spec, self.squares())
         }
     }
 
@@ -501,7 +499,8 @@ pub fn instances() -> Vec<Instance> {
             .map(|kind| Instance { spec: transpose_spec(kind), shared_bytes: 0 }),
     );
     for input in [DType::Bf16, DType::F32] {
-        all.extend([false, true].map(|down| transform_instance(input, down)));
+        let specs = [false, true].map(|down| transform_spec(input, down));
+        all.extend(specs.map(|spec| Instance { spec, shared_bytes: 0 }));
     }
     all.extend(super::units::instances());
     all

@@ -115,3 +115,19 @@ fn sizes_beyond_32_bits_are_named() {
     assert!(many.check().unwrap_err().to_string().contains("segments"));
     desc(Format::E4m3, Planes::Both, 32768, 7168).check().unwrap();
 }
+
+/// What is measured of whole lines first, and what kernels for one format take, finds the transform in memory.
+#[test]
+fn the_general_kernel_transforms_columns_as_it_reads_them() {
+    let reads = |format, planes| {
+        let asked = QuantizeDesc { hadamard: Some(64), ..desc(format, planes, 4096, 7168) };
+        assert!(!asked.is_fused(), "{format}");
+        asked.transformed().transforms_as_it_reads()
+    };
+    for format in [Format::Nvfp4, Format::Hif4, Format::Mxfp6E2m3, Format::Mxint8, Format::E4m3Tensor] {
+        assert!(reads(format, Planes::Cols) && !reads(format, Planes::Rows), "{format}");
+    }
+    for format in [Format::E4m3Row, Format::Mxfp8E4m3] {
+        assert!(!reads(format, Planes::Cols), "{format}");
+    }
+}

@@ -1,0 +1,227 @@
+//! What formats with a scale for a line or for a tensor want measured before their values are encoded, and written afterwards
+//! (`csrc/kernels/convert/whole_scales.cuh`).
+
+use super::config::{QuantizeDesc, TILE, input_type};
+use super::{Planned, Source, Transform};
+use crate::jit::{KernelSpec, TemplateArg};
+use crate::launch::{KernelArg, Launch, plain_args};
+use crate::{Buffer, Cuda, Device};
+use nibble_core::formats::Format;
+use nibble_core::ops::{Delayed, Planes, Quantize};
+use nibble_core::{BlockScaled, DType, Result};
+
+const THREADS: u32 = 256;
+
+fn whole_spec(name: &'static str, args: Vec<(&'static str, TemplateArg)>) -> KernelSpec {
+    KernelSpec { source: "kernels/convert/whole_scales.cuh", name, args }
+}
+
+fn maxima_spec(down: bool, input: DType) -> KernelSpec {
+    let name = if down { "nib::column_maxima" } else { "nib::row_maxima" };
+    whole_spec(name, vec![("In", input_type(input))])
+}
+
+fn transformed_maxima_spec(input: DType) -> KernelSpec {
+    whole_spec("nib::hadamard_maxima", vec![("In", input_type(input))])
+}
+
+fn tensor_spec(format: Format) -> KernelSpec {
+    whole_spec("nib::tensor_scales", vec![("kNvfp4", TemplateArg::Bool(format == Format::Nvfp4))])
+}
+
+/// The instances built for it.
+pub(super) fn instances() -> impl Iterator<Item = KernelSpec> {
+    let maxima =
+        |input| [maxima_spec(false, input), maxima_spec(true, input), transformed_maxima_spec(input)];
+    let maxima = [DType::Bf16, DType::F32].into_iter().flat_map(maxima);
+    let tensor = [Format::Nvfp4, Format::E4m3Tensor].map(tensor_spec);
+    let others =
+        ["nib::spans_of_rows", "nib::spread_scales", "nib::count_lines"].map(|name| whole_spec(name, vec![]));
+    maxima.chain(tensor).chain(others)
+}
+
+/// The device's `EarlierArg`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct EarlierArg {
+    expected: u64,
+    stride: u64,
+    spans: i32,
+    pad: u32,
+}
+plain_args!(EarlierArg);
+
+impl EarlierArg {
+    /// `check` held the records to the spans.
+    pub fn of(op: &Quantize<'_, Cuda>) -> Self {
+        let Some(Delayed { records, first, stride }) = op.delayed else {
+            return Self { expected: 0, stride: 0, spans: 0, pad: 0 };
+        };
+        let expected = records.get().address() + (first * size_of::<f32>()) as u64;
+        Self { expected, stride: stride as u64, spans: op.spans() as i32, pad: 0 }
+    }
+}
+
+/// What is measured of a matrix before its values are encoded.
+#[derive(Default)]
+pub(super) struct Measured {
+    /// Of lines: bits of their largest magnitudes, and whether they get a non-zero code.
+    pub rows: Option<(Buffer<u32>, Buffer<u8>)>,
+    pub cols: Option<(Buffer<u32>, Buffer<u8>)>,
+    /// Of tensors.
+    pub inverses: Option<Buffer<f32>>,
+    pub span_of_row: Option<Buffer<i32>>,
+    /// Of tensors, as they are stored.
+    scales: Option<Buffer<f32>>,
+}
+
+/// One matrix or a stack as the kernels see it.
+pub(super) struct Measure<'a> {
+    pub device: &'a Device,
+    pub desc: &'a QuantizeDesc,
+    pub source: &'a Source<'a>,
+    pub earlier: EarlierArg,
+    pub len: Option<&'a Buffer<i32>>,
+}
+
+fn grid(threads: usize) -> Launch {
+    Launch {
+        ctas: threads.div_ceil(THREADS as usize).max(1) as u32,
+        threads: THREADS,
+        cluster: 1,
+        shared_bytes: 0,
+    }
+}
+
+impl Measure<'_> {
+    /// The largest magnitude of each row, or of each span: see the kernel for `by_span`.
+    fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
+        let Self { device, desc, source, .. } = *self;
+        let (rows, cols) = (desc.stack * desc.rows, desc.cols);
+        if let Some(Transform { arg, input }) = &source.transform {
+            let ctas = desc.rows.div_ceil(TILE) * desc.cols.div_ceil(TILE);
+            let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+            let (rows, cols) = (rows as i32, cols as i32);
+            let args: [&dyn KernelArg; 8] =
+                [source.x, out, &source.row_id, &spans, &by_span, &rows, &cols, arg];
+            // SAFETY: as below; of x there are the transform's rows. Scales of earlier steps come with no transform.
+            return unsafe { device.kernel(&transformed_maxima_spec(*input))?.launch(launch, &args) };
+        }
+        let launch = Launch { ctas: rows.div_ceil(32) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let (matrix_rows, rows, cols) = (desc.rows.max(1) as i32, rows as i32, cols as i32);
+        let (id_mask, earlier) = (&source.id_mask, &self.earlier);
+        let args: [&dyn KernelArg; 10] =
+            [source.x, out, &source.row_id, id_mask, &spans, &matrix_rows, &by_span, &rows, &cols, earlier];
+        // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span, and
+        // `check` held the records to the spans.
+        unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
+    }
+
+    /// The largest magnitude of each column, or of each within each span.
+    fn column_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
+        let Self { device, desc, source, .. } = *self;
+        let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(256);
+        let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let (rows, cols) = (desc.rows as i32, desc.cols as i32);
+        let lines = (desc.stack * desc.cols) as i32;
+        let args: [&dyn KernelArg; 8] =
+            [source.x, out, &source.row_id, &source.id_mask, &spans, &lines, &rows, &cols];
+        // SAFETY: as above; out has one number for each column of the stack, and of each span.
+        unsafe { device.kernel(&maxima_spec(true, desc.input))?.launch(launch, &args) }
+    }
+
+    /// The scales of lines: of columns one for each span of rows.
+    pub fn lines(&self) -> Result<Measured> {
+        let Self { device, desc, source, .. } = *self;
+        let span_of_row = if desc.planes == Planes::Rows { None } else { self.spans()? };
+        let spans = if span_of_row.is_some() { source.num_groups as usize + 1 } else { 1 };
+        let mut measured = Measured::default();
+        if desc.planes != Planes::Cols {
+            let lines = desc.stack * desc.rows;
+            let (maxima, any) = (device.alloc(lines)?, device.filled(lines, 0)?);
+            self.row_maxima(&maxima, None, 0)?;
+            measured.rows = Some((maxima, any));
+        }
+        if desc.planes != Planes::Rows {
+            let lines = spans * desc.stack * desc.cols;
+            let (maxima, any) = (device.filled(lines, 0)?, device.filled(lines, 0)?);
+            self.column_maxima(&maxima, span_of_row.as_ref())?;
+            measured.cols = Some((maxima, any));
+        }
+        Ok(Measured { span_of_row, ..measured })
+    }
+
+    /// The span of each row, where there are groups: the number of its group, or of groups where it is of none.
+    fn spans(&self) -> Result<Option<Buffer<i32>>> {
+        let Self { device, desc, source, .. } = *self;
+        let Some(start) = source.start else { return Ok(None) };
+        let spans = device.alloc::<i32>(desc.rows)?;
+        let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
+        let args: [&dyn KernelArg; 4] = [start, &source.num_groups, &spans, &(desc.rows as i32)];
+        // SAFETY: `start` has a number more than there are groups (`BufferCheck`), and the spans are as many as the rows.
+        unsafe { kernel.launch(grid(desc.rows), &args) }?;
+        Ok(Some(spans))
+    }
+
+    /// The scale of each span.
+    pub fn tensor(&self, out: &Planned<'_>) -> Result<Measured> {
+        let Self { device, desc, source, earlier, len } = *self;
+        let format = desc.codec.format();
+        let span_of_row = self.spans()?;
+        let count = if span_of_row.is_some() { source.num_groups as usize + 1 } else { desc.stack };
+        let maxima = device.filled::<u32>(count, 0)?;
+        // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
+        let marks_all = desc.codec.scale_kind().levels().is_empty();
+        self.row_maxima(&maxima, span_of_row.as_ref(), if marks_all { 2 } else { 1 })?;
+        let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
+        let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
+        let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);
+        let counts = out.found.map(|found| &found.counts);
+        let args: [&dyn KernelArg; 10] = [
+            &maxima,
+            &(count as i32),
+            &largest,
+            &inverses,
+            &scales,
+            &earlier,
+            &len,
+            &matrix_rows,
+            &cols,
+            &counts,
+        ];
+        // SAFETY: maxima and scales are `count`, and the inverses two for each; groups have a length each (`BufferCheck`), and where there
+        // are records there are two counts.
+        unsafe { device.kernel(&tensor_spec(format))?.launch(grid(count), &args) }?;
+        let (inverses, scales) = (Some(inverses), Some(scales));
+        Ok(Measured { inverses, span_of_row, scales, ..Measured::default() })
+    }
+
+    /// The scale of each row of what is written, from those of the spans: NaN where a value of the span was found not to be finite.
+    pub fn spread(&self, measured: &Measured, out: &Planned<'_>) -> Result<()> {
+        let (desc, Some(scales)) = (self.desc, &measured.scales) else { return Ok(()) };
+        let found = out.found.map(|found| &found.amax);
+        let found_spans = found.map_or(0, |found| found.len() as i32);
+        let spread = |plane: Option<&BlockScaled<Cuda>>, matrix_rows: usize| -> Result<()> {
+            let Some(of_rows) = plane.and_then(|plane| plane.tensor_scale.as_ref()) else { return Ok(()) };
+            let rows = of_rows.get().len();
+            let kernel = self.device.kernel(&whole_spec("nib::spread_scales", vec![]))?;
+            let (span_of_row, matrix_rows) = (measured.span_of_row.as_ref(), matrix_rows.max(1) as i32);
+            let args: [&dyn KernelArg; 7] =
+                [scales, &span_of_row, &matrix_rows, of_rows.get(), &(rows as i32), &found, &found_spans];
+            // SAFETY: each row's span is one of those that have a scale: a matrix of the stack, or what `spans_of_rows` wrote for it; what
+            // was found has `found_spans` values.
+            unsafe { kernel.launch(grid(rows), &args) }
+        };
+        spread(out.rows, desc.rows)?;
+        spread(out.cols, if desc.planes == Planes::Tiles { desc.cols } else { desc.capacity })
+    }
+
+    /// Adds the lines with a non-zero code to the counts.
+    pub fn count_lines(&self, measured: &Measured, counts: &Buffer<u64>) -> Result<()> {
+        let Some((_, any)) = measured.rows.as_ref().or(measured.cols.as_ref()) else { return Ok(()) };
+        let kernel = self.device.kernel(&whole_spec("nib::count_lines", vec![]))?;
+        let args: [&dyn KernelArg; 3] = [any, &(any.len() as i32), counts];
+        // SAFETY: as many flags as are said, and three counts.
+        unsafe { kernel.launch(grid(any.len()), &args) }
+    }
+}
