@@ -13,6 +13,7 @@ pub mod data;
 pub mod delayed;
 mod error;
 pub mod fault;
+pub mod files;
 pub mod layers;
 pub mod ledger;
 pub mod metrics;

@@ -203,11 +203,7 @@ fn check_hash(path: &Path, sha256: &str, entry: &FileEntry) -> Result<()> {
 
 /// Waits until a directory's entries (creations, renames) are on the disk.
 pub(super) fn sync_dir(dir: &Path) -> Result<()> {
-    // Elsewhere a directory cannot be opened as a file, and renames are written through.
-    if cfg!(unix) {
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io(dir))?;
-    }
-    Ok(())
+    crate::files::sync_dir(dir).map_err(Error::io(dir))
 }
 
 #[cfg(test)]

@@ -1,0 +1,198 @@
+//! Files that are written whole or not at all, and files that can be read to their end.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// What the name of an unfinished file begins with.
+pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
+
+/// Unfinished files of this process, for whoever ends it early.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// A file under a temporary name beside its place. [`WholeFile::finish`] brings it there; dropped before, it is removed.
+#[derive(Debug)]
+pub struct WholeFile {
+    file: File,
+    unfinished: Unfinished,
+    path: PathBuf,
+}
+
+/// A temporary name, removed with its file unless it has been renamed.
+#[derive(Debug)]
+struct Unfinished(PathBuf);
+
+impl Unfinished {
+    fn forget(&self) -> bool {
+        let mut all = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = all.iter().position(|path| *path == self.0);
+        place.map(|place| all.swap_remove(place)).is_some()
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if self.forget() {
+            // The error that led here is the one to tell.
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+}
+
+impl WholeFile {
+    /// Begins a file that will be at `path`. Where a symbolic link stands there, what it points to is replaced, not the link.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        static TURN: AtomicU64 = AtomicU64::new(0);
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let turn = TURN.fetch_add(1, Ordering::Relaxed);
+        let tmp = path.with_file_name(format!("{UNFINISHED_PREFIX}{}-{turn}", std::process::id()));
+        // Known before it is there: a signal between the two finds it.
+        UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(tmp.clone());
+        let unfinished = Unfinished(tmp);
+        let file = File::create(&unfinished.0)?;
+        if let Ok(there) = fs::metadata(&path) {
+            file.set_permissions(there.permissions())?;
+        }
+        Ok(Self { file, unfinished, path })
+    }
+
+    /// Waits until the content is on the disk, and gives it its name.
+    ///
+    /// # Errors
+    /// What the system says; the place is as it was then.
+    pub fn finish(self) -> io::Result<()> {
+        self.file.sync_all()?;
+        fs::rename(&self.unfinished.0, &self.path)?;
+        self.unfinished.forget();
+        sync_dir(self.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+    }
+}
+
+impl Write for WholeFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// Writes a file whole, or leaves its place as it was.
+///
+/// # Errors
+/// What the system says.
+pub fn write_whole(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
+    let mut file = WholeFile::create(path)?;
+    file.write_all(content.as_ref())?;
+    file.finish()
+}
+
+/// Waits until the names in a directory are on the disk.
+///
+/// # Errors
+/// What the system says.
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
+    // Elsewhere a directory cannot be opened as a file, and renames are written through.
+    if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
+}
+
+/// Removes the unfinished files of this process, which is about to end. Those that another thread is adding just now may stay.
+pub fn remove_unfinished() {
+    if let Ok(mut all) = UNFINISHED.try_lock() {
+        for path in all.drain(..) {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Opens a file that has an end. Refuses what may have none, or may keep its reader waiting for ever: directories, devices, sockets, and
+/// pipes that have a name. A pipe without one, such as a shell's `<(...)`, has a writer.
+///
+/// # Errors
+/// What the system says, or what the path is instead of a file.
+pub fn open_to_read(path: &Path) -> io::Result<File> {
+    let kind = fs::metadata(path)?.file_type();
+    let what = if kind.is_file() {
+        None
+    } else if kind.is_dir() {
+        Some("a directory")
+    } else if is_pipe(kind) {
+        fs::canonicalize(path).is_ok().then_some("a pipe")
+    } else {
+        Some("a device or a socket")
+    };
+    match what {
+        None => File::open(path),
+        Some(what) => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))),
+    }
+}
+
+#[cfg(unix)]
+fn is_pipe(kind: fs::FileType) -> bool {
+    std::os::unix::fs::FileTypeExt::is_fifo(&kind)
+}
+
+#[cfg(not(unix))]
+fn is_pipe(_: fs::FileType) -> bool {
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_is_whole_or_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.txt");
+        let mut half = WholeFile::create(&path).unwrap();
+        half.write_all(b"half").unwrap();
+        assert!(!path.exists());
+        drop(half);
+        assert!(names(dir.path()).is_empty());
+        write_whole(&path, "whole").unwrap();
+        write_whole(&path, "again").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "again");
+        assert_eq!(names(dir.path()), ["a.txt"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_stay_and_so_do_permissions() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("file"), dir.path().join("link"));
+        fs::write(&file, "old").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        symlink(&file, &link).unwrap();
+        write_whole(&link, "new").unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(fs::read_to_string(&file).unwrap(), "new");
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[test]
+    fn what_is_no_file_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(open_to_read(dir.path()).unwrap_err().to_string().contains("is a directory"));
+        if cfg!(unix) {
+            assert!(open_to_read(Path::new("/dev/null")).unwrap_err().to_string().contains("is a device"));
+            let pipe = dir.path().join("pipe");
+            assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+            assert!(open_to_read(&pipe).unwrap_err().to_string().contains("is a pipe"));
+        }
+    }
+}
