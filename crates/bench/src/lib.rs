@@ -19,7 +19,9 @@ use nibble_command::error::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Measures training steps and operations on this machine, or what the GPU does.
+/// Measures training steps and operations
+///
+/// On this machine's CPU, or what its GPU does.
 #[derive(Debug, clap::Args)]
 #[command(
     subcommand_value_name = "WHAT",

@@ -11,7 +11,9 @@ use nibble_formats::Format;
 use nibble_formats::WHOLE_LINE;
 use std::path::Path;
 
-/// Says what was found: processor, threads, memory, backends, formats, recipes, environment.
+/// Says what this machine and this build have
+///
+/// Processor, threads, memory, backends, formats, recipes, environment.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away.\n\n\
@@ -104,7 +106,8 @@ fn proc_value(path: &str, key: &str) -> Option<String> {
     lines.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim().to_owned())
 }
 
-fn processor() -> String {
+/// The host's processor, and how many threads the system gives this process.
+pub fn processor() -> String {
     let model = proc_value("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.into());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     format!("{model}, {cores} threads to use")

@@ -12,7 +12,7 @@ use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use std::path::PathBuf;
 
-/// Loss of a checkpoint over all of its held-out data.
+/// Computes the loss of a checkpoint over all of its held-out data
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \

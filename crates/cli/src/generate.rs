@@ -12,7 +12,7 @@ use nibble_train::tokenizer::Tokenizer;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Text from a checkpoint.
+/// Writes text from a checkpoint
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "The text is a function of the checkpoint and the options alone: the same seed, the same text, on one kind of device.\n\n\

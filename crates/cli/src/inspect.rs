@@ -9,7 +9,9 @@ use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
 use std::path::{Path, PathBuf};
 
-/// Writes one forward and backward pass to a file: weights, tokens, chosen experts, logits, gradients.
+/// Writes one forward and backward pass to a file
+///
+/// Weights, tokens, chosen experts, logits, gradients.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. Beside FILE goes\n\

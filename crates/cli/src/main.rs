@@ -7,6 +7,7 @@ mod eval;
 mod generate;
 mod inspect;
 mod plot;
+mod processes;
 mod quantize;
 mod recipe;
 mod report;
@@ -18,12 +19,12 @@ mod verify;
 
 use clap::{Parser, Subcommand};
 use nibble_command::error::{self, Result};
-use nibble_command::{console, env};
+use nibble_command::{console, env, say};
 use std::process::ExitCode;
 
-/// Train language models, mixtures of experts and dense ones, with activations stored in four bits and products in eight.
+/// Trains language models with activations in four bits and products in eight
 #[derive(Debug, Parser)]
-#[command(name = "nibble", version, propagate_version = true, after_help = after_help())]
+#[command(name = "nibble", version, propagate_version = true, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -42,17 +43,19 @@ enum Command {
     Doctor(doctor::Args),
     Bench(nibble_bench::Args),
     Verify(verify::Args),
+    /// Lists the environment variables and the exit codes
+    #[command(after_help = surroundings())]
+    Environment,
 }
 
-fn after_help() -> String {
+/// The whole of it fits a screen of 24 lines; a test counts them.
+const AFTER_HELP: &str =
+    "Begin with `nibble train`, a run of ten seconds. `nibble COMMAND --help` says the rest.";
+
+/// What a process is told besides its arguments, and what it tells besides its output.
+fn surroundings() -> String {
     format!(
-        "Examples:\n  \
-           nibble train                       the default run: a small model on the built-in language\n  \
-           nibble train shakespeare --set data.source=tinyshakespeare.txt\n  \
-           nibble generate runs/tiny --tokens 256\n  \
-           nibble report runs/tiny\n  \
-           nibble recipe mxfp4-hopper --trace\n\n\
-         Environment variables:\n{}\n\
+        "Environment variables:\n{}\n\
          Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands,\n\
          130, 143, 129 a run was stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP.",
         env::help()
@@ -88,5 +91,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(args) => nibble_bench::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Environment => {
+            say!("{}", surroundings());
+            Ok(())
+        }
     }
 }

@@ -7,7 +7,9 @@ use nibble_train::metrics::{LossCurve, draw_losses};
 use nibble_train::trainer::{PICTURE_FILE, heading};
 use std::path::{Path, PathBuf};
 
-/// Draws training and held-out losses of one run, or of several beside one another, into an SVG file.
+/// Draws the losses of runs into an SVG file
+///
+/// Training and held-out losses of one run, or of several beside one another.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A run need not be at its end: its own loss.svg is drawn at every evaluation.\n\n\
     Examples:\n  \

@@ -5,7 +5,9 @@ use nibble_command::{layers, say};
 use nibble_core::Recipe;
 use nibble_train::checks::load_recipe;
 
-/// Lists the recipes, or prints one: every operand's format, axis, scale rule, rounding and origin, and every change of
+/// Lists the recipes, or explains one
+///
+/// Every operand's format, axis, scale rule, rounding and origin, and every change of
 /// representation that follows in a layer of each kind.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \

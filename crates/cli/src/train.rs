@@ -1,27 +1,27 @@
 //! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
 
-use crate::eval::{against, evaluating_line};
+mod console;
+mod introduction;
+
+use crate::eval::against;
 use crate::signals::Signals;
-use crate::tensor_cores;
-use indicatif::{ProgressBar, ProgressStyle};
+use console::{Console, Silent};
 use nibble_command::changes::Changes;
-use nibble_command::console::{bits, bytes, thousands};
+use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::{DeviceKind, Recipe};
-use nibble_cuda::power::Meter;
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, preset};
-use nibble_train::data::{Dataset, Entropy};
-use nibble_train::metrics::Metrics;
+use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
-use nibble_train::trainer::{self, MEMORY_FILE, Observer, Options, Start, Summary};
-use std::io::IsTerminal;
+use nibble_train::trainer::{self, Observer, Options, Start, Summary};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-/// Trains a model. Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
+/// Trains a model, or goes on with one
+///
+/// Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
@@ -71,7 +71,8 @@ pub fn run(args: Args) -> Result<()> {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
             say!("device: a GPU, by its kind alone");
-            introduce_dry_run(&config, DeviceKind::Gpu)?;
+            let (_, prediction) = introduce_dry_run(&config, DeviceKind::Gpu)?;
+            say!("{}", introduction::gpus(&prediction));
             say!("dry run: nothing was written");
             return Ok(());
         }
@@ -133,7 +134,7 @@ impl Work for DryRun<'_> {
             return Ok(());
         }
         on.announce();
-        let recipe = introduce_dry_run(self.config, on.b.kind())?;
+        let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
         match plan::require_room(on.b, self.config.run.ranks, self.config, &recipe) {
             Ok(_) => say!("the device has room for it"),
             Err(refusal) => say!("it would be refused: {refusal}"),
@@ -143,13 +144,14 @@ impl Work for DryRun<'_> {
     }
 }
 
-/// Says what a run takes on a device of this kind. Returns its recipe.
-fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
+/// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
+fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
     let recipe = checked_recipe(config)?;
     let entropy = Dataset::of(config)?.entropy();
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
-    introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy }, true);
-    Ok(recipe)
+    let start = Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy };
+    introduction::all(&start).iter().for_each(|line| say!("{line}"));
+    Ok((recipe, prediction))
 }
 
 /// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
@@ -172,97 +174,6 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
     let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
     let named_by_user = overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}");
     Ok((config, named_by_user))
-}
-
-/// What is known before the first step. `whole`: the table of what is kept, line by line.
-fn introduce(start: &Start<'_>, whole: bool) {
-    say!("config:");
-    print_config(start.config);
-    say!("recipe: {}: {}", start.recipe.name, start.recipe.description);
-    let prediction = start.prediction;
-    say!("parameters: {}", thousands(prediction.parameters as u64));
-    if let Some(Entropy { rate, unigram }) = start.entropy {
-        say!("data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)");
-    }
-    if whole {
-        memory_lines(prediction).iter().for_each(|line| say!("{line}"));
-    } else {
-        let (all, kept) = (prediction.device_bytes() as u64, prediction.ledger.bytes() as u64);
-        let whose = whose(prediction.kind, start.config.run.ranks);
-        say!(
-            "memory, as predicted: {} {whose} (each part: {})",
-            bytes(all),
-            Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
-        );
-        say!("a forward pass keeps {} for its backward pass", bytes(kept));
-    }
-    if prediction.kind == DeviceKind::Gpu {
-        for why in tensor_cores::missed(start.config, start.recipe) {
-            say!("off the tensor cores: {why}");
-        }
-    }
-    let arithmetic = start.config.flops_per_token();
-    say!("arithmetic of a token, forward and backward: {:.2} Mflop", arithmetic / 1e6);
-    if start.step > 0 {
-        say!("continuing after step {}", start.step);
-    }
-}
-
-/// On what the memory is.
-fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
-    match (kind, ranks) {
-        (DeviceKind::Gpu, 2..) => "of each GPU",
-        (DeviceKind::Gpu, _) => "of the GPU",
-        (DeviceKind::Host, _) => "of the host",
-    }
-}
-
-/// The memory of a run, part by part and tensor by tensor.
-fn memory_lines(prediction: &Prediction) -> Vec<String> {
-    let of = if prediction.ranks > 1 { ", first rank" } else { "" };
-    let ledger = &prediction.ledger;
-    let mut lines =
-        vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
-    lines.extend(ledger.table().lines().map(|line| format!("  {line}")));
-    lines.push(format!("memory{of}, as predicted:"));
-    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
-        lines.push(format!("  {part:<34} {:>10}", bytes(size as u64)));
-    }
-    let all = format!("in all, {}", whose(prediction.kind, prediction.ranks));
-    lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
-    lines
-}
-
-/// Leaves the table of the memory in the run's directory.
-fn write_memory(start: &Start<'_>) {
-    let path = Path::new(&start.config.run.dir).join(MEMORY_FILE);
-    let text = memory_lines(start.prediction).join("\n") + "\n";
-    // Only for people: a run does not end for it.
-    if let Err(error) = std::fs::write(&path, text) {
-        say!("{}: {error}", path.display());
-    }
-}
-
-/// Every key of the configuration, a table a line, broken where lines get long.
-fn print_config(config: &Config) {
-    const WIDTH: usize = 79;
-    // A configuration that was loaded has a TOML form.
-    let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return };
-    let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
-    let sections =
-        tables.iter().filter_map(|(name, value)| Some((name.as_str(), value.as_table()?.iter().collect())));
-    for (name, values) in std::iter::once(("", top)).chain(sections) {
-        let mut line = format!("  {name:<10}");
-        for (key, value) in values {
-            let item = format!(" {key}={value}");
-            if line.len() + item.len() > WIDTH {
-                say!("{line}");
-                line = format!("  {:<10}", "");
-            }
-            line += &item;
-        }
-        say!("{line}");
-    }
 }
 
 /// What is known after the last step, planned or not.
@@ -289,152 +200,4 @@ fn conclude(config: &Config, summary: &Summary) {
     if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
         say!("to go on: nibble train {} --resume", summary.dir.display());
     }
-}
-
-/// Tells people how the run goes: a bar where they watch, plain lines where a file does.
-struct Console {
-    /// The directory that the configuration asks for.
-    dir: String,
-    bar: Option<ProgressBar>,
-    log_every: u64,
-    steps: u64,
-    entropy: Option<Entropy>,
-    /// The device's dense BF16 rate in flops a second, where it is known.
-    peak_flops: Option<f64>,
-    power: Power,
-}
-
-impl Console {
-    fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
-        let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
-        let bar = watched.then(|| {
-            // No wider than the terminal: a line that wraps is not taken away again.
-            let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
-            // The template is a constant; the default bar serves should it ever be wrong.
-            ProgressBar::new(config.train.steps)
-                .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-        });
-        let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
-        let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
-        let dir = config.run.dir.clone();
-        Self { dir, bar, log_every, steps, entropy: None, peak_flops, power }
-    }
-
-    fn say(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| say!("{text}")),
-            None => say!("{text}"),
-        }
-    }
-}
-
-impl Observer for Console {
-    fn start(&mut self, start: &Start<'_>) {
-        self.entropy = start.entropy;
-        let tell = || {
-            let (asked, dir) = (&self.dir, &start.config.run.dir);
-            if asked != dir {
-                say!("{asked} holds an earlier run; this one goes to {dir}");
-            }
-            introduce(start, false);
-            write_memory(start);
-        };
-        match &self.bar {
-            Some(bar) => bar.suspend(tell),
-            None => tell(),
-        }
-        if let Some(bar) = &self.bar {
-            bar.set_position(start.step);
-            bar.reset_eta();
-        }
-    }
-
-    fn note(&mut self, text: &str) {
-        self.say(text);
-    }
-
-    fn rejected(&mut self, _: &Path, why: &nibble_train::Error) {
-        self.say(&format!("passed over: {why}"));
-    }
-
-    fn measure(&mut self, metrics: &mut Metrics) {
-        let share = |peak: f64| metrics.tflops.map(|tflops| 100.0 * 1e12 * tflops / peak);
-        metrics.mfu = self.peak_flops.and_then(share);
-        metrics.watts = self.power.watts();
-    }
-
-    fn step(&mut self, metrics: &Metrics) {
-        if let Some(bar) = &self.bar {
-            bar.set_position(metrics.step);
-            bar.set_message(metrics.loss.map(|loss| format!("loss: {loss:.4}")).unwrap_or_default());
-        }
-        let is_told = metrics.step.is_multiple_of(self.log_every);
-        if is_told || metrics.step == self.steps || metrics.step == 1 {
-            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics)));
-        }
-    }
-
-    fn evaluating(&mut self, done: usize, of: usize) {
-        match &self.bar {
-            Some(bar) => bar.set_message(format!("held-out loss: batch {done} of {of}")),
-            None => evaluating_line(done, of),
-        }
-    }
-
-    fn evaluation(&mut self, step: u64, valid_loss: f64) {
-        let above = self.entropy.map(|e| format!("  bits_above_floor: {:.3}", bits(valid_loss - e.rate)));
-        self.say(&format!("step: {step}  held-out loss: {valid_loss:.4}{}", above.unwrap_or_default()));
-    }
-
-    fn checkpoint(&mut self, path: &Path) {
-        self.say(&format!("checkpoint: {}", path.display()));
-    }
-}
-
-/// Watts, looked for a few times a second at most.
-struct Power {
-    meter: Option<Meter>,
-    seen: Option<(Instant, f64)>,
-}
-
-impl Power {
-    const PERIOD: Duration = Duration::from_millis(250);
-
-    fn new(meter: Option<Meter>) -> Self {
-        Self { meter, seen: None }
-    }
-
-    fn watts(&mut self) -> Option<f64> {
-        let meter = self.meter.as_ref()?;
-        if self.seen.is_none_or(|(when, _)| when.elapsed() >= Self::PERIOD) {
-            self.seen = meter.look().map(|draw| (Instant::now(), f64::from(draw.watts)));
-        }
-        self.seen.map(|(_, watts)| watts)
-    }
-}
-
-/// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
-fn step_line(metrics: &Metrics) -> String {
-    let figures = [
-        metrics.loss.map(|x| format!("loss: {x:.4}")),
-        metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
-        metrics.lr.map(|x| format!("lr: {x:.2e}")),
-        metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),
-        metrics.mfu.and(metrics.tflops).map(|x| format!("tflops: {x:.1}")),
-        metrics.mfu.map(|x| format!("mfu: {x:.2}%")),
-        metrics.mfu.or(metrics.watts).and(metrics.memory_gib).map(|x| format!("memory: {x:.2}GiB")),
-        metrics.watts.map(|x| format!("power: {x:.0}W")),
-    ];
-    figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
-}
-
-/// The observer of ranks other than the first, who are told nothing anyway.
-struct Silent;
-
-impl Observer for Silent {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &Path) {}
 }

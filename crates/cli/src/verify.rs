@@ -16,7 +16,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Holds every operation to its specification on this machine: conversions bit for bit, products within their bounds.
+/// Holds every operation to its specification here
+///
+/// Conversions bit for bit, products within their bounds.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit code 0 where every operation agrees, 1 where one does not, 2 where there is no GPU to verify.\n\n\

@@ -120,6 +120,6 @@ pub fn unknown() -> Vec<String> {
     let known = |n: &String| all().any(|(known, _)| known == n);
     let unread = names.filter(|n| n.starts_with(PREFIX) && !known(n));
     unread
-        .map(|name| format!("{name} is set, and nothing reads it; `nibble help` lists what is read"))
+        .map(|name| format!("{name} is set, and nothing reads it; `nibble environment` lists what is read"))
         .collect()
 }

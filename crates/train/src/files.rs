@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and files that can be read to their end.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -131,6 +131,16 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
         None => File::open(path),
         Some(what) => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))),
     }
+}
+
+/// The text of a file that has an end.
+///
+/// # Errors
+/// As [`open_to_read`]; what the system says.
+pub fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    open_to_read(path)?.read_to_string(&mut text)?;
+    Ok(text)
 }
 
 #[cfg(unix)]

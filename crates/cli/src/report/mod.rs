@@ -5,6 +5,7 @@ mod page;
 mod precision;
 mod series;
 
+use crate::processes::Process;
 use crate::run_files::RunFiles;
 use nibble_command::console::bytes;
 use nibble_command::error::{Error, Result};
@@ -16,7 +17,9 @@ use nibble_train::plan;
 use nibble_train::trainer::{LAYERS_FILE, MEMORY_FILE};
 use std::path::{Path, PathBuf};
 
-/// Writes a run's report: one HTML file with its losses, speed, expert load, memory, precisions and warnings.
+/// Writes a run's report, one HTML file
+///
+/// Its losses, speed, expert load, memory, precisions and warnings.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "The file needs no network and no other file. A run need not be at its end.\n\n\
     Examples:\n  \
@@ -72,6 +75,10 @@ struct Recorded {
     layers: Vec<LayerMetrics>,
     /// What kept tensors take, by shape, or why that is not known.
     ledger: std::result::Result<Ledger, String>,
+    /// Trainable numbers, where that is known.
+    parameters: Option<usize>,
+    /// The processes that have worked on the run.
+    processes: Vec<Process>,
     /// The prediction that the run began with, as it was told then.
     memory: std::result::Result<String, String>,
     /// What the watchdog said.
@@ -97,15 +104,18 @@ impl Recorded {
         // Of both kinds of device the kept tensors are the same.
         let predicted =
             |recipe| plan::predict(DeviceKind::Host, files.config.run.ranks, &files.config, recipe);
-        let ledger = match &files.recipe {
-            Ok(recipe) => predicted(recipe).map(|p| p.ledger).map_err(|e| e.to_string()),
+        let predicted = match &files.recipe {
+            Ok(recipe) => predicted(recipe).map_err(|e| e.to_string()),
             Err(why) => Err(why.clone()),
         };
+        let parameters = predicted.as_ref().ok().map(|p| p.parameters);
+        let ledger = predicted.map(|p| p.ledger);
         // The metrics hold all that it looks at; a run that was resumed began to look anew.
         let mut watchdog = Watchdog::default();
         let steps = files.metrics.iter().filter(|metrics| metrics.valid_loss.is_none());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
-        Ok(Self { files, place, layers: layers.metrics, ledger, memory, findings })
+        let processes = Process::of_run(dir);
+        Ok(Self { files, place, layers: layers.metrics, ledger, parameters, processes, memory, findings })
     }
 }
 

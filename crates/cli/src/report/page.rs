@@ -4,6 +4,7 @@ use super::charts::{self, Line, inline, lines};
 use super::precision::{self, Group, ranges, without_number};
 use super::series::{self, Place, Series};
 use super::{Recorded, beginning};
+use crate::processes;
 use maud::{Markup, PreEscaped, html};
 use nibble_command::console::{bits, bytes, thousands};
 use nibble_command::error::{Error, Result};
@@ -99,17 +100,43 @@ fn facts(run: &Recorded) -> Markup {
     let shape = format!("{} layers of width {}{mlps}{experts}", model.layers, model.d_model);
     let speed = middle(files.metrics.iter().filter_map(|m| m.tps).collect());
     let steps = format!("{} of {}", thousands(done), thousands(config.train.steps));
+    let (first, newest) = (run.processes.first(), run.processes.last());
+    let again = match run.processes.len() {
+        0 | 1 => String::new(),
+        n => format!(", gone on with {}", if n == 2 { "once".into() } else { format!("{} times", n - 1) }),
+    };
+    let seconds: f64 = files.metrics.iter().filter_map(|m| m.seconds).sum();
     let rows = [
+        ("begun", first.map(|process| processes::date(process.began) + &again)),
+        ("time in steps", (seconds > 0.0).then(|| duration(seconds))),
+        (
+            "machine",
+            newest.map(|process| {
+                format!("{}; {}; nibble {}", process.device, process.processor, process.version)
+            }),
+        ),
         ("steps", Some(steps)),
         ("training loss", last(|m| m.loss).map(loss)),
         ("held-out loss", last(|m| m.valid_loss).map(loss)),
         ("tokens a second", speed.map(|tps| format!("{}, the median", thousands(tps as u64)))),
         ("recipe", Some(recipe)),
         ("model", Some(shape)),
+        ("parameters", run.parameters.map(|number| thousands(number as u64))),
+        ("seed", Some(config.seed.to_string())),
         ("data", Some(config.data.source.clone())),
     ];
     html! {
         table.facts { @for (name, value) in rows { @if let Some(value) = value { tr { th { (name) } td { (value) } } } } }
+    }
+}
+
+/// `8.4 s`, `12 min 5 s`, `3 h 20 min`.
+fn duration(seconds: f64) -> String {
+    let whole = seconds.round() as u64;
+    match whole {
+        0..60 => format!("{seconds:.1} s"),
+        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
+        _ => format!("{} h {} min", whole / 3600, whole / 60 % 60),
     }
 }
 

@@ -75,6 +75,12 @@ fn a_report_is_one_whole_page_with_every_series_of_the_run() {
     assert!(names.len() > 12, "{names:?}");
     assert_eq!(names.iter().map(String::as_str).collect::<BTreeSet<_>>(), shown);
     for wanted in [
+        "<th>begun</th><td>20",
+        " UTC</td>",
+        "<th>time in steps</th>",
+        "<th>machine</th><td>cpu, ",
+        "<th>parameters</th>",
+        "<th>seed</th><td>0</td>",
         "12 of 12",
         "held-out loss",
         "Rows of every expert, step 12",

@@ -15,9 +15,19 @@ fn a_run_tells_its_story_and_leaves_its_files() {
         memory.contains("total kept by a forward pass") && memory.contains("in all, of the host"),
         "{memory}"
     );
-    let before = done.stdout.lines().position(|line| line.starts_with("step: 1 ")).unwrap();
-    // Those of a screen of 80 columns.
-    assert!(before < 24, "{before} lines before the first step");
+    // The rest is in the log.
+    let before = |said: &str| said.lines().position(|line| line.starts_with("step: ")).unwrap();
+    assert!(before(&done.stdout) <= 8, "{} lines before the first step", before(&done.stdout));
+    let log = String::from_utf8(read(place.path("runs/small/train.log"))).unwrap();
+    for part in ["device: ", "d_model=32", "arithmetic of a token", "in all, of the host", "step: 12  loss: "]
+    {
+        assert!(log.contains(part), "no {part:?} in {log}");
+    }
+    let again = place.train(&[]).ok();
+    again.contains("runs/small holds an earlier run; this one goes to runs/small-2");
+    assert!(before(&again.stdout) <= 8, "{}", again.stdout);
+    let resumed = place.nibble(&["train", "runs/small-2", "--resume", "--set", "train.steps=14"]).ok();
+    assert!(before(&resumed.stdout) <= 8, "{}", resumed.stdout);
     done.contains("step: 1  loss: ").contains("step: 12  loss: ").contains("step: 5  held-out loss: ");
     done.contains("nats a byte")
         .contains("metrics: runs/small/metrics.jsonl")
@@ -72,7 +82,24 @@ fn a_dry_run_writes_nothing() {
         .nibble(&["train", "s", "--dry-run=gpu"])
         .ok()
         .contains("activations")
-        .contains("in all, of the GPU");
+        .contains("in all, of the GPU")
+        .contains("fits on H100 (80 GB), H100 NVL or GH200 (94 to 96 GB), H200 (141 GB)");
+    let large = ["train", "qwen235b", "--dry-run=gpu"];
+    place.nibble(&large).ok().contains("fits on none of H100 (80 GB), ");
+    let olmoe = ["train", "olmoe", "--dry-run=gpu", "--set", "train.batch_size=1"];
+    place.nibble(&olmoe).ok().contains("; not on H100 (80 GB)");
+}
+
+#[test]
+fn the_bare_command_fits_a_screen_and_says_where_the_rest_is() {
+    let place = Place::new();
+    let done = place.nibble(&[]);
+    assert!(done.code == Some(2) && done.stderr.lines().count() <= 24, "{}", done.stderr);
+    assert!(done.stderr.contains("nibble train") && done.stderr.contains("environment "), "{}", done.stderr);
+    assert!(done.stderr.lines().all(|line| line.chars().count() <= 80), "{}", done.stderr);
+    for args in [&["help", "environment"][..], &["environment"]] {
+        place.nibble(args).ok().contains("NIBBLE_THREADS").contains("Exit codes: 0 done");
+    }
 }
 
 #[test]

@@ -96,6 +96,8 @@ struct Series {
     width: u32,
     /// Whether each point has a dot.
     dots: bool,
+    /// Whether it is no loss of a run but a level that is known.
+    is_level: bool,
     /// Its name in the legend, if it stands there.
     name: Option<String>,
 }
@@ -115,10 +117,18 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
             let pale = |c: u8| c + (255 - c) / 2;
             let color = if alone { TRAIN } else { RGBColor(pale(color.0), pale(color.1), pale(color.2)) };
             let name = named("train", curve.valid.is_empty());
-            all.push(Series { points: thinned(&curve.train), color, width: 1, dots: false, name });
+            all.push(Series {
+                points: thinned(&curve.train),
+                color,
+                width: 1,
+                dots: false,
+                is_level: false,
+                name,
+            });
         }
         if !curve.valid.is_empty() {
-            all.push(Series { points: valid(), color, width: 2, dots: true, name: named("held out", true) });
+            let name = named("held out", true);
+            all.push(Series { points: valid(), color, width: 2, dots: true, is_level: false, name });
         }
     }
     if let Some(Entropy { rate, unigram }) = curves.iter().find_map(|curve| curve.entropy) {
@@ -127,19 +137,53 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
             (rate, FLOOR, format!("H = {rate:.3}, entropy rate")),
         ] {
             let points = vec![(0.0, level), (last, level)];
-            all.push(Series { points, color, width: 1, dots: false, name: Some(name) });
+            all.push(Series { points, color, width: 1, dots: false, is_level: true, name: Some(name) });
         }
     }
     all
+}
+
+/// The lowest and the highest loss that a picture over so many steps shows. A loss falls fast at first, and an axis that holds the first
+/// steps has little room for all others: where the others need less than half of it, the first tenth of the steps is cut off above them.
+fn axis(series: &[Series], last: f64) -> (f64, f64) {
+    let range = |from: f64, levels: bool| {
+        let drawn = series.iter().filter(|series| levels || !series.is_level);
+        let shown = drawn.flat_map(|series| &series.points).filter(|p| p.0 >= from).map(|p| p.1);
+        shown.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)))
+    };
+    let (low, high) = range(0.0, true);
+    let (_, tail) = range(0.1 * last, false);
+    if tail.is_finite() && tail - low < 0.5 * (high - low) { (low, tail) } else { (low, high) }
+}
+
+/// The parts of a line that are not above this, cut where it passes through.
+fn not_above(points: &[(f64, f64)], top: f64) -> Vec<Vec<(f64, f64)>> {
+    let mut parts: Vec<Vec<(f64, f64)>> = Vec::new();
+    let mut before: Option<(f64, f64)> = None;
+    for &at in points {
+        let is_in = at.1 <= top;
+        let cut = before.filter(|before| (before.1 <= top) != is_in).map(|before| {
+            let share = (top - before.1) / (at.1 - before.1);
+            (before.0 + share * (at.0 - before.0), top)
+        });
+        match (is_in, before.is_some_and(|before| before.1 <= top)) {
+            (true, true) => {}
+            (true, false) => parts.push(cut.into_iter().collect()),
+            (false, _) => parts.last_mut().into_iter().for_each(|part| part.extend(cut)),
+        }
+        if let (true, Some(part)) = (is_in, parts.last_mut()) {
+            part.push(at);
+        }
+        before = Some(at);
+    }
+    parts
 }
 
 fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<(), String> {
     let steps = curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
     let last = (steps.max().ok_or("there are no losses to draw")? as f64).max(1.0);
     let series = series(curves, last);
-    let levels = series.iter().flat_map(|series| &series.points).map(|p| p.1);
-    let (low, high) =
-        levels.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
+    let (low, high) = axis(&series, last);
     let margin = (0.05 * (high - low)).max(1e-3);
     let bottom = (low - margin).max(0.0).min(low);
     // Above the highest line there is room for the legend, of about so many of the picture's rows of pixels.
@@ -171,15 +215,24 @@ fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<()
         .x_label_formatter(&|x| format!("{x:.0}"))
         .draw()
         .map_err(text)?;
-    for Series { points, color, width, dots, name } in series {
+    for Series { points, color, width, dots, name, .. } in series {
+        let mut name =
+            name.map(|name| if points.iter().all(|p| p.1 > high) { name + " (above)" } else { name });
         if dots {
-            let dots = points.iter().map(|&at| Circle::new(at, 3, color.filled()));
+            let dots = points.iter().filter(|p| p.1 <= high).map(|&at| Circle::new(at, 3, color.filled()));
             chart.draw_series(dots).map_err(text)?;
         }
-        let drawn = chart.draw_series(LineSeries::new(points, color.stroke_width(width))).map_err(text)?;
-        if let Some(name) = name {
-            let key = move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2));
-            drawn.label(name).legend(key);
+        let mut parts = not_above(&points, high);
+        if parts.is_empty() {
+            // What is all above has its name in the legend.
+            parts.push(Vec::new());
+        }
+        for part in parts {
+            let drawn = chart.draw_series(LineSeries::new(part, color.stroke_width(width))).map_err(text)?;
+            if let Some(name) = name.take() {
+                let key = move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(2));
+                drawn.label(name).legend(key);
+            }
         }
     }
     chart
@@ -252,6 +305,37 @@ mod tests {
             assert!(highest.is_finite() && highest > top + height, "{highest} is in {top} + {height}");
         }
         Ok(())
+    }
+
+    /// A loss that falls from 8 to 2 within the first steps, and then by half of a nat: the half has most of the picture.
+    #[test]
+    fn the_tail_of_a_loss_has_room() -> Result<(), String> {
+        let loss = |s: u64| if s < 50 { 8.0 - 0.12 * s as f64 } else { 2.0 - 0.0005 * (s - 50) as f64 };
+        let curve = LossCurve { train: (1..=1000).map(|s| (s, loss(s))).collect(), ..LossCurve::default() };
+        let all = series(std::slice::from_ref(&curve), 1000.0);
+        let (low, high) = axis(&all, 1000.0);
+        assert!(low < 1.53 && (1.9..2.0).contains(&high), "{low} to {high}");
+        let with_levels = LossCurve { entropy: Some(Entropy { rate: 1.5, unigram: 3.9 }), ..curve };
+        assert!(svg_of(&[with_levels])?.contains("U = 3.900, unigram entropy (above)"));
+        // One that falls evenly is shown whole.
+        let even = LossCurve {
+            train: (1..=100).map(|s| (s, 4.0 - 0.02 * s as f64)).collect(),
+            ..LossCurve::default()
+        };
+        assert_eq!(axis(&series(&[even], 100.0), 100.0), (2.0, 3.98));
+        Ok(())
+    }
+
+    #[test]
+    fn a_line_is_cut_where_it_passes_through_the_top() {
+        let line = [(0.0, 4.0), (1.0, 2.0), (2.0, 1.0), (3.0, 5.0), (4.0, 1.0)];
+        let parts = not_above(&line, 3.0);
+        assert_eq!(
+            parts,
+            [vec![(0.5, 3.0), (1.0, 2.0), (2.0, 1.0), (2.5, 3.0)], vec![(3.5, 3.0), (4.0, 1.0)]]
+        );
+        assert_eq!(not_above(&line[..1], 3.0), Vec::<Vec<(f64, f64)>>::new());
+        assert_eq!(not_above(&line, 9.0), [line.to_vec()]);
     }
 
     #[test]

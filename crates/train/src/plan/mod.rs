@@ -21,6 +21,22 @@ use crate::rank::{RankState, RunMemory};
 use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room, SoloComm};
 use nibble_dry::{Dry, DryComm};
 
+/// A GPU that the kernels run on.
+#[derive(Debug)]
+pub struct Gpu {
+    /// As its maker sells it.
+    pub name: &'static str,
+    /// What its driver gives a process of it.
+    pub bytes: usize,
+}
+
+/// Hopper GPUs, the smallest first: what is left of each when the driver and the memory's own checks have taken their part.
+pub const GPUS: [Gpu; 3] = [
+    Gpu { name: "H100 (80 GB)", bytes: 79 << 30 },
+    Gpu { name: "H100 NVL or GH200 (94 to 96 GB)", bytes: 93 << 30 },
+    Gpu { name: "H200 (141 GB)", bytes: 139 << 30 },
+];
+
 /// What a run takes on one rank.
 #[derive(Debug, Clone)]
 pub struct Prediction {

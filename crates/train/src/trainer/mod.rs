@@ -21,8 +21,8 @@ pub use options::Options;
 pub use outputs::heading;
 pub use run::run;
 pub use run_dir::{
-    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun,
-    latest as latest_run_dir, require_free,
+    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RECIPE_FILE,
+    has_begun, latest as latest_run_dir, require_free,
 };
 
 use crate::checks::{check_recipe, checked_recipe};

@@ -17,6 +17,10 @@ pub const PICTURE_FILE: &str = "loss.svg";
 
 /// What memory the run takes, for people.
 pub const MEMORY_FILE: &str = "memory.txt";
+/// A line for each process that has worked on the run: when it began, after which step, and on what.
+pub const PROCESSES_FILE: &str = "processes.jsonl";
+/// Every setting, and the lines that the console was told.
+pub const LOG_FILE: &str = "train.log";
 
 /// Whether a run has begun in a directory.
 #[must_use]
@@ -97,7 +101,16 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
 
 /// What a run would replace in a directory, if anything.
 fn taken(dir: &Path) -> Option<PathBuf> {
-    let names = [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, PICTURE_FILE, MEMORY_FILE];
+    let names = [
+        CONFIG_FILE,
+        RECIPE_FILE,
+        METRICS_FILE,
+        LAYERS_FILE,
+        PICTURE_FILE,
+        MEMORY_FILE,
+        LOG_FILE,
+        PROCESSES_FILE,
+    ];
     let files = names.map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
 }

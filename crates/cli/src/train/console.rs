@@ -1,0 +1,195 @@
+//! Tells people how a run goes: a bar where they watch, plain lines where a file does, and all of it in the run's log.
+
+use super::introduction;
+use crate::eval::evaluating_line;
+use crate::processes::Process;
+use indicatif::{ProgressBar, ProgressStyle};
+use nibble_command::console::{bits, thousands};
+use nibble_command::device::{Device, On};
+use nibble_command::say;
+use nibble_cuda::power::Meter;
+use nibble_train::config::Config;
+use nibble_train::data::Entropy;
+use nibble_train::files::write_whole;
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer::{LOG_FILE, MEMORY_FILE, Observer, PROCESSES_FILE, Start};
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The console of a run, and its log.
+pub struct Console {
+    /// The directory that the configuration asks for.
+    dir: String,
+    device: String,
+    /// From the start of the run on.
+    log: Option<File>,
+    bar: Option<ProgressBar>,
+    log_every: u64,
+    steps: u64,
+    entropy: Option<Entropy>,
+    /// The device's dense BF16 rate in flops a second, where it is known.
+    peak_flops: Option<f64>,
+    power: Power,
+}
+
+impl Console {
+    pub fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
+        let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
+        let bar = watched.then(|| {
+            // No wider than the terminal: a line that wraps is not taken away again.
+            let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
+            // The template is a constant; the default bar serves should it ever be wrong.
+            ProgressBar::new(config.train.steps)
+                .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        });
+        let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
+        let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
+        let (dir, device) = (config.run.dir.clone(), on.describe());
+        Self { dir, device, log: None, bar, log_every, steps, entropy: None, peak_flops, power }
+    }
+
+    fn say(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| say!("{text}")),
+            None => say!("{text}"),
+        }
+        self.log(text);
+    }
+
+    /// A line of the log alone. It is for people: a run does not end for it.
+    fn log(&mut self, text: &str) {
+        if let Some(log) = &mut self.log {
+            let _ = writeln!(log, "{text}");
+        }
+    }
+
+    /// Opens the log, and leaves the table of the memory, in the run's directory.
+    fn begin_log(&mut self, start: &Start<'_>) {
+        let dir = Path::new(&start.config.run.dir);
+        let log = dir.join(LOG_FILE);
+        let memory = dir.join(MEMORY_FILE);
+        let opened = File::options().create(true).append(true).open(&log);
+        let opened = opened.map(|file| self.log = Some(file)).map_err(|error| (log, error));
+        let lines = introduction::memory(start.prediction).join("\n") + "\n";
+        let written = write_whole(&memory, lines).map_err(|error| (memory, error));
+        let noted =
+            Process::now(start.step, &self.device).note(dir).map_err(|e| (dir.join(PROCESSES_FILE), e));
+        for (path, error) in [opened, written, noted].into_iter().filter_map(Result::err) {
+            self.say(&format!("{}: {error}", path.display()));
+        }
+        let device = format!("device: {}", self.device);
+        self.log(&device);
+        introduction::all(start).iter().for_each(|line| self.log(line));
+    }
+}
+
+impl Observer for Console {
+    fn start(&mut self, start: &Start<'_>) {
+        self.entropy = start.entropy;
+        self.begin_log(start);
+        let dir = &start.config.run.dir;
+        if start.step == 0 {
+            let which = match self.dir == *dir {
+                true => format!("run: {dir}"),
+                false => format!("{} holds an earlier run; this one goes to {dir}", self.dir),
+            };
+            self.say(&format!("{which} (every setting: {})", Path::new(dir).join(LOG_FILE).display()));
+        }
+        introduction::short(start).iter().for_each(|line| self.say(line));
+        if let Some(bar) = &self.bar {
+            bar.set_position(start.step);
+            bar.reset_eta();
+        }
+    }
+
+    fn note(&mut self, text: &str) {
+        self.say(text);
+    }
+
+    fn rejected(&mut self, _: &Path, why: &nibble_train::Error) {
+        self.say(&format!("passed over: {why}"));
+    }
+
+    fn measure(&mut self, metrics: &mut Metrics) {
+        let share = |peak: f64| metrics.tflops.map(|tflops| 100.0 * 1e12 * tflops / peak);
+        metrics.mfu = self.peak_flops.and_then(share);
+        metrics.watts = self.power.watts();
+    }
+
+    fn step(&mut self, metrics: &Metrics) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(metrics.step);
+            bar.set_message(metrics.loss.map(|loss| format!("loss: {loss:.4}")).unwrap_or_default());
+        }
+        let is_told = metrics.step.is_multiple_of(self.log_every);
+        if is_told || metrics.step == self.steps || metrics.step == 1 {
+            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics)));
+        }
+    }
+
+    fn evaluating(&mut self, done: usize, of: usize) {
+        match &self.bar {
+            Some(bar) => bar.set_message(format!("held-out loss: batch {done} of {of}")),
+            None => evaluating_line(done, of),
+        }
+    }
+
+    fn evaluation(&mut self, step: u64, valid_loss: f64) {
+        let above = self.entropy.map(|e| format!("  bits_above_floor: {:.3}", bits(valid_loss - e.rate)));
+        self.say(&format!("step: {step}  held-out loss: {valid_loss:.4}{}", above.unwrap_or_default()));
+    }
+
+    fn checkpoint(&mut self, path: &Path) {
+        self.say(&format!("checkpoint: {}", path.display()));
+    }
+}
+
+/// Watts, looked for a few times a second at most.
+struct Power {
+    meter: Option<Meter>,
+    seen: Option<(Instant, f64)>,
+}
+
+impl Power {
+    const PERIOD: Duration = Duration::from_millis(250);
+
+    fn new(meter: Option<Meter>) -> Self {
+        Self { meter, seen: None }
+    }
+
+    fn watts(&mut self) -> Option<f64> {
+        let meter = self.meter.as_ref()?;
+        if self.seen.is_none_or(|(when, _)| when.elapsed() >= Self::PERIOD) {
+            self.seen = meter.look().map(|draw| (Instant::now(), f64::from(draw.watts)));
+        }
+        self.seen.map(|(_, watts)| watts)
+    }
+}
+
+/// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
+fn step_line(metrics: &Metrics) -> String {
+    let figures = [
+        metrics.loss.map(|x| format!("loss: {x:.4}")),
+        metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
+        metrics.lr.map(|x| format!("lr: {x:.2e}")),
+        metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),
+        metrics.mfu.and(metrics.tflops).map(|x| format!("tflops: {x:.1}")),
+        metrics.mfu.map(|x| format!("mfu: {x:.2}%")),
+        metrics.mfu.or(metrics.watts).and(metrics.memory_gib).map(|x| format!("memory: {x:.2}GiB")),
+        metrics.watts.map(|x| format!("power: {x:.0}W")),
+    ];
+    figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
+}
+
+/// The observer of ranks other than the first, who are told nothing anyway.
+pub struct Silent;
+
+impl Observer for Silent {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {}
+}

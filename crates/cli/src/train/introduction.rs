@@ -1,0 +1,126 @@
+//! What is known of a run before its first step: a few lines for the console, and everything for its log.
+
+use crate::tensor_cores;
+use nibble_command::console::{bytes, thousands};
+use nibble_core::DeviceKind;
+use nibble_train::config::Config;
+use nibble_train::data::Entropy;
+use nibble_train::plan::{self, Prediction};
+use nibble_train::trainer::{MEMORY_FILE, Start};
+use std::path::Path;
+
+/// What the console is told: no more than eight lines together with the device.
+pub fn short(start: &Start<'_>) -> Vec<String> {
+    let prediction = start.prediction;
+    let mut lines = what(start);
+    lines.push(format!(
+        "memory, as predicted: {} {}; a forward pass keeps {} (parts: {})",
+        bytes(prediction.device_bytes() as u64),
+        whose(prediction.kind, prediction.ranks),
+        bytes(prediction.ledger.bytes() as u64),
+        Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
+    ));
+    lines.extend(off_the_tensor_cores(start));
+    lines.extend((start.step > 0).then(|| format!("continuing after step {}", thousands(start.step))));
+    lines
+}
+
+/// Everything: every key, and the memory part by part and tensor by tensor.
+pub fn all(start: &Start<'_>) -> Vec<String> {
+    let mut lines = vec!["config:".to_owned()];
+    lines.extend(settings(start.config));
+    lines.extend(what(start));
+    lines.push(format!(
+        "arithmetic of a token, forward and backward: {:.2} Mflop",
+        start.config.flops_per_token() / 1e6
+    ));
+    lines.extend(memory(start.prediction));
+    lines.extend(off_the_tensor_cores(start));
+    lines
+}
+
+/// Recipe, parameters, data.
+fn what(start: &Start<'_>) -> Vec<String> {
+    let mut lines = vec![
+        format!("recipe: {}: {}", start.recipe.name, start.recipe.description),
+        format!("parameters: {}", thousands(start.prediction.parameters as u64)),
+    ];
+    lines.push(match start.entropy {
+        Some(Entropy { rate, unigram }) => {
+            format!(
+                "data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)"
+            )
+        }
+        None => format!("data: {}", start.config.data.source),
+    });
+    lines
+}
+
+/// No slow path without a word: one line for all that the tensor cores cannot take.
+fn off_the_tensor_cores(start: &Start<'_>) -> Option<String> {
+    let missed = match start.prediction.kind {
+        DeviceKind::Gpu => tensor_cores::missed(start.config, start.recipe),
+        DeviceKind::Host => Vec::new(),
+    };
+    (!missed.is_empty()).then(|| format!("off the tensor cores: {}", missed.join("; ")))
+}
+
+/// On what the memory is.
+fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
+    match (kind, ranks) {
+        (DeviceKind::Gpu, 2..) => "of each GPU",
+        (DeviceKind::Gpu, _) => "of the GPU",
+        (DeviceKind::Host, _) => "of the host",
+    }
+}
+
+/// The memory of a run, part by part and tensor by tensor.
+pub fn memory(prediction: &Prediction) -> Vec<String> {
+    let of = if prediction.ranks > 1 { ", first rank" } else { "" };
+    let ledger = &prediction.ledger;
+    let mut lines =
+        vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
+    lines.extend(ledger.table().lines().map(|line| format!("  {line}")));
+    lines.push(format!("memory{of}, as predicted:"));
+    for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
+        lines.push(format!("  {part:<34} {:>10}", bytes(size as u64)));
+    }
+    let all = format!("in all, {}", whose(prediction.kind, prediction.ranks));
+    lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
+    lines
+}
+
+/// On which GPUs that the kernels run on a run of this size fits.
+pub fn gpus(prediction: &Prediction) -> String {
+    let needed = prediction.device_bytes();
+    let (fits, not): (Vec<_>, Vec<_>) = plan::GPUS.iter().partition(|gpu| needed <= gpu.bytes);
+    let names = |gpus: &[&plan::Gpu]| gpus.iter().map(|gpu| gpu.name).collect::<Vec<_>>().join(", ");
+    match (fits.is_empty(), not.is_empty()) {
+        (true, _) => format!("fits on none of {}", names(&not)),
+        (_, true) => format!("fits on {}", names(&fits)),
+        _ => format!("fits on {}; not on {}", names(&fits), names(&not)),
+    }
+}
+
+/// Every key of the configuration, a table a line, broken where lines get long.
+fn settings(config: &Config) -> Vec<String> {
+    const WIDTH: usize = 79;
+    // A configuration that was loaded has a TOML form.
+    let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return Vec::new() };
+    let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
+    let sections =
+        tables.iter().filter_map(|(name, value)| Some((name.as_str(), value.as_table()?.iter().collect())));
+    let mut lines = Vec::new();
+    for (name, values) in std::iter::once(("", top)).chain(sections) {
+        let mut line = format!("  {name:<10}");
+        for (key, value) in values {
+            let item = format!(" {key}={value}");
+            if line.len() + item.len() > WIDTH {
+                lines.push(std::mem::replace(&mut line, format!("  {:<10}", "")));
+            }
+            line += &item;
+        }
+        lines.push(line);
+    }
+    lines
+}
