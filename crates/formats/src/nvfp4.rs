@@ -1,7 +1,8 @@
 //! NVFP4: E2M1 in blocks of 16 under an E4M3 scale, under an F32 scale of the tensor or by itself.
 //!
-//! The scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so that the largest block's
-//! scale is the largest E4M3 number; of a block, amax · S/6 as E4M3, subnormals and zero included. Every operation is rounded to F32.
+//! Under a scale of the tensor the scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so
+//! that the largest block's scale is the largest E4M3 number; of a block, amax · (S · f32(1/6)). By itself a block has torchao's, amax / 6. Both
+//! as E4M3, subnormals and zero included. Every operation is rounded to F32.
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
@@ -31,7 +32,9 @@ struct Nvfp4;
 impl BlockCodec for Nvfp4 {
     fn scale(&self, params: &BlockParams, _x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
-        let wanted = amax * (tensor_inv * (1.0 / 6.0));
+        // A product with f32(1/6) may round up to a tie that the quotient lies below.
+        let wanted =
+            if params.kind.has_tensor_scale() { amax * (tensor_inv * (1.0 / 6.0)) } else { amax / 6.0 };
         let byte = Element::E4M3.encode(wanted);
         let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
         // A scale of zero takes what is not zero to the largest code, which decodes as zero.

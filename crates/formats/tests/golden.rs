@@ -299,9 +299,36 @@ fn nvfp4_under_a_tensor_scale() {
     by_columns.into_iter().for_each(|v| check_nvfp4(v, "colwise_", 1));
 }
 
-/// Without a tensor's scale: another definition, which divides where we multiply, so that ties may fall otherwise.
+/// Without a tensor's scale. torchao takes no scale below the smallest normal E4M3 number, 2⁻⁶; ours may be subnormal.
 #[test]
-fn nvfp4_by_itself_is_near_the_one_that_divides() {
+fn nvfp4_by_itself() {
+    let codec = Codec::new(Format::Nvfp4, ScaleRule::Amax, Rounding::NearestEven).unwrap();
+    for kind in ["bf16", "f32"] {
+        let Some(v) = public(&format!("nvfp4_torchao_no_tensor_scale_{kind}")) else { continue };
+        let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
+        let (codes, scales) = quantize_rows(&codec, &x, cols);
+        let mut want = vec![0; codes.len()];
+        unpack_codes(4, &v.u8s("codes"), &mut want).unwrap();
+        let mut compared = 0;
+        for (i, (got, byte)) in scales.iter().zip(v.u8s("scales")).enumerate() {
+            let block = 16 * i..16 * (i + 1);
+            if nibble_formats::amax(&x[block.clone()]).unwrap() < 6.0 / 64.0 {
+                assert_eq!(byte, 0x08, "{} block {i}: torchao's smallest", v.name);
+                continue;
+            }
+            compared += 1;
+            assert_eq!(got.0, u32::from(byte), "{} scale of block {i}", v.name);
+            let unsigned =
+                |codes: &[u8]| unsigned_zeros(Element::E2M1, &x[block.clone()], &codes[block.clone()]);
+            assert_eq!(unsigned(&codes), unsigned(&want), "{} block {i}", v.name);
+        }
+        assert!(compared > scales.len() / 2, "{}: {compared} of {}", v.name, scales.len());
+    }
+}
+
+/// Another definition, whose elements are divided by the scale where ours are multiplied by its inverse, so that ties may fall otherwise.
+#[test]
+fn nvfp4_by_itself_is_near_the_one_that_divides_elements() {
     let Some(v) = public("nvfp4_hifloat4repo_no_tensor_scale_bf16") else { return };
     let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
     let codec = Codec::new(Format::Nvfp4, ScaleRule::Amax, Rounding::NearestEven).unwrap();

@@ -100,6 +100,15 @@ impl Tokenizer {
     }
 }
 
+/// `tokenizer_config.json` beside it, by which `AutoTokenizer` of Hugging Face's `transformers` takes `tokenizer.json` as it stands. Without
+/// the file it goes by the model's type, and Qwen's tokenizer normalizes a text before (NFC), and Llama's begins it with a token.
+#[must_use]
+pub fn transformers_tokenizer() -> String {
+    let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,
+        "model_input_names": ["input_ids", "attention_mask"]});
+    format!("{config:#}\n")
+}
+
 /// The printable character that stands for a byte in byte-level BPE vocabularies (Radford et al., 2019): printable
 /// Latin-1 bytes stand for themselves, the others follow from U+0100 on.
 fn byte_alphabet(byte: usize) -> char {
@@ -134,6 +143,21 @@ mod tests {
     fn ids_beyond_the_vocabulary_do_not_stop_decoding() {
         assert_eq!(Tokenizer::Bytes.decode(&[65, 300, -1, 66]), "A\u{fffd}\u{fffd}B");
         assert_eq!(Tokenizer::Synthetic.decode(&[0, 99]), "(\u{fffd}");
+    }
+
+    /// `AutoTokenizer` takes the class from here, and with it nothing but what `tokenizer.json` says: no text is changed before its ids.
+    #[test]
+    fn transformers_is_told_to_take_the_tokenizer_as_it_stands() {
+        let of = |text: &str| serde_json::from_str::<Value>(text).unwrap_or_default();
+        let config = of(&transformers_tokenizer());
+        assert_eq!(config["tokenizer_class"], "PreTrainedTokenizerFast");
+        assert_eq!(config["clean_up_tokenization_spaces"], false);
+        for tokenizer in [Tokenizer::Bytes, Tokenizer::Synthetic] {
+            let whole = of(&tokenizer.to_json());
+            assert_eq!(whole["normalizer"], Value::Null, "{tokenizer:?}");
+            assert_eq!(whole["added_tokens"], json!([]), "{tokenizer:?}");
+            assert_eq!(whole["model"]["vocab"].as_object().map(Map::len), Some(tokenizer.vocab_size()));
+        }
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use sha2::{Digest, Sha256};
+
 use nibble_train::Error;
 use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
 use nibble_train::config::Config;
@@ -11,8 +13,14 @@ use nibble_train::tokenizer::Tokenizer;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-const FILES: [&str; 5] =
-    ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
+const FILES: [&str; 6] = [
+    "model.safetensors",
+    "optim.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "state.json",
+];
 
 fn position(step: u64) -> Result<Position, Error> {
     let config = Config::load("tiny", &[])?;
@@ -86,6 +94,28 @@ fn what_is_written_comes_back_to_the_last_bit() -> Outcome {
     assert_eq!(bits, [f32::NAN, -0.0, f32::MIN_POSITIVE / 2.0].map(f32::to_bits));
     model.finish()?;
     assert_eq!(checkpoint.file("config.json")?, b"{\"model_type\": \"qwen3_moe\"}");
+    Ok(())
+}
+
+/// One that was written before `transformers` was told of the tokenizer: `state.json` does not list the file.
+#[test]
+fn a_checkpoint_without_tokenizer_config_is_whole() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let path = save(&Store::open(run.path())?, 5, 0)?;
+    fs::remove_file(path.join("tokenizer_config.json"))?;
+    assert!(latest_valid(run.path())?.checkpoint.is_none(), "it is listed and missing");
+
+    let mut state: serde_json::Value = serde_json::from_slice(&fs::read(path.join("state.json"))?)?;
+    let files = state["files"].as_array_mut().ok_or("no files")?;
+    files.retain(|file| file["name"] != "tokenizer_config.json");
+    assert_eq!(files.len(), FILES.len() - 2);
+    let (old, blank) = (state["sha256"].as_str().ok_or("no checksum")?.to_owned(), "0".repeat(64));
+    let text = format!("{state:#}\n").replace(&old, &blank);
+    let sum: String = Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
+    fs::write(path.join("state.json"), text.replace(&blank, &sum))?;
+    let checkpoint = latest_valid(run.path())?.checkpoint.ok_or("no checkpoint found")?;
+    assert_eq!(checkpoint.position(), &position(5)?);
+    assert_eq!(checkpoint.model()?.take("model.a", &[2, 3, 4])?, weights(5));
     Ok(())
 }
 

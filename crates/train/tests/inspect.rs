@@ -2,9 +2,30 @@
 
 mod rig;
 
+use nibble_core::Recipe;
 use nibble_cpu::Cpu;
-use nibble_train::trainer::Trainer;
+use nibble_train::trainer::{Inspection, Trainer};
 use rig::{SOLO, small};
+
+/// Mean cross-entropy of the logits.
+fn mean_nats(seen: &Inspection) -> f64 {
+    let (logits, targets) = (seen.values("logits").unwrap(), seen.values("targets").unwrap());
+    let nats = logits.chunks(logits.len() / targets.len()).zip(targets).map(|(row, &target)| {
+        let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
+        sum.ln() - f64::from(row[target as usize])
+    });
+    nats.sum::<f64>() / targets.len() as f64
+}
+
+/// Names of the gradients.
+fn gradients(seen: &Inspection) -> impl Iterator<Item = &str> {
+    seen.shapes().map(|(name, _)| name).filter(|name| name.starts_with("grad."))
+}
+
+fn gradient_norm(seen: &Inspection) -> f64 {
+    let square = |name| seen.values(name).unwrap().iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+    gradients(seen).map(square).sum::<f64>().sqrt()
+}
 
 #[test]
 fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
@@ -21,23 +42,13 @@ fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
         let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
         let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();
 
-        let (logits, targets) = (seen.values("logits").unwrap(), seen.values("targets").unwrap());
-        let vocab = logits.len() / targets.len();
-        let nats = logits.chunks(vocab).zip(targets).map(|(row, &target)| {
-            let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
-            sum.ln() - f64::from(row[target as usize])
-        });
-        let loss = nats.sum::<f64>() / targets.len() as f64;
+        let (targets, loss) = (seen.values("targets").unwrap(), mean_nats(&seen));
         assert!((loss - metrics.loss.unwrap()).abs() < 1e-5, "{recipe}: {loss} against {metrics:?}");
 
-        let names: Vec<&str> =
-            seen.shapes().map(|(name, _)| name).filter(|name| name.starts_with("grad.")).collect();
-        let square =
-            |name: &&str| seen.values(name).unwrap().iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
-        let norm = names.iter().map(square).sum::<f64>().sqrt();
+        let norm = gradient_norm(&seen);
         let expected = metrics.grad_norm.unwrap();
         assert!((norm / expected - 1.0).abs() < 1e-5, "{recipe}: {norm} against {expected}");
-        for name in names {
+        for name in gradients(&seen) {
             assert!(seen.values(name.trim_start_matches("grad.")).is_some(), "{name} has no weight");
         }
         for layer in 0..config.model.layers {
@@ -47,6 +58,28 @@ fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
             assert_eq!(chosen.len(), targets.len() * config.model.top_k);
             assert!(chosen.iter().all(|&e| e >= 0.0 && e < config.model.experts as f32 && e.fract() == 0.0));
         }
+    }
+}
+
+/// What is written is one pass, with the shards of the step: under a scale of the whole tensor another division is another pass.
+#[test]
+fn logits_and_gradients_are_those_of_the_step_under_every_recipe_and_division() {
+    for recipe in Recipe::all_names() {
+        let mut losses = Vec::new();
+        for shards in [1, 2, 4] {
+            let config = small(recipe, &[&format!("train.shards={shards}")]);
+            let cpu = Cpu::new(1).unwrap();
+            let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
+            let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();
+            let (got, want) = (mean_nats(&seen), metrics.loss.unwrap());
+            // The logits are F32, and so is a token's loss.
+            assert!((got - want).abs() < 1e-7 * want, "{recipe}, {shards} shards: {got} against {want}");
+            let (norm, expected) = (gradient_norm(&seen), metrics.grad_norm.unwrap());
+            assert!((norm / expected - 1.0).abs() < 1e-6, "{recipe}, {shards} shards: {norm}, {expected}");
+            losses.push(want);
+        }
+        // The divisions are told apart here, or there would be nothing to find.
+        assert!(recipe != "fp8-tensor" || losses[0] != losses[2], "{losses:?}");
     }
 }
 

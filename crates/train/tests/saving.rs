@@ -14,8 +14,14 @@ use rig::{SOLO, small, state};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-const FILES: [&str; 5] =
-    ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
+const FILES: [&str; 6] = [
+    "model.safetensors",
+    "optim.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "state.json",
+];
 
 fn files(checkpoint: &Path) -> Vec<Vec<u8>> {
     FILES.iter().map(|name| std::fs::read(checkpoint.join(name)).unwrap()).collect()

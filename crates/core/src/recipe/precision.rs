@@ -95,7 +95,12 @@ impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.format)?;
         if self.format.is_block() {
-            write!(f, " {} ", axis_name(self.axis))?;
+            // A weight without square tiles is quantized twice: as it stands for fprop, and transposed for dgrad.
+            let axis = match self.axis {
+                BlockAxis::Tile if !self.format.spec().tiles => "row+col",
+                axis => axis_name(axis),
+            };
+            write!(f, " {axis} ")?;
             match &self.delayed {
                 None => write!(f, "{}", self.scale)?,
                 Some(delayed) => write!(f, "({delayed})")?,

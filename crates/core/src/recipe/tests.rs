@@ -1,5 +1,5 @@
 use super::*;
-use nibble_formats::{Format, Rounding};
+use nibble_formats::{BlockAxis, Format, Rounding};
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
@@ -11,6 +11,30 @@ fn every_shipped_recipe_reads_and_prints() {
     }
     let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/recipes")).unwrap();
     assert_eq!(files.count(), Recipe::all_names().count(), "each file of recipes/ has its line in the table");
+}
+
+/// What has no square tiles is not said to be in them, whatever the recipe or override.
+#[test]
+fn tiles_are_printed_of_formats_that_have_them() {
+    let weights = |recipe: &Recipe| {
+        let sections = recipe.overrides.iter().flat_map(|o| &o.set).map(|(_, _, p)| *p);
+        let of_kind = |kind| [recipe.of(kind).written(Site::FpropW).copied()];
+        LayerKind::ALL.into_iter().flat_map(of_kind).chain(sections).flatten().collect::<Vec<_>>()
+    };
+    let (mut with, mut without) = (0, 0);
+    for name in Recipe::all_names() {
+        let recipe = Recipe::builtin(name).unwrap();
+        for line in recipe.to_string().lines().filter(|line| line.split(' ').any(|word| word == "tile")) {
+            let format = Format::ALL.into_iter().find(|f| line.split(' ').any(|word| word == f.to_string()));
+            assert!(format.is_some_and(|format| format.spec().tiles), "{name}: {line}");
+            with += 1;
+        }
+        for p in weights(&recipe).into_iter().filter(|p| p.format.is_block() && !p.format.spec().tiles) {
+            assert!(p.axis != BlockAxis::Tile || p.to_string().contains(" row+col "), "{name}: {p}");
+            without += usize::from(p.axis == BlockAxis::Tile);
+        }
+    }
+    assert!(with > 0 && without > 0, "{with} with tiles, {without} without");
 }
 
 #[test]

@@ -41,8 +41,16 @@ struct Nvfp4 : Nvfp4Codes {
 
 /// By itself.
 struct Nvfp4Block : Nvfp4Codes {
+    /// amax / 6 to the nearest: a product with the nearest single to 1/6 is the quotient or its neighbour, and the exact remainder says which
+    /// (Markstein, 1990). Of magnitudes so small that the remainder is rounded the scale byte is zero either way.
+    __device__ __forceinline__ static float sixth(float amax) {
+        constexpr float kSixth = 1.0f / 6.0f;
+        const float near = __fmul_rn(amax, kSixth);
+        return __fmaf_rn(__fmaf_rn(-6.0f, near, amax), kSixth, near);
+    }
+
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
-        const u32 byte = ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax), 1.0f / 6.0f), 0.0f) & 0xFF;
+        const u32 byte = ptx::e4m3x2_from_f32(sixth(__uint_as_float(amax)), 0.0f) & 0xFF;
         const float value = E4m3::decode(byte), approx = ptx::reciprocal_approx(value);
         // The nearest one, of so few bits.
         const float inverse = byte == 0 ? 0x1.fffffep127f : __fmaf_rn(__fmaf_rn(-value, approx, 1.0f), approx, approx);
@@ -54,7 +62,8 @@ struct Nvfp4Block : Nvfp4Codes {
         return kRound == kNearestEven;
     }
 
-    /// The scale bytes of two blocks, from BF16 magnitudes in the halves of a word. Of infinity it is the largest scale.
+    /// The scale bytes of two blocks, from BF16 magnitudes in the halves of a word. Of infinity it is the largest scale. A sixth of a BF16 number is a
+    /// tie between scales or far from one, and the product with the nearest single to 1/6 has the ties exactly: it has the bytes of the quotient.
     __device__ __forceinline__ static u32 bytes_of(u32 amax) {
         constexpr float kSixth = 1.0f / 6.0f;
         return ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax << 16), kSixth), __fmul_rn(__uint_as_float(amax & 0xFFFF0000), kSixth));

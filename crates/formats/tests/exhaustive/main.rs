@@ -5,5 +5,6 @@ mod element;
 mod format;
 mod lift;
 mod math;
+mod nvfp4;
 mod oracle;
 mod scale;

@@ -6,7 +6,8 @@
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
 //!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps
 //!   config.json         the model, as `transformers` reads it
-//!   tokenizer.json
+//!   tokenizer.json      the tokenizer, as `tokenizers` reads it
+//!   tokenizer_config.json   that `transformers` takes it as it is; checkpoints of before it was written have none
 //!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
 //! ```
 //!
@@ -30,6 +31,7 @@ pub use tensors::Tensors;
 
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::tokenizer::transformers_tokenizer;
 use files::{read_checked, sync_dir, verify, write_synced, write_tensors};
 use state::STATE_FILE;
 
@@ -39,6 +41,7 @@ const OPTIM_FILE: &str = "optim.safetensors";
 const SCALES_FILE: &str = "scales.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const TOKENIZER_FILE: &str = "tokenizer.json";
+const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 const PREFIX: &str = "step-";
 const TMP_PREFIX: &str = ".tmp-";
 /// A checkpoint moved aside while another of the same step takes its place.
@@ -284,7 +287,12 @@ fn write_all<P: AsRef<[f32]>>(
         entries.push(write_tensors(dir, name, tensors, next)?);
         reach(Point::FileWritten)?;
     }
-    for (name, text) in [(CONFIG_FILE, config_json), (TOKENIZER_FILE, tokenizer_json)] {
+    let tokenizer_config = transformers_tokenizer();
+    for (name, text) in [
+        (CONFIG_FILE, config_json),
+        (TOKENIZER_FILE, tokenizer_json),
+        (TOKENIZER_CONFIG_FILE, &tokenizer_config),
+    ] {
         entries.push(write_synced(dir, name, text.as_bytes())?);
         reach(Point::FileWritten)?;
     }

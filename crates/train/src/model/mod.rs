@@ -244,7 +244,20 @@ impl<B: Kernels> Decoder<B> {
         targets: &B::Buf<i32>,
         scale: f32,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
+        self.forward_seen(cx, ids, targets, scale, |_| Ok(()))
+    }
+
+    /// [`Decoder::forward`], whose inside `look` sees.
+    pub fn forward_seen(
+        &mut self,
+        cx: &Cx<'_, B>,
+        ids: B::Buf<i32>,
+        targets: &B::Buf<i32>,
+        scale: f32,
+        look: impl FnOnce(Inside<'_, B>) -> Result<()>,
+    ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
         let Trunk { x_td, bad_ids, blocks, norm } = self.trunk(cx, &ids)?;
+        look(Inside { x_td: &x_td, blocks: &blocks, head: self.head.as_ref().unwrap_or(&self.embed) })?;
         let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
         let head = self.head.as_mut().unwrap_or(&mut self.embed);
         let (loss, head) = head.losses_and_gradients(cx, &input, scale)?;
@@ -299,20 +312,6 @@ impl<B: Kernels> Decoder<B> {
         Ok((head.logits(cx, x_td)?, bad_ids))
     }
 
-    /// Logits after each of these tokens, F32 `[t, v]`, and what the router of each layer that has one chose, by the layer's number.
-    pub fn inspect(&mut self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, Choices<B>)> {
-        // What would be made again is looked at here, and so kept.
-        let scopes = self.blocks.first().map_or_else(Vec::new, |block| block.recompute.clone());
-        self.recompute(&[]);
-        let trunk = self.trunk(cx, ids);
-        self.recompute(&scopes);
-        let Trunk { x_td, blocks, .. } = trunk?;
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        let of = |(layer, block): (usize, &BlockSaved<B>)| Some((layer, block.routing()?.clone()));
-        let choices = blocks.iter().enumerate().filter_map(of).collect();
-        Ok((head.logits(cx, x_td)?, choices))
-    }
-
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
@@ -343,8 +342,26 @@ impl<B: Kernels> Decoder<B> {
     }
 }
 
-/// What routers chose, by the number of their layer.
-pub type Choices<B> = Vec<(usize, Routing<B>)>;
+/// A forward pass at the end of its layers.
+#[derive(Debug)]
+pub struct Inside<'a, B: Kernels> {
+    x_td: &'a Tensor<B>,
+    blocks: &'a [BlockSaved<B>],
+    head: &'a Linear<B>,
+}
+
+impl<B: Kernels> Inside<'_, B> {
+    /// Logits after each token, F32 `[t, v]`. The head has them a chunk at a time, quantized like these: what it quantizes for them has a
+    /// scale of its own for each row at least.
+    pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
+        self.head.logits(cx, self.x_td.clone())
+    }
+
+    /// What routers chose, by the number of their layer; of layers that keep it.
+    pub fn routings(&self) -> impl Iterator<Item = (usize, &Routing<B>)> {
+        self.blocks.iter().enumerate().filter_map(|(layer, block)| Some((layer, block.routing()?)))
+    }
+}
 
 /// What all but the head gives and keeps.
 struct Trunk<B: Kernels> {

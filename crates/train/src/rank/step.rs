@@ -10,7 +10,7 @@ use crate::data::Batch;
 use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
 use crate::fault::{Point, reach};
-use crate::model::{Decoder, DecoderOut, DecoderSaved};
+use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout, Waiting};
@@ -205,17 +205,32 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
 
     /// Makes the weights' copies; forward and backward of the first micro-batch, which overwrites the gradients.
     pub fn first_micro_batch(&mut self) -> Result<()> {
+        self.first_micro_batch_seen(|_, _| Ok(()))
+    }
+
+    /// [`Step::first_micro_batch`], whose forward pass `look` sees.
+    pub fn first_micro_batch_seen(
+        &mut self,
+        look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
+    ) -> Result<()> {
         let Self { model, buffers, cx, .. } = self;
         let StepBuffers { inputs, input_layout, table, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
         let control = &mut optimizer.control;
         BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.context.b)?;
         model.prepare(cx)?;
-        self.next_micro_batch()
+        self.micro_batch(look)
     }
 
     /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
     pub fn next_micro_batch(&mut self) -> Result<()> {
+        self.micro_batch(|_, _| Ok(()))
+    }
+
+    fn micro_batch(
+        &mut self,
+        look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
+    ) -> Result<()> {
         let Self { context, model, buffers, cx } = self;
         let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
         let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
@@ -233,7 +248,8 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         op.run(context.b)?;
 
         let scale = 1.0 / context.config.tokens_per_step() as f32;
-        let (out, saved) = model.forward(cx, buffers.ids.clone(), &buffers.targets, scale)?;
+        let look = |inside: Inside<'_, B>| look(cx, inside);
+        let (out, saved) = model.forward_seen(cx, buffers.ids.clone(), &buffers.targets, scale, look)?;
         self.collect(Some((&out, &saved)))?;
         self.model.backward(&self.cx, saved)?;
         self.collect(None)

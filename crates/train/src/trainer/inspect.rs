@@ -4,9 +4,11 @@
 use super::Trainer;
 use super::weights::{HostTensor, gather, slices};
 use crate::checkpoint::{TensorRef, encode};
-use crate::cx::{Cx, Shards};
+use crate::cx::Cx;
 use crate::error::Result;
+use crate::model::Inside;
 use crate::rank::{RankState, Step};
+use crate::recompute::Scope;
 use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
@@ -19,6 +21,20 @@ pub struct Inspection {
 impl Inspection {
     fn push(&mut self, name: impl Into<String>, shape: &[usize], values: Vec<f32>) {
         self.tensors.push((name.into(), shape.to_vec(), values));
+    }
+
+    /// What a forward pass chooses and gives.
+    fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
+        for (layer, routing) in inside.routings() {
+            let tokens = routing.probs.rows;
+            let shape = [tokens, B::len(&routing.expert) / tokens.max(1)];
+            let experts = cx.b.download(&routing.expert)?.into_iter().map(|expert| expert as f32).collect();
+            self.push(format!("experts.{layer}"), &shape, experts);
+            self.push(format!("gates.{layer}"), &shape, cx.b.download(&routing.weight)?);
+        }
+        let logits = inside.logits(cx)?;
+        self.push("logits", &[logits.rows, logits.cols], logits.to_f32_vec(cx.b)?);
+        Ok(())
     }
 
     /// Names and shapes, in the order they were made.
@@ -47,7 +63,8 @@ impl Inspection {
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// The next step's first micro-batch, forward and backward, without an optimizer. The trainer is used up.
+    /// The next step's first micro-batch, forward and backward, without an optimizer: all of it of one pass, that of the step, with its
+    /// shards. The trainer is used up.
     ///
     /// Tensors: `ids`, `targets` `[sequences, seq_len]`; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
     /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
@@ -63,6 +80,11 @@ impl<B: Kernels> Trainer<'_, B> {
             );
         }
         self.require_settled("inspect")?;
+        // What routers chose is looked at, and so kept.
+        let scopes = self.rank.context.config.train.recompute.iter().copied();
+        let kept: Vec<Scope> =
+            scopes.filter(|scope| !matches!(scope, Scope::Layers | Scope::Experts)).collect();
+        self.rank.model.recompute(&kept);
         self.rank.make_buffers()?;
         let mut seen = Inspection::default();
         let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
@@ -70,7 +92,6 @@ impl<B: Kernels> Trainer<'_, B> {
         let shape = [batch.sequences, batch.seq_len];
         seen.push("ids", &shape, as_floats(&batch.inputs));
         seen.push("targets", &shape, as_floats(&batch.targets));
-        self.inspect_forward(&batch.inputs, &mut seen)?;
 
         let named = self.rank.model.named_tensors();
         let (b, comm) = (self.rank.context.b, self.rank.context.comm);
@@ -86,7 +107,7 @@ impl<B: Kernels> Trainer<'_, B> {
         buffers.write_inputs(context, 0.0, &[batch])?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
-            step.first_micro_batch()?;
+            step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             for (values, named) in step.gradients()?.iter().zip(&named) {
                 for TensorRef { name, shape, data } in slices(named, "", values) {
                     seen.push(format!("grad.{name}"), &shape, data.to_vec());
@@ -97,27 +118,5 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         context.b.within(activations, || Ok(work()))??;
         Ok(seen)
-    }
-
-    /// What a forward pass chooses and gives, by one of its own.
-    fn inspect_forward(&mut self, ids: &[i32], seen: &mut Inspection) -> Result<()> {
-        let RankState { context, model, activations, .. } = &mut self.rank;
-        let (k, b) = (context.config.model.top_k, context.b);
-        b.within(activations, || {
-            let shards = Shards::new(b, 1, ids.len(), 0)?;
-            let inference = Cx::inference(b, context.comm, &context.recipe, shards, context.progress());
-            let cx = Cx { training: true, seed: context.config.seed, ..inference };
-            model.prepare(&cx)?;
-            let (logits, choices) = model.inspect(&cx, &b.upload(ids)?)?;
-            for (layer, routing) in &choices {
-                let experts = b.download(&routing.expert)?.into_iter().map(|expert| expert as f32).collect();
-                seen.push(format!("experts.{layer}"), &[ids.len(), k], experts);
-                seen.push(format!("gates.{layer}"), &[ids.len(), k], b.download(&routing.weight)?);
-            }
-            seen.push("logits", &[logits.rows, logits.cols], logits.to_f32_vec(b)?);
-            model.release();
-            Ok(())
-        })?;
-        Ok(())
     }
 }

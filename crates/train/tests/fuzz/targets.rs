@@ -228,8 +228,14 @@ fn precision(u: &mut Unstructured<'_>) -> Result<String> {
 /// A file of a checkpoint.
 type Files = Vec<(&'static str, Vec<u8>)>;
 
-const FILES: [&str; 5] =
-    ["model.safetensors", "optim.safetensors", "config.json", "tokenizer.json", "state.json"];
+const FILES: [&str; 6] = [
+    "model.safetensors",
+    "optim.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "state.json",
+];
 const NAME: &str = "checkpoints/step-00000003";
 
 /// A whole checkpoint, as it is written.
@@ -297,9 +303,11 @@ fn take_all(opened: nibble_train::Result<nibble_train::checkpoint::Tensors>) -> 
 fn sign(files: &mut Files) {
     let sha =
         |content: &[u8]| Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    // `state.json` is the last.
+    let Some(((_, manifest), others)) = files.split_last_mut() else { return };
     let facts: Vec<(&str, usize, String)> =
-        files[..4].iter().map(|(name, content)| (*name, content.len(), sha(content))).collect();
-    let Ok(mut state) = serde_json::from_slice::<serde_json::Value>(&files[4].1) else { return };
+        others.iter().map(|(name, content)| (*name, content.len(), sha(content))).collect();
+    let Ok(mut state) = serde_json::from_slice::<serde_json::Value>(manifest) else { return };
     let files_listed = state.get_mut("files").and_then(serde_json::Value::as_array_mut);
     for entry in files_listed.into_iter().flatten() {
         if let Some((_, bytes, sha256)) = facts.iter().find(|(name, ..)| entry["name"] == *name) {
@@ -315,7 +323,7 @@ fn sign(files: &mut Files) {
     if let Some(at) = text.rfind(&unsigned) {
         text.replace_range(at..at + unsigned.len(), &signature);
     }
-    files[4].1 = text.into_bytes();
+    *manifest = text.into_bytes();
 }
 
 /// The header of a checkpoint's tensors: any bytes, or tensors whose shapes and places are likely to be wrong.
