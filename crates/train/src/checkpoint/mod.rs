@@ -458,7 +458,7 @@ pub struct Latest {
 /// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk.
 ///
 /// # Errors
-/// [`Error::Io`] where the directory exists but cannot be listed. Damage is no error: see [`Latest::rejected`].
+/// [`Error::Io`] where the directory exists but cannot be listed; where a thread cannot be started. Damage is no error: see [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
     for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev() {
@@ -474,6 +474,8 @@ pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
                 latest.checkpoint = Some(checkpoint);
                 break;
             }
+            // No thread to read it with: it may be whole.
+            Err(why @ Error::Core(_)) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }
     }
