@@ -69,6 +69,7 @@ fn after_help() -> String {
 
 fn main() -> ExitCode {
     error::keep_panics();
+    allocation::tell_aborts();
     // SAFETY: a limit on the size of files makes a write fail then, and the error is told, instead of ending the process without a word.
     #[cfg(unix)]
     unsafe {

@@ -45,7 +45,6 @@ fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
 #[cold]
 fn refused(bytes: usize) -> ! {
     end(|to, phase| {
-        let phase = if phase.is_empty() { "starting" } else { phase };
         write!(
             to,
             "out of memory: {phase}: {bytes} bytes were asked for, and the system gives this process no more"
@@ -72,13 +71,44 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     let mut text = [0; 512];
     let mut room = &mut text[..];
     // What there is no room for is left away.
-    let _ = room.write_all(b"error: ").and_then(|()| with_phase(|phase| why(&mut room, phase)));
+    let _ = room
+        .write_all(b"error: ")
+        .and_then(|()| with_phase(|phase| why(&mut room, if phase.is_empty() { "starting" } else { phase })));
     let _ = room.write_all(b"\n");
     let left = room.len();
     let told = 512 - left;
     write_aside(&text[..told]);
     nibble_train::files::remove_unfinished();
     exit()
+}
+
+/// From now on an abort ends the process with an error and exit code 1, too: the system's own library aborts where it finds no memory for
+/// what a thread needs.
+pub fn tell_aborts() {
+    #[cfg(unix)]
+    {
+        extern "C" fn aborted(_: libc::c_int) {
+            end(|to, phase| {
+                write!(
+                    to,
+                    "{phase}: the process gave up, probably out of memory; the line before this one says why"
+                )
+            })
+        }
+        let handler: extern "C" fn(libc::c_int) = aborted;
+        // SAFETY: the handler takes no memory, waits for nobody, and does not return.
+        unsafe { libc::signal(libc::SIGABRT, handler as libc::sighandler_t) };
+    }
+}
+
+/// Undoes [`tell_aborts`]: a fault that kills the process must end it there and then.
+#[cfg(debug_assertions)]
+pub(crate) fn leave_aborts() {
+    #[cfg(unix)]
+    // SAFETY: the default action is one that the system knows.
+    unsafe {
+        libc::signal(libc::SIGABRT, libc::SIG_DFL)
+    };
 }
 
 #[cfg(unix)]

@@ -81,11 +81,15 @@ fn errors_and_help_that_nobody_takes_keep_their_exit_codes() {
 /// What a terminal would take for an order to clear itself.
 const ORDER: &str = "\x1b[2J";
 
-fn assert_shown(done: &Done, what: &str) {
+fn assert_no_orders(done: &Done, what: &str) {
     for text in [&done.stdout, &done.stderr] {
-        let hidden = text.chars().find(|c| c.is_control() && !matches!(c, '\n' | '\t'));
-        assert!(hidden.is_none(), "{what}: {hidden:?} in {text:?}");
+        let order = text.chars().find(|c| c.is_control() && !matches!(c, '\n' | '\t'));
+        assert!(order.is_none(), "{what}: {order:?} in {text:?}");
     }
+}
+
+fn assert_shown(done: &Done, what: &str) {
+    assert_no_orders(done, what);
     let all = format!("{}{}", done.stdout, done.stderr);
     // A value of a configuration is shown as TOML has it.
     assert!(all.contains(r"\u{1b}[2J") || all.contains(r"\u001B[2J"), "{what}: {all}");
@@ -120,14 +124,18 @@ fn names_give_no_orders_to_a_terminal() {
         (vec!["recipe", &recipe], 0),
         (vec!["recipe", &bad], 2),
         (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--device", "cpu"], 0),
-        (vec!["quantize", &tensors, "out.st", "--format", &bad], 2),
         (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--only", &bad], 2),
         (vec!["inspect", "small.toml", "--out", &bad], 0),
-        (vec![&bad], 2),
     ] {
         let done = place.nibble(&args);
         assert_eq!(done.code, Some(code), "{args:?}: {}{}", done.stdout, done.stderr);
         assert_shown(&done, &format!("{args:?}"));
+    }
+    // What is no argument at all is told without them.
+    for args in [vec!["quantize", &tensors, "out.st", "--format", &bad], vec![&bad]] {
+        let done = place.nibble(&args);
+        assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
+        assert_no_orders(&done, &format!("{args:?}"));
     }
     let warned = place.command(&["recipe"]).env(format!("NIBBLE_{ORDER}"), "1").output().unwrap();
     assert!(String::from_utf8_lossy(&warned.stderr).contains(r"NIBBLE_\u{1b}[2J is set"));
