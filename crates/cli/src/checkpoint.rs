@@ -2,6 +2,7 @@
 
 use nibble_command::device::{Device, On};
 use nibble_command::error::{Error, Result};
+use nibble_command::warn;
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::load_recipe;
@@ -23,7 +24,7 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
     let latest = latest_valid(path)?;
     for rejected in &latest.rejected {
-        eprintln!("warning: passed over: {}", rejected.why);
+        warn!("warning: passed over: {}", rejected.why);
     }
     match latest.checkpoint {
         Some(checkpoint) => Ok(checkpoint),

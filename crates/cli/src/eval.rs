@@ -5,7 +5,7 @@ use nibble_command::changes::Changes;
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::Result;
-use nibble_command::say;
+use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
@@ -50,7 +50,7 @@ impl Work for Evaluation<'_> {
         let mut trainer = checkpoint::load(on, config, recipe, checkpoint)?.with_data()?;
         let unit = config.unit();
         if trainer.data()?.sha256() != checkpoint.position().data_sha256 {
-            eprintln!("warning: {}", other_data(checkpoint, config));
+            warn!("warning: {}", other_data(checkpoint, config));
         }
         let entropy = trainer.data()?.entropy();
         let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;

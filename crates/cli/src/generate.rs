@@ -1,6 +1,7 @@
 //! `nibble generate`: text from a checkpoint, the same text for the same seed.
 
 use crate::checkpoint;
+use nibble_command::console::Shown;
 use nibble_command::device::{self, Device, DeviceArg, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
@@ -9,7 +10,7 @@ use nibble_formats::{Purpose, Stream, fnv1a32};
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::tokenizer::Tokenizer;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 /// Writes text from a checkpoint
@@ -74,7 +75,8 @@ impl Work for Generation<'_> {
             "" => tokenizer.encode(opening(tokenizer))?,
             prompt => tokenizer.encode(prompt)?,
         };
-        if !args.prompt.is_empty() && !emit(args.prompt.as_bytes())? {
+        let mut text = Text::new();
+        if !args.prompt.is_empty() && !text.emit(args.prompt.as_bytes())? {
             return Ok(());
         }
         let stream = Stream::new(args.seed, Purpose::Sample, fnv1a32("generate"), 0);
@@ -89,11 +91,11 @@ impl Work for Generation<'_> {
                 return Err(Error::Failed(format!("token {position}: the model's logits are not finite")));
             };
             ids.push(id as i32);
-            if !emit(&tokenizer.decode_bytes(&[id as i32]))? {
+            if !text.emit(&tokenizer.decode_bytes(&[id as i32]))? {
                 return Ok(());
             }
         }
-        emit(b"\n")?;
+        text.emit(b"\n")?;
         Ok(())
     }
 }
@@ -106,13 +108,26 @@ fn opening(tokenizer: Tokenizer) -> &'static str {
     }
 }
 
-/// Writes at once; false where nobody reads any more. Bytes, because a character may take several tokens.
-fn emit(bytes: &[u8]) -> Result<bool> {
-    let mut out = std::io::stdout();
-    match out.write_all(bytes).and_then(|()| out.flush()) {
-        Ok(()) => Ok(true),
-        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
-        Err(e) => Err(Error::Failed(format!("standard output: {e}"))),
+/// Where the text goes: to a terminal with what that would obey shown instead, elsewhere byte by byte.
+struct Text {
+    shown: Option<Shown>,
+}
+
+impl Text {
+    fn new() -> Self {
+        Self { shown: std::io::stdout().is_terminal().then(Shown::default) }
+    }
+
+    /// Writes at once; false where nobody reads any more. Bytes, because a character may take several tokens.
+    fn emit(&mut self, bytes: &[u8]) -> Result<bool> {
+        let shown = self.shown.as_mut().map(|shown| shown.next(bytes));
+        let bytes = shown.as_deref().map_or(bytes, str::as_bytes);
+        let mut out = std::io::stdout();
+        match out.write_all(bytes).and_then(|()| out.flush()) {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+            Err(e) => Err(Error::Failed(format!("standard output: {e}"))),
+        }
     }
 }
 

@@ -19,8 +19,16 @@ mod verify;
 
 use clap::{Parser, Subcommand};
 use nibble_command::error::{self, Result};
-use nibble_command::{console, env, say};
+use nibble_command::{allocation, console, env, say, warn};
+use nibble_core::allocation::phase;
 use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: allocation::Telling = allocation::Telling;
+
+/// Of the thread that runs the command: as large as the first thread's is at most on most systems. That one grows where it lies, and
+/// the process is killed where it cannot; this one is there from the start or is refused with an error.
+const STACK_BYTES: usize = 8 << 20;
 
 /// Trains language models with activations in four bits and products in eight
 #[derive(Debug, Parser)]
@@ -63,22 +71,50 @@ fn surroundings() -> String {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    env::unknown().iter().for_each(|unread| eprintln!("warning: {unread}"));
-    match error::catch(|| run(cli).and_then(|()| console::require_said())) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            if !matches!(error, error::Error::Stopped(_)) {
-                eprintln!("error: {error}");
-            }
-            error.exit_code()
-        }
+    error::keep_panics();
+    allocation::tell_aborts();
+    // SAFETY: a limit on the size of files makes a write fail then, and the error is told, instead of ending the process without a word.
+    #[cfg(unix)]
+    unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN)
+    };
+    match std::thread::Builder::new().name("nibble".into()).stack_size(STACK_BYTES).spawn(command) {
+        // What panics outside of a command is no less a defect.
+        Ok(thread) => thread.join().unwrap_or_else(|_| ended(Err(error::panicked()))),
+        Err(why) => ended(Err(nibble_core::Error::not_started(why).into())),
     }
+}
+
+/// The command that the arguments ask for, from its first line to its exit code.
+fn command() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(wrong) if wrong.use_stderr() => {
+            warn!("{}", wrong.render().to_string().trim_end());
+            return ExitCode::from(2);
+        }
+        Err(help) => {
+            console::keep(help.print());
+            return ended(console::require_said());
+        }
+    };
+    env::unknown().iter().for_each(|unread| warn!("warning: {unread}"));
+    ended(error::catch(|| run(cli).and_then(|()| console::require_said())))
+}
+
+/// Tells of an error, and gives the exit code.
+fn ended(done: Result<()>) -> ExitCode {
+    let Err(error) = done else { return ExitCode::SUCCESS };
+    if !matches!(error, error::Error::Stopped(_)) {
+        warn!("error: {error}");
+    }
+    error.exit_code()
 }
 
 fn run(cli: Cli) -> Result<()> {
     #[cfg(debug_assertions)]
     env::arm_faults()?;
+    phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));
     match cli.command {
         Command::Train(args) => train::run(args),
         Command::Eval(args) => eval::run(args),

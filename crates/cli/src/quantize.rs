@@ -11,6 +11,7 @@ use nibble_command::console::bytes;
 use nibble_command::device::{self, Device, DeviceArg, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
+use nibble_core::allocation::phase;
 use nibble_core::ops::{Counts, Dequantize, Planes, Quantize};
 use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Convert, DType, Operand, Tensor};
@@ -84,6 +85,7 @@ pub fn run(args: Args) -> Result<()> {
         let why = "is no file: the tensors of a device, a pipe or a directory have no known end";
         return Err(Error::usage(format!("{}: {why}", args.input.display())));
     }
+    phase(format_args!("reading {}", args.input.display()));
     let input = std::fs::read(&args.input).map_err(Error::io(&args.input))?;
     let wrong = |e| Error::usage(format!("{}: not a safetensors file: {e}", args.input.display()));
     let (_, header) = SafeTensors::read_metadata(&input).map_err(wrong)?;
@@ -198,22 +200,11 @@ impl<'d> Output<'d> {
 
     /// Writes beside the place and renames, so that no half file ever bears the name.
     fn write(&self, path: &Path) -> Result<u64> {
+        phase(format_args!("writing {}", path.display()));
         let metadata = (!self.metadata.is_empty()).then(|| self.metadata.clone());
         let content =
             safetensors::serialize(&self.tensors, metadata).map_err(|e| Error::Failed(e.to_string()))?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let tmp = path.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
-        let written = (|| {
-            let mut file = std::fs::File::create(&tmp)?;
-            std::io::Write::write_all(&mut file, &content)?;
-            file.sync_all()?;
-            std::fs::rename(&tmp, path)
-        })();
-        if written.is_err() {
-            // The first error is the one to tell.
-            let _ = std::fs::remove_file(&tmp);
-        }
-        written.map_err(Error::io(path))?;
+        nibble_train::files::write_whole(path, &content).map_err(Error::io(path))?;
         Ok(content.len() as u64)
     }
 }
@@ -235,6 +226,7 @@ fn quantize<'d, B: Convert>(
     require_matches(&args.only, file)?;
     let mut converted = 0;
     for (name, view) in file.iter() {
+        phase(format_args!("quantizing `{name}`"));
         let wanted = args.only.is_empty() || args.only.iter().any(|pattern| glob(pattern, name));
         let why = match (wanted, matrices(view.shape()), floats(view.dtype(), view.data())) {
             (false, ..) => "not asked for",
@@ -451,6 +443,7 @@ fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Output<'d>) 
     }
     let mut planes = std::collections::BTreeSet::new();
     for (name, text) in &described {
+        phase(format_args!("restoring `{name}`"));
         let about = About::parse(name, text)?;
         let (codes, scales) = (format!("{name}.codes"), format!("{name}.scales"));
         let kind = about.format.scale_kind(about.rule);

@@ -1,6 +1,7 @@
 //! What a run has left in its directory.
 
 use nibble_command::error::{Error, Result};
+use nibble_command::warn;
 use nibble_core::Recipe;
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
@@ -42,7 +43,7 @@ impl RunFiles {
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;
         let faults = file.faults(&path, "is no metrics");
-        faults.iter().for_each(|fault| eprintln!("warning: {fault}"));
+        faults.iter().for_each(|fault| warn!("warning: {fault}"));
         let metrics = file.metrics;
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
     }

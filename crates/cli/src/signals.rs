@@ -45,7 +45,7 @@ mod unix {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     use signal_hook::flag;
     use signal_hook::iterator::Signals;
-    use std::io::{Error, Write};
+    use std::io::Error;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
     use std::thread::JoinHandle;
@@ -63,14 +63,14 @@ mod unix {
         }
         // A handler must not print. Whoever waits for a long step is told at once all the same.
         let mut signals = Signals::new(&heard)?;
-        std::thread::Builder::new().name("signals".into()).spawn(move || {
+        let teller = std::thread::Builder::new().name("signals".into()).spawn(move || {
             if let Some(signal) = signals.forever().next() {
                 let name = nibble_command::error::signal_name(signal as usize);
                 let text = "the run ends after this step or batch; a second signal ends it at once";
-                // A terminal that hangs up takes no line.
-                let _ = writeln!(std::io::stderr(), "\n{name}: {text}");
+                nibble_command::warn!("\n{name}: {text}");
             }
-        })
+        });
+        teller.map_err(|why| Error::other(nibble_core::Error::not_started(why)))
     }
 
     /// Whether whoever started the process wants it to ignore a signal: `nohup`, or `&` in a script.

@@ -1,21 +1,41 @@
 //! Lines for people, and numbers as people read them.
 
 use crate::error::{Error, Result};
+use nibble_core::visible;
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
 
 /// Why a line did not get out, the first of them.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Prints a line to standard output.
+/// Prints a line to standard output, as [`line`] does.
 #[macro_export]
 macro_rules! say {
     ($($arg:tt)*) => { $crate::console::line(format_args!($($arg)*)) };
 }
 
-/// Prints a line. The command goes on if it does not get out, and [`require_said`] tells at its end.
+/// Prints a line to standard error, as [`aside`] does.
+#[macro_export]
+macro_rules! warn {
+    ($($arg:tt)*) => { $crate::console::aside(format_args!($($arg)*)) };
+}
+
+/// Prints a line, in which what a terminal would obey is shown instead. The command goes on if it does not get out, and
+/// [`require_said`] tells at its end.
 pub fn line(text: std::fmt::Arguments<'_>) {
-    if let Err(error) = writeln!(std::io::stdout(), "{text}") {
+    let text = visible(format_args!("{text}\n"));
+    keep(std::io::stdout().write_all(text.as_bytes()));
+}
+
+/// Prints a line to standard error likewise. Where that takes none, nobody is left to be told.
+pub fn aside(text: std::fmt::Arguments<'_>) {
+    let text = visible(format_args!("{text}\n"));
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+/// Remembers that a line did not get out.
+pub fn keep(written: std::io::Result<()>) {
+    if let Err(error) = written {
         let _ = LOST.set(error);
     }
 }
@@ -30,6 +50,37 @@ pub fn require_said() -> Result<()> {
             Err(Error::Failed(format!("standard output: {error}: not everything was written")))
         }
         _ => Ok(()),
+    }
+}
+
+/// Bytes of a text that come a few at a time, on their way to a terminal: characters are shown when they are whole, and none is obeyed.
+#[derive(Debug, Default)]
+pub struct Shown {
+    /// The beginning of a character.
+    begun: Vec<u8>,
+}
+
+impl Shown {
+    /// What these bytes make whole. A byte that belongs to no character is shown as `\x9b`.
+    pub fn next(&mut self, bytes: &[u8]) -> String {
+        self.begun.extend_from_slice(bytes);
+        let all = std::mem::take(&mut self.begun);
+        let mut text = String::new();
+        let mut left = &all[..];
+        loop {
+            let wrong = match std::str::from_utf8(left) {
+                Ok(valid) => return text + &visible(format_args!("{valid}")),
+                Err(wrong) => wrong,
+            };
+            let (valid, rest) = left.split_at(wrong.valid_up_to());
+            text += &visible(format_args!("{}", String::from_utf8_lossy(valid)));
+            let Some(len) = wrong.error_len() else {
+                self.begun = rest.to_vec();
+                return text;
+            };
+            rest[..len].iter().for_each(|byte| text += &format!("\\x{byte:02x}"));
+            left = &rest[len..];
+        }
     }
 }
 
@@ -64,6 +115,17 @@ pub fn bits(nats: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn characters_are_shown_when_they_are_whole_and_none_is_obeyed() {
+        let mut shown = Shown::default();
+        let all =
+            ["é".as_bytes(), b"\x1b[2J\n", b"\xff", &[0xc2, 0x9b], &[0xe2, 0x80, 0xae], "→\t.".as_bytes()]
+                .concat();
+        let one_by_one: String = all.iter().map(|byte| shown.next(&[*byte])).collect();
+        assert_eq!(one_by_one, "é\\u{1b}[2J\n\\xff\\u{9b}\\u{202e}→\t.");
+        assert_eq!(Shown::default().next(&all), one_by_one);
+    }
 
     #[test]
     fn numbers_read_well() {

@@ -104,6 +104,7 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
 pub fn arm_faults() -> Result<()> {
     use nibble_train::fault;
     let Ok(text) = std::env::var(FAULT) else { return Ok(()) };
+    crate::allocation::leave_aborts();
     let faults: std::result::Result<Vec<fault::Fault>, _> = text.split(',').map(str::parse).collect();
     fault::arm(&faults.map_err(|why| Error::usage(format!("{FAULT}: {why}")))?);
     Ok(())

@@ -1,6 +1,8 @@
 //! What a command ends with when it does not succeed: a message, and whose fault it was.
 
+use crate::allocation;
 use std::fmt;
+use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
@@ -80,17 +82,32 @@ impl From<nibble_core::Error> for Error {
 /// The first panic of the process: message and place.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error like any other.
-pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Keeps what the first panic says, from now on, instead of printing it.
+pub fn keep_panics() {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
         let message = payload.downcast_ref::<&str>().map(ToString::to_string);
         let message = message.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+        if is_refused_thread(&message) {
+            allocation::end(|to, phase| write!(to, "{phase}: a thread could not be started: {message}"));
+        }
         let place = info.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
         let mut first = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
         first.get_or_insert(format!("{message}{place}"));
     }));
+}
+
+/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error like any other.
+pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
+}
+
+/// Whether this is how the standard library ends a thread that has begun and finds no memory for its signal handler: a panic from which
+/// nothing can unwind.
+fn is_refused_thread(message: &str) -> bool {
+    ["failed to allocate an alternative stack", "failed to set up alternative stack"]
+        .iter()
+        .any(|refusal| message.starts_with(refusal))
 }
 
 /// The error of a thread that panicked.

@@ -8,9 +8,11 @@
 //! | [`changes`] | options that change a configuration |
 //! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
 //! | [`env`](mod@env) | the environment variables of the command and of the CPU |
+//! | [`allocation`] | what happens where the system refuses memory |
 //! | [`console`] | lines for people |
 //! | [`error`] | what a command ends with |
 
+pub mod allocation;
 pub mod changes;
 pub mod console;
 pub mod device;

@@ -2,7 +2,7 @@
 
 use crate::env::Env;
 use crate::error::{Error, Result, panicked};
-use nibble_core::{Comm, SoloComm};
+use nibble_core::{Comm, Error as CoreError, SoloComm};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::RunConfig;
 
@@ -30,8 +30,12 @@ pub fn on_ranks<T: Send>(
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let ranks = ThreadComm::world(run.ranks).into_iter();
-        let handles: Vec<_> = ranks.map(|comm| scope.spawn(|| rank(comm))).collect();
-        handles.into_iter().map(|h| h.join().unwrap_or_else(|_| Err(panicked()))).collect()
+        // Where a thread cannot be started its communicator is dropped, which tells the others too.
+        let start = |comm| {
+            std::thread::Builder::new().spawn_scoped(scope, || rank(comm)).map_err(CoreError::not_started)
+        };
+        let handles: Vec<_> = ranks.map(start).collect();
+        handles.into_iter().map(|h| h?.join().unwrap_or_else(|_| Err(panicked()))).collect()
     });
     first_cause(results)
 }

@@ -104,6 +104,15 @@ pub enum Error {
 }
 
 impl Error {
+    /// A thread that the system does not start: there are too many, or no memory for its stack.
+    #[must_use]
+    pub fn not_started(why: std::io::Error) -> Self {
+        Self::Device {
+            call: "starting a thread".into(),
+            why: format!("{why}: no memory is left for its stack, or there are too many"),
+        }
+    }
+
     /// An [`Error::Shape`].
     pub fn shape(
         op: &'static str,

@@ -8,6 +8,7 @@
 //! Products everywhere are D = A·Bᵀ with A `[m, k]` and B `[n, k]`.
 
 mod agreement;
+pub mod allocation;
 mod backend;
 mod block_scaled;
 mod comm;
@@ -19,6 +20,7 @@ pub mod recipe;
 mod scope;
 mod tensor;
 mod traffic;
+mod visible;
 
 pub use agreement::Agreement;
 pub use backend::{
@@ -34,6 +36,7 @@ pub use recipe::Recipe;
 pub use scope::Scope;
 pub use tensor::{DType, Data, Tensor};
 pub use traffic::{Traffic, TrafficCounter};
+pub use visible::{Visible, visible};
 
 /// The example of the README compiles.
 #[cfg(doctest)]

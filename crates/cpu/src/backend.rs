@@ -82,7 +82,7 @@ impl Cpu {
             .num_threads(threads)
             .thread_name(|i| format!("nibble-{i}"))
             .build()
-            .map_err(|e| Error::Device { call: "starting threads".into(), why: e.to_string() })?;
+            .map_err(|why| Error::not_started(std::io::Error::other(why)))?;
         let (memory, profile) = (Arc::default(), Mutex::default());
         Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
     }

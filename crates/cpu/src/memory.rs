@@ -1,5 +1,6 @@
 //! Where buffers lie: in a pool by size class, or in an arena.
 
+use nibble_core::allocation::may_be_refused;
 use nibble_core::{Error, HEAP_ALIGN, MemoryStats, Result, Scope, Segments, TrafficCounter};
 use std::collections::HashMap;
 use std::fmt;
@@ -109,7 +110,7 @@ impl Memory {
             }
             None => {
                 drop(free);
-                bytemuck::try_zeroed_vec(class)
+                may_be_refused(|| bytemuck::try_zeroed_vec(class))
                     .unwrap_or_else(|()| out_of_room("the host's memory", 8 * class))
             }
         }
@@ -169,7 +170,7 @@ unsafe impl Send for Segment {}
 impl Segment {
     /// None where the system has no more memory.
     fn new(bytes: usize) -> Option<Self> {
-        let words = bytemuck::try_zeroed_slice_box((bytes + HEAP_ALIGN) / 8).ok()?;
+        let words = may_be_refused(|| bytemuck::try_zeroed_slice_box((bytes + HEAP_ALIGN) / 8)).ok()?;
         let memory: *mut [u64] = Box::into_raw(words);
         let first = memory.cast::<u64>();
         // Words are aligned to 8 bytes already: fewer than `HEAP_ALIGN` are skipped, and as many were added.

@@ -4,6 +4,7 @@
 //! else writes. A digest of the body turns a truncated or damaged file into a miss.
 
 use crate::cubin::{Cubin, Key, Resources};
+use nibble_core::visible;
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -39,7 +40,12 @@ impl CubinCache {
     /// Writes the entry. A folder that cannot be written costs a compilation next time, so it is reported and no error.
     pub(crate) fn write(&self, key: &Key, cubin: &Cubin) {
         if let Err(error) = self.try_write(key, cubin) {
-            eprintln!("warning: compiled kernels are not kept in {}: {error}", self.folder.display());
+            let why = format_args!(
+                "warning: compiled kernels are not kept in {}: {error}\n",
+                self.folder.display()
+            );
+            // Where standard error takes no line, nobody is left to be told.
+            let _ = std::io::stderr().write_all(visible(why).as_bytes());
         }
     }
 

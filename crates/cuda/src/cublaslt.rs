@@ -68,9 +68,7 @@ pub struct Gemm<T: Element> {
 impl<T: Element> Gemm<T> {
     /// D `[m][n]` = A `[m][k]` · B `[n][k]`ᵀ.
     pub fn new(device: &Device, m: usize, n: usize, k: usize) -> Result<Self> {
-        if !crate::probe().cublaslt {
-            return Err(failed("loading cuBLASLt", "libcublasLt.so cannot be loaded"));
-        }
+        crate::probe().cublaslt.clone().map_err(|why| failed("loading cuBLASLt", why))?;
         let workspace = device.alloc(WORKSPACE_BYTES)?;
         let scale = || if T::IS_FP8 { device.upload(&[1.0f32]).map(Some) } else { Ok(None) };
         let scales = [scale()?, scale()?];

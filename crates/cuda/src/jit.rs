@@ -117,6 +117,8 @@ impl Nvrtc {
                         point NIBBLE_NVRTC at it"
                 .into());
         }
+        // SAFETY: as above; it is there.
+        crate::symbols::missing("libnvrtc.so", unsafe { sys::culib() }, crate::symbols::NVRTC)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two ints.
         unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;

@@ -49,6 +49,7 @@ mod profile;
 pub mod recording;
 pub mod source;
 mod staging;
+mod symbols;
 pub mod tensor_map;
 pub mod timeline;
 pub mod timing;

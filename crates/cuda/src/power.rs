@@ -38,11 +38,11 @@ impl Meter {
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
-    /// Does the work, which should take a second, and says what was seen.
+    /// Does the work, which should take a second, and says what was seen; nothing where no thread can be started.
     pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let looking = scope.spawn(|| {
+            let looking = std::thread::Builder::new().spawn_scoped(scope, || {
                 let mut seen = Vec::new();
                 loop {
                     std::thread::sleep(PERIOD);
@@ -56,7 +56,7 @@ impl Meter {
             let finish = Finish(&done);
             let result = work();
             drop(finish);
-            (result, looking.join().ok().and_then(summary))
+            (result, looking.ok().and_then(|seen| summary(seen.join().ok()?)))
         })
     }
 }

@@ -1,6 +1,7 @@
 //! What CUDA there is on this machine. Asking never fails and never panics.
 
 use crate::jit::Nvrtc;
+use crate::symbols;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{result, sys};
 use std::fmt;
@@ -34,8 +35,8 @@ pub struct Probe {
     pub driver: Result<(u32, u32), String>,
     /// NVRTC's version, or why there is none to use.
     pub nvrtc: Result<(u32, u32), String>,
-    /// cuBLASLt can be loaded.
-    pub cublaslt: bool,
+    /// Why there is no cuBLASLt to use, if so.
+    pub cublaslt: Result<(), String>,
     /// The GPUs, in the driver's order.
     pub gpus: Vec<GpuInfo>,
 }
@@ -57,7 +58,10 @@ impl fmt::Display for Probe {
             Ok((major, minor)) => writeln!(f, "NVRTC: {major}.{minor}")?,
             Err(why) => writeln!(f, "NVRTC: unusable: {why}")?,
         }
-        write!(f, "cuBLASLt: {}", if self.cublaslt { "present" } else { "none" })?;
+        match &self.cublaslt {
+            Ok(()) => write!(f, "cuBLASLt: present")?,
+            Err(why) => write!(f, "cuBLASLt: unusable: {why}")?,
+        }
         for gpu in &self.gpus {
             let (major, minor) = gpu.compute_capability;
             write!(
@@ -81,10 +85,18 @@ pub fn probe() -> &'static Probe {
     PROBE.get_or_init(|| {
         let driver = driver_version();
         let gpus = if driver.is_ok() { gpus() } else { Vec::new() };
-        // SAFETY: loading a library runs its initialisers; cuBLASLt's are made for that.
-        let cublaslt = unsafe { cudarc::cublaslt::sys::is_culib_present() };
-        Probe { driver, nvrtc: Nvrtc::found().map(|nvrtc| nvrtc.version), cublaslt, gpus }
+        Probe { driver, nvrtc: Nvrtc::found().map(|nvrtc| nvrtc.version), cublaslt: cublaslt(), gpus }
     })
+}
+
+fn cublaslt() -> Result<(), String> {
+    use cudarc::cublaslt::sys;
+    // SAFETY: loading a library runs its initialisers; cuBLASLt's are made for that.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("libcublasLt.so cannot be loaded".into());
+    }
+    // SAFETY: as above; it is there.
+    symbols::missing("libcublasLt.so", unsafe { sys::culib() }, symbols::CUBLASLT)
 }
 
 /// The oldest CUDA that a driver must speak: 12.8 brought `cuEventElapsedTime_v2`. The next of the calls made here is
@@ -103,18 +115,24 @@ fn spoken(number: u32) -> Result<(u32, u32), String> {
     ))
 }
 
-/// Whether `libcuda` can be loaded and is new enough; every other call into `cudarc::driver` panics where it is not.
+/// Whether `libcuda` can be loaded, has all that is called and is new enough; every other call into `cudarc::driver` panics where it is not.
 fn driver_version() -> Result<(u32, u32), String> {
     // SAFETY: loading the driver library runs its initialisers, which are made for that.
     if !unsafe { sys::is_culib_present() } {
         return Err("libcuda.so cannot be loaded".into());
     }
-    result::init().map_err(|error| crate::driver::describe(error.0))?;
+    // SAFETY: as above; it is there.
+    let library = unsafe { sys::culib() };
+    // A driver that is too old may lack functions: its version says more than their names.
+    symbols::missing("libcuda.so", library, symbols::DRIVER_VERSION)?;
     let mut version = 0;
     // SAFETY: writes one int.
     let code = unsafe { sys::cuDriverGetVersion(&mut version) };
     crate::driver::check("cuDriverGetVersion", code).map_err(|error| error.to_string())?;
-    spoken(version.max(0) as u32)
+    let version = spoken(version.max(0) as u32)?;
+    symbols::missing("libcuda.so", library, symbols::DRIVER)?;
+    result::init().map_err(|error| crate::driver::describe(error.0))?;
+    Ok(version)
 }
 
 fn gpus() -> Vec<GpuInfo> {
@@ -179,7 +197,7 @@ mod tests {
         let found = Probe {
             driver: spoken(12040),
             nvrtc: Err("no library".into()),
-            cublaslt: false,
+            cublaslt: Err("no library either".into()),
             gpus: Vec::new(),
         };
         assert!(found.usable().next().is_none());

@@ -1,5 +1,6 @@
 //! Files that are written whole or not at all, and files that can be read to their end.
 
+use nibble_core::allocation::phase;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -47,6 +48,7 @@ impl WholeFile {
     /// # Errors
     /// What the system says.
     pub fn create(path: &Path) -> io::Result<Self> {
+        phase(format_args!("writing {}", path.display()));
         static TURN: AtomicU64 = AtomicU64::new(0);
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let turn = TURN.fetch_add(1, Ordering::Relaxed);
@@ -117,6 +119,7 @@ pub fn remove_unfinished() {
 /// # Errors
 /// What the system says, or what the path is instead of a file.
 pub fn open_to_read(path: &Path) -> io::Result<File> {
+    phase(format_args!("reading {}", path.display()));
     let kind = fs::metadata(path)?.file_type();
     let what = if kind.is_file() {
         None

@@ -1,10 +1,12 @@
 //! How long the GPU's kernels take to be ready, with an empty and with a warm cache of compiled kernels.
 
 use nibble_command::console::bytes;
+use nibble_command::env::Env;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Tensor};
+use nibble_cpu::Cpu;
 use nibble_cuda::jit::Nvrtc;
 use nibble_cuda::source::Sources;
 use nibble_cuda::{Cuda, Device, Jit, ops, probe};
@@ -17,15 +19,18 @@ use std::time::Instant;
 pub fn warm() -> Result<()> {
     let folder = nibble_cuda::env::cubin_cache();
     let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
-    let ((), ms) = timed(|| compile_all(&Jit::from_env().map_err(Error::usage)?))?;
+    let settings = Env::read()?;
+    let cpu = settings.cpu(settings.threads(0))?;
+    let ((), ms) = timed(|| compile_all(&cpu, &Jit::from_env().map_err(Error::usage)?))?;
     let (count, seconds) = (ops::instances().len(), ms / 1e3);
     say!("all {count} kernels are in {} after {seconds:.1} s{}", folder.display(), size_of(&folder));
     Ok(())
 }
 
-/// On all threads.
-fn compile_all(jit: &Jit) -> Result<()> {
-    Ok(ops::instances().par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop))?)
+/// On all threads of this backend.
+fn compile_all(cpu: &Cpu, jit: &Jit) -> Result<()> {
+    let all = ops::instances();
+    Ok(cpu.pool().install(|| all.par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop)))?)
 }
 
 /// Times both starts.
@@ -54,8 +59,10 @@ pub fn time() -> Result<()> {
     }
     let (instances, all) = (ops::instances(), folder.path().join("all"));
     let compiler = jit(&all)?;
-    let ((), ms) = timed(|| compile_all(&compiler))?;
-    let (count, threads) = (instances.len(), rayon::current_num_threads());
+    let settings = Env::read()?;
+    let (count, threads) = (instances.len(), settings.threads(0));
+    let cpu = settings.cpu(threads)?;
+    let ((), ms) = timed(|| compile_all(&cpu, &compiler))?;
     say!(
         "all {count} kernels, empty cache: compiled in {:.1} s on {threads} threads{}",
         ms / 1e3,

@@ -9,7 +9,7 @@ use crate::processes::Process;
 use crate::run_files::RunFiles;
 use nibble_command::console::bytes;
 use nibble_command::error::{Error, Result};
-use nibble_command::say;
+use nibble_command::{say, warn};
 use nibble_core::DeviceKind;
 use nibble_train::ledger::Ledger;
 use nibble_train::metrics::{LayerMetrics, Watchdog, read_layers};
@@ -97,7 +97,7 @@ impl Recorded {
                 .push(format!("{}: no such file; expert load and numerics are not known", path.display()));
         }
         let broken = layers.faults(&path, "cannot be read");
-        broken.iter().for_each(|fault| eprintln!("warning: {fault}"));
+        broken.iter().for_each(|fault| warn!("warning: {fault}"));
         files.faults.extend(broken);
         let path = dir.join(MEMORY_FILE);
         let memory = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()));

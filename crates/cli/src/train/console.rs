@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{Device, On};
 use nibble_command::say;
+use nibble_core::visible;
 use nibble_cuda::power::Meter;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
@@ -61,7 +62,7 @@ impl Console {
     /// A line of the log alone. It is for people: a run does not end for it.
     fn log(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
-            let _ = writeln!(log, "{text}");
+            let _ = log.write_all(visible(format_args!("{text}\n")).as_bytes());
         }
     }
 

@@ -1,13 +1,21 @@
 //! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
 
 mod dense;
+#[cfg(target_os = "linux")]
+mod drivers;
 mod endings;
+#[cfg(target_os = "linux")]
+mod every;
 mod gpu;
 mod guide;
 #[cfg(debug_assertions)]
 mod kill;
+#[cfg(target_os = "linux")]
+mod memory;
 mod mistakes;
 mod models;
+#[cfg(target_os = "linux")]
+mod outputs;
 mod quantize;
 mod report;
 mod runs;

@@ -95,7 +95,7 @@ mod tests {
     }
 
     fn found(gpus: Vec<GpuInfo>) -> Probe {
-        Probe { driver: Ok((13, 0)), nvrtc: Ok((13, 0)), cublaslt: true, gpus }
+        Probe { driver: Ok((13, 0)), nvrtc: Ok((13, 0)), cublaslt: Ok(()), gpus }
     }
 
     /// The number of the GPU that was opened, none for the CPU; and why.

@@ -20,6 +20,7 @@ mod files;
 mod state;
 mod tensors;
 
+use nibble_core::allocation::phase;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -340,6 +341,7 @@ fn name_of(step: u64) -> String {
 /// What `state.json` of a checkpoint says.
 fn read_state(dir: &Path) -> Result<State> {
     let path = dir.join(STATE_FILE);
+    phase(format_args!("reading {}", path.display()));
     let bytes = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
     let text = String::from_utf8(bytes).map_err(|e| Error::checkpoint(&path, format!("is altered: {e}")))?;
     State::from_json(&text, &path)
@@ -368,11 +370,12 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let state = read_state(path)?;
         std::thread::scope(|scope| {
-            let verifying: Vec<_> =
-                state.files.iter().map(|entry| scope.spawn(|| verify(path, entry))).collect();
-            let join = |file: std::thread::ScopedJoinHandle<'_, Result<()>>| match file.join() {
-                Ok(verified) => verified,
-                Err(panic) => std::panic::resume_unwind(panic),
+            let start = |entry| std::thread::Builder::new().spawn_scoped(scope, move || verify(path, entry));
+            let verifying: Vec<_> = state.files.iter().map(start).collect();
+            let join = |file: std::io::Result<std::thread::ScopedJoinHandle<'_, Result<()>>>| {
+                file.map_err(nibble_core::Error::not_started)?
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
             verifying.into_iter().try_for_each(join)
         })?;
@@ -463,7 +466,7 @@ pub struct Latest {
 /// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk.
 ///
 /// # Errors
-/// [`Error::Io`] where the directory exists but cannot be listed. Damage is no error: see [`Latest::rejected`].
+/// [`Error::Io`] where the directory exists but cannot be listed; where a thread cannot be started. Damage is no error: see [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
     for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev() {
@@ -479,6 +482,8 @@ pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
                 latest.checkpoint = Some(checkpoint);
                 break;
             }
+            // No thread to read it with: it may be whole.
+            Err(why @ Error::Core(_)) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }
     }

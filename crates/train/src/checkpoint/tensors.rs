@@ -58,7 +58,7 @@ impl Tensors {
         }
         let (dir, entry) = (dir.to_path_buf(), entry.clone());
         let check = || Builder::new().name("checkpoint checksum".into()).spawn(move || verify(&dir, &entry));
-        let checked = checks.then(check).transpose().map_err(|e| unreadable(&path, e))?;
+        let checked = checks.then(check).transpose().map_err(nibble_core::Error::not_started)?;
         Ok(Self { path, file, tensors, checked })
     }
 

@@ -1,5 +1,6 @@
 //! From TOML text and overrides to a checked [`Config`], remembering where each value came from.
 
+use nibble_core::allocation::phase;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -139,6 +140,7 @@ const MOST_BYTES: u64 = 16 << 20;
 
 /// The text of a configuration or a recipe, whose file may be one without an end.
 pub(crate) fn read_text(path: &Path) -> Result<String> {
+    phase(format_args!("reading {}", path.display()));
     let file = std::fs::File::open(path).map_err(Error::io(path))?;
     let mut text = String::new();
     let read = file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(Error::io(path))?;

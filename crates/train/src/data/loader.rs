@@ -98,10 +98,7 @@ impl Ahead {
             let _ = (first..).try_for_each(|step| sender.send(plan.step(step)));
         };
         let thread = Builder::new().name("nibble-loader".into()).spawn(make);
-        let thread = thread.map_err(|error| CoreError::Device {
-            call: "starting a thread".into(),
-            why: error.to_string(),
-        })?;
+        let thread = thread.map_err(CoreError::not_started)?;
         Ok(Self { next: first, made: Some(made), thread: Some(thread) })
     }
 

@@ -1,5 +1,6 @@
 //! Text from a path, plain or gzip, read as bytes, its end held out.
 
+use nibble_core::allocation::phase;
 use std::io::Read;
 use std::path::Path;
 
@@ -80,6 +81,7 @@ const ALWAYS_BYTES: u64 = 64 << 20;
 /// The bytes of a file or a pipe.
 fn read(path: &Path) -> Result<Vec<u8>> {
     let unreadable = |e| Error::data(path, format!("cannot be read: {e}"));
+    phase(format_args!("reading {}", path.display()));
     let file = std::fs::File::open(path).map_err(unreadable)?;
     #[cfg(unix)]
     {

@@ -1,5 +1,6 @@
 //! Files of JSON lines, one object a step: whole after every step, cut back on resume.
 
+use nibble_core::allocation::phase;
 use std::fs::{self, File};
 use std::io::Write;
 use std::marker::PhantomData;
@@ -147,6 +148,7 @@ struct Line<T> {
 
 /// The lines that end as lines do.
 fn whole_lines<T: StepLine>(path: &Path) -> Result<Vec<Line<T>>> {
+    phase(format_args!("reading {}", path.display()));
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

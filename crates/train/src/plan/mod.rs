@@ -9,6 +9,7 @@ mod largest;
 mod search;
 
 use largest::largest;
+use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
 
 use crate::checks::check_sizes;
@@ -140,6 +141,7 @@ fn rehearsed(
     recipe: &Recipe,
     run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
+    phase(format_args!("rehearsing a step to predict its memory"));
     on_shapes(kind, ranks, config, recipe, |dry, rank| {
         let ledger = run(rank)?;
         let beside_bytes = dry.pooled_peak() + gathered_bytes(rank, ranks);

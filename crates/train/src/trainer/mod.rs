@@ -37,6 +37,7 @@ use crate::plan;
 use crate::rank::{RankState, RunMemory, Step};
 use crate::record::Report;
 use crate::tokenizer::Tokenizer;
+use nibble_core::allocation::phase;
 use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
 use recorded::Recorded;
@@ -98,6 +99,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::new`], the data aside.
     pub fn under(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: Recipe) -> Result<Self> {
+        phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
         let (m, seq_len) = (&config.model, config.data.seq_len);
@@ -230,6 +232,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.rank.context.step;
+        phase(format_args!("step {step}"));
         self.issue_whole(how).map_err(|error| self.without_room(error, format!("step {step}")))
     }
 
@@ -352,6 +355,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<f64>> {
         self.require_settled("evaluate")?;
+        phase(format_args!("the held-out loss"));
         let RankState { context, model, activations, .. } = &mut self.rank;
         let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
         evaluated.map_err(|error| {

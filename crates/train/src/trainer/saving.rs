@@ -430,8 +430,7 @@ impl<B: Kernels> Trainer<'_, B> {
 type Writer = JoinHandle<Result<PathBuf>>;
 
 fn started<T>(thread: std::io::Result<JoinHandle<T>>) -> Result<JoinHandle<T>> {
-    let failed = |e: std::io::Error| CoreError::Device { call: "thread::spawn".into(), why: e.to_string() };
-    Ok(thread.map_err(failed)?)
+    Ok(thread.map_err(CoreError::not_started)?)
 }
 
 #[cfg(test)]

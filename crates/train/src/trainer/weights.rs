@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::model::{Named, transformers_config};
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
+use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 
@@ -160,6 +161,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// As [`Trainer::load`].
     pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
+        phase(format_args!("loading {}", checkpoint.path().display()));
         self.saving.wait_copied();
         let (b, rank, mut model) = (self.rank.context.b, self.rank.context.comm.rank(), checkpoint.model()?);
         let named = self.rank.model.named_tensors();

@@ -1,0 +1,134 @@
+//! What happens where the system refuses memory: an error that says for what, and never an abort.
+
+use nibble_core::allocation::{takes_refusals, with_phase};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The system's allocator. What it refuses ends the process with an error, unless whoever asks takes that for an answer
+/// ([`nibble_core::allocation::may_be_refused`]).
+#[derive(Debug)]
+pub struct Telling;
+
+// SAFETY: every method passes its arguments on to the system's allocator, and gives what that gives or does not return.
+unsafe impl GlobalAlloc for Telling {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller says.
+        given(unsafe { System.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller says.
+        given(unsafe { System.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: as the caller says.
+        given(unsafe { System.realloc(memory, layout, size) }, size)
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as the caller says.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[inline]
+fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
+    if memory.is_null() && !takes_refusals() {
+        refused(bytes);
+    }
+    memory
+}
+
+#[cold]
+fn refused(bytes: usize) -> ! {
+    end(|to, phase| {
+        write!(
+            to,
+            "out of memory: {phase}: {bytes} bytes were asked for, and the system gives this process no more"
+        )
+    })
+}
+
+/// Ends the process because the system has refused what nothing can go on without. Takes no memory, and unfinished files go.
+pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>) -> ! {
+    static ENDS: AtomicBool = AtomicBool::new(false);
+    thread_local! {
+        static ENDS_HERE: Cell<bool> = const { Cell::new(false) };
+    }
+    if ENDS_HERE.replace(true) {
+        // Removing a file whose name is long takes memory.
+        exit();
+    }
+    if ENDS.swap(true, Ordering::Relaxed) {
+        // Another thread is about to end the process.
+        loop {
+            std::thread::yield_now();
+        }
+    }
+    let mut text = [0; 512];
+    let mut room = &mut text[..];
+    // What there is no room for is left away.
+    let _ = room
+        .write_all(b"error: ")
+        .and_then(|()| with_phase(|phase| why(&mut room, if phase.is_empty() { "starting" } else { phase })));
+    let _ = room.write_all(b"\n");
+    let left = room.len();
+    let told = 512 - left;
+    write_aside(&text[..told]);
+    nibble_train::files::remove_unfinished();
+    exit()
+}
+
+/// From now on an abort ends the process with an error and exit code 1, too: the system's own library aborts where it finds no memory for
+/// what a thread needs.
+pub fn tell_aborts() {
+    #[cfg(unix)]
+    {
+        extern "C" fn aborted(_: libc::c_int) {
+            end(|to, phase| {
+                write!(
+                    to,
+                    "{phase}: the process gave up, probably out of memory; the line before this one says why"
+                )
+            })
+        }
+        let handler: extern "C" fn(libc::c_int) = aborted;
+        // SAFETY: the handler takes no memory, waits for nobody, and does not return.
+        unsafe { libc::signal(libc::SIGABRT, handler as libc::sighandler_t) };
+    }
+}
+
+/// Undoes [`tell_aborts`]: a fault that kills the process must end it there and then.
+#[cfg(debug_assertions)]
+pub(crate) fn leave_aborts() {
+    #[cfg(unix)]
+    // SAFETY: the default action is one that the system knows.
+    unsafe {
+        libc::signal(libc::SIGABRT, libc::SIG_DFL)
+    };
+}
+
+#[cfg(unix)]
+fn write_aside(text: &[u8]) {
+    // SAFETY: reads so many bytes of a slice. The standard library's handle may be in use by this very thread.
+    unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+}
+
+#[cfg(not(unix))]
+fn write_aside(text: &[u8]) {
+    let _ = std::io::stderr().write_all(text);
+}
+
+#[cfg(unix)]
+fn exit() -> ! {
+    // SAFETY: ends the process. Handlers that run at an ordinary end may take memory, or wait for this thread.
+    unsafe { libc::_exit(1) }
+}
+
+#[cfg(not(unix))]
+fn exit() -> ! {
+    std::process::exit(1)
+}
