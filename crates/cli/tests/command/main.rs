@@ -2,6 +2,8 @@
 
 mod dense;
 mod endings;
+#[cfg(debug_assertions)]
+mod full_disk;
 mod gpu;
 mod guide;
 #[cfg(debug_assertions)]
@@ -11,6 +13,8 @@ mod models;
 mod quantize;
 mod report;
 mod runs;
+#[cfg(all(unix, debug_assertions))]
+mod signals;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -75,7 +79,7 @@ impl Place {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nibble"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
-        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT"] {
+        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT", "NIBBLE_SIGNAL_WINDOW"] {
             command.env_remove(variable);
         }
         command
