@@ -233,9 +233,7 @@ mod armed {
                 hold(point)
             }
             Some(Action::Full) => {
-                let source = std::io::Error::other(site()); // where the system has no number for it
-                let source = if cfg!(unix) { std::io::Error::from_raw_os_error(ENOSPC) } else { source };
-                Err(Error::Io { path: site().into(), source })
+                Err(Error::Io { path: site().into(), source: std::io::Error::from_raw_os_error(DISK_FULL) })
             }
             Some(Action::Fail) => {
                 Err(CoreError::Device { call: site(), why: "a test asked for it".into() }.into())
@@ -247,8 +245,8 @@ mod armed {
         }
     }
 
-    /// What Unix systems call a full disk.
-    const ENOSPC: i32 = 28;
+    /// The system's number of a full disk.
+    const DISK_FULL: i32 = if cfg!(windows) { 112 } else { 28 };
 
     /// Waits until somebody has removed the file that says so.
     fn hold(point: Point) -> Result<()> {

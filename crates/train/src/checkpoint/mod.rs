@@ -483,7 +483,7 @@ fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
                 latest.checkpoint = Some(checkpoint);
                 return Ok(Some(latest));
             }
-            Err(_) if !path.exists() => is_one_gone = true,
+            Err(_) if fs::symlink_metadata(&path).is_err() => is_one_gone = true,
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }
     }

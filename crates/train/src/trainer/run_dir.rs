@@ -198,7 +198,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
         let dir = at("tiny");
-        let mut config = Config::default();
+        let mut config = Config::load("tiny", &[]).unwrap();
         config.run.dir = dir.to_string_lossy().into_owned();
         let claimed = |dir: &Path| {
             let (dir, _) = claim(dir, false).unwrap();
