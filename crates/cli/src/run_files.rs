@@ -7,7 +7,7 @@ use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
-use nibble_train::trainer::{CONFIG_FILE, METRICS_FILE, RECIPE_FILE};
+use nibble_train::trainer::{METRICS_FILE, RECIPE_FILE, stored_config};
 use std::path::{Path, PathBuf};
 
 /// The files of a run that say what it was and how it went.
@@ -36,13 +36,13 @@ impl RunFiles {
                 path.display()
             )));
         }
-        let config = Config::load(&dir.join(CONFIG_FILE).to_string_lossy(), &[])?;
+        let (config, other_config) = stored_config(dir, &[])?;
         let recipe = recipe(dir, &config);
         // A recipe that is no longer there has the name that the configuration gives it.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;
-        let faults = file.faults(&path, "is no metrics");
+        let faults = [Vec::from_iter(other_config), file.faults(&path, "is no metrics")].concat();
         faults.iter().for_each(|fault| warn!("warning: {fault}"));
         let metrics = file.metrics;
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })

@@ -1,4 +1,5 @@
-//! Ctrl-C, SIGTERM and SIGHUP end a run after its step; a second one ends the process.
+//! Ctrl-C, SIGTERM and SIGHUP end a run after its step. Whoever insists ends the process at once; a signal that is sent to the process
+//! and to its group arrives twice, and is one request.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -7,9 +8,9 @@ static RECEIVED: AtomicUsize = AtomicUsize::new(0);
 
 /// Signals that wait for the end of a step.
 pub struct Signals {
-    /// Tells of the first signal, and ends.
+    /// Tells of the first signal, and ends once it has.
     #[cfg(unix)]
-    teller: std::thread::JoinHandle<()>,
+    told: std::sync::mpsc::Receiver<()>,
 }
 
 impl Signals {
@@ -20,7 +21,7 @@ impl Signals {
     pub fn wait_for_steps() -> nibble_command::error::Result<Self> {
         Ok(Self {
             #[cfg(unix)]
-            teller: unix::register()
+            told: unix::register(nibble_command::env::signal_window())
                 .map_err(|e| nibble_command::error::Error::Failed(format!("signals: {e}")))?,
         })
     }
@@ -33,8 +34,8 @@ impl Signals {
     /// The number of the signal that has come, once it has been told of.
     pub fn told(self) -> usize {
         #[cfg(unix)]
-        // It has nothing to return, and no panic to pass on.
-        let _ = self.teller.join();
+        // Nothing is sent: the other end goes when the line is written.
+        let _ = self.told.recv();
         RECEIVED.load(Ordering::Relaxed)
     }
 }
@@ -43,34 +44,89 @@ impl Signals {
 mod unix {
     use super::RECEIVED;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-    use signal_hook::flag;
-    use signal_hook::iterator::Signals;
-    use std::io::Error;
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicBool;
-    use std::thread::JoinHandle;
+    use signal_hook::low_level;
+    use std::io::{Error, Read};
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread::Builder;
+    use std::time::Duration;
 
-    pub(super) fn register() -> Result<JoinHandle<()>, Error> {
-        let heard: Vec<i32> =
-            [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)).collect();
-        // Actions run in this order: what the first signal sets, the second one finds.
-        let again = Arc::new(AtomicBool::new(false));
-        for &signal in &heard {
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))?;
-            flag::register(signal, Arc::clone(&again))?;
-            // The number of a signal is small and positive.
-            flag::register_usize(signal, &RECEIVED, signal as usize)?;
+    /// When the first one came, in nanoseconds since the system was started; 0 before. One number, as several threads may be handling
+    /// signals.
+    static FIRST_AT: AtomicU64 = AtomicU64::new(0);
+    /// Signals that have come after it.
+    static LATER: AtomicUsize = AtomicUsize::new(0);
+    /// The signal that ends the process at once; 0 before.
+    static LAST: AtomicUsize = AtomicUsize::new(0);
+
+    /// Registers the handlers. What is returned says that the first signal has been told of, by its other end's going.
+    pub(super) fn register(window: Duration) -> Result<Receiver<()>, Error> {
+        let (mut woken, wake) = UnixStream::pair()?;
+        for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)) {
+            let window = window.as_nanos() as u64;
+            // SAFETY: `count` reads the clock, changes atomic numbers and may end the process, all of which a handler may do.
+            unsafe { low_level::register(signal, move || count(signal, window))? };
+            // After it: who is woken finds what it has left.
+            low_level::pipe::register(signal, wake.try_clone()?)?;
         }
-        // A handler must not print. Whoever waits for a long step is told at once all the same.
-        let mut signals = Signals::new(&heard)?;
-        let teller = std::thread::Builder::new().name("signals".into()).spawn(move || {
-            if let Some(signal) = signals.forever().next() {
-                let name = nibble_command::error::signal_name(signal as usize);
-                let text = "the run ends after this step or batch; a second signal ends it at once";
-                nibble_command::warn!("\n{name}: {text}");
+        let (teller, told) = channel();
+        let mut teller = Some(teller);
+        let thread = Builder::new().name("signals".into()).spawn(move || {
+            while woken.read_exact(&mut [0]).is_ok() {
+                match LAST.load(Ordering::SeqCst) {
+                    0 => {}
+                    last => {
+                        nibble_train::files::remove_unfinished();
+                        low_level::exit(128 + last as i32)
+                    }
+                }
+                // Another thread may still be handling the first one, and wakes this one then.
+                if RECEIVED.load(Ordering::SeqCst) != 0 {
+                    teller.take().into_iter().for_each(tell);
+                }
             }
         });
-        teller.map_err(|why| Error::other(nibble_core::Error::not_started(why)))
+        thread.map(|_| told).map_err(|why| Error::other(nibble_core::Error::not_started(why)))
+    }
+
+    /// The handler: the first signal asks for an end after the step, another one within the window is the same request, and one after it,
+    /// or a third, asks for an end at once.
+    fn count(signal: i32, window: u64) {
+        let now = now();
+        let Err(first_at) = FIRST_AT.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) else {
+            // The number of a signal is small and positive.
+            return RECEIVED.store(signal as usize, Ordering::SeqCst);
+        };
+        let is_second = LATER.fetch_add(1, Ordering::SeqCst) == 0;
+        if is_second && now.saturating_sub(first_at) < window {
+            return;
+        }
+        if LAST.swap(signal as usize, Ordering::SeqCst) != 0 {
+            // Asked for again: the thread that would remove unfinished files is held up.
+            low_level::exit(128 + signal);
+        }
+    }
+
+    /// A handler must not print, and who prints may have to wait for a reader. Whoever waits for a long step is told at once all the same.
+    fn tell(teller: Sender<()>) {
+        let line = move || {
+            let name = nibble_command::error::signal_name(RECEIVED.load(Ordering::SeqCst));
+            let text =
+                "the run ends after this step or batch; a second one after 3 s, or a third, ends it at once";
+            nibble_command::warn!("\n{name}: {text}");
+            drop(teller);
+        };
+        // Without a thread the line is not told, and the signal is heeded.
+        let _ = Builder::new().name("signal line".into()).spawn(line);
+    }
+
+    /// Nanoseconds of a clock that nobody sets.
+    fn now() -> u64 {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the system fills in what it is given; every Unix has this clock.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+        time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
     }
 
     /// Whether whoever started the process wants it to ignore a signal: `nohup`, or `&` in a script.

@@ -16,7 +16,7 @@ use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, preset};
 use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
-use nibble_train::trainer::{self, Observer, Options, Start, Summary};
+use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Start, Summary};
 use std::path::{Path, PathBuf};
 
 /// Trains a model, or goes on with one
@@ -27,7 +27,7 @@ use std::path::{Path, PathBuf};
     after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
     in its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
     at most the steps since the last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very \
-    same weights.\n\n\
+    same weights. A second signal after 3 seconds, or a third, ends the run at once.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -36,17 +36,18 @@ use std::path::{Path, PathBuf};
     nibble train my.toml --dry-run\n  \
     nibble train my.toml --dry-run=gpu\n  \
     nibble train my.toml --resume\n  \
+    nibble train runs/my/config.toml --set seed=1\n  \
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
     /// A built-in configuration (tiny, tiny-dense, shakespeare; for a GPU s, olmoe, qwen30b-4l, dense1b, dsv3-1l; for --dry-run
-    /// qwen235b) or the path of a TOML file. With --resume also the directory of a run.
+    /// qwen235b) or the path of a TOML file; config.toml of a run begins another run like it. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Goes on from the newest whole checkpoint of the latest run of this configuration, or of the run in the directory CONFIG. Of what
-    /// decides the numbers only train.steps may change, to more.
+    /// Goes on from the newest whole checkpoint of the latest run that has this configuration, or of the run in the directory CONFIG. Of
+    /// what decides the numbers only train.steps may change, to more.
     #[arg(long)]
     resume: bool,
     /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
@@ -65,6 +66,8 @@ enum DryRunOn {
 }
 
 pub fn run(args: Args) -> Result<()> {
+    // First of all. A dry run, which writes nothing, needs no step to end.
+    let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let overrides = args.changes.overrides();
     let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
     match args.dry_run {
@@ -78,9 +81,8 @@ pub fn run(args: Args) -> Result<()> {
         }
         None => {}
     }
-    let dir = PathBuf::from(&config.run.dir);
     if args.resume {
-        let dir = trainer::latest_run_dir(&dir, named_by_user)?;
+        let dir = trainer::latest_run_dir(&config, named_by_user)?;
         if !trainer::has_begun(&dir) {
             let why = format!("--resume: no run has begun in {}; without it, one begins", dir.display());
             return Err(Error::usage(why));
@@ -89,14 +91,14 @@ pub fn run(args: Args) -> Result<()> {
         config.run.dir = dir.to_string_lossy().into_owned();
     } else if named_by_user {
         // Before a device is opened, and again when the directory is taken.
-        trainer::require_free(&dir)?;
+        trainer::require_free(Path::new(&config.run.dir))?;
     }
-    let signals = Signals::wait_for_steps()?;
-    let options = Options { resume: args.resume, numbered: !named_by_user, stop: Some(signals.received()) };
+    let stop = signals.as_ref().map(Signals::received);
+    let options = Options { resume: args.resume, numbered: !named_by_user, stop };
     if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
         conclude(&config, &summary);
         if summary.valid_loss.is_none() {
-            return Err(Error::Stopped(signals.told()));
+            return Err(Error::Stopped(signals.map_or(0, Signals::told)));
         }
     }
     Ok(())
@@ -157,23 +159,54 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
 /// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
-    if preset(name).is_none() && path.is_dir() {
-        let file = path.join("config.toml");
-        if !resume {
+    let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
+    let is_dir_set = overrides.iter().any(is_set);
+    if let (None, Some(dir)) = (preset(name), dir_of_run(path)) {
+        let shown = dir.display();
+        if path.is_dir() && !resume {
             return Err(Error::usage(format!(
-                "{name} is a directory: with --resume the run in it goes on; {} begins another like it",
-                file.display()
+                "{name} is a directory: with --resume the run in it goes on; nibble train {} begins another like it",
+                dir.join(CONFIG_FILE).display()
             )));
         }
-        let mut config = Config::load(&file.to_string_lossy(), overrides)?;
-        config.run.dir = name.to_owned();
-        return Ok((config, true));
+        if !trainer::has_begun(&dir) {
+            return Err(Error::usage(format!(
+                "{shown}: no run has begun there; nibble train CONFIG --set run.dir={shown} begins one"
+            )));
+        }
+        let (mut config, other) = trainer::stored_config(&dir, overrides)?;
+        other.iter().for_each(|other| eprintln!("warning: {other}"));
+        if resume && is_dir_set && Path::new(&config.run.dir) != dir {
+            return Err(Error::usage(format!(
+                "`run.dir`: is set to {}, and the run that {name} names is in {shown}, where it goes on: leave run.dir out",
+                config.run.dir
+            )));
+        }
+        if !is_dir_set {
+            config.run.dir = dir.to_string_lossy().into_owned();
+        }
+        return Ok((config, resume || is_dir_set));
     }
     let config = Config::load(name, overrides)?;
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
-    let named_by_user = overrides.iter().any(is_set) || config.run.dir != format!("runs/{stem}");
+    let named_by_user = is_dir_set || config.run.dir != format!("runs/{stem}");
     Ok((config, named_by_user))
+}
+
+/// The directory of the run that a path names: itself, or that of a run's stored configuration.
+fn dir_of_run(path: &Path) -> Option<PathBuf> {
+    if path.is_dir() {
+        return Some(path.to_owned());
+    }
+    let is_stored = path.file_name().is_some_and(|name| name == CONFIG_FILE);
+    let dir = path.parent().filter(|_| is_stored)?;
+    // From inside of it a directory has no name.
+    let dir = if dir.file_name().is_some() {
+        dir.to_owned()
+    } else {
+        path.canonicalize().ok()?.parent()?.to_owned()
+    };
+    trainer::has_begun(&dir).then_some(dir)
 }
 
 /// What is known after the last step, planned or not.

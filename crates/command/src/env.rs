@@ -6,6 +6,7 @@ use nibble_core::Result as CoreResult;
 use nibble_cpu::gemm::Isa;
 use nibble_cpu::{CodePath, Cpu};
 use nibble_train::config::MOST_THREADS;
+use std::time::Duration;
 
 /// What all of them begin with.
 const PREFIX: &str = "NIBBLE_";
@@ -13,6 +14,8 @@ const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
 #[cfg(debug_assertions)]
 const FAULT: &str = "NIBBLE_FAULT";
+#[cfg(debug_assertions)]
+const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
 /// Name and meaning of each of these.
 const VARIABLES: &[(&str, &str)] = &[
@@ -22,6 +25,8 @@ const VARIABLES: &[(&str, &str)] = &[
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
     #[cfg(debug_assertions)]
     (FAULT, "builds for tests alone: what goes wrong at which point of a run, as in kill@file-written:3"),
+    #[cfg(debug_assertions)]
+    (SIGNAL_WINDOW, "builds for tests alone: for how many seconds a second signal is the first one's echo"),
 ];
 
 /// The names of the instruction sets, and the scalar specification.
@@ -108,6 +113,17 @@ pub fn arm_faults() -> Result<()> {
     let faults: std::result::Result<Vec<fault::Fault>, _> = text.split(',').map(str::parse).collect();
     fault::arm(&faults.map_err(|why| Error::usage(format!("{FAULT}: {why}")))?);
     Ok(())
+}
+
+/// For how long after a signal a second one is the same request: it was sent to the process and to its group.
+#[must_use]
+pub fn signal_window() -> Duration {
+    const WINDOW: Duration = Duration::from_secs(3);
+    #[cfg(debug_assertions)]
+    if let Some(seconds) = std::env::var(SIGNAL_WINDOW).ok().and_then(|text| text.parse().ok()) {
+        return Duration::from_secs(seconds);
+    }
+    WINDOW
 }
 
 /// One line a variable.

@@ -1,4 +1,4 @@
-//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread that stops, no memory.
+//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread that stops, no memory, a full disk.
 //!
 //! Builds with debug assertions have them, those that cargo makes for tests among them. Elsewhere `reach` is an empty function,
 //! and of the rest only the points' names in the code are there. It is the only such hook: a value that becomes NaN needs none, as the tests'
@@ -29,7 +29,21 @@ macro_rules! points {
 }
 
 points! {
-    /// The run's directory has its configuration, and not yet its metrics.
+    /// A rank has its device, and has read nothing.
+    Loading = "loading",
+    /// The run's directory has one for checkpoints, and no lock in it.
+    DirectoryMade = "directory-made",
+    /// The run's lock is there, and nobody's yet.
+    LockMade = "lock-made",
+    /// The directory is this run's, and nothing in it says so but the lock.
+    Claimed = "claimed",
+    /// Bytes are about to be written to one of the run's files.
+    Write = "write",
+    /// A file that is written whole or not at all is on the disk under its temporary name.
+    FileUnnamed = "file-unnamed",
+    /// The run's configuration is on the disk, and not its recipe.
+    Configured = "configured",
+    /// The run's directory has its configuration and its recipe, and not yet its metrics.
     RunOpened = "run-opened",
     /// The host has written the scalars and tokens of a step.
     StepBegins = "step-begins",
@@ -41,6 +55,8 @@ points! {
     StepSettled = "step-settled",
     /// A step's line of metrics is written.
     MetricsWritten = "metrics-written",
+    /// A held-out loss is about to be computed.
+    EvaluationBegins = "evaluation-begins",
     /// A held-out loss is written.
     Evaluated = "evaluated",
     /// A checkpoint's writer is started, and nothing copied.
@@ -67,6 +83,8 @@ points! {
     Pruned = "pruned",
     /// A checkpoint is written, and surplus ones are gone.
     CheckpointEnds = "checkpoint-ends",
+    /// A run's checkpoints are listed, and the next one of them is about to be opened.
+    CheckpointListed = "checkpoint-listed",
     /// The last step is done, and checkpoints under way are written.
     StepsDone = "steps-done",
     /// Everything is written but the picture.
@@ -83,6 +101,17 @@ pub(crate) fn reach(_: Point) -> crate::Result<()> {
     Ok(())
 }
 
+/// [`Point::Write`], for code that tells what the system says.
+///
+/// # Errors
+/// The failure that is asked for.
+pub(crate) fn writing() -> std::io::Result<()> {
+    reach(Point::Write).map_err(|error| match error {
+        crate::Error::Io { source, .. } => source,
+        other => std::io::Error::other(other.to_string()),
+    })
+}
+
 #[cfg(debug_assertions)]
 pub(crate) use armed::reach;
 #[cfg(debug_assertions)]
@@ -93,8 +122,10 @@ mod armed {
     use super::Point;
     use crate::error::{Error, Result};
     use nibble_core::Error as CoreError;
+    use std::path::PathBuf;
     use std::str::FromStr;
     use std::sync::{Condvar, Mutex, PoisonError};
+    use std::time::Duration;
 
     /// What happens at a point.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,21 +135,27 @@ mod armed {
         Kill,
         /// The thread does not go on.
         Stop,
+        /// The thread makes a file `POINT.held` in the working directory, and goes on once somebody has removed it.
+        Hold,
         /// The point returns an error of the device.
         Fail,
         /// The point returns an error of a device without memory.
         OutOfMemory,
+        /// The point returns what the system says of a full disk; and so it does from then on, for a full disk stays full.
+        Full,
     }
 
     /// Every action by its name.
-    const ACTIONS: [(&str, Action); 4] = [
+    const ACTIONS: [(&str, Action); 6] = [
         ("kill", Action::Kill),
         ("stop", Action::Stop),
+        ("hold", Action::Hold),
         ("fail", Action::Fail),
         ("out-of-memory", Action::OutOfMemory),
+        ("full", Action::Full),
     ];
 
-    /// Something that goes wrong once. As text `ACTION@POINT:COUNT`.
+    /// Something that goes wrong once, but for a disk that stays full. As text `ACTION@POINT:COUNT`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Fault {
         /// What.
@@ -172,6 +209,7 @@ mod armed {
             fault.count -= 1;
             if fault.count == 0 {
                 strikes = Some(fault.action);
+                fault.count = usize::from(fault.action == Action::Full);
             }
         }
         let site = || format!("fault point {}", point.name());
@@ -190,6 +228,13 @@ mod armed {
                     std::thread::park();
                 }
             }
+            Some(Action::Hold) => {
+                drop(armed);
+                hold(point)
+            }
+            Some(Action::Full) => {
+                Err(Error::Io { path: site().into(), source: std::io::Error::from_raw_os_error(DISK_FULL) })
+            }
             Some(Action::Fail) => {
                 Err(CoreError::Device { call: site(), why: "a test asked for it".into() }.into())
             }
@@ -198,6 +243,19 @@ mod armed {
                 Err(Error::from(CoreError::OutOfMemory { place: site(), bytes: 0, why }))
             }
         }
+    }
+
+    /// The system's number of a full disk.
+    const DISK_FULL: i32 = if cfg!(windows) { 112 } else { 28 };
+
+    /// Waits until somebody has removed the file that says so.
+    fn hold(point: Point) -> Result<()> {
+        let held = PathBuf::from(format!("{}.held", point.name()));
+        std::fs::write(&held, "").map_err(Error::io(&held))?;
+        while held.exists() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     #[cfg(test)]
@@ -224,6 +282,15 @@ mod armed {
             arm(&["out-of-memory@moved-aside:2".parse().unwrap()]);
             let struck: Vec<bool> = (0..4).map(|_| reach(Point::MovedAside).is_err()).collect();
             assert_eq!(struck, [false, true, false, false]);
+        }
+
+        #[test]
+        fn a_full_disk_stays_full() {
+            arm(&["full@pruned:2".parse().unwrap()]);
+            let struck: Vec<bool> = (0..4).map(|_| reach(Point::Pruned).is_err()).collect();
+            assert_eq!(struck, [false, true, true, true]);
+            let error = reach(Point::Pruned).unwrap_err();
+            assert!(!error.is_user_error() && error.to_string().contains("No space left"), "{error}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Files that are written whole or not at all, and files that can be read to their end.
 
+use crate::fault::{Point, reach, writing};
 use nibble_core::allocation::phase;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -69,6 +70,7 @@ impl WholeFile {
     /// What the system says; the place is as it was then.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
+        reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
         fs::rename(&self.unfinished.0, &self.path)?;
         self.unfinished.forget();
         sync_dir(self.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))
@@ -77,6 +79,7 @@ impl WholeFile {
 
 impl Write for WholeFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        writing()?;
         self.file.write(bytes)
     }
 
@@ -93,6 +96,36 @@ pub fn write_whole(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     let mut file = WholeFile::create(path)?;
     file.write_all(content.as_ref())?;
     file.finish()
+}
+
+/// Writes bytes at the end of what a file holds, all of them unless the system says otherwise.
+///
+/// # Errors
+/// What the system says; some of the bytes may be there then.
+pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
+    if let Err(error) = writing() {
+        // A disk that fills up takes what there is room for.
+        file.write_all(&bytes[..bytes.len() / 2])?;
+        return Err(error);
+    }
+    file.write_all(bytes)
+}
+
+/// Removes the unfinished files that processes which are no more have left in a directory.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED_PREFIX)?.split('-').next());
+        // Somebody may be drawing a picture just now.
+        if process.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Waits until the names in a directory are on the disk.
@@ -180,6 +213,21 @@ mod tests {
         write_whole(&path, "again").unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "again");
         assert_eq!(names(dir.path()), ["a.txt"]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_others_have_left_unfinished_goes_and_what_somebody_writes_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let mine = WholeFile::create(&dir.path().join("a.txt")).unwrap();
+        // No system has a process of this number.
+        fs::write(dir.path().join(format!("{UNFINISHED_PREFIX}4294967295-0")), "").unwrap();
+        fs::write(dir.path().join("b.txt"), "").unwrap();
+        assert_eq!(names(dir.path()).len(), 3);
+        remove_abandoned(dir.path()).unwrap();
+        assert_eq!(names(dir.path()).len(), 2);
+        mine.finish().unwrap();
+        assert_eq!(names(dir.path()), ["a.txt", "b.txt"]);
     }
 
     #[cfg(unix)]

@@ -232,6 +232,22 @@ fn damage_after_opening_is_noticed_when_the_tensors_are_read() -> Outcome {
 }
 
 #[test]
+fn what_is_removed_after_opening_is_read_all_the_same() -> Outcome {
+    let run = tempfile::tempdir()?;
+    let checkpoint = Checkpoint::open(&save(&Store::open(run.path())?, 1, 0)?)?;
+    fs::remove_dir_all(run.path().join("checkpoints"))?;
+    // As often as one likes.
+    for _ in 0..2 {
+        let mut model = checkpoint.model()?;
+        assert_eq!(model.take("model.a", &[2, 3, 4])?, weights(1));
+        model.take("model.b", &[3])?;
+        model.finish()?;
+        assert_eq!(checkpoint.file("config.json")?, b"{\"model_type\": \"qwen3_moe\"}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_checkpoint_under_another_steps_name_is_not_taken_for_it() -> Outcome {
     let run = tempfile::tempdir()?;
     let path = save(&Store::open(run.path())?, 10, 0)?;

@@ -6,6 +6,8 @@ mod drivers;
 mod endings;
 #[cfg(target_os = "linux")]
 mod every;
+#[cfg(debug_assertions)]
+mod full_disk;
 mod gpu;
 mod guide;
 #[cfg(debug_assertions)]
@@ -19,6 +21,8 @@ mod outputs;
 mod quantize;
 mod report;
 mod runs;
+#[cfg(all(unix, debug_assertions))]
+mod signals;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -83,7 +87,7 @@ impl Place {
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nibble"));
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
-        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT"] {
+        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT", "NIBBLE_SIGNAL_WINDOW"] {
             command.env_remove(variable);
         }
         command

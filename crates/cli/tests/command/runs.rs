@@ -242,8 +242,90 @@ fn a_run_goes_on_by_its_directory_and_to_more_steps() {
     place.nibble(&["eval", "runs/small"]).ok().contains("(step 16)");
     let fewer = place.nibble(&["train", "runs/small", "--resume", "--set", "train.steps=14"]).failed(2);
     assert!(fewer.contains("train.steps: 16 → 14"), "{fewer}");
+    let aside = ["train", "runs/small", "--resume", "--set", "run.dir=other"];
+    let error = place.nibble(&aside).failed(2);
+    assert!(
+        error.contains("`run.dir`") && error.contains("other") && error.contains("runs/small"),
+        "{error}"
+    );
+    let same = ["train", "runs/small", "--resume", "--set", "run.dir=runs/small"];
+    place.nibble(&[&same[..], &["--set", "train.steps=16"]].concat()).ok().contains("is done");
+    let error = place.nibble(&["train", "nowhere.d", "--resume"]).failed(2);
+    assert!(error.contains("nowhere.d"), "{error}");
+    std::fs::create_dir(place.path("empty")).unwrap();
+    let error = place.nibble(&["train", "empty", "--resume"]).failed(2);
+    assert!(error.contains("empty: no run has begun there") && error.contains("run.dir=empty"), "{error}");
+}
+
+#[test]
+fn what_is_said_of_a_runs_directory_begins_another_run_like_it() {
+    let place = Place::with_text();
+    place.train(&["--set", "train.steps=4"]).ok();
     let error = place.nibble(&["train", "runs/small"]).failed(2);
     assert!(error.contains("is a directory") && error.contains("--resume"), "{error}");
+    let advice = error.split("; nibble ").nth(1).unwrap().split(" begins another like it").next().unwrap();
+    let advice: Vec<&str> = advice.split(' ').collect();
+    let begun = place.nibble(&advice).ok();
+    begun
+        .contains("runs/small holds an earlier run; this one goes to runs/small-2")
+        .contains("done: 4 steps");
+    let model = |dir: &str| read(place.path(dir).join("checkpoints/step-00000004/model.safetensors"));
+    assert!(model("runs/small") == model("runs/small-2"), "the same configuration, other weights");
+    // From inside, and somewhere else.
+    let mut inside = place.command(&["train", "config.toml", "--set", "data.source=../../text.txt"]);
+    assert!(inside.current_dir(place.path("runs/small")).output().unwrap().status.success());
+    assert!(model("runs/small-3") == model("runs/small"));
+    place.nibble(&[&advice[..], &["--set", "run.dir=named"]].concat()).ok();
+    assert!(model("named") == model("runs/small"));
+    // With --resume its directory and its configuration mean the same run.
+    place.nibble(&[&advice[..], &["--resume"]].concat()).ok().contains("the run in runs/small is done");
+}
+
+#[test]
+fn a_configuration_goes_on_with_the_latest_run_of_its_own() {
+    let place = Place::with_text();
+    let steps = |n: &'static str| ["--set", n];
+    place.train(&steps("train.steps=4")).ok();
+    place.train(&[&steps("train.steps=4")[..], &["--set", "train.lr=1e-3"]].concat()).ok();
+    let done = place.train(&[&steps("train.steps=8")[..], &["--resume"]].concat()).ok();
+    done.contains("resuming the run in runs/small\n").contains("done: 8 steps");
+    let other = ["--set", "train.lr=2e-3", "--resume"];
+    let error = place.train(&other).failed(2);
+    for part in [
+        "none of the 2 runs from runs/small to runs/small-2",
+        "train.lr",
+        "nibble train runs/small-2 --resume",
+    ] {
+        assert!(error.contains(part), "no {part:?} in {error}");
+    }
+    place.nibble(&["train", "runs/small-2", "--resume"]).ok().contains("the run in runs/small-2 is done");
+}
+
+#[test]
+fn a_checkpoint_that_is_due_at_the_last_step_is_written() {
+    let place = Place::with_text();
+    for (every, last) in
+        [("checkpoint.every=4", true), ("checkpoint.every=5", false), ("checkpoint.every=0", false)]
+    {
+        let dir = format!("run.dir={every}");
+        place.train(&["--set", every, "--set", "checkpoint.at_end=false", "--set", &dir]).ok();
+        assert_eq!(place.path(every).join("checkpoints/step-00000012").exists(), last, "{every}");
+    }
+}
+
+#[test]
+fn a_configuration_whose_name_names_no_directory_is_refused() {
+    let place = Place::with_text();
+    for name in ["..toml", "...toml"] {
+        std::fs::write(place.path(name), crate::SMALL).unwrap();
+        let error = place.nibble(&["train", name]).failed(2);
+        assert!(
+            error.contains("`run.dir`") && error.contains(name) && error.contains("another name"),
+            "{error}"
+        );
+        assert!(!place.path("runs").exists() && !place.path("checkpoints").exists());
+        place.nibble(&["train", name, "--dry-run", "--set", "run.dir=named"]).ok();
+    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};
@@ -12,6 +12,7 @@ use super::digest::{hexadecimal, sha256_hex};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::files::append;
 
 /// A named logical tensor to be written: F32, row-major.
 #[derive(Debug, Clone)]
@@ -142,7 +143,7 @@ impl HashedFile {
     }
 
     fn write(&mut self, content: &[u8]) -> Result<()> {
-        self.file.write_all(content).map_err(Error::io(&self.path))?;
+        append(&mut self.file, content).map_err(Error::io(&self.path))?;
         self.hash.update(content);
         self.bytes += content.len() as u64;
         Ok(())
@@ -162,28 +163,67 @@ pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<Fil
     file.finish(name)
 }
 
-/// Compares a file with what was written, a piece at a time.
-pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
-    let path = dir.join(&entry.name);
-    let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
-    let mut file = File::open(&path).map_err(unreadable)?;
-    check_len(&path, file.metadata().map_err(unreadable)?.len(), entry)?;
-    let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut piece).map_err(unreadable)? {
-            0 => return check_hash(&path, &hexadecimal(&hash.finalize()), entry),
-            len => hash.update(&piece[..len]),
-        }
+/// A file of a checkpoint, open twice: what it holds can be read to its end even if the run removes the checkpoint meanwhile.
+#[derive(Debug)]
+pub(super) struct OpenFile {
+    path: PathBuf,
+    /// For values.
+    pub values: File,
+    /// For the checksum, which is made beside the reading of values.
+    check: File,
+}
+
+impl OpenFile {
+    pub fn open(dir: &Path, entry: &FileEntry) -> Result<Self> {
+        let path = dir.join(&entry.name);
+        let open = || File::open(&path).map_err(|e| unreadable(&path, e));
+        let (values, check) = (open()?, open()?);
+        Ok(Self { path, values, check })
+    }
+
+    /// The same file. Two that read at once get in each other's way.
+    pub fn again(&self) -> Result<Self> {
+        let again = |file: &File| file.try_clone().map_err(|e| unreadable(&self.path, e));
+        Ok(Self { path: self.path.clone(), values: again(&self.values)?, check: again(&self.check)? })
+    }
+
+    /// Its place.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Compares it with what was written, a piece at a time.
+    pub fn verify(&self, entry: &FileEntry) -> Result<()> {
+        verify(&self.path, &self.check, entry)
+    }
+
+    /// Reads it and compares it with what was written.
+    pub fn read_checked(&self, entry: &FileEntry) -> Result<Vec<u8>> {
+        let (mut file, mut content) = (&self.values, Vec::new());
+        let read = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut content));
+        read.map_err(|e| unreadable(&self.path, e))?;
+        check_len(&self.path, content.len() as u64, entry)?;
+        check_hash(&self.path, &sha256_hex(&content), entry)?;
+        Ok(content)
     }
 }
 
-/// Reads a file and compares it with what was written.
-pub(super) fn read_checked(dir: &Path, entry: &FileEntry) -> Result<Vec<u8>> {
-    let path = dir.join(&entry.name);
-    let content = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
-    check_len(&path, content.len() as u64, entry)?;
-    check_hash(&path, &sha256_hex(&content), entry)?;
-    Ok(content)
+/// The error of a file that the system does not give.
+pub(super) fn unreadable(path: &Path, e: std::io::Error) -> Error {
+    Error::checkpoint(path, format!("cannot be read: {e}"))
+}
+
+fn verify(path: &Path, mut file: &File, entry: &FileEntry) -> Result<()> {
+    let unreadable = |e| unreadable(path, e);
+    check_len(path, file.metadata().map_err(unreadable)?.len(), entry)?;
+    file.seek(SeekFrom::Start(0)).map_err(unreadable)?;
+    let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece).map_err(unreadable)? {
+            0 => return check_hash(path, &hexadecimal(&hash.finalize()), entry),
+            len => hash.update(&piece[..len]),
+        }
+    }
 }
 
 fn check_len(path: &Path, bytes: u64, entry: &FileEntry) -> Result<()> {
@@ -209,6 +249,7 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn what_is_written_in_pieces_is_what_is_encoded_at_once() {
@@ -235,7 +276,7 @@ mod tests {
             let entry = write_tensors(dir.path(), &name, &specs, &mut next).unwrap();
             assert!(fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
             assert_eq!((entry.bytes, entry.sha256.as_str()), (whole.len() as u64, &*sha256_hex(&whole)));
-            verify(dir.path(), &entry).unwrap();
+            OpenFile::open(dir.path(), &entry).unwrap().verify(&entry).unwrap();
         }
         let mut next = || Ok(vec![0.0; 50]);
         let error = write_tensors(dir.path(), "more", &specs, &mut next).unwrap_err().to_string();

@@ -32,8 +32,9 @@ pub use tensors::Tensors;
 
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::files::remove_abandoned;
 use crate::tokenizer::transformers_tokenizer;
-use files::{read_checked, sync_dir, verify, write_synced, write_tensors};
+use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
 
 const DIR: &str = "checkpoints";
@@ -95,51 +96,38 @@ impl Store {
     /// # Errors
     /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
     pub fn open(run_dir: &Path) -> Result<Self> {
-        let (dir, lock_path) = Self::made(run_dir)?;
-        let lock =
-            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
-        Self::locked(dir, lock_path, lock)
+        let in_use = || Error::checkpoint(&run_dir.join(DIR), "another process is writing checkpoints here");
+        Self::try_open(run_dir)?.ok_or_else(in_use)
     }
 
-    /// [`Store::open`] for a run that begins; none where one has begun before. Of many processes one begins.
+    /// [`Store::open`]; none where another process is writing.
     ///
     /// # Errors
-    /// As [`Store::open`].
-    pub fn create(run_dir: &Path) -> Result<Option<Self>> {
-        let (dir, lock_path) = Self::made(run_dir)?;
-        match File::options().create_new(true).append(true).open(&lock_path) {
-            Ok(lock) => Self::locked(dir, lock_path, lock).map(Some),
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(None),
-            Err(e) => Err(Error::io(&lock_path)(e)),
+    /// [`Error::Io`].
+    pub fn try_open(run_dir: &Path) -> Result<Option<Self>> {
+        let dir = run_dir.join(DIR);
+        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        sync_dir(run_dir)?;
+        reach(Point::DirectoryMade)?;
+        let lock_path = dir.join(LOCK_FILE);
+        let lock =
+            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
+        reach(Point::LockMade)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Ok(None),
+            Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
         }
+        let store = Self { dir, _lock: Arc::new(lock) };
+        remove_abandoned(run_dir).map_err(Error::io(run_dir))?;
+        store.clean()?;
+        Ok(Some(store))
     }
 
     /// Whether a run in this directory has ever opened its checkpoints.
     #[must_use]
     pub fn is_in(run_dir: &Path) -> bool {
         run_dir.join(DIR).join(LOCK_FILE).exists()
-    }
-
-    /// The directory of the checkpoints, made, and the path of its lock.
-    fn made(run_dir: &Path) -> Result<(PathBuf, PathBuf)> {
-        let dir = run_dir.join(DIR);
-        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
-        sync_dir(run_dir)?;
-        let lock_path = dir.join(LOCK_FILE);
-        Ok((dir, lock_path))
-    }
-
-    fn locked(dir: PathBuf, lock_path: PathBuf, lock: File) -> Result<Self> {
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::checkpoint(&dir, "another process is writing checkpoints here"));
-            }
-            Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
-        }
-        let store = Self { dir, _lock: Arc::new(lock) };
-        store.clean()?;
-        Ok(store)
     }
 
     /// Writes a checkpoint without histories of scales and removes all but the newest `keep` (0 = keep all). Returns its directory.
@@ -353,11 +341,13 @@ pub fn has_checkpoints(run_dir: &Path) -> bool {
     list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint every file of which matched its checksum when it was opened.
+/// A checkpoint every file of which matched its checksum when it was opened. What it holds can be read even after the run has removed it.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     state: State,
+    /// As many as the state names, in its order.
+    files: Vec<OpenFile>,
     /// Whether files are compared with their checksums as they are read, too.
     checks: bool,
 }
@@ -368,10 +358,13 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Checkpoint`] naming the first file that is missing, truncated or altered.
     pub fn open(path: &Path) -> Result<Self> {
-        let state = read_state(path)?;
+        let checkpoint = Self::opened(path, true)?;
         std::thread::scope(|scope| {
-            let start = |entry| std::thread::Builder::new().spawn_scoped(scope, move || verify(path, entry));
-            let verifying: Vec<_> = state.files.iter().map(start).collect();
+            let start = |(entry, file)| {
+                let file: &OpenFile = file;
+                std::thread::Builder::new().spawn_scoped(scope, move || file.verify(entry))
+            };
+            let verifying: Vec<_> = checkpoint.state.files.iter().zip(&checkpoint.files).map(start).collect();
             let join = |file: std::io::Result<std::thread::ScopedJoinHandle<'_, Result<()>>>| {
                 file.map_err(nibble_core::Error::not_started)?
                     .join()
@@ -379,7 +372,7 @@ impl Checkpoint {
             };
             verifying.into_iter().try_for_each(join)
         })?;
-        Ok(Self { path: path.to_path_buf(), state, checks: true })
+        Ok(checkpoint)
     }
 
     /// Opens the checkpoint of this step of the run in `run_dir`, whose files another rank compares with their checksums: when it
@@ -388,9 +381,13 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Checkpoint`] where `state.json` is missing or altered.
     pub(crate) fn open_verified(run_dir: &Path, step: u64) -> Result<Self> {
-        let path = run_dir.join(DIR).join(name_of(step));
-        let state = read_state(&path)?;
-        Ok(Self { path, state, checks: false })
+        Self::opened(&run_dir.join(DIR).join(name_of(step)), false)
+    }
+
+    fn opened(path: &Path, checks: bool) -> Result<Self> {
+        let state = read_state(path)?;
+        let files = state.files.iter().map(|entry| OpenFile::open(path, entry)).collect::<Result<_>>()?;
+        Ok(Self { path: path.to_path_buf(), state, files, checks })
     }
 
     /// The checkpoint's directory.
@@ -411,7 +408,8 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] where the file cannot be read, or holds no tensors of F32. Whether it is what was written
     /// [`Tensors::finish`] says.
     pub fn model(&self) -> Result<Tensors> {
-        Tensors::open(&self.path, self.entry(MODEL_FILE)?, self.checks)
+        let (entry, file) = self.required(MODEL_FILE)?;
+        Tensors::open(file, entry, self.checks)
     }
 
     /// The optimizer's moments.
@@ -419,7 +417,8 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
-        Tensors::open(&self.path, self.entry(OPTIM_FILE)?, self.checks)
+        let (entry, file) = self.required(OPTIM_FILE)?;
+        Tensors::open(file, entry, self.checks)
     }
 
     /// Histories of delayed scales, of a run that had any.
@@ -427,8 +426,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn scales(&self) -> Result<Option<Tensors>> {
-        let entry = self.state.entry(SCALES_FILE);
-        entry.map(|entry| Tensors::open(&self.path, entry, self.checks)).transpose()
+        self.find(SCALES_FILE).map(|(entry, file)| Tensors::open(file, entry, self.checks)).transpose()
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.
@@ -436,12 +434,16 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Checkpoint`] where the file is not, or no longer, what was written.
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
-        read_checked(&self.path, self.entry(name)?)
+        let (entry, file) = self.required(name)?;
+        file.read_checked(entry)
     }
 
-    fn entry(&self, name: &str) -> Result<&FileEntry> {
-        let missing = || Error::checkpoint(&self.path, format!("has no file `{name}`"));
-        self.state.entry(name).ok_or_else(missing)
+    fn find(&self, name: &str) -> Option<(&FileEntry, &OpenFile)> {
+        self.state.files.iter().zip(&self.files).find(|(entry, _)| entry.name == name)
+    }
+
+    fn required(&self, name: &str) -> Result<(&FileEntry, &OpenFile)> {
+        self.find(name).ok_or_else(|| Error::checkpoint(&self.path, format!("has no file `{name}`")))
     }
 }
 
@@ -463,13 +465,25 @@ pub struct Latest {
     pub rejected: Vec<Rejected>,
 }
 
-/// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk.
+/// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk. One that the run removes
+/// meanwhile makes way for a newer one, which is looked for then.
 ///
 /// # Errors
 /// [`Error::Io`] where the directory exists but cannot be listed; where a thread cannot be started. Damage is no error: see [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
+    loop {
+        if let Some(latest) = look_for_latest(run_dir)? {
+            return Ok(latest);
+        }
+    }
+}
+
+/// [`latest_valid`], once; none where a checkpoint has gone meanwhile and no older one is whole.
+fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
+    let mut is_one_gone = false;
     for (step, path) in list(&run_dir.join(DIR))?.into_iter().rev() {
+        reach(Point::CheckpointListed)?;
         let opened = Checkpoint::open(&path).and_then(|checkpoint| {
             let inside = checkpoint.position().step;
             if inside == step {
@@ -480,12 +494,13 @@ pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
         match opened {
             Ok(checkpoint) => {
                 latest.checkpoint = Some(checkpoint);
-                break;
+                return Ok(Some(latest));
             }
+            Err(_) if fs::symlink_metadata(&path).is_err() => is_one_gone = true,
             // No thread to read it with: it may be whole.
             Err(why @ Error::Core(_)) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }
     }
-    Ok(latest)
+    Ok((!is_one_gone).then_some(latest))
 }

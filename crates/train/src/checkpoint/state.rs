@@ -121,11 +121,6 @@ impl State {
         }
         Ok(state)
     }
-
-    /// What a file of the checkpoint must be.
-    pub(super) fn entry(&self, name: &str) -> Option<&FileEntry> {
-        self.files.iter().find(|entry| entry.name == name)
-    }
 }
 
 /// The checksum's place holder.

@@ -1,6 +1,6 @@
 //! Tensors of a checkpoint, read as they are wanted.
 
-use super::files::verify;
+use super::files::{OpenFile, unreadable};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata};
@@ -39,9 +39,10 @@ impl Stored {
 
 impl Tensors {
     /// Opens a safetensors file of F32 tensors. `checks`: compares it with its checksum meanwhile.
-    pub(super) fn open(dir: &Path, entry: &FileEntry, checks: bool) -> Result<Self> {
-        let path = dir.join(&entry.name);
-        let mut file = File::open(&path).map_err(|e| unreadable(&path, e))?;
+    pub(super) fn open(open: &OpenFile, entry: &FileEntry, checks: bool) -> Result<Self> {
+        let (open, path) = (open.again()?, open.path().to_owned());
+        let mut file = open.values.try_clone().map_err(|e| unreadable(&path, e))?;
+        file.seek(SeekFrom::Start(0)).map_err(|e| unreadable(&path, e))?;
         let (metadata, begin) = read_header(&path, &mut file)?;
         let end = begin.checked_add(metadata.data_len() as u64);
         if end != Some(file.metadata().map_err(|e| unreadable(&path, e))?.len()) {
@@ -56,8 +57,8 @@ impl Tensors {
             let start = begin + info.data_offsets.0 as u64;
             tensors.insert(name, Stored { shape: info.shape.clone(), start });
         }
-        let (dir, entry) = (dir.to_path_buf(), entry.clone());
-        let check = || Builder::new().name("checkpoint checksum".into()).spawn(move || verify(&dir, &entry));
+        let entry = entry.clone();
+        let check = || Builder::new().name("checkpoint checksum".into()).spawn(move || open.verify(&entry));
         let checked = checks.then(check).transpose().map_err(nibble_core::Error::not_started)?;
         Ok(Self { path, file, tensors, checked })
     }
@@ -157,8 +158,4 @@ fn read_header(path: &Path, file: &mut File) -> Result<(Metadata, u64)> {
     file.take(len).read_to_end(&mut text).map_err(|e| unreadable(path, e))?;
     let metadata = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
     Ok((metadata, size_of::<u64>() as u64 + len))
-}
-
-fn unreadable(path: &Path, error: std::io::Error) -> Error {
-    Error::checkpoint(path, format!("cannot be read: {error}"))
 }

@@ -74,20 +74,28 @@ impl Config {
         leave_out_experts(&mut merged);
         let mut config: Self =
             Value::Table(merged).try_into().map_err(|e: toml::de::Error| Error::config("", e.message()))?;
-        config.resolve(file);
+        config.resolve(file)?;
         config.validate().map_err(|error| with_origin(error, &origins))?;
         Ok(config)
     }
 
     /// Fills in what depends on other keys.
-    fn resolve(&mut self, file: &Path) {
+    fn resolve(&mut self, file: &Path) -> Result<()> {
         if self.model.vocab_size == 0 && self.data.source != RANDOM {
             self.model.vocab_size = if self.data.source == SYNTHETIC { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
         }
         if self.run.dir.is_empty() {
             let name = file.file_stem().map_or("run".into(), |stem| stem.to_string_lossy().into_owned());
+            if ["", ".", ".."].contains(&name.as_str()) {
+                let why = format!(
+                    "is not set, and {} names no directory: give the file another name, or set run.dir",
+                    file.display()
+                );
+                return Err(Error::config("run.dir", why));
+            }
             self.run.dir = format!("runs/{name}");
         }
+        Ok(())
     }
 
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as

@@ -2,12 +2,12 @@
 
 use nibble_core::allocation::phase;
 use std::fs::{self, File};
-use std::io::Write;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
 use super::{LayerMetrics, Metrics};
 use crate::error::{Error, Result};
+use crate::files::{append, write_whole};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -89,10 +89,8 @@ impl<T: StepLine> StepLog<T> {
         let end = whole.iter().rposition(earlier).map_or(0, |last| last + 1);
         let kept = whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
         let text: Vec<u8> = kept.flat_map(|line| &line.bytes).copied().collect();
-        // Renamed into place: a kill here costs no line that was kept.
-        let tmp = path.with_extension("jsonl.tmp");
-        fs::write(&tmp, &text).map_err(Error::io(&tmp))?;
-        fs::rename(&tmp, path).map_err(Error::io(path))?;
+        // A kill here costs no line that was kept.
+        write_whole(path, &text).map_err(Error::io(path))?;
         let file = File::options().append(true).open(path).map_err(Error::io(path))?;
         Ok(Self { file, path: path.to_path_buf(), lines: PhantomData })
     }
@@ -103,7 +101,7 @@ impl<T: StepLine> StepLog<T> {
     /// [`Error::Io`].
     pub fn write(&mut self, metrics: &T) -> Result<()> {
         let line = encode(metrics, &self.path)?;
-        self.file.write_all(&line).map_err(Error::io(&self.path))
+        append(&mut self.file, &line).map_err(Error::io(&self.path))
     }
 
     /// The file.

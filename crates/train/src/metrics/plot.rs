@@ -8,6 +8,7 @@ use plotters::series::LineSeries;
 use super::Metrics;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
+use crate::files::write_whole;
 
 /// The losses of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -65,7 +66,7 @@ const RUNS: [RGBColor; 6] = [
     RGBColor(190, 50, 70),
 ];
 
-/// Draws one run, or several beside one another, into an SVG file. Renamed into place: whoever looks sees a whole picture.
+/// Draws one run, or several beside one another, into an SVG file. Whoever looks sees a whole picture.
 ///
 /// # Errors
 /// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
@@ -74,9 +75,7 @@ pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
     }
-    let tmp = path.with_extension("svg.tmp");
-    std::fs::write(&tmp, svg).map_err(Error::io(&tmp))?;
-    std::fs::rename(&tmp, path).map_err(Error::io(path))
+    write_whole(path, svg).map_err(Error::io(path))
 }
 
 /// The same as the text of an SVG image of this size.

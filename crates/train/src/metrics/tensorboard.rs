@@ -9,12 +9,12 @@
 //! | `SessionLog` | 1 status, enum |
 
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::Metrics;
 use crate::error::{Error, Result};
+use crate::files::{append, write_whole};
 
 /// An event file of one process. TensorBoard reads all those of a directory, in the order of their names.
 #[derive(Debug)]
@@ -39,11 +39,11 @@ impl EventLog {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let path =
             dir.join(format!("events.out.tfevents.{:010}.{:09}.nibble", now.as_secs(), now.subsec_nanos()));
-        let file = File::create(&path).map_err(Error::io(&path))?;
-        let mut log = Self { file, path };
-        log.record(&[event(0), bytes_field(3, b"brain.Event:2")].concat())?;
-        log.record(&[event(step + 1), bytes_field(7, &varint_field(1, START))].concat())?;
-        Ok(log)
+        let version = record(&[event(0), bytes_field(3, b"brain.Event:2")].concat());
+        let start = record(&[event(step + 1), bytes_field(7, &varint_field(1, START))].concat());
+        write_whole(&path, [version, start].concat()).map_err(Error::io(&path))?;
+        let file = File::options().append(true).open(&path).map_err(Error::io(&path))?;
+        Ok(Self { file, path })
     }
 
     /// Appends the numbers of these metrics under their names in the metrics file. They have left the process when this returns.
@@ -60,15 +60,15 @@ impl EventLog {
                 bytes_field(1, &[bytes_field(1, name.as_bytes()), value].concat())
             })
             .collect();
-        self.record(&[event(metrics.step), bytes_field(5, &summary)].concat())
+        let record = record(&[event(metrics.step), bytes_field(5, &summary)].concat());
+        append(&mut self.file, &record).map_err(Error::io(&self.path))
     }
+}
 
-    /// Length, its checksum, the message, its checksum.
-    fn record(&mut self, message: &[u8]) -> Result<()> {
-        let len = (message.len() as u64).to_le_bytes();
-        let record = [&len[..], &masked_crc(&len).to_le_bytes(), message, &masked_crc(message).to_le_bytes()];
-        self.file.write_all(&record.concat()).map_err(Error::io(&self.path))
-    }
+/// Length, its checksum, the message, its checksum.
+fn record(message: &[u8]) -> Vec<u8> {
+    let len = (message.len() as u64).to_le_bytes();
+    [&len[..], &masked_crc(&len).to_le_bytes(), message, &masked_crc(message).to_le_bytes()].concat()
 }
 
 /// Event files of a run that was begun here before and never came to a checkpoint.

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::files::write_whole;
 use crate::metrics::{
     EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, StepLog, draw_losses, read_metrics,
 };
@@ -41,10 +42,14 @@ impl Outputs {
             None => claim(&dir, !options.numbered)?,
         };
         config.run.dir = dir.to_string_lossy().into_owned();
-        for (name, text) in [(CONFIG_FILE, config.resolved_toml()?), (RECIPE_FILE, recipe.to_toml())] {
+        let write = |name: &str, text: String| {
             let path = dir.join(name);
-            std::fs::write(&path, text).map_err(Error::io(&path))?;
-        }
+            write_whole(&path, text).map_err(Error::io(&path))
+        };
+        // The first of all files: with it the run has begun.
+        write(CONFIG_FILE, config.resolved_toml()?)?;
+        reach(Point::Configured)?;
+        write(RECIPE_FILE, recipe.to_toml())?;
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;

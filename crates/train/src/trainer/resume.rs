@@ -3,7 +3,7 @@
 
 use super::any_rank::any_rank;
 use super::observer::{Observer, Summary};
-use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun};
+use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::checks::{checked_recipe, load_recipe};
 use crate::config::Config;
@@ -140,6 +140,8 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
             return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
         }
         require_nothing_to_lose(&dir, config.checkpoint.every)?;
+        let changes = changes_to_refuse(config, &stored_config(&dir, &[])?.0)?;
+        require_none(&changes, &dir)?;
         observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
     }
     Ok(latest.checkpoint)
@@ -150,7 +152,7 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
 fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
     let position = checkpoint.position();
     let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;
-    let mut changes = config.changes_since(&earlier)?;
+    let mut changes = changes_to_refuse(config, &earlier)?;
     let (then, now) = (&position.data_sha256, &data.sha256());
     // Another path of the same content changes nothing.
     if then == now {
@@ -167,18 +169,26 @@ fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &C
             changes.retain(|change| !is_of_recipe(change));
         }
     }
-    if config.train.steps > earlier.train.steps {
-        changes.retain(|change| !change.starts_with("train.steps: "));
-    }
+    require_none(&changes, checkpoint.path())
+}
+
+/// Checks that nothing has changed since what is stored here.
+fn require_none(changes: &[String], stored: &Path) -> Result<()> {
     if changes.is_empty() {
         return Ok(());
     }
-    let why = format!(
-        "differs from that of the run to be resumed ({}): {}",
-        checkpoint.path().display(),
-        changes.join("; ")
-    );
+    let (stored, changes) = (stored.display(), changes.join("; "));
+    let why = format!("differs from that of the run to be resumed ({stored}): {changes}");
     Err(Error::config("configuration", why))
+}
+
+/// The changes of a configuration since an earlier one with which a run does not go on: more steps are none of them.
+pub(super) fn changes_to_refuse(config: &Config, earlier: &Config) -> Result<Vec<String>> {
+    let mut changes = config.changes_since(earlier)?;
+    if config.train.steps > earlier.train.steps {
+        changes.retain(|change| !change.starts_with("train.steps: "));
+    }
+    Ok(changes)
 }
 
 /// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.

@@ -7,7 +7,7 @@ use super::options::Options;
 use super::outputs::Outputs;
 use super::resume::Origin;
 use crate::checkpoint::Store;
-use crate::config::Config;
+use crate::config::{CheckpointConfig, Config};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
@@ -41,6 +41,7 @@ fn run_rank<B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
+    reach(Point::Loading)?;
     let origin = Origin::find(b, comm, config, options.resume, observer)?;
     if let ControlFlow::Break(summary) = origin.finished(b, comm, config, observer)? {
         return Ok(summary);
@@ -125,7 +126,8 @@ fn train<B: Kernels>(
     saved = tell(trainer.finish_save()?, observer).or(saved);
     reach(Point::StepsDone)?;
     // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
-    let wanted = config.checkpoint.at_end || stopped && config.checkpoint.every > 0;
+    let CheckpointConfig { every, at_end, .. } = config.checkpoint;
+    let wanted = at_end || due(trainer.step(), every) || stopped && every > 0;
     if wanted && saved_at != Some(trainer.step()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
@@ -226,6 +228,7 @@ fn evaluate<B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<f64>> {
+    reach(Point::EvaluationBegins)?;
     let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
     let evaluated = trainer.evaluate_while(batches, &mut |done, of| {
         if first {

@@ -1,7 +1,11 @@
 //! Which directory a run writes to: a new run replaces no file of another run, or of a person.
 
-use crate::checkpoint::{Store, has_checkpoints};
+use super::resume::changes_to_refuse;
+use crate::checkpoint::{Store, has_checkpoints, latest_valid};
+use crate::config::{Config, read_text};
 use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The configuration of a run, every key.
@@ -22,10 +26,59 @@ pub const PROCESSES_FILE: &str = "processes.jsonl";
 /// Every setting, and the lines that the console was told.
 pub const LOG_FILE: &str = "train.log";
 
-/// Whether a run has begun in a directory.
+/// Whether a run has begun in a directory: it has its configuration there. One that ended before has left nothing but a lock, which
+/// the next one takes.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
-    Store::is_in(dir) || has_checkpoints(dir)
+    Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
+}
+
+/// Keys that every run's stored configuration has, whatever the program that wrote it: one in each of its tables, those of old and
+/// the last ones that are written among them.
+const STORED_KEYS: [&str; 9] = [
+    "recipe",
+    "model.d_model",
+    "model.layers",
+    "data.source",
+    "train.steps",
+    "train.lr",
+    "eval.every",
+    "checkpoint.every",
+    "run.dir",
+];
+
+/// The configuration of the run in a directory, changed by `overrides`, and what to tell if it is not from its file: where that is missing
+/// or no run's, the newest whole checkpoint has it too.
+///
+/// # Errors
+/// [`Error::Config`] naming the file, where neither holds it; as [`Config::from_text`].
+pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option<String>)> {
+    let file = dir.join(CONFIG_FILE);
+    let why = match read_text(&file) {
+        Err(e) => e.to_string(),
+        Ok(text) => match first_missing(&text) {
+            None => return Ok((Config::from_text(&text, &file, overrides)?, None)),
+            Some(what) => format!("{}: is not the configuration of a run: {what}", file.display()),
+        },
+    };
+    let Some(checkpoint) = latest_valid(dir)?.checkpoint else {
+        let why = format!(
+            "{why}; no checkpoint holds it either: put the file back, or begin a new run in another directory"
+        );
+        return Err(Error::config("", why));
+    };
+    let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), overrides)?;
+    Ok((config, Some(format!("{why}; the configuration is that of {}", checkpoint.path().display()))))
+}
+
+/// What a text lacks to be the configuration that a run has stored, if anything.
+fn first_missing(text: &str) -> Option<String> {
+    let table: toml::Value = match toml::from_str::<toml::Table>(text) {
+        Ok(table) => table.into(),
+        Err(e) => return Some(e.message().to_owned()),
+    };
+    let has = |key: &str| key.split('.').try_fold(&table, |value, name| value.get(name)).is_some();
+    STORED_KEYS.into_iter().find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
 /// Checks that a new run would replace nothing in a directory that the user named.
@@ -47,31 +100,61 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the latest run: `dir`, or the one with the highest number that a run has begun in.
+/// The directory of the run that a configuration continues: `run.dir` if the user has named it, or else the latest of the runs that have
+/// begun there and under its numbers, of which the configuration must be such a run's if there are several.
 ///
 /// # Errors
-/// If the directories cannot be listed.
-pub fn latest(dir: &Path, named_by_user: bool) -> Result<PathBuf> {
+/// If the directories cannot be listed; [`Error::Config`] that names them where there are several, and the configuration is none of theirs.
+pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
+    let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
-        return Ok(dir.to_owned());
+        return Ok(dir);
     }
+    let runs = begun(&dir)?;
+    let (newest, oldest) = match &runs[..] {
+        [] => return Ok(dir),
+        [only] => return Ok(only.clone()),
+        [oldest, .., newest] => (newest, oldest),
+    };
+    let mut of_newest = None;
+    for run in runs.iter().rev() {
+        // One whose configuration cannot be read is not meant by another's name.
+        let changes = stored_config(run, &[]).and_then(|(stored, _)| changes_to_refuse(config, &stored));
+        let changes = changes.unwrap_or_else(|e| vec![e.to_string()]);
+        if changes.is_empty() {
+            return Ok(run.clone());
+        }
+        of_newest.get_or_insert(changes);
+    }
+    let why = format!(
+        "continues none of the {} runs from {} to {}; from that of the last it differs in {}; name the one to go on with: nibble train {} --resume",
+        runs.len(),
+        oldest.display(),
+        newest.display(),
+        of_newest.unwrap_or_default().join("; "),
+        newest.display(),
+    );
+    Err(Error::config("configuration", why))
+}
+
+/// The runs that have begun in a directory and in those of its name with a number, the earliest first.
+fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let Some(name) = dir.file_name().map(|n| n.to_string_lossy()) else { return Ok(dir.to_owned()) };
+    let Some(name) = dir.file_name().map(|n| n.to_string_lossy()) else { return Ok(Vec::new()) };
     let entries = match std::fs::read_dir(parent) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(dir.to_owned()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(Error::io(parent))?,
     };
-    let mut highest = 1;
+    let mut numbers = BTreeSet::new();
     for entry in entries {
         let entry = entry.map_err(Error::io(parent))?;
         let entry_name = entry.file_name();
         let number =
             entry_name.to_string_lossy().strip_prefix(&format!("{name}-")).and_then(|n| n.parse().ok());
-        if let Some(number) = number.filter(|_| has_begun(&entry.path())) {
-            highest = highest.max(number);
-        }
+        numbers.extend(number.filter(|number| *number > 1 && has_begun(&numbered(dir, *number))));
     }
-    Ok(if highest > 1 { numbered(dir, highest) } else { dir.to_owned() })
+    let own = has_begun(dir).then(|| dir.to_owned());
+    Ok(own.into_iter().chain(numbers.into_iter().map(|n| numbered(dir, n))).collect())
 }
 
 /// Takes a directory for a new run: this one, or if the user has not named it the next free number. Of two processes that want
@@ -85,10 +168,14 @@ pub(super) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)>
     }
     let all = std::iter::once(dir.to_owned()).chain((2u32..).map(|n| numbered(dir, n)));
     for candidate in all.filter(|dir| taken(dir).is_none()) {
-        match Store::create(&candidate)? {
-            Some(store) => return Ok((candidate, store)),
-            None if named_by_user => break,
-            None => {}
+        match Store::try_open(&candidate)? {
+            // Unless another process has had it, and begun, since this one looked.
+            Some(store) if taken(&candidate).is_none() => {
+                reach(Point::Claimed)?;
+                return Ok((candidate, store));
+            }
+            _ if named_by_user => break,
+            _ => {}
         }
     }
     Err(Error::config("run.dir", format!("another process has just begun a run in {}", dir.display())))
@@ -124,8 +211,17 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
         let dir = at("tiny");
-        let claimed = |dir: &Path| claim(dir, false).unwrap().0;
-        assert_eq!(latest(&dir, false).unwrap(), dir);
+        let mut config = Config::load("tiny", &[]).unwrap();
+        config.run.dir = dir.to_string_lossy().into_owned();
+        let claimed = |dir: &Path| {
+            let (dir, _) = claim(dir, false).unwrap();
+            std::fs::write(dir.join(CONFIG_FILE), config.resolved_toml().unwrap()).unwrap();
+            dir
+        };
+        assert_eq!(latest(&config, false).unwrap(), dir);
+        assert!(!has_begun(&dir));
+        // Neither has a run begun where one ended before it had a file.
+        drop(claim(&dir, false).unwrap());
         assert!(!has_begun(&dir));
         assert_eq!(claimed(&dir), dir);
         assert!(has_begun(&dir));
@@ -134,17 +230,53 @@ mod tests {
         std::fs::create_dir(at("tiny-3")).unwrap();
         std::fs::write(at("tiny-3/metrics.jsonl"), "").unwrap();
         assert_eq!(claimed(&dir), at("tiny-4"));
+        assert_eq!(latest(&config, false).unwrap(), at("tiny-4"));
         std::fs::create_dir_all(at("tiny-10/checkpoints/step-00000001")).unwrap();
+        std::fs::write(at("tiny-10/config.toml"), config.resolved_toml().unwrap()).unwrap();
         std::fs::create_dir_all(at("tiny-x/checkpoints/step-00000001")).unwrap();
         std::fs::create_dir(at("tiny-11")).unwrap();
-        assert_eq!(latest(&dir, false).unwrap(), at("tiny-10"));
-        assert_eq!(latest(&dir, true).unwrap(), dir);
+        assert_eq!(latest(&config, false).unwrap(), at("tiny-10"));
+        assert_eq!(latest(&config, true).unwrap(), dir);
+        // Those of another configuration are not meant; more steps are the same one.
+        let mut other = config.clone();
+        other.train.lr *= 2.0;
+        std::fs::write(at("tiny-10/config.toml"), other.resolved_toml().unwrap()).unwrap();
+        config.train.steps += 1;
+        assert_eq!(latest(&config, false).unwrap(), at("tiny-4"));
+        config.seed = 7;
+        let error = latest(&config, false).unwrap_err().to_string();
+        let parts = ["none of the 4 runs", "tiny-10 --resume", "train.lr", "seed: 0 → 7"];
+        parts.iter().for_each(|part| assert!(error.contains(part), "no {part:?} in {error}"));
+    }
+
+    #[test]
+    fn a_stored_configuration_is_whole_or_another_or_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join(CONFIG_FILE);
+        let whole = Config::default().resolved_toml().unwrap();
+        std::fs::write(&file, &whole).unwrap();
+        assert!(stored_config(dir.path(), &[]).unwrap().1.is_none());
+        // Cut after any of its lines, it is no run's: the last table is that of `run`, whose first key is the directory.
+        let needed = whole.find("[run]").unwrap();
+        for (cut, _) in whole.match_indices('\n').filter(|(at, _)| *at < needed).chain([(0, "")]) {
+            std::fs::write(&file, &whole[..cut]).unwrap();
+            let error = stored_config(dir.path(), &[]).unwrap_err().to_string();
+            assert!(error.contains("config.toml: is not the configuration of a run"), "{cut}: {error}");
+            assert!(error.contains("begin a new run"), "{cut}: {error}");
+        }
+        std::fs::remove_file(&file).unwrap();
+        assert!(stored_config(dir.path(), &[]).unwrap_err().to_string().contains("config.toml"));
     }
 
     #[test]
     fn a_directory_that_the_user_named_is_that_one_or_an_error() {
         let root = tempfile::tempdir().unwrap();
-        assert_eq!(claim(root.path(), true).unwrap().0, root.path(), "an empty directory is free");
+        let (dir, store) = claim(root.path(), true).unwrap();
+        assert_eq!(dir, root.path(), "an empty directory is free");
+        let error = claim(root.path(), true).unwrap_err().to_string();
+        assert!(error.contains("another process has just begun a run"), "{error}");
+        drop(store);
+        std::fs::write(root.path().join(CONFIG_FILE), "").unwrap();
         let error = claim(root.path(), true).unwrap_err().to_string();
         assert!(error.contains("`run.dir`") && error.contains("--resume"), "{error}");
         let other = tempfile::tempdir().unwrap();
@@ -158,6 +290,8 @@ mod tests {
     fn of_many_that_want_one_directory_each_gets_its_own() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("tiny");
+        // It has a lock already, of a run that ended before it began.
+        drop(claim(&dir, false).unwrap());
         let claims: Vec<(PathBuf, Store)> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| claim(&dir, false).unwrap())).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
