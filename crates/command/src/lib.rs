@@ -8,6 +8,7 @@
 //! | [`changes`] | options that change a configuration |
 //! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
 //! | [`env`](mod@env) | the environment variables of the command and of the CPU |
+//! | [`output`] | files that a command was asked to write: what they may replace |
 //! | [`console`] | lines for people |
 //! | [`error`] | what a command ends with |
 
@@ -18,6 +19,7 @@ pub mod env;
 pub mod error;
 pub mod gpu;
 pub mod layers;
+pub mod output;
 pub mod ranks;
 
 /// The example of the README compiles.

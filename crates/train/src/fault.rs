@@ -69,6 +69,8 @@ points! {
     CheckpointEnds = "checkpoint-ends",
     /// The last step is done, and checkpoints under way are written.
     StepsDone = "steps-done",
+    /// A file outside checkpoints is on the disk, under its temporary name.
+    WholeWritten = "whole-written",
     /// Everything is written but the picture.
     RunEnds = "run-ends",
 }

@@ -1,5 +1,6 @@
 //! Files that are written whole or not at all, and files that can be read to their end.
 
+use crate::fault::{Point, reach};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -67,6 +68,7 @@ impl WholeFile {
     /// What the system says; the place is as it was then.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
+        reach(Point::WholeWritten).map_err(io::Error::other)?;
         fs::rename(&self.unfinished.0, &self.path)?;
         self.unfinished.forget();
         sync_dir(self.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))

@@ -65,7 +65,7 @@ const LONG: [&str; 12] = [
 
 /// Makes a process heed signals that whoever started the tests ignores: `nohup`, or `&` in a script.
 #[cfg(unix)]
-fn heeding_signals(command: &mut std::process::Command) {
+pub fn heeding_signals(command: &mut std::process::Command) {
     use std::os::unix::process::CommandExt;
     let heed = || {
         for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {

@@ -94,8 +94,8 @@ impl Undisturbed {
 
     /// The points that a new run passes so often.
     fn points(count: usize) -> impl Iterator<Item = Point> {
-        let passed =
-            move |point: &Point| *point != Point::MovedAside && (count == 1 || !ONCE.contains(point));
+        let elsewhere = [Point::MovedAside, Point::WholeWritten];
+        let passed = move |point: &Point| !elsewhere.contains(point) && (count == 1 || !ONCE.contains(point));
         Point::ALL.iter().copied().filter(passed)
     }
 

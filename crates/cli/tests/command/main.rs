@@ -8,6 +8,7 @@ mod guide;
 mod kill;
 mod mistakes;
 mod models;
+mod outputs;
 mod quantize;
 mod report;
 mod runs;

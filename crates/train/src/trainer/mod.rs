@@ -21,7 +21,7 @@ pub use options::Options;
 pub use outputs::heading;
 pub use run::run;
 pub use run_dir::{
-    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun,
+    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun, is_of_a_run,
     latest as latest_run_dir, require_free,
 };
 
