@@ -15,7 +15,8 @@ mod recompute;
 mod step;
 mod timeline;
 
-use nibble_command::error::{Error, Result};
+use nibble_command::error::Result;
+use nibble_command::output::{Force, Mark, Outputs};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -41,8 +42,10 @@ pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
     /// Also writes the figures here.
-    #[arg(long, value_name = "FILE", global = true)]
+    #[arg(long, value_name = "OUT", global = true)]
     json: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -59,6 +62,30 @@ enum What {
     Grouped(grouped::Args),
 }
 
+impl What {
+    /// What a file of its figures bears.
+    fn mark(&self) -> Mark {
+        Mark::Figures(match self {
+            Self::Step(_) => "nibble bench step",
+            Self::Ops => "nibble bench ops",
+            Self::All(_) => "nibble bench all",
+            Self::Kernels(_) => "nibble bench kernels",
+            Self::Gemm(_) => "nibble bench gemm",
+            Self::Attention(_) => "nibble bench attention",
+            Self::Experts(_) => "nibble bench experts",
+            Self::Grouped(_) => "nibble bench grouped",
+        })
+    }
+
+    /// The files that it reads.
+    fn inputs(&self) -> Result<Vec<PathBuf>> {
+        match self {
+            Self::Step(args) | Self::All(args) => args.inputs(),
+            _ => Ok(Vec::new()),
+        }
+    }
+}
+
 /// Columns that the GPU's tables fit.
 const WIDTH: usize = 140;
 
@@ -68,18 +95,21 @@ const WIDTH: usize = 140;
 /// A usage error where a device or a configuration is not there; what the measured work returns.
 pub fn run(args: Args) -> Result<()> {
     let what = args.what.unwrap_or_else(|| What::All(step::Args::default()));
+    let mut outputs = Outputs::new(args.force, what.inputs()?);
+    let mark = what.mark();
+    let json = args.json.as_ref().map(|path| outputs.named(path, &mark)).transpose()?;
     let figures = match &what {
         What::Step(args) => json!({ "step": step::run(args)? }),
         What::Ops => json!({ "ops": ops::run()? }),
         What::All(args) => json!({ "step": step::run(args)?, "ops": ops::run()? }),
-        What::Kernels(args) => json!({ "kernels": kernels::run(args)? }),
-        What::Gemm(args) => json!({ "gemm": gemm::run(args)? }),
+        What::Kernels(args) => json!({ "kernels": kernels::run(args, &mut outputs)? }),
+        What::Gemm(args) => json!({ "gemm": gemm::run(args, &mut outputs)? }),
         What::Attention(args) => json!({ "attention": attention::run(args)? }),
         What::Experts(args) => json!({ "experts": experts::run(args)? }),
         What::Grouped(args) => json!({ "grouped": grouped::run(args)? }),
     };
-    if let Some(path) = &args.json {
-        std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;
+    if let Some(json) = json {
+        json.write(mark.json(figures))?;
     }
     Ok(())
 }

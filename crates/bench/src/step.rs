@@ -13,6 +13,7 @@ use nibble_train::plan;
 use nibble_train::rank::RunMemory;
 use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
+use std::path::PathBuf;
 use std::time::Instant;
 
 /// Training steps: tokens a second under each recipe, and where the time goes.
@@ -55,6 +56,15 @@ pub struct Args {
 
 const CONFIG: &str = "tiny";
 const STEPS: usize = 8;
+
+impl Args {
+    /// The files that are read.
+    pub(crate) fn inputs(&self) -> Result<Vec<PathBuf>> {
+        let config = Config::load(&self.config, &self.device.after(self.overrides.clone()))?;
+        let recipes = self.recipes.iter().filter(|name| name.ends_with(".toml")).map(PathBuf::from);
+        Ok(config.files(&self.config).into_iter().chain(recipes).collect())
+    }
+}
 
 impl Default for Args {
     fn default() -> Self {

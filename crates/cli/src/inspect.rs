@@ -4,18 +4,20 @@ use nibble_command::changes::Changes;
 use nibble_command::console::bytes;
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::say;
+use nibble_train::checkpoint::metadata;
 use nibble_train::config::Config;
-use nibble_train::trainer::Trainer;
-use std::path::{Path, PathBuf};
+use nibble_train::trainer::{Inspection, Trainer};
+use std::path::PathBuf;
 
 /// Writes one forward and backward pass to a file
 ///
 /// Weights, tokens, chosen experts, logits, gradients.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. Beside FILE goes\n\
-    FILE with the ending .json: the model's sizes. `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
+    after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. Beside OUT goes\n\
+    OUT with the ending .json: the model's sizes. `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"
@@ -27,34 +29,57 @@ pub struct Args {
     #[command(flatten)]
     changes: Changes,
     /// The file to write, in the safetensors format.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     out: PathBuf,
+    #[command(flatten)]
+    force: Force,
 }
+
+const TENSORS: Mark = Mark::Tensors("nibble inspect");
+const SIZES: Mark = Mark::Figures("nibble inspect");
 
 pub fn run(args: Args) -> Result<()> {
     let config = Config::load(&args.config, &args.changes.overrides())?;
-    device::run(&config.run, &Inspect { config: &config, out: &args.out })
+    let mut outputs = Outputs::new(args.force, config.files(&args.config));
+    let out = outputs.named(&args.out, &TENSORS)?;
+    // Beside a device or a pipe there is no place.
+    let beside = (!out.is_direct()).then(|| outputs.named(&args.out.with_extension("json"), &SIZES));
+    let beside = beside
+        .transpose()
+        .map_err(|e| Error::usage(format!("the model's sizes, beside the tensors: {e}")))?;
+    let seen = device::run(&config.run, &Inspect { config: &config })?;
+    let size = seen.tensors.shapes().map(|(_, shape)| 4 * shape.iter().product::<usize>() as u64).sum();
+    let mut about = metadata();
+    TENSORS.tensors(&mut about);
+    out.write_with(|to| seen.tensors.write(&about, to))?;
+    say!("{}: {} tensors, {}", args.out.display(), seen.tensors.shapes().count(), bytes(size));
+    if let Some(beside) = beside {
+        let told = beside.path().display().to_string();
+        let sizes = serde_json::from_str(&seen.model).map_err(|e| Error::Failed(format!("{told}: {e}")))?;
+        beside.write(SIZES.json(sizes))?;
+        say!("{told}: the model's sizes");
+    }
+    Ok(())
+}
+
+/// What one step lays open.
+struct Seen {
+    tensors: Inspection,
+    /// The model's sizes, a JSON object.
+    model: String,
 }
 
 struct Inspect<'a> {
     config: &'a Config,
-    out: &'a Path,
 }
 
 impl Work for Inspect<'_> {
-    type Out = ();
+    type Out = Seen;
 
-    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Seen> {
         on.announce();
         let trainer = Trainer::new(on.b, on.comm, self.config)?;
         let model = trainer.config_json();
-        let seen = trainer.inspect()?;
-        seen.write(self.out)?;
-        let beside = self.out.with_extension("json");
-        std::fs::write(&beside, model).map_err(Error::io(&beside))?;
-        let size = seen.shapes().map(|(_, shape)| 4 * shape.iter().product::<usize>() as u64).sum();
-        say!("{}: {} tensors, {}", self.out.display(), seen.shapes().count(), bytes(size));
-        say!("{}: the model's sizes", beside.display());
-        Ok(())
+        Ok(Seen { tensors: trainer.inspect()?, model })
     }
 }

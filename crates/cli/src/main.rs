@@ -3,6 +3,7 @@
 
 mod checkpoint;
 mod doctor;
+mod ending;
 mod eval;
 mod generate;
 mod inspect;
@@ -115,6 +116,9 @@ fn run(cli: Cli) -> Result<()> {
     #[cfg(debug_assertions)]
     env::arm_faults()?;
     phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));
+    if !matches!(cli.command, Command::Train(_)) {
+        ending::leave_nothing_unfinished().map_err(|e| error::Error::Failed(format!("signals: {e}")))?;
+    }
     match cli.command {
         Command::Train(args) => train::run(args),
         Command::Eval(args) => eval::run(args),

@@ -1,9 +1,10 @@
 //! `nibble plot`: the losses of runs, from their metrics.
 
-use crate::run_files::RunFiles;
-use nibble_command::error::Result;
+use crate::run_files::{self, RunFiles};
+use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::say;
-use nibble_train::metrics::{LossCurve, draw_losses};
+use nibble_train::metrics::{LOSSES_BY, LossCurve, PICTURE, losses_svg};
 use nibble_train::trainer::{PICTURE_FILE, heading};
 use std::path::{Path, PathBuf};
 
@@ -20,17 +21,27 @@ pub struct Args {
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
     /// The file to draw. Left out: loss.svg in the directory of a run alone, losses.svg here for several.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
 }
+
+const MARK: Mark = Mark::Picture(LOSSES_BY);
 
 pub fn run(args: Args) -> Result<()> {
     let alone = args.runs.len() == 1;
+    let mut outputs = Outputs::new(args.force, args.runs.iter().flat_map(|run| run_files::paths(run)));
+    let output = match &args.output {
+        Some(output) => outputs.named(output, &MARK)?,
+        None if alone => outputs.of_run(&args.runs[0].join(PICTURE_FILE))?,
+        None => outputs.named(Path::new("losses.svg"), &MARK)?,
+    };
     let curves = args.runs.iter().map(|run| curve(run, alone)).collect::<Result<Vec<_>>>()?;
-    let own = || if alone { args.runs[0].join(PICTURE_FILE) } else { PathBuf::from("losses.svg") };
-    let output = args.output.clone().unwrap_or_else(own);
-    draw_losses(&curves, &output)?;
-    say!("picture: {}", output.display());
+    let picture = losses_svg(&curves, PICTURE).map_err(Error::usage)?;
+    let told = output.path().display().to_string();
+    output.write(picture)?;
+    say!("picture: {told}");
     Ok(())
 }
 

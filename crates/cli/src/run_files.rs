@@ -7,7 +7,9 @@ use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
-use nibble_train::trainer::{METRICS_FILE, RECIPE_FILE, stored_config};
+use nibble_train::trainer::{
+    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, RECIPE_FILE, stored_config,
+};
 use std::path::{Path, PathBuf};
 
 /// The files of a run that say what it was and how it went.
@@ -21,6 +23,11 @@ pub struct RunFiles {
     pub metrics: Vec<Metrics>,
     /// What is wrong with the files, a sentence each.
     pub faults: Vec<String>,
+}
+
+/// The files in a run's directory that are read.
+pub fn paths(dir: &Path) -> [PathBuf; 5] {
+    [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE].map(|name| dir.join(name))
 }
 
 impl RunFiles {

@@ -41,6 +41,9 @@ impl Signals {
 }
 
 #[cfg(unix)]
+pub use unix::is_ignored;
+
+#[cfg(unix)]
 mod unix {
     use super::RECEIVED;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -130,7 +133,7 @@ mod unix {
     }
 
     /// Whether whoever started the process wants it to ignore a signal: `nohup`, or `&` in a script.
-    fn is_ignored(signal: i32) -> bool {
+    pub fn is_ignored(signal: i32) -> bool {
         let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
         // SAFETY: a null pointer changes nothing, and the system writes a whole `sigaction`, which zeros are too.
         unsafe {

@@ -10,7 +10,7 @@ use nibble_command::changes::Changes;
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
-use nibble_command::say;
+use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, preset};
@@ -175,7 +175,7 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
             )));
         }
         let (mut config, other) = trainer::stored_config(&dir, overrides)?;
-        other.iter().for_each(|other| eprintln!("warning: {other}"));
+        other.iter().for_each(|other| warn!("warning: {other}"));
         if resume && is_dir_set && Path::new(&config.run.dir) != dir {
             return Err(Error::usage(format!(
                 "`run.dir`: is set to {}, and the run that {name} names is in {shown}, where it goes on: leave run.dir out",

@@ -7,6 +7,7 @@
 use nibble_command::env::Env;
 use nibble_command::error::{Error, Result};
 use nibble_command::gpu;
+use nibble_command::output::{Force, Mark, Output, Outputs};
 use nibble_command::say;
 use nibble_core::Kernels;
 use nibble_cpu::Cpu;
@@ -39,23 +40,29 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
     /// Also writes the results here.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
 }
 
 /// An operation's name and its conformance test, which panics with a report.
 type Test<A, B> = (&'static str, fn(&Pair<A, B>));
 
+const MARK: Mark = Mark::Figures("nibble verify");
+
 pub fn run(args: Args) -> Result<()> {
+    let mut outputs = Outputs::new(args.force, []);
+    let json = args.json.as_ref().map(|path| outputs.named(path, &MARK)).transpose()?;
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;
     if args.cpu {
         let tests = chosen(&all(), &args.only)?;
-        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests);
+        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests, json);
     }
     let tests = chosen(&all(), &args.only)?;
     let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    verify(&args, &Pair::new(cpu, cuda), &tests)
+    verify(&args, &Pair::new(cpu, cuda), &tests, json)
 }
 
 /// Every operation of a backend.
@@ -76,7 +83,12 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
-fn verify<A: Kernels, B: Kernels>(args: &Args, pair: &Pair<A, B>, tests: &[Test<A, B>]) -> Result<()> {
+fn verify<A: Kernels, B: Kernels>(
+    args: &Args,
+    pair: &Pair<A, B>,
+    tests: &[Test<A, B>],
+    json: Option<Output>,
+) -> Result<()> {
     say!("{}, against {}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
     let mut held = |op: &str, test: &dyn Fn()| {
@@ -102,10 +114,10 @@ fn verify<A: Kernels, B: Kernels>(args: &Args, pair: &Pair<A, B>, tests: &[Test<
     let (count, cases) = (results.len(), pair.cases());
     let passed = count - failed;
     say!("{passed} of {count} operations agree, {cases} cases, {:.1} s", start.elapsed().as_secs_f64());
-    if let Some(path) = &args.json {
+    if let Some(json) = json {
         let figures: Value =
             json!({ "specification": pair.a.name(), "verified": pair.b.name(), "ops": results });
-        std::fs::write(path, format!("{figures:#}\n")).map_err(Error::io(path))?;
+        json.write(MARK.json(figures))?;
     }
     if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
 }

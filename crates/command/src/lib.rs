@@ -9,6 +9,7 @@
 //! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
 //! | [`env`](mod@env) | the environment variables of the command and of the CPU |
 //! | [`allocation`] | what happens where the system refuses memory |
+//! | [`output`] | files that a command was asked to write: what they may replace |
 //! | [`console`] | lines for people |
 //! | [`error`] | what a command ends with |
 
@@ -20,6 +21,7 @@ pub mod env;
 pub mod error;
 pub mod gpu;
 pub mod layers;
+pub mod output;
 pub mod ranks;
 
 /// The example of the README compiles.

@@ -20,6 +20,7 @@ use call::prepare;
 use cases::{Operands, Product, Section, ceilings, sections};
 use floor::Work;
 use nibble_command::error::Result;
+use nibble_command::output::Outputs;
 use nibble_command::say;
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Data, Result as CoreResult, Tensor};
@@ -47,12 +48,12 @@ pub struct Args {
     #[arg(long)]
     quick: bool,
     /// Also draws the roofline into this SVG file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
     /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
     /// what is faster is put to use by letting `GroupedConfig::choose` in crates/cuda/src/ops/products/grouped_config.rs choose it.
-    #[arg(long, value_name = "FILE", conflicts_with = "plot")]
+    #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }
 
@@ -102,13 +103,15 @@ impl Ceilings {
     }
 }
 
-pub fn run(args: &Args) -> Result<Value> {
+pub fn run(args: &Args, outputs: &mut Outputs) -> Result<Value> {
     let &Args { quick, ref only, ref plot, ref tune } = args;
     let chosen = chosen(only)?;
+    let plot = plot.as_ref().map(|path| outputs.named(path, &plot::MARK)).transpose()?;
+    let tune = tune.as_ref().map(|path| outputs.named(path, &tune::TRIALS)).transpose()?;
     let bench = Bench::open("`nibble bench step` measures the CPU's products")?;
     let mut header = bench.header();
-    if let Some(path) = tune {
-        return tune::run(&bench, &chosen, quick, path);
+    if let Some(file) = tune {
+        return tune::run(&bench, &chosen, quick, file, outputs.forced());
     }
     let one = |&product: &Product| {
         let times = timed(&bench, &product, quick).map_err(|error| error.to_string());
@@ -129,9 +132,10 @@ pub fn run(args: &Args) -> Result<Value> {
         }
     }
     report::legend();
-    if let Some(path) = plot {
-        plot::draw(&bench.cuda.device().info().name, &all, ceilings, bench.rates, path)?;
-        say!("drawn into {}", path.display());
+    if let Some(file) = plot {
+        let told = file.path().display().to_string();
+        plot::draw(&bench.cuda.device().info().name, &all, ceilings, bench.rates, file)?;
+        say!("drawn into {told}");
     }
     Ok(json!({ "machine": header, "products": report::figures(&all, ceilings, bench.rates) }))
 }

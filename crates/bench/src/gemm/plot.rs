@@ -6,9 +6,12 @@ use super::cases::Operands;
 use super::floor::Work;
 use super::{Ceilings, Measured};
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Mark, Output};
 use nibble_cuda::timing::Rates;
 use plotters::prelude::*;
-use std::path::Path;
+
+/// What a picture bears.
+pub const MARK: Mark = Mark::Picture("nibble bench gemm");
 
 const SIZE: (u32, u32) = (1100, 640);
 const FP8: RGBColor = RGBColor(70, 120, 190);
@@ -19,11 +22,11 @@ const MXFP4: RGBColor = RGBColor(100, 50, 120);
 ///
 /// # Errors
 /// Where there is nothing to draw, or the file cannot be written.
-pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, path: &Path) -> Result<()> {
+pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, all, ceilings, rates, &mut svg)
-        .map_err(|why| Error::Failed(format!("{}: {why}", path.display())))?;
-    std::fs::write(path, svg).map_err(Error::io(path))
+        .map_err(|why| Error::Failed(format!("{}: {why}", file.path().display())))?;
+    file.write(MARK.svg(&svg))
 }
 
 /// A product's place: operations a byte, TFLOP/s.

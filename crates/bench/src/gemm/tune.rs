@@ -6,13 +6,13 @@ use super::cases::{Operands, Product, Section};
 use super::floor::Work;
 use crate::kernels::report::shortened;
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Mark, Output};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;
 use nibble_cuda::ops::products::grouped_product::{Adds, GroupedConfig, Order};
 use nibble_cuda::ops::products::tuning;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
 
 /// Of those fastest in bursts, so many are run until the chip is at its power limit.
 const FINALISTS: usize = 3;
@@ -26,10 +26,17 @@ struct Found {
     best_ms: f64,
 }
 
+/// What the file of trials bears.
+pub const TRIALS: Mark = Mark::Figures("nibble bench gemm --tune");
+
 /// Tries every candidate of every product, or, of a product that the file has, what it has; and writes the file.
-pub fn run(bench: &Bench, chosen: &[Section], quick: bool, path: &Path) -> Result<Value> {
+/// `forced`: what is there may be lost.
+pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced: bool) -> Result<Value> {
     let gpu = bench.cuda.device().info().name.clone();
-    let mut known = read(path, &gpu)?;
+    let mut known = match read(&file, &gpu) {
+        Err(_) if forced => BTreeMap::new(),
+        read => read?,
+    };
     say!("");
     say!("trials: every candidate in bursts, the {FINALISTS} fastest and the chosen one sustained; TFLOP/s");
     let products = chosen.iter().flat_map(|section| &section.products);
@@ -49,8 +56,9 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, path: &Path) -> Resul
     }
     let products: serde_json::Map<_, _> = known.iter().map(|(name, of)| (name.clone(), value(of))).collect();
     let found = json!({ "gpu": gpu, "products": products });
-    std::fs::write(path, format!("{found:#}\n")).map_err(Error::io(path))?;
-    say!("written to {}", path.display());
+    let told = file.path().display().to_string();
+    file.write(TRIALS.json(found.clone()))?;
+    say!("written to {told}");
     Ok(found)
 }
 
@@ -106,8 +114,9 @@ fn value(config: &GroupedConfig) -> Value {
 }
 
 /// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
-fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
-    if !path.exists() {
+fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
+    let path = file.path();
+    if file.is_direct() || std::fs::metadata(path).map_or(true, |there| there.len() == 0) {
         return Ok(BTreeMap::new());
     }
     let text = std::fs::read_to_string(path).map_err(Error::io(path))?;

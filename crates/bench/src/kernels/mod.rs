@@ -17,6 +17,7 @@ use super::gpu::{Bench, wanted};
 use super::parse_sizes;
 use cases::{Kernel, kernels};
 use nibble_command::error::Result;
+use nibble_command::output::Outputs;
 use nibble_command::say;
 use nibble_core::Backend;
 use nibble_cuda::Cuda;
@@ -45,7 +46,7 @@ pub struct Args {
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Also draws the shares of the floor into this SVG file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
 }
 
@@ -106,10 +107,11 @@ impl Bench {
     }
 }
 
-pub fn run(args: &Args) -> Result<Value> {
+pub fn run(args: &Args, outputs: &mut Outputs) -> Result<Value> {
     let Args { only, plot, .. } = args;
     let chosen = chosen(only)?;
     let shapes = if args.shapes.is_empty() { SHAPES.to_vec() } else { args.shapes.clone() };
+    let plot = plot.as_ref().map(|path| outputs.named(path, &plot::MARK)).transpose()?;
     let bench = Bench::open("`nibble bench ops` measures the CPU's conversions")?;
     let header = header(&bench)?;
     let names: Vec<_> = chosen.iter().map(|kernel| kernel.name).collect();
@@ -125,10 +127,10 @@ pub fn run(args: &Args) -> Result<Value> {
         figures["one_launch"] = ragged::run(&bench)?;
     }
     report::peers();
-    if let Some(path) = plot {
-        let gpu = &bench.cuda.device().info().name;
-        plot::draw(gpu, &measured, path)?;
-        say!("drawn into {}", path.display());
+    if let Some(file) = plot {
+        let told = file.path().display().to_string();
+        plot::draw(&bench.cuda.device().info().name, &measured, file)?;
+        say!("drawn into {told}");
     }
     Ok(figures)
 }

@@ -3,9 +3,12 @@
 use super::operands::Shape;
 use super::{Measured, peers};
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Mark, Output};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use std::path::Path;
+
+/// What a picture bears.
+pub const MARK: Mark = Mark::Picture("nibble bench kernels");
 
 const WIDTH: u32 = 1200;
 /// Pixels a kernel, and above and below them all.
@@ -21,10 +24,11 @@ const GOAL_SHARE: f64 = 90.0;
 ///
 /// # Errors
 /// Where there is nothing to draw, or the file cannot be written.
-pub fn draw(gpu: &str, measured: &[Measured], path: &Path) -> Result<()> {
+pub fn draw(gpu: &str, measured: &[Measured], file: Output) -> Result<()> {
     let mut svg = String::new();
-    render(gpu, measured, &mut svg).map_err(|why| Error::Failed(format!("{}: {why}", path.display())))?;
-    std::fs::write(path, svg).map_err(Error::io(path))
+    render(gpu, measured, &mut svg)
+        .map_err(|why| Error::Failed(format!("{}: {why}", file.path().display())))?;
+    file.write(MARK.svg(&svg))
 }
 
 /// A kernel's shares, in per cent.

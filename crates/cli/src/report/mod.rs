@@ -6,9 +6,10 @@ mod precision;
 mod series;
 
 use crate::processes::Process;
-use crate::run_files::RunFiles;
+use crate::run_files::{self, RunFiles};
 use nibble_command::console::bytes;
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::{say, warn};
 use nibble_core::DeviceKind;
 use nibble_train::ledger::Ledger;
@@ -31,40 +32,30 @@ pub struct Args {
     dir: PathBuf,
     /// The file to write. Left out: report.html in the run's directory. A file that is no report, or with --out no report of this
     /// run, is not replaced.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
 }
 
 pub fn run(args: Args) -> Result<()> {
     let run = Recorded::read(&args.dir)?;
-    let out = match args.out {
+    let mut outputs = Outputs::new(args.force, run_files::paths(&args.dir));
+    let out = match &args.out {
         Some(out) => {
-            require_own(&out, &beginning(&run), "report of this run")?;
-            out
+            outputs.named(out, &Mark::Page { beginning: beginning(&run), what: "report of this run" })?
         }
         None => {
             // In the run's own folder, whatever that was called when the page was written.
-            let out = args.dir.join("report.html");
-            require_own(&out, GENERATOR, "report")?;
-            out
+            let mark = Mark::Page { beginning: GENERATOR.to_owned(), what: "report" };
+            outputs.named(&args.dir.join("report.html"), &mark)?
         }
     };
     let page = page::render(&run)?;
-    write(&out, &page)?;
-    say!("report: {} ({})", out.display(), bytes(page.len() as u64));
+    let told = out.path().display().to_string();
+    out.write(&page)?;
+    say!("report: {told} ({})", bytes(page.len() as u64));
     Ok(())
-}
-
-/// Writes beside the place and renames, so that no half page ever bears the name.
-fn write(out: &Path, page: &str) -> Result<()> {
-    let name = out.file_name().unwrap_or_default().to_string_lossy();
-    let tmp = out.with_file_name(format!(".{name}.tmp-{}", std::process::id()));
-    let written = std::fs::write(&tmp, page).and_then(|()| std::fs::rename(&tmp, out));
-    if written.is_err() {
-        // The first error is the one to tell.
-        let _ = std::fs::remove_file(&tmp);
-    }
-    written.map_err(Error::io(out))
 }
 
 /// What a report is made of.
@@ -126,17 +117,4 @@ const GENERATOR: &str = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=
 fn beginning(run: &Recorded) -> String {
     let whose = maud::html! { meta name="run" content=(run.place.display()); };
     format!("{GENERATOR}{}", whose.into_string())
-}
-
-/// Checks that a report would replace nothing but an earlier one, which begins so.
-fn require_own(out: &Path, beginning: &str, what: &str) -> Result<()> {
-    match std::fs::read(out) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Ok(there) if there.starts_with(beginning.as_bytes()) => Ok(()),
-        Ok(_) => Err(Error::usage(format!(
-            "{} is there already and is no {what}; name another file",
-            out.display()
-        ))),
-        Err(e) => Err(Error::io(out)(e)),
-    }
 }

@@ -16,13 +16,14 @@ mod kill;
 mod memory;
 mod mistakes;
 mod models;
-#[cfg(target_os = "linux")]
 mod outputs;
 mod quantize;
 mod report;
 mod runs;
 #[cfg(all(unix, debug_assertions))]
 mod signals;
+#[cfg(target_os = "linux")]
+mod streams;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

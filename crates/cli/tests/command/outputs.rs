@@ -1,142 +1,271 @@
-//! Standard output and standard error that take nothing, and names that would give orders to a terminal.
+//! No output replaces what was not asked for, whichever command writes it.
 
-use crate::every::{self, Command};
-use crate::{Done, Place};
-use std::fs::File;
-use std::process::{Output, Stdio};
+use crate::gpu::has_gpu;
+use crate::{Place, read};
+use std::collections::BTreeSet;
 
-/// How a command ends whose streams are these; a closed one is closed by a shell.
-fn ended(place: &Place, command: &Command, redirect: &str) -> Output {
-    let inner = command.process(place);
-    let mut shell = std::process::Command::new("sh");
-    shell.arg("-c").arg(format!("exec \"$@\" {redirect}")).arg("sh").arg(inner.get_program());
-    shell.args(inner.get_args()).current_dir(place.path(".")).stdin(Stdio::null());
-    shell.env("NIBBLE_THREADS", "1");
-    shell.output().unwrap()
+/// How an output is asked for.
+struct Case {
+    /// Command and option, or `OUT` for an argument without one.
+    output: (&'static str, &'static str),
+    /// What else it takes.
+    more: &'static str,
+    /// Files that it reads.
+    inputs: &'static [&'static str],
+    does: Does,
 }
 
-fn assert_no_panic(out: &Output, what: &str) {
-    for text in [&out.stdout, &out.stderr] {
-        let text = String::from_utf8_lossy(text);
-        assert!(!text.contains("panicked") && !text.contains("internal error"), "{what}: {text}");
+/// What happens where the output is accepted.
+#[derive(Clone, Copy, PartialEq)]
+enum Does {
+    /// It is done at once.
+    Writes,
+    /// It asks for a GPU.
+    AsksForGpu,
+    /// It takes long; the same code as another's writes the output.
+    Measures,
+}
+
+const fn case(command: &'static str, option: &'static str, more: &'static str, does: Does) -> Case {
+    Case { output: (command, option), more, inputs: &[], does }
+}
+
+const fn reading(mut case: Case, inputs: &'static [&'static str]) -> Case {
+    case.inputs = inputs;
+    case
+}
+
+/// Every output of every command.
+const CASES: &[Case] = &[
+    reading(case("plot", "--output", "run", Does::Writes), &["run/metrics.jsonl", "run/config.toml"]),
+    reading(case("report", "--out", "run", Does::Writes), &["run/metrics.jsonl", "run/recipe.toml"]),
+    reading(case("quantize", "OUT", "m.safetensors --format mxfp4", Does::Writes), &["m.safetensors"]),
+    reading(
+        case("inspect", "--out", "small.toml --recipe mine.toml", Does::Writes),
+        &["small.toml", "mine.toml", "text.txt"],
+    ),
+    case("verify", "--json", "--cpu --only cast", Does::Writes),
+    case("bench", "--json", "", Does::Measures),
+    reading(case("bench all", "--json", "small.toml", Does::Measures), &["small.toml", "text.txt"]),
+    reading(
+        case("bench step", "--json", "small.toml --recipe mine.toml --steps 1", Does::Writes),
+        &["small.toml", "mine.toml", "text.txt"],
+    ),
+    case("bench ops", "--json", "", Does::Measures),
+    case("bench kernels", "--json", "", Does::AsksForGpu),
+    case("bench kernels", "--plot", "", Does::AsksForGpu),
+    case("bench gemm", "--json", "", Does::AsksForGpu),
+    case("bench gemm", "--plot", "", Does::AsksForGpu),
+    case("bench gemm", "--tune", "", Does::AsksForGpu),
+    case("bench attention", "--json", "", Does::AsksForGpu),
+    case("bench experts", "--json", "", Does::AsksForGpu),
+    case("bench grouped", "--json", "--format mxfp8-e4m3", Does::AsksForGpu),
+];
+
+impl Case {
+    fn name(&self) -> String {
+        format!("{} {}", self.output.0, self.output.1)
     }
-    assert!(out.status.code().is_some(), "{what}: {:?}", out.status);
+
+    /// The command line that writes to `out`.
+    fn args<'a>(&self, out: &'a str, force: bool) -> Vec<&'a str> {
+        let (command, option) = self.output;
+        let words = |text: &'static str| text.split_whitespace();
+        let option = (option != "OUT").then_some(option);
+        let force = force.then_some("--force");
+        words(command).chain(words(self.more)).chain(option).chain([out]).chain(force).collect()
+    }
+
+    /// Asserts that an output is refused, before anything else is looked at, and stays as it was.
+    fn refuses(&self, place: &Place, out: &str, force: bool) -> String {
+        let before = std::fs::read(place.path(out)).ok();
+        let error = place.nibble(&self.args(out, force)).failed(2);
+        let told = format!("{}, --force {force}: {error}", self.name());
+        assert!(error.contains(out) && !error.contains("Hopper"), "{told}");
+        assert!(std::fs::read(place.path(out)).ok() == before, "{told}: changed");
+        error
+    }
 }
 
-#[test]
-fn outputs_that_take_nothing_are_no_defect() {
-    let place = every::place();
-    for command in every::ALL {
-        for (redirect, code) in [(">&-", 0), (">/dev/full", 1), ("2>&-", 0), ("2>/dev/full", 0)] {
-            let what = format!("{:?} {redirect}", command.args);
-            let out = ended(&place, command, redirect);
-            assert_no_panic(&out, &what);
-            assert_eq!(out.status.code(), Some(code), "{what}: {}", String::from_utf8_lossy(&out.stderr));
-            if code == 1 {
-                assert!(
-                    String::from_utf8_lossy(&out.stderr).starts_with("error: standard output: "),
-                    "{what}"
-                );
+/// Files that every command may be asked to read or to replace.
+fn place() -> Place {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run", "--set", "train.steps=2"]).ok();
+    std::fs::write(place.path("mine.toml"), "extends = \"bf16\"\n").unwrap();
+    std::fs::copy(place.path("run/checkpoints/step-00000002/model.safetensors"), place.path("m.safetensors"))
+        .unwrap();
+    place
+}
+
+/// The outputs that the help of a command and of its subcommands names.
+fn outputs_in_help(place: &Place, command: &str, found: &mut BTreeSet<String>) {
+    let words: Vec<&str> = command.split_whitespace().chain(["--help"]).collect();
+    let help = place.nibble(&words).ok().stdout;
+    let mut section = "";
+    for line in help.lines() {
+        if !line.starts_with(' ') {
+            section = line;
+        }
+        let mut words = line.split_whitespace();
+        let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        match section {
+            "Options:" | "Arguments:" if first == "<OUT>" || first == "[OUT]" => {
+                found.insert(format!("{command} OUT"));
             }
-            command.clear(&place);
+            "Options:" if first.starts_with("--") && second == "<OUT>" => {
+                found.insert(format!("{command} {first}"));
+            }
+            "Commands:" | "What to measure:"
+                if line.starts_with("  ") && !line.starts_with("   ") && first != "help" =>
+            {
+                outputs_in_help(place, format!("{command} {first}").trim(), found);
+            }
+            _ => {}
         }
-        // A pipe whose reader has gone wanted no more.
-        let (reader, writer) = std::io::pipe().unwrap();
-        drop(reader);
-        let out = command.process(&place).stdout(writer).output().unwrap();
-        assert_no_panic(&out, &format!("{:?} | true", command.args));
-        assert_eq!(out.status.code(), Some(0), "{:?} | true", command.args);
-        command.clear(&place);
     }
 }
 
 #[test]
-fn errors_and_help_that_nobody_takes_keep_their_exit_codes() {
-    let place = Place::new();
-    let full = || File::options().write(true).open("/dev/full").unwrap();
-    for args in
-        [&["eval", "nowhere"][..], &["--bad"], &["train", "--set", "x"], &["quantize", "a", "b", "--back"]]
-    {
-        let (reader, writer) = std::io::pipe().unwrap();
-        drop(reader);
-        for stderr in [Stdio::from(full()), Stdio::from(writer)] {
-            let out = place.command(args).stderr(stderr).output().unwrap();
-            assert_eq!(out.status.code(), Some(2), "{args:?}");
-        }
-    }
-    for args in [&["--help"][..], &["train", "--help"], &["help", "quantize"], &["--version"]] {
-        let out = place.command(args).stdout(full()).output().unwrap();
-        assert_eq!(out.status.code(), Some(1), "{args:?}");
-        assert!(String::from_utf8_lossy(&out.stderr).starts_with("error: standard output: "), "{args:?}");
-        let (reader, writer) = std::io::pipe().unwrap();
-        drop(reader);
-        let out = place.command(args).stdout(writer).output().unwrap();
-        assert_eq!((out.status.code(), out.stderr), (Some(0), Vec::new()), "{args:?}");
-    }
-    // A warning that nobody takes.
-    let out = place.command(&["recipe"]).env("NIBBLE_UNREAD", "1").stderr(full()).output().unwrap();
-    assert_eq!(out.status.code(), Some(0));
-}
-
-/// What a terminal would take for an order to clear itself.
-const ORDER: &str = "\x1b[2J";
-
-fn assert_no_orders(done: &Done, what: &str) {
-    for text in [&done.stdout, &done.stderr] {
-        let order = text.chars().find(|c| c.is_control() && !matches!(c, '\n' | '\t'));
-        assert!(order.is_none(), "{what}: {order:?} in {text:?}");
-    }
-}
-
-fn assert_shown(done: &Done, what: &str) {
-    assert_no_orders(done, what);
-    let all = format!("{}{}", done.stdout, done.stderr);
-    // A value of a configuration is shown as TOML has it.
-    assert!(all.contains(r"\u{1b}[2J") || all.contains(r"\u001B[2J"), "{what}: {all}");
+fn every_output_that_help_names_is_tried_here() {
+    let mut found = BTreeSet::new();
+    outputs_in_help(&Place::new(), "", &mut found);
+    assert_eq!(found, CASES.iter().map(Case::name).collect::<BTreeSet<_>>());
 }
 
 #[test]
-fn names_give_no_orders_to_a_terminal() {
-    let place = every::place();
-    let (run, recipe, tensors) = (format!("run{ORDER}"), format!("r{ORDER}.toml"), format!("t{ORDER}.st"));
-    let description = "description = \"a \\u001b[2J study\"\nextends = \"bf16\"\n";
-    std::fs::write(place.path(&recipe), description).unwrap();
-    let set_dir = format!("run.dir={run}");
-    let trained = place.nibble(&["train", "small.toml", "--recipe", &recipe, "--set", &set_dir]).ok();
-    assert_shown(&trained, "train");
-    let header = format!(r#"{{"w\u001b[2J":{{"dtype":"F32","shape":[1,32],"data_offsets":[0,128]}}}}"#);
-    let values = [&f32::NAN.to_le_bytes()[..], &[0; 124]].concat();
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &values].concat();
-    std::fs::write(place.path(&tensors), file).unwrap();
-    let bad = format!("a{ORDER}");
-    let bad_set = format!("train.lr={ORDER}");
-    let html = format!("{bad}.html");
-    for (args, code) in [
-        (vec!["train", "small.toml", "--recipe", &recipe, "--dry-run"], 0),
-        (vec!["train", &bad], 2),
-        (vec!["train", "--set", &bad_set], 2),
-        (vec!["train", "--set", &bad], 2),
-        (vec!["train", &run, "--resume"], 0),
-        (vec!["eval", &bad], 2),
-        (vec!["generate", &bad], 2),
-        (vec!["plot", &run], 0),
-        (vec!["report", &run, "--out", &html], 0),
-        (vec!["recipe", &recipe], 0),
-        (vec!["recipe", &bad], 2),
-        (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--device", "cpu"], 0),
-        (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--only", &bad], 2),
-        (vec!["inspect", "small.toml", "--out", &bad], 0),
-    ] {
-        let done = place.nibble(&args);
-        assert_eq!(done.code, Some(code), "{args:?}: {}{}", done.stdout, done.stderr);
-        assert_shown(&done, &format!("{args:?}"));
+fn a_file_that_the_command_has_not_written_stays() {
+    let place = place();
+    std::fs::write(place.path("thesis.txt"), "mine").unwrap();
+    std::fs::write(place.path("thesis.svg"), "<svg/>").unwrap();
+    std::fs::write(place.path("thesis.json"), "{\"generator\": \"mine\"}").unwrap();
+    for case in CASES {
+        for file in ["thesis.txt", "thesis.svg", "thesis.json", "text.txt", "m.safetensors"] {
+            let error = case.refuses(&place, file, false);
+            let is_input = case.inputs.contains(&file);
+            assert!(is_input || error.contains("--force"), "{}: {error}", case.name());
+        }
+        case.refuses(&place, "run", true);
     }
-    // What is no argument at all is told without them.
-    for args in [vec!["quantize", &tensors, "out.st", "--format", &bad], vec![&bad]] {
-        let done = place.nibble(&args);
-        assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
-        assert_no_orders(&done, &format!("{args:?}"));
+}
+
+#[test]
+fn inputs_and_files_of_runs_stay_whatever_is_forced() {
+    let place = place();
+    let of_run = [
+        "metrics.jsonl",
+        "config.toml",
+        "loss.svg",
+        "checkpoints/state.json",
+        "events.out.tfevents.1.2.nibble",
+    ];
+    for case in CASES {
+        for input in case.inputs {
+            case.refuses(&place, input, true);
+            case.refuses(&place, &format!("./{input}"), true);
+        }
+        for file in of_run {
+            let error = case.refuses(&place, &format!("run/{file}"), true);
+            assert!(error.contains("run"), "{error}");
+        }
     }
-    let warned = place.command(&["recipe"]).env(format!("NIBBLE_{ORDER}"), "1").output().unwrap();
-    assert!(String::from_utf8_lossy(&warned.stderr).contains(r"NIBBLE_\u{1b}[2J is set"));
+}
+
+#[test]
+fn what_is_forced_is_replaced_and_known_from_then_on() {
+    let place = place();
+    for (i, case) in CASES.iter().enumerate() {
+        let file = format!("mine-{i}.txt");
+        std::fs::write(place.path(&file), "mine").unwrap();
+        match case.does {
+            Does::Writes => {
+                place.nibble(&case.args(&file, true)).ok();
+                assert!(read(place.path(&file)) != b"mine", "{}", case.name());
+                place.nibble(&case.args(&file, false)).ok();
+            }
+            Does::AsksForGpu if !has_gpu() => {
+                let error = place.nibble(&case.args(&file, true)).failed(2);
+                assert!(error.contains("Hopper GPU"), "{}: {error}", case.name());
+                assert_eq!(read(place.path(&file)), b"mine");
+            }
+            Does::AsksForGpu | Does::Measures => {}
+        }
+    }
+    let left: Vec<_> = std::fs::read_dir(place.path(".")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with('.')), "{left:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_are_written_to_and_stay() {
+    use std::os::unix::fs::FileTypeExt;
+    let place = place();
+    let pipe = place.path("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for case in CASES {
+        let error = place.nibble(&case.args("pipe", true)).failed(2);
+        assert!(error.contains("nobody reads"), "{}: {error}", case.name());
+        if case.does != Does::Writes {
+            continue;
+        }
+        // Open for both, so that no end waits for the other.
+        let both = std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
+        let mut reader = std::fs::File::open(&pipe).unwrap();
+        let content = std::thread::spawn(move || {
+            let mut content = Vec::new();
+            std::io::Read::read_to_end(&mut reader, &mut content).unwrap();
+            content
+        });
+        place.nibble(&case.args("pipe", false)).ok();
+        drop(both);
+        let content = content.join().unwrap();
+        assert!(
+            content.len() > 1 && std::fs::metadata(&pipe).unwrap().file_type().is_fifo(),
+            "{}",
+            case.name()
+        );
+        // Standard output is a pipe here.
+        let out = place.command(&case.args("/dev/stdout", false)).output().unwrap();
+        assert!(out.status.success() && out.stdout.len() > content.len(), "{}: {out:?}", case.name());
+    }
+}
+
+#[test]
+fn what_lies_beside_an_output_stays_too() {
+    let place = place();
+    let inspect = |out: &str| place.nibble(&["inspect", "small.toml", "--out", out]);
+    std::fs::write(place.path("a.json"), "{}").unwrap();
+    let error = inspect("a.safetensors").failed(2);
+    assert!(error.contains("the model's sizes") && error.contains("a.json is there already"), "{error}");
+    assert_eq!(read(place.path("a.json")), b"{}");
+    let error = inspect("x.json").failed(2);
+    assert!(error.contains("two outputs") && !place.path("x.json").exists(), "{error}");
+    let error = place.nibble(&["bench", "gemm", "--json", "x", "--plot", "./x"]).failed(2);
+    assert!(error.contains("two outputs"), "{error}");
+}
+
+#[cfg(all(unix, debug_assertions))]
+#[test]
+fn a_signal_ends_a_command_with_nothing_unfinished() {
+    use std::os::unix::process::ExitStatusExt;
+    let place = place();
+    let unfinished = || {
+        let all = std::fs::read_dir(place.path(".")).unwrap().flatten();
+        let mut all = all.filter(|entry| entry.file_name().to_string_lossy().starts_with('.'));
+        all.any(|entry| entry.metadata().is_ok_and(|there| there.len() > 0))
+    };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        let mut command = place.command(&["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4"]);
+        crate::endings::heeding_signals(&mut command);
+        // It stops with its output on the disk, under another name.
+        let command = command.env("NIBBLE_FAULT", "stop@file-unnamed:1").stdout(std::process::Stdio::null());
+        let mut running = command.spawn().unwrap();
+        while !unfinished() {
+            assert!(running.try_wait().unwrap().is_none(), "it ended");
+            std::thread::yield_now();
+        }
+        let kill = format!("kill -{signal} {}", running.id());
+        assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        assert_eq!(running.wait().unwrap().signal(), Some(signal));
+        assert!(!unfinished() && !place.path("q.safetensors").exists());
+    }
 }

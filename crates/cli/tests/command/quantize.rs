@@ -252,3 +252,144 @@ fn a_tensor_without_values_is_copied_whatever_its_sizes() {
         place.nibble(&args).ok().contains("0 tensors quantized, 2 copied (2 without values)");
     }
 }
+
+/// A file of F32 matrices of one row.
+fn write_rows(path: &Path, rows: &[(&str, &[f32])]) {
+    let data: Vec<_> = rows.iter().map(|(_, row)| bytes(row.iter().map(|v| v.to_le_bytes()))).collect();
+    let views = rows
+        .iter()
+        .zip(&data)
+        .map(|((name, row), data)| (*name, TensorView::new(Dtype::F32, vec![1, row.len()], data).unwrap()));
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+#[test]
+fn what_is_quantized_already_is_copied_whatever_its_planes_are() {
+    let place = Place::new();
+    write_model(&place.path("m.safetensors"));
+    let quantize =
+        |from: &str, to: &str, more: &[&str]| place.nibble(&[&["quantize", from, to], more].concat()).ok();
+    // Planes of F32, of bytes, and of tensors' scales.
+    for (first, planes) in [("e4m3", 4), ("mxfp4", 4), ("nvfp4", 6), ("e4m3-tensor", 4)] {
+        quantize("m.safetensors", "1.safetensors", &["--format", first, "--only", "mlp.?", "--force"]);
+        for second in ["e4m3", "nvfp4"] {
+            let done = quantize("1.safetensors", "2.safetensors", &["--format", second, "--force"]);
+            done.contains("1 tensors quantized");
+            done.contains(&format!("{planes} planes of tensors that are quantized already"));
+            quantize("2.safetensors", "b.safetensors", &["--back", "--force"]).contains("3 tensors restored");
+            quantize("1.safetensors", "b1.safetensors", &["--back", "--force"]);
+            let (whole, part) =
+                (Vectors::read(&place.path("b.safetensors")), Vectors::read(&place.path("b1.safetensors")));
+            assert_eq!(whole.f32s("mlp.w"), part.f32s("mlp.w"), "{first}, then {second}");
+            assert!(distance(&place.path("m.safetensors"), &place.path("b.safetensors"), "attn.b") < 0.2);
+            // A third pass finds nothing to do, and loses nothing.
+            quantize("2.safetensors", "3.safetensors", &["--format", first, "--force"])
+                .contains("0 tensors quantized");
+            let (two, three) =
+                (crate::read(place.path("2.safetensors")), crate::read(place.path("3.safetensors")));
+            assert!(two == three, "{first}, then {second}");
+        }
+    }
+}
+
+#[test]
+fn a_tensor_whose_planes_have_others_names_stays() {
+    let place = Place::new();
+    let row = [1f32; 32];
+    // The planes of `w` would replace a vector, those of `v` what stays of `w`, and those of `u` are quantized themselves.
+    let norm = bytes(row.iter().map(|v| v.to_le_bytes()));
+    let view = |shape: &[usize]| TensorView::new(Dtype::F32, shape.to_vec(), &norm).unwrap();
+    let tensors = [
+        ("v.codes", view(&[1, 32])),
+        ("v.codes.scales", view(&[32])),
+        ("v", view(&[1, 32])),
+        ("u", view(&[1, 32])),
+        ("u.codes", view(&[1, 32])),
+    ];
+    safetensors::serialize_to_file(tensors, None, &place.path("m.safetensors")).unwrap();
+    let done = place.nibble(&["quantize", "m.safetensors", "q.safetensors", "--format", "mxfp4"]).ok();
+    done.contains("2 tensors quantized, 3 copied (1 not matrices, 2 whose planes' names are taken)");
+    place.nibble(&["quantize", "q.safetensors", "b.safetensors", "--back"]).ok();
+    let (old, new) = (crate::read(place.path("m.safetensors")), crate::read(place.path("b.safetensors")));
+    let (old, new) = (SafeTensors::deserialize(&old).unwrap(), SafeTensors::deserialize(&new).unwrap());
+    assert_eq!(old.len(), new.len());
+    for (name, view) in old.iter() {
+        assert_eq!(new.tensor(name).unwrap().data(), view.data(), "{name}");
+    }
+}
+
+#[test]
+fn equal_input_gives_equal_bytes() {
+    let place = Place::new();
+    write_model(&place.path("m.safetensors"));
+    let mut files = (0..8).map(|i| {
+        let (q, b) = (format!("q{i}.safetensors"), format!("b{i}.safetensors"));
+        place.nibble(&["quantize", "m.safetensors", &q, "--format", "mxfp4"]).ok();
+        place.nibble(&["quantize", &q, &b, "--back"]).ok();
+        (crate::read(place.path(q)), crate::read(place.path(b)))
+    });
+    let first = files.next().unwrap();
+    assert!(files.all(|file| file == first));
+}
+
+#[test]
+fn what_no_rounding_explains_is_warned_of() {
+    let place = Place::new();
+    let two = |exponent: i32| 2f32.powi(exponent);
+    let cases: [(&str, &[f32], &str); 6] = [
+        ("hif4", &[two(20); 64], "64 values come back smaller: the format holds nothing larger than 344064"),
+        ("hif4", &[two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        ("e4m3-row", &[1.5 * two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        (
+            "mxfp4",
+            &[f32::NAN, 1.0],
+            "1 blocks hold a NaN or an infinity; their scales are NaN; 1 values come back infinite or NaN",
+        ),
+        ("mxfp4", &[6.0, 0.1], ""),
+        ("mxfp4", &[1.0, 0.7, 0.2, 0.0], ""),
+    ];
+    for (format, row, warning) in cases {
+        write_rows(&place.path("x.safetensors"), &[("x", row)]);
+        let args = ["quantize", "x.safetensors", "q.safetensors", "--format", format, "--force"];
+        let done = place.nibble(&args).ok();
+        let what = format!("{format} {row:?}: {}", done.stdout);
+        let told = done.stdout.lines().find_map(|line| line.strip_prefix("warning: `x`: "));
+        assert_eq!(told.is_some(), !warning.is_empty(), "{what}");
+        assert!(told.unwrap_or_default().starts_with(warning), "{what}");
+        assert!(done.stdout.contains("largest error: "), "{what}");
+    }
+    write_rows(&place.path("x.safetensors"), &[("x", &[6.0, 0.1, 4.9]), ("y", &[6.0, 3.0, 1.0])]);
+    let done =
+        place.nibble(&["quantize", "x.safetensors", "q.safetensors", "--format", "mxfp4", "--force"]).ok();
+    done.contains(
+        "largest error: 9.000e-1, 15.00% of the largest value (`x`); 1 of 6 values are rounded to 0 beside larger ones",
+    );
+    // The largest F16 is rounded to a number that no F16 is.
+    let largest = bytes([f16::MAX; 32].iter().map(|v| v.to_le_bytes()));
+    let view = TensorView::new(Dtype::F16, vec![1, 32], &largest).unwrap();
+    let all: Vec<_> = (0..7).map(|i| (format!("t{i}"), view.clone())).collect();
+    safetensors::serialize_to_file(all, None, &place.path("x.safetensors")).unwrap();
+    for format in Format::ALL.map(Format::spec).into_iter().filter(|spec| spec.name.starts_with("mx")) {
+        let args = ["quantize", "x.safetensors", "q.safetensors", "--format", format.name, "--force"];
+        let done = place.nibble(&args).ok();
+        done.contains(
+            "warning: `t4`: 32 values come back infinite or NaN\nwarning: the like of 2 more tensors\n",
+        );
+        place.nibble(&["quantize", "q.safetensors", "b.safetensors", "--back", "--force"]).ok();
+    }
+}
+
+#[test]
+fn an_input_that_has_no_end_is_refused() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("folder")).unwrap();
+    let mut inputs = vec!["folder"];
+    if cfg!(unix) {
+        assert!(std::process::Command::new("mkfifo").arg(place.path("pipe")).status().unwrap().success());
+        inputs.extend(["pipe", "/dev/zero"]);
+    }
+    for input in inputs {
+        let error = place.nibble(&["quantize", input, "q.safetensors", "--format", "mxfp4"]).failed(2);
+        assert!(error.contains(input) && error.contains("expected a file"), "{error}");
+    }
+}

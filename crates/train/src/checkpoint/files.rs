@@ -1,14 +1,14 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
-use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};
+use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 
 use super::digest::{hexadecimal, sha256_hex};
+use super::header::{header, little_endian, metadata};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
@@ -41,35 +41,8 @@ impl TensorSpec {
     }
 }
 
-/// The bytes of a safetensors file. Equal tensors give equal bytes, in whatever order they come. `path` is for messages.
-///
-/// # Errors
-/// [`Error::Checkpoint`] for two tensors of one name, or values that are not as many as the shape says.
-pub fn encode(path: &Path, tensors: &[TensorRef<'_>]) -> Result<Vec<u8>> {
-    let mut names = BTreeSet::new();
-    let mut views = Vec::with_capacity(tensors.len());
-    for tensor in tensors {
-        let TensorRef { name, shape, data } = tensor;
-        if !names.insert(name) {
-            return Err(Error::checkpoint(path, format!("two tensors are called `{name}`")));
-        }
-        if shape.iter().product::<usize>() != data.len() {
-            let why = format!("tensor `{name}` has {} values, expected shape {shape:?}", data.len());
-            return Err(Error::checkpoint(path, why));
-        }
-        let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(data));
-        views.push((name, view.map_err(|e| Error::checkpoint(path, e.to_string()))?));
-    }
-    safetensors::serialize(views, Some(metadata())).map_err(|e| Error::checkpoint(path, e.to_string()))
-}
-
-/// What readers of the Hugging Face family ask for.
-fn metadata() -> HashMap<String, String> {
-    [("format".to_owned(), "pt".to_owned())].into()
-}
-
-/// What precedes the values in the file that [`encode`] would make of these tensors, which are in order of their names.
-fn header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
+/// What precedes the values in the file of these tensors, which are in order of their names.
+fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
     if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name >= pair[1].name) {
         let why = match pair[0].name == pair[1].name {
             true => format!("two tensors are called `{}`", pair[0].name),
@@ -77,23 +50,8 @@ fn header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
         };
         return Err(Error::checkpoint(path, why));
     }
-    let mut end = 0;
-    let infos = tensors.iter().map(|tensor| {
-        let start = end;
-        end += size_of::<f32>() * tensor.num_values();
-        let shape = tensor.shape.clone();
-        (tensor.name.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (start, end) })
-    });
-    let text = Metadata::new(Some(metadata()), infos.collect())
-        .map_err(|e| e.to_string())
-        .and_then(|metadata| serde_json::to_string(&metadata).map_err(|e| e.to_string()))
-        .map_err(|why| Error::checkpoint(path, why))?;
-    // Spaces after it align the values.
-    let len = text.len().next_multiple_of(size_of::<u64>());
-    let mut bytes = (len as u64).to_le_bytes().to_vec();
-    bytes.extend(text.as_bytes());
-    bytes.resize(size_of::<u64>() + len, b' ');
-    Ok(bytes)
+    let tensors = tensors.iter().map(|tensor| (tensor.name.as_str(), Dtype::F32, tensor.shape.as_slice()));
+    header(&metadata(), tensors).map_err(|e| Error::checkpoint(path, e.to_string()))
 }
 
 /// Writes the file of these tensors, which are in order of their names, and waits until it is on the disk. `next` gives their
@@ -105,7 +63,7 @@ pub(super) fn write_tensors<P: AsRef<[f32]>>(
     next: &mut dyn FnMut() -> Result<P>,
 ) -> Result<FileEntry> {
     let path = dir.join(name);
-    let header = header(&path, tensors)?;
+    let header = checked_header(&path, tensors)?;
     let mut file = HashedFile::create(path)?;
     file.write(&header)?;
     reach(Point::FileBegun)?;
@@ -117,12 +75,7 @@ pub(super) fn write_tensors<P: AsRef<[f32]>>(
             let why = format!("was given {} values where {missing} are missing", values.len());
             return Err(Error::checkpoint(&file.path, why));
         };
-        if cfg!(target_endian = "big") {
-            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-            file.write(&bytes)?;
-        } else {
-            file.write(bytemuck::cast_slice(values))?;
-        }
+        file.write(&little_endian(values))?;
         missing = left;
     }
     file.finish(name)
@@ -249,6 +202,7 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use safetensors::tensor::TensorView;
     use std::fs;
 
     #[test]
@@ -262,14 +216,14 @@ mod tests {
             ("a.2.w.exp_avg_sq", &[10, 7], 70),
             ("ä", &[0], 0),
         ];
-        let (mut at, mut refs, mut specs) = (0, Vec::new(), Vec::new());
+        let (mut at, mut views, mut specs) = (0, Vec::new(), Vec::new());
         for (name, shape, len) in shapes {
-            refs.push(TensorRef { name: name.into(), shape: shape.to_vec(), data: &values[at..][..len] });
+            let data = bytemuck::cast_slice(&values[at..][..len]);
+            views.push((name, TensorView::new(Dtype::F32, shape.to_vec(), data).unwrap()));
             specs.push(TensorSpec { name: name.into(), shape: shape.to_vec() });
             at += len;
         }
-        refs.reverse();
-        let whole = encode(dir.path(), &refs).unwrap();
+        let whole = safetensors::serialize(views, Some(metadata().into_iter().collect())).unwrap();
         for (i, piece) in [1, 2, 10, 76, 77].into_iter().enumerate() {
             let (name, mut pieces) = (format!("{i}"), values.chunks(piece));
             let mut next = || Ok(pieces.next().unwrap().to_vec());

@@ -17,6 +17,7 @@
 
 mod digest;
 mod files;
+mod header;
 mod state;
 mod tensors;
 
@@ -26,7 +27,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub(crate) use digest::sha256_hex;
-pub use files::{TensorRef, TensorSpec, encode};
+pub use files::{TensorRef, TensorSpec};
+pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};
 pub use tensors::Tensors;
 
@@ -37,7 +39,8 @@ use crate::tokenizer::transformers_tokenizer;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
 
-const DIR: &str = "checkpoints";
+/// The directory of the checkpoints in that of a run.
+pub(crate) const DIR: &str = "checkpoints";
 const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
 const SCALES_FILE: &str = "scales.safetensors";

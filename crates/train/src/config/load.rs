@@ -79,6 +79,14 @@ impl Config {
         Ok(config)
     }
 
+    /// The files that a command reads which has loaded this configuration by a name or a path: its own, the recipe's, the text.
+    pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
+        let own = preset(name_or_path).is_none().then_some(name_or_path);
+        let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
+        let text = self.is_text().then_some(self.data.source.as_str());
+        [own, recipe, text].into_iter().flatten().map(PathBuf::from).collect()
+    }
+
     /// Fills in what depends on other keys.
     fn resolve(&mut self, file: &Path) -> Result<()> {
         if self.model.vocab_size == 0 && self.data.source != RANDOM {

@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics};
 pub use layers::{LayerMetrics, SiteMetrics};
-pub use plot::{LossCurve, PICTURE, draw_losses, losses_svg, thinned};
-pub use tensorboard::EventLog;
+pub use plot::{LOSSES_BY, LossCurve, PICTURE, draw_losses, losses_svg, svg_beginning, thinned};
+pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
 /// What is known after a step. Field names in the file are torchtitan's, where it has one.

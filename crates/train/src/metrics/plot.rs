@@ -78,6 +78,15 @@ pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     write_whole(path, svg).map_err(Error::io(path))
 }
 
+/// What the pictures of a command begin with, by which it knows them.
+#[must_use]
+pub fn svg_beginning(command: &str) -> String {
+    format!("<svg data-generator=\"{command}\"")
+}
+
+/// The command whose pictures are those of losses, a run's own among them.
+pub const LOSSES_BY: &str = "nibble plot";
+
 /// The same as the text of an SVG image of this size.
 ///
 /// # Errors
@@ -85,7 +94,7 @@ pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
 pub fn losses_svg(curves: &[LossCurve], size: (u32, u32)) -> Result<String, String> {
     let mut svg = String::new();
     render(curves, size, &mut svg)?;
-    Ok(svg)
+    Ok(svg.replacen("<svg", &svg_beginning(LOSSES_BY), 1))
 }
 
 /// A line of the picture.

@@ -23,6 +23,9 @@ pub struct EventLog {
     path: PathBuf,
 }
 
+/// What the names of event files begin with.
+pub const EVENTS_PREFIX: &str = "events.out.tfevents.";
+
 /// `SessionLog.START`: whoever reads drops what earlier files hold of this step and later ones.
 const START: u64 = 1;
 
@@ -37,8 +40,7 @@ impl EventLog {
             remove_older(dir)?;
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let path =
-            dir.join(format!("events.out.tfevents.{:010}.{:09}.nibble", now.as_secs(), now.subsec_nanos()));
+        let path = dir.join(format!("{EVENTS_PREFIX}{:010}.{:09}.nibble", now.as_secs(), now.subsec_nanos()));
         let version = record(&[event(0), bytes_field(3, b"brain.Event:2")].concat());
         let start = record(&[event(step + 1), bytes_field(7, &varint_field(1, START))].concat());
         write_whole(&path, [version, start].concat()).map_err(Error::io(&path))?;
@@ -76,7 +78,7 @@ fn remove_older(dir: &Path) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(Error::io(dir))?.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with("events.out.tfevents.") && name.ends_with(".nibble") {
+        if name.starts_with(EVENTS_PREFIX) && name.ends_with(".nibble") {
             fs::remove_file(entry.path()).map_err(Error::io(&entry.path()))?;
         }
     }

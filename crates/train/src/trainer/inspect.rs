@@ -3,14 +3,16 @@
 
 use super::Trainer;
 use super::weights::{HostTensor, gather, slices};
-use crate::checkpoint::{TensorRef, encode};
+use crate::checkpoint::{TensorRef, header, little_endian};
 use crate::cx::Cx;
 use crate::error::Result;
 use crate::model::Inside;
 use crate::rank::{RankState, Step};
 use crate::recompute::Scope;
 use nibble_core::{Error as CoreError, Kernels};
-use std::path::Path;
+use safetensors::Dtype;
+use std::collections::BTreeMap;
+use std::io::{self, Write};
 
 /// The tensors of one step, named and on the host.
 #[derive(Debug, Default)]
@@ -47,18 +49,16 @@ impl Inspection {
         self.tensors.iter().find(|(n, ..)| n == name).map(|(.., values)| values.as_slice())
     }
 
-    /// Writes them as one safetensors file, all F32.
+    /// Writes them as one safetensors file, all F32, with these metadata.
     ///
     /// # Errors
-    /// [`crate::Error::Io`].
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let views = self.tensors.iter().map(|(name, shape, data)| TensorRef {
-            name: name.clone(),
-            shape: shape.clone(),
-            data,
-        });
-        let bytes = encode(path, &views.collect::<Vec<_>>())?;
-        std::fs::write(path, bytes).map_err(crate::Error::io(path))
+    /// What the system says.
+    pub fn write(&self, metadata: &BTreeMap<String, String>, to: &mut dyn Write) -> io::Result<()> {
+        let tensors: BTreeMap<&str, _> =
+            self.tensors.iter().map(|(name, ..)| name.as_str()).zip(&self.tensors).collect();
+        let shapes = tensors.iter().map(|(name, (_, shape, _))| (*name, Dtype::F32, shape.as_slice()));
+        to.write_all(&header(metadata, shapes)?)?;
+        tensors.values().try_for_each(|(.., values)| to.write_all(&little_endian(values)))
     }
 }
 

@@ -22,7 +22,7 @@ pub use outputs::heading;
 pub use run::run;
 pub use run_dir::{
     CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RECIPE_FILE,
-    has_begun, latest as latest_run_dir, require_free, stored_config,
+    has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
 };
 
 use crate::checks::{check_recipe, checked_recipe};

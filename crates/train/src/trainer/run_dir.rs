@@ -1,10 +1,11 @@
 //! Which directory a run writes to: a new run replaces no file of another run, or of a person.
 
 use super::resume::changes_to_refuse;
-use crate::checkpoint::{Store, has_checkpoints, latest_valid};
+use crate::checkpoint::{DIR, Store, has_checkpoints, latest_valid};
 use crate::config::{Config, read_text};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::metrics::EVENTS_PREFIX;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +26,18 @@ pub const MEMORY_FILE: &str = "memory.txt";
 pub const PROCESSES_FILE: &str = "processes.jsonl";
 /// Every setting, and the lines that the console was told.
 pub const LOG_FILE: &str = "train.log";
+
+/// What a run writes into its directory, beside events and checkpoints.
+const FILES: [&str; 8] = [
+    CONFIG_FILE,
+    RECIPE_FILE,
+    METRICS_FILE,
+    LAYERS_FILE,
+    PICTURE_FILE,
+    MEMORY_FILE,
+    PROCESSES_FILE,
+    LOG_FILE,
+];
 
 /// Whether a run has begun in a directory: it has its configuration there. One that ended before has left nothing but a lock, which
 /// the next one takes.
@@ -79,6 +92,18 @@ fn first_missing(text: &str) -> Option<String> {
     };
     let has = |key: &str| key.split('.').try_fold(&table, |value, name| value.get(name)).is_some();
     STORED_KEYS.into_iter().find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
+}
+
+/// Whether a run that has begun writes this file, or will: it is called so in the run's directory, or lies below its checkpoints. Of a
+/// path without links.
+#[must_use]
+pub fn is_of_a_run(path: &Path) -> bool {
+    let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
+    let is_named_so = FILES.contains(&&*name) || name.starts_with(EVENTS_PREFIX);
+    path.ancestors().skip(1).enumerate().any(|(depth, dir)| {
+        let is_its_own = if depth == 0 { is_named_so } else { path.starts_with(dir.join(DIR)) };
+        is_its_own && has_begun(dir)
+    })
 }
 
 /// Checks that a new run would replace nothing in a directory that the user named.
@@ -188,17 +213,7 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
 
 /// What a run would replace in a directory, if anything.
 fn taken(dir: &Path) -> Option<PathBuf> {
-    let names = [
-        CONFIG_FILE,
-        RECIPE_FILE,
-        METRICS_FILE,
-        LAYERS_FILE,
-        PICTURE_FILE,
-        MEMORY_FILE,
-        LOG_FILE,
-        PROCESSES_FILE,
-    ];
-    let files = names.map(|name| dir.join(name));
+    let files = FILES.map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
 }
 
@@ -266,6 +281,23 @@ mod tests {
         }
         std::fs::remove_file(&file).unwrap();
         assert!(stored_config(dir.path(), &[]).unwrap_err().to_string().contains("config.toml"));
+    }
+
+    #[test]
+    fn files_of_a_run_are_known_where_one_has_begun() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        std::fs::create_dir(at("other")).unwrap();
+        assert!(!is_of_a_run(&at("run/metrics.jsonl")));
+        claim(&at("run"), true).unwrap();
+        for name in
+            ["metrics.jsonl", "loss.svg", "events.out.tfevents.1.2.nibble", "checkpoints/step-00000001/a"]
+        {
+            assert!(is_of_a_run(&at("run").join(name)), "{name}");
+            assert!(!is_of_a_run(&at("other").join(name)), "{name}");
+        }
+        assert!(is_of_a_run(&at("run/checkpoints/mine")) && !is_of_a_run(&at("run/report.html")));
+        assert!(!is_of_a_run(&at("run/mine/metrics.jsonl")));
     }
 
     #[test]

@@ -1,0 +1,75 @@
+//! What the metadata of a file tell of its quantized tensors, and the names of their planes.
+
+use super::forward::matrices;
+use nibble_command::error::{Error, Result};
+use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use safetensors::Dtype;
+use std::collections::BTreeMap;
+
+/// What the metadata keys of quantized tensors begin with.
+pub const PREFIX: &str = "nibble.";
+
+/// The planes of a quantized tensor: its codes, its scales, and the scales of whole matrices.
+pub fn planes(name: &str) -> [String; 3] {
+    ["codes", "scales", "tensor_scale"].map(|plane| format!("{name}.{plane}"))
+}
+
+/// Names and descriptions of the quantized tensors of a file.
+pub fn described(metadata: &BTreeMap<String, String>) -> impl Iterator<Item = (&str, &str)> {
+    metadata.iter().filter_map(|(key, text)| Some((key.strip_prefix(PREFIX)?, text.as_str())))
+}
+
+/// One quantized tensor as the metadata describes it.
+pub struct About {
+    pub format: Format,
+    pub axis: BlockAxis,
+    pub rule: ScaleRule,
+    /// Two sizes, or three of a stack of matrices.
+    pub shape: Vec<usize>,
+    pub dtype: Dtype,
+}
+
+impl About {
+    pub fn parse(name: &str, text: &str) -> Result<Self> {
+        let wrong = |what: &str| Error::usage(format!("metadata `{PREFIX}{name}`: {what}"));
+        let value: serde_json::Value = serde_json::from_str(text).map_err(|e| wrong(&e.to_string()))?;
+        let text = |key: &str| value[key].as_str().ok_or_else(|| wrong(&format!("has no `{key}`")));
+        let size = |value: &serde_json::Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
+        let sizes = || value["shape"].as_array()?.iter().map(size).collect::<Option<Vec<_>>>();
+        let has_no_shape = || wrong("has no `shape` of two sizes, or of three for a stack of matrices");
+        let dtype = match text("dtype")? {
+            "F32" => Dtype::F32,
+            "BF16" => Dtype::BF16,
+            "F16" => Dtype::F16,
+            other => return Err(wrong(&format!("has dtype `{other}`, expected F32, BF16 or F16"))),
+        };
+        let unknown = |e: nibble_formats::Error| wrong(&e.to_string());
+        let format: Format = text("format")?.parse().map_err(unknown)?;
+        let axis: BlockAxis = text("axis")?.parse().map_err(unknown)?;
+        let rule: ScaleRule = text("scale")?.parse().map_err(unknown)?;
+        let shape = sizes().ok_or_else(has_no_shape)?;
+        let [stack, rows, cols] = matrices(&shape).ok_or_else(has_no_shape)?;
+        Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
+        // Far from overflow even in bytes, whatever a damaged file says.
+        let values = rows.checked_mul(cols).and_then(|n| n.checked_mul(stack));
+        if values.is_none_or(|n| n == 0 || n > isize::MAX as usize / 16) {
+            return Err(wrong("has a `shape` without values, or beyond any memory"));
+        }
+        Ok(Self { format, axis, rule, shape, dtype })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_that_makes_no_sense_is_named() {
+        let of = |text| About::parse("w", text).map(drop).unwrap_err().to_string();
+        assert!(of("{}").contains("`nibble.w`: has no `dtype`"));
+        let text = r#"{"dtype":"F32","format":"mxfp5","axis":"row","scale":"rceil","shape":[1,32]}"#;
+        assert!(of(text).contains("mxfp5") && of(text).contains("mxfp4"));
+        let text = r#"{"dtype":"F32","format":"mxfp4","axis":"row","scale":"rceil","shape":[1]}"#;
+        assert!(of(text).contains("two sizes"));
+    }
+}

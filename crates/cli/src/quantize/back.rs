@@ -1,0 +1,117 @@
+//! Planes to plain numbers.
+
+use super::about::{About, PREFIX, described, planes};
+use super::converted::Converted;
+use super::forward::{matrices, words};
+use half::{bf16, f16};
+use nibble_command::error::{Error, Result};
+use nibble_core::allocation::phase;
+use nibble_core::ops::Dequantize;
+use nibble_core::{BlockScaled, Convert, DType};
+use nibble_formats::{BlockAxis, ScaleLayout};
+use safetensors::{Dtype, SafeTensors};
+use std::collections::BTreeSet;
+
+/// Brings the tensors that the metadata describe back to plain numbers, and copies the others.
+pub fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Converted<'d>) -> Result<usize> {
+    let described: Vec<(String, String)> =
+        described(&out.metadata).map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
+    if described.is_empty() {
+        return Err(Error::usage("the input holds nothing that nibble quantized: no `nibble.` metadata"));
+    }
+    let mut used = BTreeSet::new();
+    for (name, text) in &described {
+        phase(format_args!("restoring `{name}`"));
+        let about = About::parse(name, text)?;
+        let [codes, scales, tensor_scale] = planes(name);
+        let kind = about.format.scale_kind(about.rule);
+        let all_codes = plane(file, &codes)?;
+        let all_scales = if kind.bytes() > 0 { plane(file, &scales)? } else { &[] };
+        let of_tensors =
+            if kind.has_tensor_scale() { words(plane(file, &tensor_scale)?) } else { Vec::new() };
+        let stack = if about.shape.len() == 3 { about.shape[0] } else { 1 };
+        if [all_codes, all_scales].iter().any(|plane| !plane.len().is_multiple_of(stack))
+            || all_codes.len() < stack
+            || (kind.has_tensor_scale() && of_tensors.len() != stack)
+        {
+            return Err(Error::usage(format!(
+                "tensor `{name}`: its planes are not those of {stack} matrices"
+            )));
+        }
+        let mut data = Vec::new();
+        let one = |plane: &[u8]| plane.len() / stack;
+        for (i, codes) in all_codes.chunks_exact(one(all_codes)).enumerate() {
+            let scales = &all_scales[i * one(all_scales)..][..one(all_scales)];
+            let plain = plain(b, &about, codes, scales, of_tensors.get(i).copied());
+            data.extend(plain.map_err(|e| Error::usage(format!("tensor `{name}`: {e}")))?);
+        }
+        out.put(name.clone(), about.dtype, about.shape, data)?;
+        out.metadata.remove(&format!("{PREFIX}{name}"));
+        // A format without one of the planes leaves its name to another tensor.
+        used.insert(codes);
+        used.extend((kind.bytes() > 0).then_some(scales));
+        used.extend(kind.has_tensor_scale().then_some(tensor_scale));
+    }
+    for (name, view) in file.iter().filter(|(name, _)| !used.contains(*name)) {
+        out.copy(name, &view, "not quantized")?;
+    }
+    Ok(described.len())
+}
+
+fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
+    let view = file.tensor(name).map_err(|_| Error::usage(format!("tensor `{name}` is missing")))?;
+    Ok(view.data())
+}
+
+/// Decodes the two planes of a matrix to bytes of the original type.
+fn plain<B: Convert>(
+    b: &B,
+    about: &About,
+    codes: &[u8],
+    scales: &[u8],
+    tensor_scale: Option<f32>,
+) -> nibble_core::Result<Vec<u8>> {
+    // Known to be two sizes or three.
+    let [_, matrix_rows, cols] = matrices(&about.shape).unwrap_or_default();
+    // Column planes have whole blocks: rows past the matrix hold zeros.
+    let rows = match about.axis {
+        BlockAxis::Col => matrix_rows.next_multiple_of(about.format.column_step()),
+        BlockAxis::Row | BlockAxis::Tile => matrix_rows,
+    };
+    let q = BlockScaled {
+        format: about.format,
+        axis: about.axis,
+        rule: about.rule,
+        rows,
+        cols,
+        stack: 1,
+        codes: b.upload(codes)?,
+        scales: b.upload(scales)?,
+        tensor_scale: tensor_scale.map(|scale| b.upload(&vec![scale; rows])).transpose()?,
+        scale_layout: ScaleLayout::RowMajor,
+        shared_cols: 1,
+    };
+    let values = decode(b, &q, about.dtype, matrix_rows)?;
+    Ok(match about.dtype {
+        Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    })
+}
+
+/// The numbers of a matrix of so many rows, as its original type holds them.
+pub fn decode<B: Convert>(
+    b: &B,
+    q: &BlockScaled<B>,
+    dtype: Dtype,
+    rows: usize,
+) -> nibble_core::Result<Vec<f32>> {
+    let plain = if dtype == Dtype::BF16 { DType::Bf16 } else { DType::F32 };
+    let x = Dequantize { x: q, dtype: plain }.run(b)?;
+    let mut values = x.to_f32_vec(b)?;
+    values.truncate(rows * q.cols);
+    if dtype == Dtype::F16 {
+        values.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32());
+    }
+    Ok(values)
+}

@@ -1,0 +1,248 @@
+//! Plain numbers to planes.
+
+use super::Args;
+use super::about::{PREFIX, described, planes};
+use super::back::decode;
+use super::converted::Converted;
+use super::loss::{self, Blocks, Loss, Losses};
+use half::{bf16, f16};
+use nibble_command::error::{Error, Result};
+use nibble_core::allocation::phase;
+use nibble_core::ops::{Counts, Planes, Quantize};
+use nibble_core::recipe::glob;
+use nibble_core::{Backend, BlockScaled, Convert, Operand, Tensor};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, ScaleRule, Stream, fnv1a32};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Quantizes the tensors that were asked for, and copies the others.
+pub fn quantize<'d, B: Convert>(
+    b: &B,
+    (args, format): (&Args, Format),
+    file: &SafeTensors<'d>,
+    out: &mut Converted<'d>,
+    losses: &mut Losses,
+) -> Result<usize> {
+    let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
+    let round = args.round.unwrap_or(format.rounding(rule));
+    let codec = Codec::new(format, rule, round).map_err(Error::usage)?;
+    if args.axis == BlockAxis::Tile && !format.spec().tiles {
+        return Err(Error::usage(format!("--axis tile: {format} has no square tiles")));
+    }
+    require_matches(&args.only, file)?;
+    let kept = kept(&args.only, file, &out.metadata);
+    let reach = loss::reach(b, codec)?;
+    let mut converted = 0;
+    for (name, view) in file.iter() {
+        if let Some(why) = kept.get(name) {
+            out.copy(name, &view, why)?;
+            continue;
+        }
+        // What is not kept are matrices of floats.
+        let (Some(sizes), Some(values)) = (matrices(view.shape()), floats(view.dtype(), view.data())) else {
+            continue;
+        };
+        phase(format_args!("quantizing `{name}`"));
+        let mut loss = Loss::default();
+        let planes = quantize_all(b, args, codec, (name, sizes, view.dtype()), &values, (reach, &mut loss))?;
+        losses.add(name, loss);
+        store(b, name, &view, &planes, round, out)?;
+        converted += 1;
+    }
+    Ok(converted)
+}
+
+/// The tensors that stay as they are, and why.
+fn kept<'a>(
+    only: &[String],
+    file: &'a SafeTensors<'_>,
+    metadata: &BTreeMap<String, String>,
+) -> BTreeMap<&'a str, &'static str> {
+    let (mut described_names, mut described_planes) = (BTreeSet::new(), BTreeSet::new());
+    for (name, _) in described(metadata) {
+        described_names.insert(name);
+        described_planes.extend(planes(name));
+    }
+    let why = |name: &str, view: &TensorView<'_>| {
+        let is_wanted = only.is_empty() || only.iter().any(|pattern| glob(pattern, name));
+        let reasons = [
+            (described_planes.contains(name), "planes of tensors that are quantized already"),
+            (!is_wanted, "not asked for"),
+            (matrices(view.shape()).is_none(), "not matrices"),
+            (!is_float(view.dtype()), "not floats"),
+            (view.data().is_empty(), "without values"),
+            (described_names.contains(name), TAKEN),
+        ];
+        reasons.into_iter().find_map(|(is_so, why)| is_so.then_some(why))
+    };
+    let mut names = file.names();
+    names.sort_unstable();
+    let mut kept = BTreeMap::new();
+    let mut rest = Vec::new();
+    for (name, view) in names.into_iter().filter_map(|name| Some((name, file.tensor(name).ok()?))) {
+        match why(name, &view) {
+            Some(why) => drop(kept.insert(name, why)),
+            None => rest.push(name),
+        }
+    }
+    // A tensor that stays may bear the name of another one's plane; that one stays then, and so on.
+    loop {
+        let (stay, go): (Vec<_>, Vec<_>) =
+            rest.iter().partition(|name| planes(name).iter().any(|plane| kept.contains_key(plane.as_str())));
+        if stay.is_empty() {
+            return kept;
+        }
+        kept.extend(stay.into_iter().map(|name| (name, TAKEN)));
+        rest = go;
+    }
+}
+
+/// Why a tensor stays that could be quantized.
+const TAKEN: &str = "whose planes' names are taken";
+
+/// Whether tensors of this type are quantized.
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
+}
+
+/// Checks that each glob is some tensor's.
+fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
+    let Some(none) = globs.iter().find(|only| !file.names().into_iter().any(|name| glob(only, name))) else {
+        return Ok(());
+    };
+    let mut names = file.names();
+    names.sort_unstable();
+    names.truncate(3);
+    Err(Error::usage(format!("--only `{none}`: no tensor is called so; there are {}, ...", names.join(", "))))
+}
+
+/// Number, rows and columns of the matrices that a tensor of this shape holds.
+pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
+    match *shape {
+        [rows, cols] => Some([1, rows, cols]),
+        [stack, rows, cols] => Some([stack, rows, cols]),
+        _ => None,
+    }
+}
+
+/// Each matrix of a tensor, quantized by itself.
+fn quantize_all<B: Convert>(
+    b: &B,
+    args: &Args,
+    codec: Codec,
+    (name, [stack, rows, cols], dtype): (&str, [usize; 3], Dtype),
+    values: &[f32],
+    (reach, loss): (f32, &mut Loss),
+) -> Result<Vec<BlockScaled<B>>> {
+    let mut all = Vec::with_capacity(stack);
+    for (i, values) in values.chunks_exact(rows * cols).enumerate() {
+        let x = Tensor::from_f32(b, values, rows, cols)?;
+        // Each matrix of a stack has random bits of its own.
+        let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
+        let random =
+            codec.rounding().is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
+        let op = Quantize { random, ..Quantize::new(&x, codec, axis_planes(args.axis)) };
+        let emitted = op.run(b)?;
+        if let Some(counts) = &emitted.counts {
+            loss.bad_blocks += b.download(&counts.0)?[Counts::<B>::NON_FINITE];
+        }
+        let plane = if args.axis == BlockAxis::Col {
+            emitted.take_cols("quantize")
+        } else {
+            emitted.take_rows("quantize")
+        };
+        let Operand::Block(q) = plane? else {
+            return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
+        };
+        loss.compare(values, &decode(b, &q, dtype, rows)?, Blocks::of(&q, rows), reach);
+        all.push(q);
+    }
+    Ok(all)
+}
+
+fn axis_planes(axis: BlockAxis) -> Planes {
+    match axis {
+        BlockAxis::Row => Planes::Rows,
+        BlockAxis::Col => Planes::Cols,
+        BlockAxis::Tile => Planes::Tiles,
+    }
+}
+
+/// The numbers of a tensor, exactly; `None` for types that are not quantized.
+fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
+    // Not casts: the file's bytes need not be aligned in memory.
+    let halves = || data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+    match dtype {
+        Dtype::F32 => Some(words(data)),
+        Dtype::BF16 => Some(halves().map(|b| bf16::from_bits(b).to_f32()).collect()),
+        Dtype::F16 => Some(halves().map(|b| f16::from_bits(b).to_f32()).collect()),
+        _ => None,
+    }
+}
+
+pub fn words(data: &[u8]) -> Vec<f32> {
+    data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+/// Rows of the code plane and of the scale plane.
+fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usize, usize) {
+    match axis {
+        BlockAxis::Row => (rows, rows),
+        BlockAxis::Col => (cols, cols),
+        BlockAxis::Tile => (rows, rows.div_ceil(format.spec().block)),
+    }
+}
+
+/// Puts the two planes of a quantized tensor, those of all its matrices one after the other, and what one must know to read them.
+fn store<B: Backend>(
+    b: &B,
+    name: &str,
+    view: &TensorView<'_>,
+    all: &[BlockScaled<B>],
+    round: Rounding,
+    out: &mut Converted<'_>,
+) -> Result<()> {
+    // A tensor with values has a matrix.
+    let Some(q) = all.first() else { return Ok(()) };
+    let (code_rows, scale_rows) = plane_rows(q.axis, q.format, q.rows, q.cols);
+    let shape = |rows: usize, len: usize| match view.shape().len() {
+        3 => vec![all.len(), rows, len / all.len() / rows],
+        _ => vec![rows, len / rows],
+    };
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+    let scale_type = scale_type(q.scale_kind());
+    let mut tensor_scales: Vec<u8> = Vec::new();
+    for q in all {
+        codes.extend(b.download(&q.codes)?);
+        scales.extend(b.download(&q.scales)?);
+        // All rows of a matrix have the same.
+        let of_rows = q.tensor_scale.as_ref().map(|scale| b.download(scale)).transpose()?;
+        tensor_scales.extend(of_rows.iter().flat_map(|rows| rows.first()).flat_map(|s| s.to_le_bytes()));
+    }
+    let [name_of_codes, name_of_scales, name_of_tensor_scale] = planes(name);
+    out.put(name_of_codes, Dtype::U8, shape(code_rows, codes.len()), codes)?;
+    let values = scales.len() * 8 / scale_type.bitsize();
+    if q.scale_kind().bytes() > 0 {
+        out.put(name_of_scales, scale_type, shape(scale_rows, values), scales)?;
+    }
+    if q.tensor_scale.is_some() {
+        out.put(name_of_tensor_scale, Dtype::F32, vec![all.len()], tensor_scales)?;
+    }
+    let about = json!({
+        "format": q.format.to_string(),
+        "axis": q.axis.to_string(),
+        "scale": q.rule.to_string(),
+        "round": round.to_string(),
+        "shape": view.shape(),
+        "dtype": view.dtype().to_string(),
+    });
+    out.metadata.insert(format!("{PREFIX}{name}"), about.to_string());
+    Ok(())
+}
+
+/// The type of a plane of records: singles where they are such, otherwise bytes.
+fn scale_type(kind: ScaleKind) -> Dtype {
+    if kind == ScaleKind::F32 { Dtype::F32 } else { Dtype::U8 }
+}

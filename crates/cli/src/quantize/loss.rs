@@ -1,0 +1,219 @@
+//! What quantizing changes: the error of rounding, and values that no rounding explains.
+
+use nibble_command::say;
+use nibble_core::ops::{Dequantize, Planes, Quantize};
+use nibble_core::{Backend, BlockScaled, Convert, DType, Tensor};
+use nibble_formats::{BlockAxis, Codec};
+
+/// What quantizing has changed in a tensor: its values beside those that the file gives back, in the tensor's own type. Values that
+/// were no finite numbers before are left out.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Loss {
+    /// Values that are compared.
+    values: u64,
+    /// The largest magnitude.
+    amax: f32,
+    /// The largest distance, of values that come back finite.
+    error: f32,
+    /// Values that come back infinite or NaN.
+    not_finite: u64,
+    /// Values that come back smaller because they are beyond the [`reach`] of the format's scales by more than a sixteenth, half a step of
+    /// its finest elements.
+    beyond: u64,
+    /// The reach, where there are such values.
+    reach: f32,
+    /// Values other than 0 that come back as 0, as do all of their block: its scale cannot be as small as they are.
+    below: u64,
+    /// Values other than 0 that come back as 0 beside larger ones of their block, which is rounding.
+    rounded_away: u64,
+    /// Blocks that held a NaN or an infinity.
+    pub bad_blocks: u64,
+}
+
+/// Which values of a matrix share a scale.
+#[derive(Debug, Clone, Copy)]
+pub struct Blocks {
+    cols: usize,
+    /// Sizes of a block.
+    block_rows: usize,
+    block_cols: usize,
+}
+
+impl Blocks {
+    /// Those of a matrix of so many rows.
+    pub fn of<B: Backend>(q: &BlockScaled<B>, rows: usize) -> Self {
+        let (block, cols) = (q.format.spec().block, q.cols);
+        let (block_rows, block_cols) = match q.axis {
+            // Nothing but the matrix has a scale.
+            _ if q.scale_kind().bytes() == 0 => (rows, cols),
+            BlockAxis::Row => (1, block.min(cols)),
+            BlockAxis::Col => (block.min(rows), 1),
+            BlockAxis::Tile => (block, block),
+        };
+        Self { cols, block_rows, block_cols }
+    }
+
+    fn number(self, rows: usize) -> usize {
+        rows.div_ceil(self.block_rows) * self.cols.div_ceil(self.block_cols)
+    }
+
+    fn index(self, value: usize) -> usize {
+        let (row, col) = (value / self.cols, value % self.cols);
+        row / self.block_rows * self.cols.div_ceil(self.block_cols) + col / self.block_cols
+    }
+}
+
+impl Loss {
+    /// Adds a matrix: what it was and what it comes back as.
+    pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, reach: f32) {
+        // Of each block: values that come back as 0 and were not, and whether anything comes back as something else.
+        let mut zeroed = vec![(0u64, false); blocks.number(before.len() / blocks.cols)];
+        // Beyond the largest number there is none.
+        let most = f64::from(reach) * (17.0 / 16.0);
+        for (i, (&x, &y)) in before.iter().zip(after).enumerate() {
+            let block = &mut zeroed[blocks.index(i)];
+            block.1 |= y != 0.0;
+            if !x.is_finite() {
+                continue;
+            }
+            self.values += 1;
+            self.amax = self.amax.max(x.abs());
+            if !y.is_finite() {
+                self.not_finite += 1;
+                continue;
+            }
+            self.error = self.error.max((x - y).abs());
+            if f64::from(x.abs()) > most {
+                self.beyond += 1;
+                self.reach = reach;
+            }
+            block.0 += u64::from(x != 0.0 && y == 0.0);
+        }
+        for (values, is_other) in zeroed {
+            *(if is_other { &mut self.rounded_away } else { &mut self.below }) += values;
+        }
+    }
+
+    /// The largest error as a share of the largest magnitude.
+    fn relative(&self) -> f32 {
+        if self.amax > 0.0 { self.error / self.amax } else { 0.0 }
+    }
+
+    /// What no rounding explains, a part of a sentence each.
+    fn findings(&self) -> Vec<String> {
+        let reach = match self.reach {
+            reach if reach < 1e9 => reach.to_string(),
+            reach => format!("{reach:.3e}"),
+        };
+        let all = [
+            (self.bad_blocks, "blocks hold a NaN or an infinity; their scales are NaN".to_owned()),
+            (self.not_finite, "values come back infinite or NaN".to_owned()),
+            (self.beyond, format!("values come back smaller: the format holds nothing larger than {reach}")),
+            (self.below, "values come back as 0 with their whole blocks: no scale is as small".to_owned()),
+        ];
+        all.iter()
+            .filter(|(number, _)| *number > 0)
+            .map(|(number, what)| format!("{number} {what}"))
+            .collect()
+    }
+}
+
+/// What quantizing has changed in each tensor.
+#[derive(Debug, Default)]
+pub struct Losses(Vec<(String, Loss)>);
+
+impl Losses {
+    /// Adds a tensor.
+    pub fn add(&mut self, name: &str, loss: Loss) {
+        self.0.push((name.to_owned(), loss));
+    }
+
+    /// Says what no rounding explains, and the largest error.
+    pub fn tell(mut self) {
+        // Tensors that tell of as much go by their names, whatever their order in the file.
+        self.0.sort_by(|a, b| a.0.cmp(&b.0));
+        let found: Vec<_> = self
+            .0
+            .iter()
+            .map(|(name, loss)| (name, loss.findings()))
+            .filter(|(_, found)| !found.is_empty())
+            .collect();
+        for (name, findings) in found.iter().take(MOST_LINES) {
+            say!("warning: `{name}`: {}", findings.join("; "));
+        }
+        if found.len() > MOST_LINES {
+            say!("warning: the like of {} more tensors", found.len() - MOST_LINES);
+        }
+        let worst = self.0.iter().reduce(|a, b| if b.1.relative() > a.1.relative() { b } else { a });
+        let Some((name, loss)) = worst else { return };
+        let sum = |of: fn(&Loss) -> u64| self.0.iter().map(|(_, loss)| of(loss)).sum::<u64>();
+        say!(
+            "largest error: {:.3e}, {:.2}% of the largest value (`{name}`); {} of {} values are rounded to 0 beside larger ones",
+            loss.error,
+            100.0 * loss.relative(),
+            sum(|loss| loss.rounded_away),
+            sum(|loss| loss.values)
+        );
+    }
+}
+
+/// Tensors that have a warning each.
+const MOST_LINES: usize = 5;
+
+/// The largest magnitude that any value comes back as. Scales of whole matrices, and F32 scales, reach whatever a tensor holds.
+///
+/// # Errors
+/// From the backend.
+pub fn reach<B: Convert>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
+    let (format, rule) = (codec.format(), codec.rule());
+    if format.scale_kind(rule).has_tensor_scale() {
+        return Ok(f32::MAX);
+    }
+    // As far as rounding matters here, all ways of it are one, and this one needs no random bits.
+    let codec = Codec::new(format, rule, format.rounding(rule))?;
+    let x = Tensor::from_f32(b, &[f32::MAX; WIDTH], 1, WIDTH)?;
+    let rows = Quantize::new(&x, codec, Planes::Rows).run(b)?.take_rows("quantize")?;
+    let plain = Dequantize { x: rows.block("quantize")?, dtype: DType::F32 }.run(b)?;
+    let largest = plain.to_f32_vec(b)?.into_iter().fold(0f32, |m, y| m.max(y.abs()));
+    Ok(if largest.is_finite() && largest > 0.0 { largest } else { f32::MAX })
+}
+
+/// Columns of a matrix that any format takes.
+const WIDTH: usize = 128;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rounding_explains_is_told_from_the_rest() {
+        let blocks = Blocks { cols: 4, block_rows: 1, block_cols: 2 };
+        let before = [1.0, 0.1, 1e-9, -1e-9, 0.0, f32::NAN, 9.0, 65504.0];
+        let after = [1.5, 0.0, 0.0, 0.0, 0.0, f32::NAN, 4.0, f32::INFINITY];
+        let mut loss = Loss::default();
+        loss.compare(&before, &after, blocks, 4.0);
+        let found = Loss {
+            values: 7,
+            amax: 65504.0,
+            error: 5.0,
+            not_finite: 1,
+            beyond: 1,
+            reach: 4.0,
+            below: 2,
+            rounded_away: 1,
+            bad_blocks: 0,
+        };
+        assert_eq!(loss, found);
+        assert_eq!(loss.findings().len(), 3);
+        let mut none = Loss::default();
+        none.compare(&[4.2, 0.0], &[4.0, 0.0], Blocks { cols: 2, block_rows: 1, block_cols: 2 }, 4.0);
+        assert!(none.findings().is_empty());
+    }
+
+    #[test]
+    fn a_value_is_in_its_block() {
+        let tile = Blocks { cols: 5, block_rows: 2, block_cols: 2 };
+        assert_eq!(tile.number(3), 6);
+        assert_eq!([0, 1, 4, 5, 10, 14].map(|i| tile.index(i)), [0, 0, 2, 0, 3, 5]);
+    }
+}

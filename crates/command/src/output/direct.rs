@@ -1,0 +1,59 @@
+//! Outputs that are no files: they are written to as they are, and nothing is renamed.
+
+use std::fs::File;
+use std::path::Path;
+
+/// Whether a path is one of the system's own: what is there is written to, whatever it leads to, such as a shell's file behind `/dev/stdout`.
+pub(super) fn is_device_path(path: &Path) -> bool {
+    let in_memory = path.starts_with("/dev/shm");
+    cfg!(unix) && (path.starts_with("/dev") || path.starts_with("/proc")) && !in_memory
+}
+
+/// Opens what is there. Never waits for a reader.
+///
+/// # Errors
+/// Why it cannot be written to, and what to do.
+#[cfg(unix)]
+pub(super) fn open(path: &Path) -> Result<File, String> {
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+    let own = |stream: std::os::fd::BorrowedFd<'_>| stream.try_clone_to_owned().map(File::from);
+    let kind = std::fs::metadata(path).map(|there| there.file_type());
+    let opened = if path == Path::new("/dev/stdout") {
+        // Whatever it is, it is open: a socket could not be opened by this name.
+        own(std::io::stdout().as_fd())
+    } else if path == Path::new("/dev/stderr") {
+        own(std::io::stderr().as_fd())
+    } else if kind.as_ref().is_ok_and(FileTypeExt::is_socket) {
+        std::os::unix::net::UnixStream::connect(path).map(|stream| File::from(OwnedFd::from(stream)))
+    } else {
+        File::options().append(true).custom_flags(libc::O_NONBLOCK).open(path).and_then(waiting)
+    };
+    opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::ENXIO) if kind.is_ok_and(|kind| kind.is_fifo()) => {
+            format!("is a pipe that nobody reads ({error}); start its reader first, or name a file")
+        }
+        _ => format!("cannot be written: {error}"),
+    })
+}
+
+#[cfg(not(unix))]
+pub(super) fn open(path: &Path) -> Result<File, String> {
+    File::options().append(true).open(path).map_err(|error| format!("cannot be written: {error}"))
+}
+
+/// The file whose writes wait for a reader that is slow.
+#[cfg(unix)]
+fn waiting(file: File) -> std::io::Result<File> {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the descriptor is the file's, which is open, and both commands take and return plain numbers.
+    let done = unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        if flags < 0 {
+            flags
+        } else {
+            libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK)
+        }
+    };
+    if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(file) }
+}

@@ -1,0 +1,75 @@
+//! What precedes the values in a safetensors file. Equal tensors and metadata give equal bytes.
+
+use safetensors::tensor::{Dtype, TensorInfo};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+/// The metadata that readers of the Hugging Face family ask for.
+#[must_use]
+pub fn metadata() -> BTreeMap<String, String> {
+    BTreeMap::from([("format".to_owned(), "pt".to_owned())])
+}
+
+/// The header of a file of these tensors, whose values follow one after the other without a gap. Readers want each at a multiple of its
+/// type's size: larger types come first.
+///
+/// # Errors
+/// [`serde_json::Error`], of no text that there can be.
+pub fn header<'a>(
+    metadata: &BTreeMap<String, String>,
+    tensors: impl IntoIterator<Item = (&'a str, Dtype, &'a [usize])>,
+) -> Result<Vec<u8>, serde_json::Error> {
+    let mut entries = Vec::new();
+    if !metadata.is_empty() {
+        entries.push(format!("\"__metadata__\":{}", serde_json::to_string(metadata)?));
+    }
+    let mut end = 0;
+    for (name, dtype, shape) in tensors {
+        let start = end;
+        // A shape without values may have any other sizes.
+        end += shape.iter().fold(1, |n: usize, size| n.saturating_mul(*size)) * dtype.bitsize() / 8;
+        let info = TensorInfo { dtype, shape: shape.to_vec(), data_offsets: (start, end) };
+        entries.push(format!("{}:{}", serde_json::to_string(name)?, serde_json::to_string(&info)?));
+    }
+    let text = format!("{{{}}}", entries.join(","));
+    // Spaces after it align the values.
+    let len = text.len().next_multiple_of(size_of::<u64>());
+    let mut bytes = (len as u64).to_le_bytes().to_vec();
+    bytes.extend(text.as_bytes());
+    bytes.resize(size_of::<u64>() + len, b' ');
+    Ok(bytes)
+}
+
+/// Values as they lie in a file.
+#[must_use]
+pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
+    match cfg!(target_endian = "big") {
+        true => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        false => bytemuck::cast_slice(values).into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    #[test]
+    fn a_header_is_the_one_that_the_library_writes() {
+        let (shapes, data) = ([vec![2, 3], vec![0], vec![]], [0; 24]);
+        let types = [Dtype::F32, Dtype::BF16, Dtype::U8];
+        let tensors: Vec<_> = ["\"a\"", "ä", "b"].into_iter().zip(types).zip(&shapes).collect();
+        let view = |dtype: Dtype, shape: &Vec<usize>| {
+            let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+            TensorView::new(dtype, shape.clone(), &data[..len]).unwrap()
+        };
+        let views = tensors.iter().map(|((name, dtype), shape)| (*name, view(*dtype, shape)));
+        for metadata in [BTreeMap::new(), metadata()] {
+            let own = tensors.iter().map(|((name, dtype), shape)| (*name, *dtype, shape.as_slice()));
+            let own = header(&metadata, own).unwrap();
+            let known = (!metadata.is_empty()).then(|| metadata.into_iter().collect());
+            let whole = safetensors::serialize(views.clone(), known).unwrap();
+            assert_eq!(own, whole[..own.len()]);
+        }
+    }
+}
