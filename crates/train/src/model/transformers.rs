@@ -37,7 +37,7 @@ fn architecture(m: &ModelConfig) -> (&'static str, &'static str) {
 /// layers differ the losses do too: one expert's surplus in a layer makes up for its lack in another in theirs, and in ours does not; nor does
 /// ours take the shards of a step together.
 fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
-    m.aux_loss_coef * (m.layers - m.num_dense()) as f64 / m.top_k as f64
+    m.aux_loss_coef * m.num_routed() as f64 / m.top_k as f64
 }
 
 /// The model's sizes under the names of its architecture. `seq_len` is that of training.
