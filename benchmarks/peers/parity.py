@@ -8,7 +8,7 @@ CONFIG.json is what `nibble inspect` writes beside the tensors. The model here i
 every expert applied to all tokens that chose it. The experts of each token are those that Nibble chose (choices flip on
 rounding); their weights are computed here. A layer without a router has an MLP; queries and keys are normed where there are
 weights for it. The router's losses are those of one shard: inspect with train.shards = 1. Exit code 1 if a bound is missed. The
-loss is the mean cross-entropy, plus of each layer with experts aux_loss_coef * (experts * sum of share * mean probability) and
+loss is the mean cross-entropy, plus of each layer with experts aux_loss_coef (router_aux_loss_coef * top_k / layers with experts) * (experts * sum of share * mean probability) and
 z_loss_coef * mean(logsumexp^2).
 """
 
@@ -71,7 +71,9 @@ def mixture(p, name, x, chosen, m):
         out = out + swiglu_mlp(p, f"{name}.shared_expert", x)
     share = torch.bincount(chosen.flatten(), minlength=m["num_experts"]).float() / chosen.numel()
     balance = m["num_experts"] * (share * probs.mean(0)).sum()
-    return out, m["router_aux_loss_coef"] * balance + m["router_z_loss_coef"] * logits.logsumexp(-1).pow(2).mean()
+    # The file has the factor of `transformers`' loss, which takes all layers as one and sums its shares to top_k.
+    coef = m["router_aux_loss_coef"] * m["num_experts_per_tok"] / (m["num_hidden_layers"] - len(m["mlp_only_layers"]))
+    return out, coef * balance + m["router_z_loss_coef"] * logits.logsumexp(-1).pow(2).mean()
 
 
 def model(p, ids, targets, chosen, m):

@@ -36,7 +36,8 @@ pub struct Routing<B: Backend> {
     pub log_sum_exp: B::Buf<f32>,
     /// For each shard, tokens·slots that chose each expert: `shards · e` values.
     pub load: B::Buf<i32>,
-    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e),
+    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 where all are equal (the
+    /// shares, load / (k · tokens), sum to 1: in Switch Transformer's loss for several experts a token, as `transformers` has it, they sum to k),
     /// and the z-loss mean((log Σ exp logits)²).
     pub losses: B::Buf<f32>,
 }

@@ -110,7 +110,10 @@ pub struct ModelConfig {
     pub norm_eps: f64,
     /// Whether the output head is the embedding.
     pub tie_embeddings: bool,
-    /// Weight of the load-balancing loss.
+    /// Weight of the load-balancing loss, which is added up over the layers with experts and averaged over a step's shards and micro-batches: of
+    /// each layer and shard experts · Σ (share of the shard's slots that an expert gets) · (its mean probability there), 1 where all are equal. So
+    /// `train.shards` decides over how many tokens experts must be balanced. `transformers` has another loss: see `router_aux_loss_coef` in a
+    /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
     pub aux_loss_coef: f64,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,

@@ -22,6 +22,24 @@ fn architecture(m: &ModelConfig) -> (&'static str, &'static str) {
     }
 }
 
+/// The factor under which the load-balancing loss of `transformers` is as strong as ours.
+///
+/// E experts, k of which each of a layer's T tokens is sent to; n_le tokens of layer l reach expert e, whose mean probability there is P_le. Ours
+/// is added up over the L layers that have experts, each of which is 1 where it is balanced:
+///
+/// ```text
+/// ours   = Σ_l E · Σ_e n_le / (k · T) · P_le
+/// theirs = E · Σ_e F_e · P_e,   F_e = Σ_l n_le / (L · T),   P_e = Σ_l P_le / L
+/// ```
+///
+/// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) takes the layers as one, and its shares F_e sum to k. Where n and P are the same in
+/// every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our factor times L / k is theirs, for the loss and so for its gradient. Where
+/// layers differ the losses do too: one expert's surplus in a layer makes up for its lack in another in theirs, and in ours does not; nor does
+/// ours take the shards of a step together.
+fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
+    m.aux_loss_coef * m.num_routed() as f64 / m.top_k as f64
+}
+
 /// The model's sizes under the names of its architecture. `seq_len` is that of training.
 pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
     let (architecture, model_type) = architecture(m);
@@ -53,7 +71,7 @@ pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
         add("moe_intermediate_size", m.expert_ffn.into());
         add("shared_expert_intermediate_size", m.shared_ffn.into());
         add("norm_topk_prob", m.norm_topk_prob.into());
-        add("router_aux_loss_coef", m.aux_loss_coef.into());
+        add("router_aux_loss_coef", their_aux_loss_coef(m).into());
         add("router_z_loss_coef", m.z_loss_coef.into());
         add("decoder_sparse_step", 1.into());
         add("mlp_only_layers", json!((0..m.num_dense()).collect::<Vec<_>>()));
