@@ -104,7 +104,7 @@ fn names_give_no_orders_to_a_terminal() {
     let set_dir = format!("run.dir={run}");
     let trained = place.nibble(&["train", "small.toml", "--recipe", &recipe, "--set", &set_dir]).ok();
     assert_shown(&trained, "train");
-    let header = format!(r#"{{"w\u001b[2J":{{"dtype":"F32","shape":[1,32],"data_offsets":[0,128]}}}}"#);
+    let header = r#"{"w\u001b[2J":{"dtype":"F32","shape":[1,32],"data_offsets":[0,128]}}"#;
     let values = [&f32::NAN.to_le_bytes()[..], &[0; 124]].concat();
     let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &values].concat();
     std::fs::write(place.path(&tensors), file).unwrap();
