@@ -38,10 +38,15 @@ impl Stored {
 }
 
 impl Tensors {
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Opens a safetensors file of F32 tensors. `checks`: compares it with its checksum meanwhile.
     pub(super) fn open(dir: &Path, entry: &FileEntry, checks: bool) -> Result<Self> {
         let path = dir.join(&entry.name);
-        let mut file = File::open(&path).map_err(|e| unreadable(&path, e))?;
+        let mut file = crate::files::open_to_read(&path).map_err(|e| unreadable(&path, e))?;
         let (metadata, begin) = read_header(&path, &mut file)?;
         let end = begin.checked_add(metadata.data_len() as u64);
         if end != Some(file.metadata().map_err(|e| unreadable(&path, e))?.len()) {
