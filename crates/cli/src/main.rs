@@ -6,6 +6,7 @@ mod doctor;
 mod eval;
 mod generate;
 mod inspect;
+mod options;
 mod plot;
 mod quantize;
 mod recipe;
@@ -60,7 +61,10 @@ fn after_help() -> String {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match options::parse::<Cli>() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
     env::unknown().iter().for_each(|unread| eprintln!("warning: {unread}"));
     match error::catch(|| run(cli).and_then(|()| console::require_said())) {
         Ok(()) => ExitCode::SUCCESS,

@@ -5,6 +5,7 @@ use nibble_core::Recipe;
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
+use nibble_train::files;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
 use nibble_train::trainer::{CONFIG_FILE, METRICS_FILE, RECIPE_FILE};
 use std::path::{Path, PathBuf};
@@ -35,7 +36,7 @@ impl RunFiles {
                 path.display()
             )));
         }
-        let config = Config::load(&dir.join(CONFIG_FILE).to_string_lossy(), &[])?;
+        let config = Config::stored(&dir.join(CONFIG_FILE), &[])?;
         let recipe = recipe(dir, &config);
         // A recipe that is no longer there has the name that the configuration gives it.
         let recipe_name =
@@ -67,11 +68,12 @@ impl RunFiles {
 /// The recipe as the run has stored it; of an older run, the one that its configuration names now.
 fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
-    match std::fs::read_to_string(&path) {
+    match files::read_text(&path, files::MOST_TEXT) {
         Ok(text) => {
             let stem = Path::new(&config.recipe).file_stem().unwrap_or_default();
             Recipe::parse(&stem.to_string_lossy(), &text).map_err(|e| format!("{}: {e}", path.display()))
         }
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {e}", path.display())),
         Err(_) => load_recipe(&config.recipe).map_err(|e| e.to_string()),
     }
 }

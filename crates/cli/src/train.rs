@@ -146,7 +146,8 @@ impl Work for DryRun<'_> {
 /// Says what a run takes on a device of this kind. Returns its recipe.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<Recipe> {
     let recipe = checked_recipe(config)?;
-    let entropy = Dataset::of(config)?.entropy();
+    // No file is opened for it: a text has none.
+    let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
     introduce(&Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy }, true);
     Ok(recipe)
@@ -163,7 +164,7 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
                 file.display()
             )));
         }
-        let mut config = Config::load(&file.to_string_lossy(), overrides)?;
+        let mut config = Config::stored(&file, overrides)?;
         config.run.dir = name.to_owned();
         return Ok((config, true));
     }

@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and files that can be read to their end.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -132,6 +132,39 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
         Some(what) => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))),
     }
 }
+
+/// All bytes of a file that [`open_to_read`] opens, if it has no more than so many.
+///
+/// # Errors
+/// What the system says; what the path is instead of a file, or that it is longer.
+pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_to_read(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        false => Ok(bytes),
+        true => {
+            let why = format!("is longer than {most} bytes, which no file of its kind is");
+            Err(io::Error::new(io::ErrorKind::InvalidInput, why))
+        }
+    }
+}
+
+/// [`read_whole`], as text.
+///
+/// # Errors
+/// As [`read_whole`]; for what is not UTF-8.
+pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
+    String::from_utf8(read_whole(path, most)?).map_err(|e| {
+        let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    })
+}
+
+/// More bytes than a configuration, a recipe or another text that people write has.
+pub const MOST_TEXT: u64 = 16 << 20;
+
+/// More bytes than a log or a list that a run writes has.
+pub const MOST_LOG: u64 = 1 << 36;
 
 #[cfg(unix)]
 fn is_pipe(kind: fs::FileType) -> bool {

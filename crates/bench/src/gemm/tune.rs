@@ -10,6 +10,7 @@ use nibble_command::say;
 use nibble_core::Result as CoreResult;
 use nibble_cuda::ops::products::grouped_product::{Adds, GroupedConfig, Order};
 use nibble_cuda::ops::products::tuning;
+use nibble_train::files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -110,7 +111,7 @@ fn read(path: &Path, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
     if !path.exists() {
         return Ok(BTreeMap::new());
     }
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let text = files::read_text(path, files::MOST_TEXT).map_err(Error::io(path))?;
     parse(&text, gpu).map_err(|why| Error::usage(format!("{}: {why}", path.display())))
 }
 

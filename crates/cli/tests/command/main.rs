@@ -4,11 +4,14 @@ mod dense;
 mod endings;
 mod gpu;
 mod guide;
+mod keys;
 #[cfg(debug_assertions)]
 mod kill;
 mod mistakes;
 mod models;
 mod quantize;
+#[cfg(unix)]
+mod reading;
 mod report;
 mod runs;
 

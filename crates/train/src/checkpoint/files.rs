@@ -1,7 +1,7 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,7 @@ use super::digest::{hexadecimal, sha256_hex};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use crate::files::MOST_LOG;
 
 /// A named logical tensor to be written: F32, row-major.
 #[derive(Debug, Clone)]
@@ -166,7 +167,7 @@ pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<Fil
 pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
     let path = dir.join(&entry.name);
     let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
-    let mut file = File::open(&path).map_err(unreadable)?;
+    let mut file = crate::files::open_to_read(&path).map_err(unreadable)?;
     check_len(&path, file.metadata().map_err(unreadable)?.len(), entry)?;
     let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
     loop {
@@ -180,7 +181,9 @@ pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
 /// Reads a file and compares it with what was written.
 pub(super) fn read_checked(dir: &Path, entry: &FileEntry) -> Result<Vec<u8>> {
     let path = dir.join(&entry.name);
-    let content = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
+    let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
+    // What is longer than it was written is told by its length.
+    let content = crate::files::read_whole(&path, entry.bytes.max(MOST_LOG)).map_err(unreadable)?;
     check_len(&path, content.len() as u64, entry)?;
     check_hash(&path, &sha256_hex(&content), entry)?;
     Ok(content)
@@ -233,7 +236,7 @@ mod tests {
             let (name, mut pieces) = (format!("{i}"), values.chunks(piece));
             let mut next = || Ok(pieces.next().unwrap().to_vec());
             let entry = write_tensors(dir.path(), &name, &specs, &mut next).unwrap();
-            assert!(fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
+            assert!(std::fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
             assert_eq!((entry.bytes, entry.sha256.as_str()), (whole.len() as u64, &*sha256_hex(&whole)));
             verify(dir.path(), &entry).unwrap();
         }

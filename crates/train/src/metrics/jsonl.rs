@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::{LayerMetrics, Metrics};
 use crate::error::{Error, Result};
+use crate::files;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -147,7 +148,7 @@ struct Line<T> {
 
 /// The lines that end as lines do.
 fn whole_lines<T: StepLine>(path: &Path) -> Result<Vec<Line<T>>> {
-    let bytes = match fs::read(path) {
+    let bytes = match files::read_whole(path, files::MOST_LOG) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(Error::io(path)(e)),
