@@ -262,7 +262,7 @@ mod tests {
         };
         let usual = told(&[]);
         assert!(
-            usual.contains("step 3: the loss") && usual.contains("a smaller train.lr (now 0.003)"),
+            usual.contains("step 3: the loss") && usual.contains("a smaller train.lr (now 0.005)"),
             "{usual}"
         );
         assert!(told(&["train.clip_norm=0"]).contains("a train.clip_norm, such as 1.0"));
