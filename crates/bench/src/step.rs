@@ -45,13 +45,20 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
     /// Seconds of steps before those that are measured: a GPU is clocked lower once it is warm.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     warm_up: f64,
     /// What each scope of train.recompute saves and costs, instead of where the time goes.
     #[arg(long)]
     recompute: bool,
     #[command(flatten)]
     device: DeviceArg,
+}
+
+/// Seconds, of which there is an end.
+fn seconds(text: &str) -> Result<f64, String> {
+    const MOST: f64 = 3600.0;
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..=MOST).contains(seconds));
+    seconds.ok_or_else(|| format!("expected seconds, from 0 to {MOST}"))
 }
 
 const CONFIG: &str = "tiny";

@@ -5,7 +5,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::warn;
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
-use nibble_train::checks::load_recipe;
+use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
 use nibble_train::trainer::Trainer;
 use std::path::Path;
@@ -70,7 +70,7 @@ fn kind(source: &str) -> &'static str {
 pub fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {
-        true => Ok(load_recipe(&config.recipe)?),
+        true => Ok(checked_recipe(config)?),
         false => Ok(checkpoint.position().resolved_recipe()?),
     }
 }

@@ -4,7 +4,7 @@ use crate::checkpoint;
 use nibble_command::changes::Changes;
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
-use nibble_command::error::Result;
+use nibble_command::error::{Error, Result};
 use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
@@ -30,9 +30,41 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let checkpoint = checkpoint::open(&args.path)?;
     let overrides = args.changes.overrides();
+    require_of_evaluation(&overrides)?;
     let config = checkpoint::config(&checkpoint, &overrides)?;
     let recipe = checkpoint::recipe(&checkpoint, &config, &overrides)?;
     device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config, recipe: &recipe })
+}
+
+/// Keys and tables of keys that decide nothing but how a model is trained.
+const OF_TRAINING: [&str; 9] = [
+    "seed",
+    "model.aux_loss_coef",
+    "model.z_loss_coef",
+    "train.",
+    "eval.",
+    "checkpoint.",
+    "run.dir",
+    "run.ranks",
+    "run.log_every",
+];
+
+/// Those of their keys that an evaluation follows, too: its batches are those of the training.
+const OF_BOTH: [&str; 2] = ["train.batch_size", "train.shards"];
+
+/// Checks that no override decides nothing here.
+fn require_of_evaluation(overrides: &[String]) -> Result<()> {
+    let keys = Config::keys();
+    let named = overrides.iter().filter_map(|o| Some(o.split_once('=')?.0.trim()));
+    let mut known = named.filter(|key| keys.iter().any(|known| known == key));
+    let of_training = |key: &&str| {
+        OF_TRAINING.iter().any(|start| key == start || start.ends_with('.') && key.starts_with(start))
+            && !OF_BOTH.contains(key)
+    };
+    match known.find(of_training) {
+        None => Ok(()),
+        Some(key) => Err(Error::usage(format!("`{key}`: decides nothing in an evaluation; leave it out"))),
+    }
 }
 
 struct Evaluation<'a> {

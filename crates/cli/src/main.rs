@@ -7,6 +7,7 @@ mod ending;
 mod eval;
 mod generate;
 mod inspect;
+mod options;
 mod plot;
 mod processes;
 mod quantize;
@@ -88,7 +89,7 @@ fn main() -> ExitCode {
 
 /// The command that the arguments ask for, from its first line to its exit code.
 fn command() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match options::parse::<Cli>() {
         Ok(cli) => cli,
         Err(wrong) if wrong.use_stderr() => {
             warn!("{}", wrong.render().to_string().trim_end());

@@ -1,5 +1,6 @@
 //! Which processes have worked on a run, when, and on what machine: a line each in the run's directory.
 
+use nibble_train::files::{MOST_TEXT, read_text};
 use nibble_train::trainer::PROCESSES_FILE;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -43,7 +44,7 @@ impl Process {
 
     /// Those of the run in this directory, the first one first. What cannot be read is left out: an older run has none.
     pub fn of_run(dir: &Path) -> Vec<Self> {
-        let text = nibble_train::files::read_text(&dir.join(PROCESSES_FILE)).unwrap_or_default();
+        let text = read_text(&dir.join(PROCESSES_FILE), MOST_TEXT).unwrap_or_default();
         let text_of = |line: &Value, key: &str| Some(line[key].as_str()?.to_owned());
         let one = |line: &str| {
             let line: Value = serde_json::from_str(line).ok()?;

@@ -6,6 +6,7 @@ use nibble_core::Recipe;
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
+use nibble_train::files;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
 use nibble_train::trainer::{
     CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, RECIPE_FILE, stored_config,
@@ -75,11 +76,12 @@ impl RunFiles {
 /// The recipe as the run has stored it; of an older run, the one that its configuration names now.
 fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
-    match std::fs::read_to_string(&path) {
+    match files::read_text(&path, files::MOST_TEXT) {
         Ok(text) => {
             let stem = Path::new(&config.recipe).file_stem().unwrap_or_default();
             Recipe::parse(&stem.to_string_lossy(), &text).map_err(|e| format!("{}: {e}", path.display()))
         }
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {e}", path.display())),
         Err(_) => load_recipe(&config.recipe).map_err(|e| e.to_string()),
     }
 }

@@ -149,7 +149,8 @@ impl Work for DryRun<'_> {
 /// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
     let recipe = checked_recipe(config)?;
-    let entropy = Dataset::of(config)?.entropy();
+    // No file is opened for it: a text has none.
+    let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };
     let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
     let start = Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy };
     introduction::all(&start).iter().for_each(|line| say!("{line}"));

@@ -1,6 +1,6 @@
 //! Which offset of a growing range of memory each allocation gets: arithmetic only, for the arenas of every backend.
 
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Every offset that a [`Heap`] gives is a multiple of this, in bytes.
 pub const HEAP_ALIGN: usize = 256;
@@ -19,11 +19,13 @@ pub const HEAP_ALIGN: usize = 256;
 /// heap.free(a, 1000);
 /// assert_eq!(heap.alloc(500), Some(0));
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Heap {
     capacity: usize,
-    /// Holes below `top`, in order. No two touch, and none touches `top`.
-    holes: Vec<Range<usize>>,
+    /// Holes below `top`: start and end. No two touch, and none touches `top`.
+    holes: BTreeMap<usize, usize>,
+    /// The same: bytes and start. A deep model's activations leave a hole a layer and more.
+    by_size: BTreeSet<(usize, usize)>,
     /// End of the highest live block.
     top: usize,
     extent: usize,
@@ -39,21 +41,17 @@ fn rounded(bytes: usize) -> Option<usize> {
 impl Heap {
     /// An empty heap that may reach so many bytes.
     pub fn new(capacity: usize) -> Self {
-        Self { capacity, holes: Vec::new(), top: 0, extent: 0, live: 0, peak: 0 }
+        Self { capacity, ..Self::default() }
     }
 
     /// The offset of a block of so many bytes, or `None` where it would reach beyond the capacity.
     pub fn alloc(&mut self, bytes: usize) -> Option<usize> {
         let size = rounded(bytes)?;
         let offset = match self.best_hole(size) {
-            Some(i) => {
-                let hole = &mut self.holes[i];
-                let offset = hole.start;
-                hole.start += size;
-                if hole.start == hole.end {
-                    self.holes.remove(i);
-                }
-                offset
+            Some((bytes, start)) => {
+                self.close(start, start + bytes);
+                self.open(start + size, start + bytes);
+                start
             }
             None => {
                 let offset = self.top;
@@ -67,29 +65,26 @@ impl Heap {
         Some(offset)
     }
 
-    /// The smallest hole of at least so many bytes, and of equals the lowest. There are few: a scan is faster than an order.
-    fn best_hole(&self, size: usize) -> Option<usize> {
-        let mut best: Option<(usize, usize)> = None;
-        for (i, hole) in self.holes.iter().enumerate() {
-            let bytes = hole.end - hole.start;
-            if bytes == size {
-                return Some(i);
-            }
-            if bytes > size && best.is_none_or(|(_, smallest)| bytes < smallest) {
-                best = Some((i, bytes));
-            }
+    /// The smallest hole of at least so many bytes, and of equals the lowest: its bytes and its start.
+    fn best_hole(&self, size: usize) -> Option<(usize, usize)> {
+        self.by_size.range((size, 0)..).next().copied()
+    }
+
+    fn open(&mut self, start: usize, end: usize) {
+        if start < end {
+            self.holes.insert(start, end);
+            self.by_size.insert((end - start, start));
         }
-        best.map(|(i, _)| i)
     }
 
-    /// Whether a block of so many bytes finds a place.
-    fn has_room(&self, bytes: usize) -> bool {
-        let Some(size) = rounded(bytes) else { return false };
-        self.capacity - self.top >= size || self.holes.iter().any(|hole| hole.end - hole.start >= size)
+    fn close(&mut self, start: usize, end: usize) {
+        self.holes.remove(&start);
+        self.by_size.remove(&(end - start, start));
     }
 
-    fn is_full(&self) -> bool {
-        self.top == self.capacity && self.holes.is_empty()
+    /// The largest block that finds a place, rounded.
+    fn room(&self) -> usize {
+        (self.capacity - self.top).max(self.by_size.last().map_or(0, |(bytes, _)| *bytes))
     }
 
     /// Takes a block back, by the offset and the bytes of its allocation.
@@ -100,32 +95,29 @@ impl Heap {
         // What was allocated could be rounded.
         let Some(size) = rounded(bytes) else { return };
         let end = offset + size;
-        // The first hole above the block, and the one below it.
-        let above = self.holes.partition_point(|hole| hole.start < offset);
-        let below = above.checked_sub(1);
+        // The hole below the block, and the first above it.
+        let below = self.holes.range(..offset).next_back().map(|(start, end)| (*start, *end));
+        let above = self.holes.range(offset..).next().map(|(start, end)| (*start, *end));
         debug_assert!(
             end <= self.top
-                && below.is_none_or(|i| self.holes[i].end <= offset)
-                && self.holes.get(above).is_none_or(|hole| end <= hole.start),
+                && below.is_none_or(|(_, end)| end <= offset)
+                && above.is_none_or(|(start, _)| end <= start),
             "{bytes} bytes at {offset} are not live: {self:?}"
         );
         self.live -= bytes;
-        let touched = below.filter(|i| self.holes[*i].end == offset);
-        if end == self.top {
-            // What lies free below the end is no hole.
-            self.top = touched.map_or(offset, |i| self.holes[i].start);
-            self.holes.truncate(touched.unwrap_or(above));
-            return;
+        let (mut from, mut to) = (offset, end);
+        if let Some((start, end)) = below.filter(|(_, end)| *end == offset) {
+            self.close(start, end);
+            from = start;
         }
-        let reaches_above = self.holes.get(above).is_some_and(|hole| hole.start == end);
-        match (touched, reaches_above) {
-            (Some(i), true) => {
-                self.holes[i].end = self.holes[above].end;
-                self.holes.remove(above);
-            }
-            (Some(i), false) => self.holes[i].end = end,
-            (None, true) => self.holes[above].start = offset,
-            (None, false) => self.holes.insert(above, offset..end),
+        if let Some((start, end)) = above.filter(|(start, _)| *start == end) {
+            self.close(start, end);
+            to = end;
+        }
+        match to == self.top {
+            // What lies free below the end is no hole.
+            true => self.top = from,
+            false => self.open(from, to),
         }
     }
 
@@ -161,8 +153,8 @@ impl Heap {
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,
-    /// Those that are not full, in order.
-    open: Vec<usize>,
+    /// The room of every segment, as leaves of a tree whose nodes have the larger of their two: node `i` has `2 i` and `2 i + 1`.
+    room: Vec<usize>,
     capacity: usize,
 }
 
@@ -176,23 +168,46 @@ impl Segments {
     /// Segment and offset of a block of so many bytes; `None` beyond the end of all addresses. A segment that was not there
     /// before is as long as [`Segments::capacity`] says.
     pub fn alloc(&mut self, bytes: usize) -> Option<(usize, usize)> {
-        let found = self.open.iter().position(|i| self.heaps[*i].has_room(bytes));
-        let at = match found {
-            Some(at) => at,
+        let size = rounded(bytes)?;
+        let segment = match self.first_with(size) {
+            Some(segment) => segment,
             None => {
-                let step = self.capacity.clamp(Self::SMALLEST, Self::LARGEST_STEP).max(rounded(bytes)?);
+                let step = self.capacity.clamp(Self::SMALLEST, Self::LARGEST_STEP).max(size);
                 self.capacity = self.capacity.checked_add(step)?;
-                self.open.push(self.heaps.len());
                 self.heaps.push(Heap::new(step));
-                self.open.len() - 1
+                self.heaps.len() - 1
             }
         };
-        let segment = self.open[at];
         let offset = self.heaps[segment].alloc(bytes)?;
-        if self.heaps[segment].is_full() {
-            self.open.remove(at);
-        }
+        self.note_room(segment);
         Some((segment, offset))
+    }
+
+    /// The first segment that has room for so many bytes, rounded.
+    fn first_with(&self, size: usize) -> Option<usize> {
+        let leaves = self.room.len() / 2;
+        self.room.get(1).filter(|room| **room >= size)?;
+        let mut node = 1;
+        while node < leaves {
+            node = if self.room[2 * node] >= size { 2 * node } else { 2 * node + 1 };
+        }
+        Some(node - leaves)
+    }
+
+    /// Brings the tree up to date with a segment.
+    fn note_room(&mut self, segment: usize) {
+        if segment >= self.room.len() / 2 {
+            let leaves = self.heaps.len().next_power_of_two();
+            self.room = vec![0; 2 * leaves];
+            (0..self.heaps.len()).for_each(|segment| self.note_room(segment));
+            return;
+        }
+        let mut node = self.room.len() / 2 + segment;
+        self.room[node] = self.heaps.get(segment).map_or(0, Heap::room);
+        while node > 1 {
+            node /= 2;
+            self.room[node] = self.room[2 * node].max(self.room[2 * node + 1]);
+        }
     }
 
     /// Takes a block back.
@@ -201,17 +216,14 @@ impl Segments {
     /// As [`Heap::free`]; for a segment that is not there.
     pub fn free(&mut self, (segment, offset): (usize, usize), bytes: usize) {
         self.heaps[segment].free(offset, bytes);
-        if let Err(at) = self.open.binary_search(&segment) {
-            self.open.insert(at, segment);
-        }
+        self.note_room(segment);
     }
 
     /// Forgets the last segment and what was placed in it: there is no memory for it.
     pub fn forget_last(&mut self) {
         if let Some(heap) = self.heaps.pop() {
             self.capacity -= heap.capacity;
-            let last = self.heaps.len();
-            self.open.retain(|segment| *segment != last);
+            self.note_room(self.heaps.len());
         }
     }
 
@@ -311,6 +323,39 @@ mod tests {
         assert_eq!(heap.alloc(512), Some(at[0]), "the rest of a hole stays one");
         assert_eq!(heap.alloc(512), Some(at[0] + 512));
         assert_eq!(heap.alloc(2049), Some(sizes.iter().sum()), "none fits: at the end");
+    }
+
+    /// Where blocks lie, by looking at all that is free.
+    fn place_by_scan(live: &[(usize, usize)], size: usize) -> usize {
+        let mut live = live.to_vec();
+        live.sort_unstable();
+        let mut end = 0;
+        let mut holes = Vec::new();
+        for (at, bytes) in live {
+            holes.push((at - end, end));
+            end = at + rounded(bytes).unwrap();
+        }
+        let fits = holes.into_iter().filter(|(bytes, _)| *bytes >= size && *bytes > 0);
+        fits.min().map_or(end, |(_, at)| at)
+    }
+
+    #[test]
+    fn places_are_those_that_a_scan_of_all_holes_finds() {
+        let draw = Stream::new(5, Purpose::Data, 1, 0);
+        let (mut heap, mut live) = (Heap::new(usize::MAX), Vec::new());
+        for step in 0..3000 {
+            let [kind, size, which, _] = draw.block(step).map(|word| word as usize);
+            if kind % 400 >= live.len() {
+                let bytes = size % (20 * HEAP_ALIGN);
+                let expected = place_by_scan(&live, rounded(bytes).unwrap());
+                assert_eq!(heap.alloc(bytes), Some(expected), "step {step}");
+                live.push((expected, bytes));
+            } else {
+                let (at, bytes) = live.swap_remove(which % live.len());
+                heap.free(at, bytes);
+            }
+        }
+        assert!(heap.holes.len() > 5 && heap.holes.len() == heap.by_size.len());
     }
 
     #[test]

@@ -169,15 +169,39 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
     }
 }
 
-/// The text of a file that has an end.
+/// All bytes of a file that [`open_to_read`] opens, if it has no more than so many.
 ///
 /// # Errors
-/// As [`open_to_read`]; what the system says.
-pub fn read_text(path: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    open_to_read(path)?.read_to_string(&mut text)?;
-    Ok(text)
+/// What the system says; what the path is instead of a file, or that it is longer.
+pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    phase(format_args!("reading {}", path.display()));
+    let mut bytes = Vec::new();
+    open_to_read(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        false => Ok(bytes),
+        true => {
+            let why = format!("is longer than {most} bytes, which no file of its kind is");
+            Err(io::Error::new(io::ErrorKind::InvalidInput, why))
+        }
+    }
 }
+
+/// [`read_whole`], as text.
+///
+/// # Errors
+/// As [`read_whole`]; for what is not UTF-8.
+pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
+    String::from_utf8(read_whole(path, most)?).map_err(|e| {
+        let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    })
+}
+
+/// More bytes than a configuration, a recipe or another text that people write has.
+pub const MOST_TEXT: u64 = 16 << 20;
+
+/// More bytes than a log or a list that a run writes has.
+pub const MOST_LOG: u64 = 1 << 36;
 
 #[cfg(unix)]
 fn is_pipe(kind: fs::FileType) -> bool {

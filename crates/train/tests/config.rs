@@ -13,7 +13,7 @@ fn overrides(texts: &[&str]) -> Vec<String> {
 
 /// The message of the error that this text and these overrides give.
 fn complaint(text: &str, sets: &[&str]) -> String {
-    match Config::from_text(text, Path::new("run.toml"), &overrides(sets)) {
+    match Config::asked(text, Path::new("run.toml"), &overrides(sets)) {
         Err(error) => {
             assert!(error.is_user_error(), "not the user's mistake: {error}");
             error.to_string()
@@ -138,7 +138,7 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ("[run]\nranks = 3\n", "run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
         ("[train]\nlr = 0\n", "run.toml:2: `train.lr`: is 0"),
         ("[train]\nlr = nan\n", "run.toml:2: `train.lr`: is NaN"),
-        ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1, more than train.lr = 0.003"),
+        ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1.0, more than train.lr = 0.003"),
         ("[train]\nbeta2 = 1.0\n", "run.toml:2: `train.beta2`: is 1"),
         ("[train]\nsteps = 5\n", "`train.warmup_steps`: is 20, more than train.steps = 5"),
         ("[data]\nseq_len = 100\n", "run.toml:2: `data.seq_len`: is 100, not a multiple of 32"),

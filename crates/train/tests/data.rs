@@ -14,7 +14,7 @@ use nibble_train::tokenizer::Tokenizer;
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 fn text_config(path: &Path, seq_len: usize) -> DataConfig {
-    DataConfig { source: path.display().to_string(), seq_len, valid_fraction: 0.1 }
+    DataConfig { source: path.display().to_string(), bytes: false, seq_len, valid_fraction: 0.1 }
 }
 
 /// 40,000 bytes in which every position can be told from its neighbourhood.
@@ -263,4 +263,58 @@ fn random_tokens_are_uniform_over_the_vocabulary_and_a_function_of_the_seed() ->
     assert_eq!(data.valid_batch(0, 5), of("seed=2")?.valid_batch(0, 5), "what is held out is the same");
     assert!(data.valid_windows() > 5 && data.valid_tail().is_none() && data.entropy().is_none());
     Ok(())
+}
+
+#[test]
+fn what_begins_as_no_text_does_is_refused_unless_its_bytes_are_meant() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data");
+    let words = || b"a line of text that goes on\n".repeat(200);
+    let open = |begin: &[u8], bytes: bool| {
+        std::fs::write(&path, [begin, &words()].concat()).unwrap();
+        Dataset::open(&DataConfig { bytes, ..text_config(&path, 64) }, 0).map(drop)
+    };
+    let mut tensors = 16u64.to_le_bytes().to_vec();
+    tensors.extend(b"{\"__metadata__\":");
+    let tar = [&[b'a'; 257][..], b"ustar\0"].concat();
+    for (begin, what) in [
+        (&b"PK\x03\x04"[..], "a zip archive"),
+        (b"\xfd7zXZ\0", "`xz -d`"),
+        (b"BZh91AY&SY", "`bzip2 -d`"),
+        (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+        (b"\x78\x9c\xed", "zlib"),
+        (b"\x28\xb5\x2f\xfd", "`zstd -d`"),
+        (b"PAR1", "Parquet"),
+        (b"%PDF-1.7", "`pdftotext`"),
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"\xff\xd8\xff\xe0", "JPEG"),
+        (b"\x7fELF", "ELF"),
+        (b"GGUF\x03\0\0\0", "GGUF"),
+        (b"SQLite format 3\0", "SQLite"),
+        (&tensors, "safetensors"),
+        (&tar, "`tar -x`"),
+    ] {
+        let error = open(begin, false).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_user_error() && text.contains(what), "{what}: {text}");
+        assert!(text.contains("data.bytes=true"), "{text}");
+        open(begin, true).unwrap();
+    }
+    // What only looks a little like one of them is a text.
+    for begin in
+        ["PK is no archive", "BZhang wrote", "GGUF is", "x^2 + 1", "PARIS", "%PDF", "{\"a\": 1}", "\u{feff}"]
+    {
+        open(begin.as_bytes(), false).unwrap();
+    }
+    // What is packed twice is inflated once.
+    let packed = |bytes: &[u8]| {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut gzip, bytes).unwrap();
+        gzip.finish().unwrap()
+    };
+    for (inside, what) in [(packed(&words()), "gzip inside gzip"), (tar, "a tar archive")] {
+        std::fs::write(&path, packed(&[&inside[..], &words()].concat())).unwrap();
+        let error = Dataset::open(&text_config(&path, 64), 0).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
 }

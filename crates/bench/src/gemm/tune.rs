@@ -11,6 +11,7 @@ use nibble_command::say;
 use nibble_core::Result as CoreResult;
 use nibble_cuda::ops::products::grouped_product::{Adds, GroupedConfig, Order};
 use nibble_cuda::ops::products::tuning;
+use nibble_train::files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -119,7 +120,7 @@ fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
     if file.is_direct() || std::fs::metadata(path).map_or(true, |there| there.len() == 0) {
         return Ok(BTreeMap::new());
     }
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let text = files::read_text(path, files::MOST_TEXT).map_err(Error::io(path))?;
     parse(&text, gpu).map_err(|why| Error::usage(format!("{}: {why}", path.display())))
 }
 

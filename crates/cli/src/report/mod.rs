@@ -12,6 +12,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::{say, warn};
 use nibble_core::DeviceKind;
+use nibble_train::files;
 use nibble_train::ledger::Ledger;
 use nibble_train::metrics::{LayerMetrics, Watchdog, read_layers};
 use nibble_train::plan;
@@ -91,7 +92,8 @@ impl Recorded {
         broken.iter().for_each(|fault| warn!("warning: {fault}"));
         files.faults.extend(broken);
         let path = dir.join(MEMORY_FILE);
-        let memory = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()));
+        let memory =
+            files::read_text(&path, files::MOST_TEXT).map_err(|e| format!("{}: {e}", path.display()));
         // Of both kinds of device the kept tensors are the same.
         let predicted =
             |recipe| plan::predict(DeviceKind::Host, files.config.run.ranks, &files.config, recipe);

@@ -10,6 +10,7 @@ mod every;
 mod full_disk;
 mod gpu;
 mod guide;
+mod keys;
 #[cfg(debug_assertions)]
 mod kill;
 #[cfg(target_os = "linux")]
@@ -18,6 +19,8 @@ mod mistakes;
 mod models;
 mod outputs;
 mod quantize;
+#[cfg(unix)]
+mod reading;
 mod report;
 mod runs;
 #[cfg(all(unix, debug_assertions))]

@@ -31,7 +31,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             if base == name {
                 return Err(reader.error("extends", "a recipe cannot extend itself".into()));
             }
-            Recipe::builtin(base)?
+            Recipe::builtin(base).map_err(|e| reader.about("extends", e))?
         }
         None => {
             let plain = Section::plain(activations.unwrap_or(DType::Bf16));
@@ -104,6 +104,14 @@ fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
 impl Reader<'_> {
     fn error(&self, key: &str, why: String) -> Error {
         Error::Recipe { recipe: self.recipe.into(), key: key.into(), why }
+    }
+
+    /// An error about a recipe that this one names at `key`.
+    fn about(&self, key: &str, error: Error) -> Error {
+        match error {
+            Error::Recipe { why, .. } => self.error(key, why),
+            other => other,
+        }
     }
 
     fn string<'v>(&self, key: &str, value: &'v Value) -> Result<&'v str> {
@@ -296,7 +304,19 @@ impl Reader<'_> {
 
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
         let list = value.as_array().ok_or_else(|| self.error("override", "write [[override]]".into()))?;
-        list.iter().map(|entry| self.one_override(self.table("override", entry)?)).collect()
+        // Of several the error says which, from 1.
+        let of = |i: usize| {
+            move |error| match error {
+                Error::Recipe { recipe, key, why } if list.len() > 1 => {
+                    let key = key.replacen("override", &format!("override[{}]", i + 1), 1);
+                    Error::Recipe { recipe, key, why }
+                }
+                other => other,
+            }
+        };
+        let read =
+            |(i, entry)| self.table("override", entry).and_then(|e| self.one_override(e)).map_err(of(i));
+        list.iter().enumerate().map(read).collect()
     }
 
     fn one_override(&self, table: &Table) -> Result<Override> {
@@ -356,7 +376,8 @@ impl Reader<'_> {
             |site: Site| products.is_none_or(|products| products.iter().any(|p| p == site.product()));
         let mut set = Vec::new();
         if let Some(name) = table.get("recipe") {
-            let other = Recipe::builtin(self.string("override.set.recipe", name)?)?;
+            let key = "override.set.recipe";
+            let other = Recipe::builtin(self.string(key, name)?).map_err(|e| self.about(key, e))?;
             let all = LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
             let taken = all.filter(|(_, site)| is_meant(*site));
             set.extend(taken.map(|(kind, site)| (kind, site, other.of(kind).written(site).copied())));

@@ -12,10 +12,20 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     // Every override by itself must leave something the kernels can follow.
     for o in &recipe.overrides {
         for kind in LayerKind::ALL {
-            section(recipe, kind, &o.applied(kind, *recipe.of(kind)))?;
+            section(recipe, kind, &o.applied(kind, *recipe.of(kind))).map_err(of_override)?;
         }
     }
     Ok(())
+}
+
+/// The error of a section as an override leaves it.
+fn of_override(error: Error) -> Error {
+    match error {
+        Error::Recipe { recipe, key, why } => {
+            Error::Recipe { recipe, key: format!("override.set.{key}"), why }
+        }
+        other => other,
+    }
 }
 
 struct Check<'a> {

@@ -12,7 +12,7 @@ use super::header::{header, little_endian, metadata};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::files::append;
+use crate::files::{append, open_to_read};
 
 /// A named logical tensor to be written: F32, row-major.
 #[derive(Debug, Clone)]
@@ -129,7 +129,7 @@ pub(super) struct OpenFile {
 impl OpenFile {
     pub fn open(dir: &Path, entry: &FileEntry) -> Result<Self> {
         let path = dir.join(&entry.name);
-        let open = || File::open(&path).map_err(|e| unreadable(&path, e));
+        let open = || open_to_read(&path).map_err(|e| unreadable(&path, e));
         let (values, check) = (open()?, open()?);
         Ok(Self { path, values, check })
     }
@@ -203,7 +203,6 @@ pub(super) fn sync_dir(dir: &Path) -> Result<()> {
 mod tests {
     use super::*;
     use safetensors::tensor::TensorView;
-    use std::fs;
 
     #[test]
     fn what_is_written_in_pieces_is_what_is_encoded_at_once() {
@@ -228,7 +227,7 @@ mod tests {
             let (name, mut pieces) = (format!("{i}"), values.chunks(piece));
             let mut next = || Ok(pieces.next().unwrap().to_vec());
             let entry = write_tensors(dir.path(), &name, &specs, &mut next).unwrap();
-            assert!(fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
+            assert!(std::fs::read(dir.path().join(&name)).unwrap() == whole, "pieces of {piece}");
             assert_eq!((entry.bytes, entry.sha256.as_str()), (whole.len() as u64, &*sha256_hex(&whole)));
             OpenFile::open(dir.path(), &entry).unwrap().verify(&entry).unwrap();
         }

@@ -21,7 +21,6 @@ mod header;
 mod state;
 mod tensors;
 
-use nibble_core::allocation::phase;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -332,8 +331,8 @@ fn name_of(step: u64) -> String {
 /// What `state.json` of a checkpoint says.
 fn read_state(dir: &Path) -> Result<State> {
     let path = dir.join(STATE_FILE);
-    phase(format_args!("reading {}", path.display()));
-    let bytes = fs::read(&path).map_err(|e| Error::checkpoint(&path, format!("cannot be read: {e}")))?;
+    let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
+    let bytes = crate::files::read_whole(&path, crate::files::MOST_LOG).map_err(unreadable)?;
     let text = String::from_utf8(bytes).map_err(|e| Error::checkpoint(&path, format!("is altered: {e}")))?;
     State::from_json(&text, &path)
 }

@@ -38,6 +38,11 @@ impl Stored {
 }
 
 impl Tensors {
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Opens a safetensors file of F32 tensors. `checks`: compares it with its checksum meanwhile.
     pub(super) fn open(open: &OpenFile, entry: &FileEntry, checks: bool) -> Result<Self> {
         let (open, path) = (open.again()?, open.path().to_owned());

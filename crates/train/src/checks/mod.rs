@@ -1,28 +1,32 @@
 //! What a run is checked for before it begins.
 
+mod recipe_file;
 mod sizes;
 
 pub use sizes::check_sizes;
 pub(crate) use sizes::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
 
-use crate::config::{Config, read_text};
+use crate::config::Config;
 use crate::error::Result;
 use crate::model::layer_names;
 use nibble_core::Recipe;
 use nibble_core::recipe::Section;
+use std::path::Path;
 
 /// A built-in recipe by name, or a recipe file by path.
 ///
 /// # Errors
-/// [`nibble_core::Error::Recipe`] for an unknown name or a bad recipe; an unreadable file.
+/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for a bad file; one that cannot be read.
 pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
-    if !name_or_path.ends_with(".toml") {
-        return Ok(Recipe::builtin(name_or_path)?);
+    match path_of(name_or_path) {
+        Some(path) => recipe_file::load(path),
+        None => Ok(Recipe::builtin(name_or_path)?),
     }
-    let path = std::path::Path::new(name_or_path);
-    let text = read_text(path)?;
-    let name = path.file_stem().map_or_else(|| name_or_path.into(), |stem| stem.to_string_lossy());
-    Ok(Recipe::parse(&name, &text)?)
+}
+
+/// The file that a recipe is in, if it is no built-in one.
+fn path_of(recipe: &str) -> Option<&Path> {
+    recipe.ends_with(".toml").then(|| Path::new(recipe))
 }
 
 /// The recipe that a configuration names, once both are known to fit each other.
@@ -32,8 +36,11 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?;
-    check_recipe(config, &recipe)?;
-    Ok(recipe)
+    match (check_recipe(config, &recipe), path_of(&config.recipe)) {
+        (Ok(()), _) => Ok(recipe),
+        (Err(error), Some(path)) => Err(recipe_file::in_file(error, path)),
+        (Err(error), None) => Err(error),
+    }
 }
 
 /// Whether a configuration and a recipe fit each other.

@@ -1,16 +1,16 @@
 //! From TOML text and overrides to a checked [`Config`], remembering where each value came from.
 
-use nibble_core::allocation::phase;
-use std::collections::BTreeMap;
-use std::io::Read;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
+use super::asked::Written;
 use super::preset::{preset, preset_names};
-use super::{Config, RANDOM, SYNTHETIC};
+use super::{Config, DataConfig, RANDOM, SYNTHETIC, foreign};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
+use crate::files;
 use crate::recompute::Scope;
 
 /// Keys there were, and what has become of them.
@@ -28,17 +28,19 @@ struct Origin {
 type Origins = BTreeMap<String, Origin>;
 
 impl Config {
-    /// Loads a configuration: a built-in one by name, or a TOML file by path; then `overrides`, each `key=value` with a
-    /// dotted key and a TOML value (a bare word is a string).
+    /// Loads what a user asks for: a built-in configuration by name, or a TOML file by path; then `overrides`, each `key=value` with
+    /// a dotted key and a TOML value (a bare word is a string).
     ///
-    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated.
+    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated, and nothing that is written in it
+    /// decides nothing, unless a run has stored it: such a file has every key.
     ///
     /// # Errors
-    /// [`Error::Config`] for an unknown name, key, type or an impossible value; [`Error::Io`] for an unreadable file.
+    /// [`Error::Config`] for an unknown name, key, type or an impossible value, and for one that decides nothing; [`Error::Io`] for
+    /// an unreadable file.
     pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
-            return Self::from_text(text, &PathBuf::from(format!("configs/{name_or_path}.toml")), overrides);
+            return Self::asked(text, &PathBuf::from(format!("configs/{name_or_path}.toml")), overrides);
         }
         let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
         if !looks_like_a_path {
@@ -53,6 +55,14 @@ impl Config {
                 suggestion: closest(name_or_path, preset_names()),
             });
         }
+        Self::asked(&read_text(path)?, path, overrides)
+    }
+
+    /// Loads the file that a run has stored its configuration in, which has every key; then `overrides`, which are asked for anew.
+    ///
+    /// # Errors
+    /// As [`Config::load`]; what decides nothing may stand in the file.
+    pub fn stored(path: &Path, overrides: &[String]) -> Result<Self> {
         Self::from_text(&read_text(path)?, path, overrides)
     }
 
@@ -60,22 +70,44 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Config`], as [`Config::load`].
+    pub fn asked(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
+        Self::read(text, file, overrides, true)
+    }
+
+    /// Like [`Config::stored`], from text; `file` is what errors name, and its stem is the run's default name.
+    ///
+    /// # Errors
+    /// [`Error::Config`], as [`Config::stored`].
     pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
-        let known = Value::try_from(Self::default()).map_err(|e| Error::config("", e.to_string()))?;
+        Self::read(text, file, overrides, false)
+    }
+
+    /// `asked`: whether the text is what a user asks for, and not what a run has stored.
+    fn read(text: &str, file: &Path, overrides: &[String], asked: bool) -> Result<Self> {
+        let known = Value::try_from(Self::with_every_key()).map_err(|e| Error::config("", e.to_string()))?;
         let mut merged = Table::new();
         let mut origins = Origins::new();
         let source = Source { text, file, known: &known };
         source.merge(&mut merged, &mut origins)?;
+        // A run stores every key. What it was told when it began is not asked again.
+        let asked = asked && !has_all(&origins)?;
+        let mut set = BTreeSet::new();
         for text in overrides {
             let (key, value) = parse_override(text, &known)?;
             origins.remove(&key);
             insert(&mut merged, &key, value);
+            set.insert(key);
         }
         leave_out_experts(&mut merged);
         let mut config: Self =
             Value::Table(merged).try_into().map_err(|e: toml::de::Error| Error::config("", e.message()))?;
         config.resolve(file)?;
-        config.validate().map_err(|error| with_origin(error, &origins))?;
+        let written = |key: &str| match set.contains(key) {
+            true => Some(Written::Override),
+            false => (asked && origins.contains_key(key)).then_some(Written::File),
+        };
+        let checked = config.validate().and_then(|()| config.check_asked(&written));
+        checked.map_err(|error| with_origin(error, &origins))?;
         Ok(config)
     }
 
@@ -85,6 +117,23 @@ impl Config {
         let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
         let text = self.is_text().then_some(self.data.source.as_str());
         [own, recipe, text].into_iter().flatten().map(PathBuf::from).collect()
+    }
+
+    /// Every key, dotted, in the order of the alphabet.
+    #[must_use]
+    pub fn keys() -> Vec<String> {
+        let mut keys = BTreeMap::new();
+        // It has a TOML form: a test reads it.
+        if let Ok(value) = Value::try_from(Self::with_every_key()) {
+            flatten("", &value, &mut keys);
+        }
+        keys.into_keys().collect()
+    }
+
+    /// A configuration whose text has every key: those, too, that are left out where they have their default.
+    fn with_every_key() -> Self {
+        let data = DataConfig { bytes: true, ..DataConfig::default() };
+        Self { data, ..Self::default() }
     }
 
     /// Fills in what depends on other keys.
@@ -120,17 +169,28 @@ impl Config {
             Ok::<_, Error>(flat)
         };
         let (now, before) = (leaves(self)?, leaves(earlier)?);
-        let reported_only = ["eval.", "checkpoint.", "run.", "train.recompute"];
-        let changes = now
-            .iter()
-            .filter(|(key, _)| !reported_only.iter().any(|table| key.starts_with(table)))
-            .filter_map(|(key, value)| {
-                let old = before.get(key)?;
+        // How a text is taken shows in its bytes, which are compared.
+        let reported_only = ["eval.", "checkpoint.", "run.", "train.recompute", "data.bytes"];
+        let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();
+        let changes = keys
+            .into_iter()
+            .filter(|key| !reported_only.iter().any(|table| key.starts_with(table)))
+            .filter_map(|key| {
+                let [old, value] =
+                    [&before, &now].map(|all| all.get(key).map_or("the default", String::as_str));
                 (old != value).then(|| format!("{key}: {old} → {value}"))
             })
             .collect();
         Ok(changes)
     }
+}
+
+/// Whether a text has every key that a run stores.
+fn has_all(origins: &Origins) -> Result<bool> {
+    let mut keys = BTreeMap::new();
+    let all = Value::try_from(Config::default()).map_err(|e| Error::config("", e.to_string()))?;
+    flatten("", &all, &mut keys);
+    Ok(keys.keys().all(|key| origins.contains_key(key)))
 }
 
 /// In a model without experts, what belongs to them and is not written is 0, or false, rather than its default.
@@ -151,25 +211,9 @@ fn leave_out_experts(merged: &mut Table) {
     }
 }
 
-/// More bytes than a configuration or a recipe has.
-const MOST_BYTES: u64 = 16 << 20;
-
-/// The text of a configuration or a recipe, whose file may be one without an end.
+/// The text of a configuration or a recipe.
 pub(crate) fn read_text(path: &Path) -> Result<String> {
-    phase(format_args!("reading {}", path.display()));
-    let file = std::fs::File::open(path).map_err(Error::io(path))?;
-    let mut text = String::new();
-    let read = file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(Error::io(path))?;
-    if read as u64 <= MOST_BYTES {
-        return Ok(text);
-    }
-    Err(Error::Config {
-        key: String::new(),
-        file: Some(path.to_owned()),
-        line: None,
-        why: format!("is longer than {} MiB, which no configuration and no recipe is", MOST_BYTES >> 20),
-        suggestion: None,
-    })
+    files::read_text(path, files::MOST_TEXT).map_err(Error::io(path))
 }
 
 /// A TOML text, the file it stands in, and all that may be said in it.
@@ -268,6 +312,9 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
         return Err(Error::config(key, *why));
     }
     let Some(default) = lookup(known, key) else {
+        if let Some(meaning) = foreign::of_key(key) {
+            return Err(Error::config(key, format!("unknown key; {}", meaning.of_key())));
+        }
         let mut keys = BTreeMap::new();
         flatten("", known, &mut keys);
         let sections = known.as_table().into_iter().flatten().map(|(name, _)| name.as_str());
@@ -303,7 +350,7 @@ fn expected(value: &Value, default: &Value) -> Option<String> {
     };
     let mut is = match value {
         Value::Array(items) if items.iter().any(Value::is_table) => "a list of tables".to_owned(),
-        other => other.to_string(),
+        other => in_short(other),
     };
     let digits = is.chars().count();
     if digits > LONGEST {
@@ -367,6 +414,14 @@ fn insert(table: &mut Table, key: &str, value: Value) {
     }
 }
 
+/// A value as TOML; a number with no more digits than it needs.
+fn in_short(value: &Value) -> String {
+    match value {
+        Value::Float(number) => format!("{number:?}"),
+        other => other.to_string(),
+    }
+}
+
 /// Every leaf below `value` under its dotted key.
 fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
     match value {
@@ -376,7 +431,7 @@ fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
             }
         }
         leaf => {
-            into.insert(prefix.to_owned(), leaf.to_string());
+            into.insert(prefix.to_owned(), in_short(leaf));
         }
     }
 }

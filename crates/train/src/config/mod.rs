@@ -10,8 +10,10 @@
 //! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
 //! in which line of which file the 32 stands.
 
+mod asked;
 mod device;
 mod flops;
+mod foreign;
 mod load;
 mod preset;
 mod validate;
@@ -24,6 +26,7 @@ use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::DType;
 
 pub use device::DeviceChoice;
+pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
 pub use validate::MOST_THREADS;
@@ -175,15 +178,24 @@ pub struct DataConfig {
     /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; otherwise
     /// the path of a text file, plain or gzip, read as bytes.
     pub source: String,
+    /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
+    #[serde(skip_serializing_if = "is_false")]
+    pub bytes: bool,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// Share of the file, at its end, that is held out. The built-in language holds out records of its own.
     pub valid_fraction: f64,
 }
 
+/// What is left out of a stored configuration, as earlier programs did that did not know the key.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for a reference")]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
 impl Default for DataConfig {
     fn default() -> Self {
-        Self { source: SYNTHETIC.into(), seq_len: 128, valid_fraction: 0.1 }
+        Self { source: SYNTHETIC.into(), bytes: false, seq_len: 128, valid_fraction: 0.1 }
     }
 }
 

@@ -85,7 +85,7 @@ impl Config {
             "is 0, and model.experts = 0: without experts a layer has an MLP, whose width this is".into()
         })?;
         let width = |value: usize| (value > 0).then(|| value.to_string());
-        let factor = |value: f64| (value != 0.0).then(|| value.to_string());
+        let factor = |value: f64| (value != 0.0).then(|| format!("{value:?}"));
         for (key, is) in [
             ("model.dense_layers", width(m.dense_layers)),
             ("model.top_k", width(m.top_k)),
@@ -126,7 +126,7 @@ impl Config {
         require(
             (0.0..1.0).contains(&share) && (share > 0.0 || !self.is_text()),
             "data.valid_fraction",
-            || format!("is {share}, expected more than 0 and less than 1"),
+            || format!("is {share:?}, expected more than 0 and less than 1"),
         )
     }
 
@@ -185,13 +185,13 @@ impl Config {
         positive("train.lr", t.lr)?;
         not_negative("train.min_lr", t.min_lr)?;
         require(t.min_lr <= t.lr, "train.min_lr", || {
-            format!("is {}, more than train.lr = {}", t.min_lr, t.lr)
+            format!("is {:?}, more than train.lr = {:?}", t.min_lr, t.lr)
         })?;
         require(t.warmup_steps <= t.steps, "train.warmup_steps", || {
             format!("is {}, more than train.steps = {}; lower it, or raise that", t.warmup_steps, t.steps)
         })?;
         require((0.0..=1.0).contains(&t.decay_fraction), "train.decay_fraction", || {
-            format!("is {}, expected 0 to 1", t.decay_fraction)
+            format!("is {:?}, expected 0 to 1", t.decay_fraction)
         })?;
         let decay_steps = (t.steps as f64 * t.decay_fraction).round() as u64;
         require(
@@ -206,7 +206,7 @@ impl Config {
         )?;
         for (key, beta) in [("train.beta1", t.beta1), ("train.beta2", t.beta2)] {
             require((0.0..1.0).contains(&beta), key, || {
-                format!("is {beta}, expected at least 0 and below 1")
+                format!("is {beta:?}, expected at least 0 and below 1")
             })?;
         }
         positive("train.eps", t.eps)?;
@@ -251,10 +251,12 @@ fn positive(key: &str, value: f64) -> Result<()> {
     // Kernels compute with single precision, in which a smaller number is zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {
-        format!("is {value}, expected a number above 0 that single precision holds")
+        format!("is {value:?}, expected a number above 0 that single precision holds")
     })
 }
 
 fn not_negative(key: &str, value: f64) -> Result<()> {
-    require(value.is_finite() && value >= 0.0, key, || format!("is {value}, expected a number of at least 0"))
+    require(value.is_finite() && value >= 0.0, key, || {
+        format!("is {value:?}, expected a number of at least 0")
+    })
 }

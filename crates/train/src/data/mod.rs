@@ -5,6 +5,7 @@
 
 mod cursor;
 mod loader;
+mod signature;
 pub(crate) mod synthetic;
 mod text;
 
@@ -139,7 +140,7 @@ impl Dataset {
             }
             Source::Synthetic(Box::default())
         } else {
-            let text = Text::open(Path::new(&config.source), config.valid_fraction, seq_len)?;
+            let text = Text::open(Path::new(&config.source), config.bytes, config.valid_fraction, seq_len)?;
             let order = WindowOrder::new(text.train().len(), seq_len, seed);
             Source::Text { text, order }
         };

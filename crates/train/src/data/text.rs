@@ -1,12 +1,13 @@
 //! Text from a path, plain or gzip, read as bytes, its end held out.
 
-use nibble_core::allocation::phase;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use flate2::bufread::GzDecoder;
 
+use super::signature::kind_of;
 use crate::error::{Error, Result};
+use crate::files;
 
 /// The bytes of a text and where the held-out part begins.
 #[derive(Debug, Clone)]
@@ -19,14 +20,21 @@ pub struct Text {
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
 impl Text {
-    /// Reads `path`; what begins like gzip is inflated, whatever its name. The last `valid_fraction` is held out.
+    /// Reads `path`; what begins like gzip is inflated, whatever its name. What then begins like another kind of file that is no
+    /// text is refused, unless its `bytes` are what is meant. The last `valid_fraction` is held out.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file cannot be read, is empty, is damaged gzip, or where either part is too short
+    /// [`Error::Data`] where the file cannot be read, is empty, is damaged gzip or no text, or where either part is too short
     /// for one sequence of `seq_len` tokens and the token after it.
-    pub fn open(path: &Path, valid_fraction: f64, seq_len: usize) -> Result<Self> {
-        let raw = read(path)?;
+    pub fn open(path: &Path, bytes: bool, valid_fraction: f64, seq_len: usize) -> Result<Self> {
+        let is_bytes = bytes;
+        let raw = files::read_whole(path, MOST_BYTES)
+            .map_err(|e| Error::data(path, format!("cannot be read: {e}{}", where_to_get(path, &e))))?;
         let bytes = if raw.starts_with(&GZIP_MAGIC) { inflate(path, &raw)? } else { raw };
+        if let Some(kind) = kind_of(&bytes).filter(|_| !is_bytes) {
+            let why = format!("{kind}; if its bytes are what is to be learnt, set data.bytes=true");
+            return Err(Error::data(path, why));
+        }
         if bytes.is_empty() {
             return Err(Error::data(path, "is empty"));
         }
@@ -78,30 +86,6 @@ const MOST_RATIO: u64 = 200;
 /// What may be inflated whatever the ratio.
 const ALWAYS_BYTES: u64 = 64 << 20;
 
-/// The bytes of a file or a pipe.
-fn read(path: &Path) -> Result<Vec<u8>> {
-    let unreadable = |e| Error::data(path, format!("cannot be read: {e}"));
-    phase(format_args!("reading {}", path.display()));
-    let file = std::fs::File::open(path).map_err(unreadable)?;
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::FileTypeExt;
-        let kind = file.metadata().map_err(unreadable)?.file_type();
-        if kind.is_char_device() || kind.is_block_device() {
-            return Err(Error::data(path, "is a device, expected a file: its bytes may have no end"));
-        }
-    }
-    let mut bytes = Vec::new();
-    file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-    if bytes.len() as u64 > MOST_BYTES {
-        return Err(Error::data(
-            path,
-            format!("is longer than {MOST_BYTES} bytes, the most that is held in memory"),
-        ));
-    }
-    Ok(bytes)
-}
-
 /// The bytes of all members of a gzip file, one after the other.
 fn inflate(path: &Path, raw: &[u8]) -> Result<Vec<u8>> {
     let most = (MOST_RATIO * raw.len() as u64).clamp(ALWAYS_BYTES, MOST_BYTES);
@@ -128,4 +112,16 @@ fn inflate(path: &Path, raw: &[u8]) -> Result<Vec<u8>> {
         return Err(Error::data(path, why));
     }
     Ok(bytes)
+}
+
+/// Where to get a text that the built-in configuration names and does not bring along.
+fn where_to_get(path: &Path, error: &io::Error) -> &'static str {
+    match error.kind() == io::ErrorKind::NotFound && path == Path::new("tinyshakespeare.txt") {
+        true => {
+            "; name a text of yours with --set data.source=FILE. Shakespeare's works are at Project Gutenberg \
+             (https://www.gutenberg.org/ebooks/100), and this file is in https://github.com/karpathy/char-rnn, as \
+             data/tinyshakespeare/input.txt"
+        }
+        false => "; name a text, plain or gzip, with --set data.source=FILE",
+    }
 }

@@ -1,13 +1,12 @@
 //! Files of JSON lines, one object a step: whole after every step, cut back on resume.
 
-use nibble_core::allocation::phase;
 use std::fs::{self, File};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
 use super::{LayerMetrics, Metrics};
 use crate::error::{Error, Result};
-use crate::files::{append, write_whole};
+use crate::files::{self, append, write_whole};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -146,8 +145,7 @@ struct Line<T> {
 
 /// The lines that end as lines do.
 fn whole_lines<T: StepLine>(path: &Path) -> Result<Vec<Line<T>>> {
-    phase(format_args!("reading {}", path.display()));
-    let bytes = match fs::read(path) {
+    let bytes = match files::read_whole(path, files::MOST_LOG) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(Error::io(path)(e)),

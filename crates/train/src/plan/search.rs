@@ -75,8 +75,14 @@ pub(super) struct Found {
     pub bytes: usize,
 }
 
+/// Layers of a model that is rehearsed in place of one of many more.
+const SHORT: usize = 48;
+
 /// The first settings that fit into so many bytes, of one way, else of two, and so on; where none do, those that take the
 /// least. None where nothing can be set.
+///
+/// Deep models are tried by shorter ones, whose layers are alike; what comes of it is rehearsed whole, and should it be
+/// otherwise then, every alternative is.
 ///
 /// # Errors
 /// If the configuration cannot be written down.
@@ -88,17 +94,48 @@ pub(super) fn shortest(
 ) -> Result<Option<Found>> {
     let text = config.resolved_toml()?;
     // What cannot be, or is beyond counting, is passed over.
-    let bytes = |settings: &[String]| {
-        let tried = || -> Result<usize> {
-            let config = Config::from_text(&text, Path::new("configuration"), settings)?;
-            Ok(predict(kind, ranks, &config, &checked_recipe(&config)?)?.device_bytes())
-        };
-        match tried() {
+    let bytes_by = |settings: &[String], rehearse: &dyn Fn(&Config) -> Result<usize>| {
+        let tried = Config::from_text(&text, Path::new("configuration"), settings);
+        match tried.and_then(|config| rehearse(&config)) {
             Ok(bytes) => Some(bytes),
             Err(Error::Memory { needed, .. }) => Some(needed),
             Err(_) => None,
         }
     };
+    let whole = |config: &Config| -> Result<usize> {
+        Ok(predict(kind, ranks, config, &checked_recipe(config)?)?.device_bytes())
+    };
+    let exact = |settings: &[String]| bytes_by(settings, &whole);
+    if config.model.layers > 4 * SHORT && config.model.num_dense().min(config.model.num_routed()) < SHORT {
+        let near = |settings: &[String]| bytes_by(settings, &|config| by_shorter(config, &whole));
+        let Some(found) = search(config, there, &near) else { return Ok(None) };
+        if let Some(bytes) =
+            exact(&found.settings).filter(|bytes| (*bytes <= there) == (found.bytes <= there))
+        {
+            return Ok(Some(Found { bytes, ..found }));
+        }
+    }
+    Ok(search(config, there, &exact))
+}
+
+/// About what a deep model takes, of two that are less deep.
+fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> Result<usize> {
+    let of = |layers: usize| {
+        let mut shorter = config.clone();
+        // Those layers go of which there are more.
+        if config.model.num_dense() > config.model.num_routed() && config.model.experts > 0 {
+            shorter.model.dense_layers = layers - config.model.num_routed();
+        }
+        shorter.model.layers = layers;
+        rehearse(&shorter)
+    };
+    let (less, more) = (of(SHORT)?, of(2 * SHORT)?);
+    let each = more.saturating_sub(less) / SHORT;
+    Ok(less.saturating_add(each.saturating_mul(config.model.layers - SHORT)))
+}
+
+/// The search, by what `bytes` says that settings need.
+fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usize>) -> Option<Found> {
     let all = bytes(&[]).unwrap_or(usize::MAX);
     // What takes no less than something milder is no alternative.
     let gaining = |way: &Way| {
@@ -134,10 +171,10 @@ pub(super) fn shortest(
             strongest = Some(Found { settings, bytes });
         }
         if strongest.is_some() {
-            return Ok(strongest);
+            return strongest;
         }
     }
-    Ok(least)
+    least
 }
 
 /// One alternative of each way, in every combination; the mildest first.
@@ -159,6 +196,28 @@ mod tests {
         let (one, two) = (way(&["a"]), way(&["b", "c"]));
         assert_eq!(combinations(&[&one, &two]), [["a", "b"], ["a", "c"]]);
         assert_eq!(combinations(&[]), [Vec::<String>::new()]);
+    }
+
+    #[test]
+    fn what_a_deep_model_takes_is_near_what_shorter_ones_say() {
+        for (name, sets) in [
+            ("tiny", &["model.layers=200"][..]),
+            ("tiny", &["model.layers=200", "model.dense_layers=3", "model.ffn=64"]),
+            ("tiny", &["model.layers=200", "model.dense_layers=190", "model.ffn=64"]),
+            ("tiny-dense", &["model.layers=200", "recipe=bf16"]),
+        ] {
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+            let config = Config::load(name, &sets).unwrap();
+            for kind in [DeviceKind::Host, DeviceKind::Gpu] {
+                // Without what the device takes for itself, which hides differences.
+                let whole = |config: &Config| -> Result<usize> {
+                    let prediction = predict(kind, 1, config, &checked_recipe(config)?)?;
+                    Ok(prediction.memory.arenas().iter().map(|(_, stats)| stats.peak_bytes).sum())
+                };
+                let (near, is) = (by_shorter(&config, &whole).unwrap(), whole(&config).unwrap());
+                assert!(near.abs_diff(is) <= is / 100, "{name} {sets:?} {kind:?}: {near} for {is}");
+            }
+        }
     }
 
     #[test]

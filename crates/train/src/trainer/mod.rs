@@ -326,7 +326,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// or all of it (0), the shorter tail included.
     ///
     /// # Errors
-    /// [`crate::Error::Diverged`] if the loss is not a number; from the backend and other ranks.
+    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         self.evaluate_telling(batches, &mut |_, _| {})
     }
@@ -358,11 +358,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         phase(format_args!("the held-out loss"));
         let RankState { context, model, activations, .. } = &mut self.rank;
         let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
-        evaluated.map_err(|error| {
-            let train = &self.rank.context.config.train;
-            let error = error.of_divergence(train.lr, train.warmup_steps, true);
-            self.without_room(error, "the held-out loss")
-        })
+        evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
     }
 
     /// Logits of the last of these tokens, one sequence, every rank alike.

@@ -95,8 +95,7 @@ fn train<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let (lr, warmup_steps) = (config.train.lr, config.train.warmup_steps);
-            let settled = trainer.settle().map_err(|error| error.of_divergence(lr, warmup_steps, false));
+            let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
@@ -235,7 +234,8 @@ fn evaluate<B: Kernels>(
             observer.evaluating(done, of);
         }
         Ok(done == of || !options.asked_to_stop(b, comm)?)
-    })?;
+    });
+    let evaluated = evaluated.map_err(|error| error.of_divergence(trainer.config(), true))?;
     let Some(valid_loss) = evaluated else { return Ok(None) };
     if let Some(outputs) = outputs {
         let step = trainer.step();

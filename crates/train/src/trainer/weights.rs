@@ -4,7 +4,7 @@ use super::Trainer;
 use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::delayed::{DelayedRecords, History};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{Named, transformers_config};
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
@@ -68,6 +68,9 @@ fn scatter<B: Kernels>(
         while at < here {
             let values = &mut piece[..(here - at).min(PIECE)];
             from.read(&stored, at - begin, values)?;
+            if suffix.is_empty() {
+                require_finite(from, &tensor.name, values)?;
+            }
             match &mut to.data {
                 Data::F32(buf) => b.write(buf, at - first, values)?,
                 Data::Bf16(buf) => {
@@ -80,6 +83,20 @@ fn scatter<B: Kernels>(
         begin = end;
     }
     Ok(())
+}
+
+/// Checks weights that are to be computed with.
+fn require_finite(from: &Tensors, name: &str, values: &[f32]) -> Result<()> {
+    match values.iter().find(|value| !value.is_finite()) {
+        None => Ok(()),
+        Some(value) => {
+            let what = if value.is_nan() { "a NaN" } else { "an infinity" };
+            let why = format!(
+                "tensor `{name}` is not finite: it holds {what}, from which no run goes on; take an earlier checkpoint"
+            );
+            Err(Error::checkpoint(from.path(), why))
+        }
+    }
 }
 
 /// Takes what earlier steps left for this rank's scales. A run that is made longer may meet other tensors: of one that the checkpoint lacks

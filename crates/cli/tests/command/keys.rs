@@ -1,0 +1,199 @@
+//! Every key of a configuration, changed alone, changes what a run leaves, or is refused.
+
+use crate::{Place, read};
+use nibble_train::config::Config;
+use std::collections::BTreeSet;
+
+/// Where it shows that a key has been changed.
+enum Shows {
+    /// In the weights after the last step.
+    Weights,
+    /// In this file of the run.
+    File(&'static str),
+    /// In the values of this name in the lines of the metrics.
+    Metric(&'static str),
+    /// In which checkpoints there are.
+    Checkpoints,
+    /// In how many lines of the console begin so.
+    Console(&'static str),
+    /// In whether there is a run at all.
+    Runs,
+    /// In nothing that a run leaves, for this reason.
+    Nowhere(&'static str),
+}
+
+/// A key, the settings under which it counts, another value for it, and where that shows.
+type Case = (&'static str, &'static [&'static str], &'static str, Shows);
+
+fn cases() -> Vec<Case> {
+    use Shows::*;
+    const DENSE: &[&str] = &["model.layers=2", "model.dense_layers=1", "model.ffn=32"];
+    const OFTEN: &[&str] = &["checkpoint.every=1"];
+    vec![
+        ("recipe", &[], "bf16", Weights),
+        ("seed", &[], "1", Weights),
+        ("model.vocab_size", &[], "300", Weights),
+        ("model.d_model", &[], "64", Weights),
+        ("model.layers", &[], "2", Weights),
+        ("model.heads", &[], "4", Weights),
+        ("model.kv_heads", &[], "2", Weights),
+        ("model.head_dim", &[], "32", Weights),
+        ("model.value_head_dim", &[], "32", Weights),
+        ("model.qk_norm", &[], "false", Weights),
+        ("model.ffn", DENSE, "64", Weights),
+        ("model.dense_layers", &["model.layers=3", "model.dense_layers=1", "model.ffn=32"], "2", Weights),
+        ("model.experts", &[], "8", Weights),
+        ("model.top_k", &[], "1", Weights),
+        ("model.expert_ffn", &[], "64", Weights),
+        ("model.shared_ffn", &[], "32", Weights),
+        ("model.norm_topk_prob", &[], "false", Weights),
+        ("model.rope_theta", &[], "5000.0", Weights),
+        ("model.norm_eps", &[], "1e-3", Weights),
+        ("model.tie_embeddings", &[], "false", Weights),
+        ("model.aux_loss_coef", &[], "0.5", Weights),
+        ("model.z_loss_coef", &[], "0.5", Weights),
+        ("data.source", &[], "other.txt", Weights),
+        ("data.bytes", &["data.source=picture.png"], "true", Runs),
+        ("data.seq_len", &[], "128", Weights),
+        ("data.valid_fraction", &[], "0.3", Weights),
+        ("train.steps", &[], "5", Weights),
+        ("train.batch_size", &[], "8", Weights),
+        ("train.grad_accum", &[], "2", Weights),
+        ("train.shards", &[], "1", Weights),
+        ("train.lr", &[], "1e-2", Weights),
+        ("train.min_lr", &[], "1e-5", Weights),
+        ("train.warmup_steps", &[], "1", Weights),
+        ("train.schedule", &[], "wsd", Weights),
+        ("train.decay_fraction", &["train.schedule=wsd"], "0.5", Weights),
+        ("train.weight_decay", &[], "1.0", Weights),
+        ("train.beta1", &[], "0.5", Weights),
+        ("train.beta2", &[], "0.5", Weights),
+        ("train.eps", &[], "1e-2", Weights),
+        ("train.clip_norm", &[], "1e-3", Weights),
+        ("train.grad_dtype", &[], "bf16", Weights),
+        ("train.moment_dtype", &[], "bf16", Weights),
+        ("train.recompute", &[], "[\"layers\"]", File("memory.txt")),
+        ("eval.every", &[], "1", Metric("validation_metrics/loss")),
+        ("eval.batches", &["eval.every=1"], "2", Metric("validation_metrics/loss")),
+        ("checkpoint.every", &[], "1", Checkpoints),
+        ("checkpoint.keep", OFTEN, "1", Checkpoints),
+        ("checkpoint.at_end", &["checkpoint.every=3"], "false", Checkpoints),
+        ("checkpoint.host_gib", &[], "1", Nowhere("how long a step waits for a checkpoint that is large")),
+        ("run.dir", &[], "", Nowhere("every case here sets it")),
+        ("run.device", &[], "auto", Nowhere("which devices there are")),
+        ("run.ranks", &[], "2", File("memory.txt")),
+        ("run.threads", &[], "2", Nowhere("how fast it is")),
+        ("run.log_every", &[], "2", Console("step: ")),
+    ]
+}
+
+/// What a run has left, of what a case looks at.
+fn left(place: &Place, dir: &str, shows: &Shows, sets: &[&str]) -> String {
+    let mut args = vec!["--set".to_owned(), format!("run.dir={dir}"), "--set".into(), "train.steps=4".into()];
+    args.extend(sets.iter().flat_map(|set| ["--set".to_owned(), (*set).to_owned()]));
+    let done = place.train(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    if let Shows::Runs = shows {
+        return format!("{:?}", done.code);
+    }
+    let done = done.ok();
+    let file = |name: &str| read(place.path(dir).join(name));
+    let names = || {
+        let all = std::fs::read_dir(place.path(dir).join("checkpoints")).unwrap();
+        all.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect::<BTreeSet<_>>()
+    };
+    match shows {
+        Shows::Weights => {
+            let newest = names().into_iter().rfind(|name| name.starts_with("step-")).unwrap();
+            format!("{:?}", file(&format!("checkpoints/{newest}/model.safetensors")))
+        }
+        Shows::File(name) => String::from_utf8(file(name)).unwrap(),
+        Shows::Metric(name) => {
+            let text = String::from_utf8(file("metrics.jsonl")).unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+            lines.filter_map(|line| line.get(name).map(ToString::to_string)).collect::<Vec<_>>().join(" ")
+        }
+        Shows::Checkpoints => format!("{:?}", names()),
+        Shows::Console(start) => done.stdout.lines().filter(|l| l.starts_with(start)).count().to_string(),
+        Shows::Runs | Shows::Nowhere(_) => String::new(),
+    }
+}
+
+#[test]
+fn every_key_changes_what_a_run_leaves() {
+    let place = Place::with_text();
+    let mut other = crate::text();
+    other.reverse();
+    std::fs::write(place.path("other.txt"), other).unwrap();
+    std::fs::write(place.path("picture.png"), [b"\x89PNG\r\n\x1a\n", &crate::text()[..]].concat()).unwrap();
+    let cases = cases();
+    let told: Vec<&str> = cases.iter().map(|(key, ..)| *key).collect();
+    let all = Config::keys();
+    let missing: Vec<_> = all.iter().filter(|key| !told.contains(&key.as_str())).collect();
+    assert!(missing.is_empty(), "keys of which it is not said what they change: {missing:?}");
+    for (number, (key, under, value, shows)) in cases.iter().enumerate() {
+        if let Shows::Nowhere(why) = shows {
+            assert!(!why.is_empty(), "{key}");
+            continue;
+        }
+        let before = left(&place, &format!("before-{number}"), shows, under);
+        let set = format!("{key}={value}");
+        let after = left(&place, &format!("after-{number}"), shows, &[under, &[&*set][..]].concat());
+        assert!(before != after, "{set} changes nothing");
+    }
+}
+
+#[test]
+fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() {
+    let place = Place::with_text();
+    let refused = |sets: &[&str], key: &str| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        let error = place.train(&[&["--dry-run"], &sets[..]].concat()).failed(2);
+        assert!(error.contains(&format!("`{key}`")), "{error}");
+        error
+    };
+    let random = ["data.source=random", "model.vocab_size=300"];
+    for (sets, key) in [
+        (&["train.decay_fraction=0.5"][..], "train.decay_fraction"),
+        (&[&random[..], &["data.valid_fraction=0.3"]].concat(), "data.valid_fraction"),
+        (&[&random[..], &["data.bytes=true"]].concat(), "data.bytes"),
+        (&["eval.every=0", "eval.batches=3"], "eval.batches"),
+        (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.keep=7"], "checkpoint.keep"),
+        (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.host_gib=7"], "checkpoint.host_gib"),
+    ] {
+        assert!(refused(sets, key).contains("decides nothing"), "{key}");
+    }
+    assert!(refused(&["run.log_every=0"], "run.log_every").contains("is 0, expected at least 1"));
+    // A file names its line; a setting of a file that an override makes idle is none of the file's faults.
+    let text = crate::SMALL.replace("[train]", "[train]\ndecay_fraction = 0.5");
+    std::fs::write(place.path("c.toml"), &text).unwrap();
+    let error = place.nibble(&["train", "c.toml", "--dry-run"]).failed(2);
+    let line = 1 + text.lines().position(|line| line.starts_with("decay_fraction")).unwrap();
+    assert!(error.contains(&format!("c.toml:{line}: `train.decay_fraction`: is 0.5")), "{error}");
+    place.train(&["--dry-run", "--set", "eval.every=0"]).ok();
+    // What a run has stored goes on, and begins another.
+    place.train(&["--set", "run.dir=run", "--set", "eval.every=0"]).ok();
+    let stored = String::from_utf8(read(place.path("run/config.toml"))).unwrap();
+    assert!(stored.contains("every = 0\nbatches = 1\n"), "{stored}");
+    place.nibble(&["eval", "run"]).ok();
+    place.nibble(&["report", "run"]).ok();
+    place.nibble(&["train", "run", "--resume", "--set", "train.steps=13"]).ok();
+    place.nibble(&["train", "run/config.toml", "--dry-run"]).ok();
+    let error = place.nibble(&["train", "run", "--resume", "--set", "eval.batches=2"]).failed(2);
+    assert!(error.contains("`eval.batches`: is 2, but decides nothing"), "{error}");
+}
+
+#[test]
+fn an_evaluation_takes_no_key_that_decides_nothing_in_it() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run", "--set", "train.steps=3"]).ok();
+    let evaluate = |set: &str| place.nibble(&["eval", "run", "--set", set]);
+    let loss = evaluate("train.batch_size=8").ok().stdout;
+    assert!(loss.contains("held-out loss"), "{loss}");
+    for set in ["seed=3", "train.lr=1", "eval.batches=1", "run.ranks=1", "run.dir=other", "checkpoint.keep=1"]
+    {
+        let error = evaluate(set).failed(2);
+        assert!(error.contains("decides nothing in an evaluation"), "{set}: {error}");
+    }
+    assert!(evaluate("train.lrr=1").failed(2).contains("unknown key"));
+    assert!(evaluate("data.bytes=true").ok().stdout.contains("held-out loss"));
+}
