@@ -59,8 +59,7 @@ enum Command {
 }
 
 /// The whole of it fits a screen of 24 lines; a test counts them.
-const AFTER_HELP: &str =
-    "Begin with `nibble train`, a run of ten seconds. `nibble COMMAND --help` says the rest.";
+const AFTER_HELP: &str = "Examples: nibble train, a first run of ten seconds; nibble train --help";
 
 /// What a process is told besides its arguments, and what it tells besides its output.
 fn surroundings() -> String {
@@ -118,7 +117,7 @@ fn run(cli: Cli) -> Result<()> {
     env::arm_faults()?;
     phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));
     if !matches!(cli.command, Command::Train(_)) {
-        ending::leave_nothing_unfinished().map_err(|e| error::Error::Failed(format!("signals: {e}")))?;
+        ending::leave_nothing_unfinished().map_err(nibble_core::Error::not_started)?;
     }
     match cli.command {
         Command::Train(args) => train::run(args),

@@ -52,13 +52,18 @@ impl WholeFile {
         phase(format_args!("writing {}", path.display()));
         static TURN: AtomicU64 = AtomicU64::new(0);
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let there = fs::metadata(&path).ok();
+        // A device or a pipe would be gone, for everybody.
+        if let Some(what) = there.as_ref().and_then(|there| what_else(there.file_type())) {
+            return Err(no_file(what));
+        }
         let turn = TURN.fetch_add(1, Ordering::Relaxed);
         let tmp = path.with_file_name(format!("{UNFINISHED_PREFIX}{}-{turn}", std::process::id()));
         // Known before it is there: a signal between the two finds it.
         UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(tmp.clone());
         let unfinished = Unfinished(tmp);
         let file = File::create(&unfinished.0)?;
-        if let Ok(there) = fs::metadata(&path) {
+        if let Some(there) = there {
             file.set_permissions(there.permissions())?;
         }
         Ok(Self { file, unfinished, path })
@@ -153,20 +158,31 @@ pub fn remove_unfinished() {
 /// What the system says, or what the path is instead of a file.
 pub fn open_to_read(path: &Path) -> io::Result<File> {
     phase(format_args!("reading {}", path.display()));
-    let kind = fs::metadata(path)?.file_type();
-    let what = if kind.is_file() {
+    match what_else(fs::metadata(path)?.file_type()) {
+        // It has a writer.
+        Some(PIPE) if fs::canonicalize(path).is_err() => File::open(path),
+        Some(what) => Err(no_file(what)),
+        None => File::open(path),
+    }
+}
+
+const PIPE: &str = "a pipe";
+
+/// What something is that is no file with an end.
+fn what_else(kind: fs::FileType) -> Option<&'static str> {
+    if kind.is_file() {
         None
     } else if kind.is_dir() {
         Some("a directory")
     } else if is_pipe(kind) {
-        fs::canonicalize(path).is_ok().then_some("a pipe")
+        Some(PIPE)
     } else {
         Some("a device or a socket")
-    };
-    match what {
-        None => File::open(path),
-        Some(what) => Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))),
     }
+}
+
+fn no_file(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))
 }
 
 /// All bytes of a file that [`open_to_read`] opens, if it has no more than so many.
@@ -267,6 +283,21 @@ mod tests {
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(fs::read_to_string(&file).unwrap(), "new");
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn what_is_no_file_is_not_replaced_by_one() {
+        use std::os::unix::fs::{FileTypeExt, symlink};
+        let dir = tempfile::tempdir().unwrap();
+        let (pipe, link) = (dir.path().join("pipe"), dir.path().join("link"));
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        symlink(&pipe, &link).unwrap();
+        for path in [&pipe, &link, &dir.path().to_owned()] {
+            assert!(write_whole(path, "new").unwrap_err().to_string().contains("expected a file"));
+        }
+        assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo());
+        assert_eq!(names(dir.path()), ["link", "pipe"]);
     }
 
     #[test]

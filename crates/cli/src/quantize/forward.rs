@@ -40,11 +40,11 @@ pub fn quantize<'d, B: Convert>(
             out.copy(name, &view, why)?;
             continue;
         }
+        phase(format_args!("quantizing `{name}`"));
         // What is not kept are matrices of floats.
         let (Some(sizes), Some(values)) = (matrices(view.shape()), floats(view.dtype(), view.data())) else {
             continue;
         };
-        phase(format_args!("quantizing `{name}`"));
         let mut loss = Loss::default();
         let planes = quantize_all(b, args, codec, (name, sizes, view.dtype()), &values, (reach, &mut loss))?;
         losses.add(name, loss);

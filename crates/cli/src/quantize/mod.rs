@@ -137,7 +137,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     room.ok_or_else(|| {
         let path = path.display();
         Error::Failed(format!(
-            "out of memory: reading {path}: {len} bytes are more than the system gives this process"
+            "out of memory: reading {path}: {len} bytes were asked for, and the system gives this process no more"
         ))
     })?;
     // No more than that: a file that grows has another end by then.

@@ -27,6 +27,7 @@ const fn writes(out: &'static str, args: &'static [&'static str]) -> Command {
 
 pub const ALL: &[Command] = &[
     writes("out", &["train", "small.toml", "--set", "run.dir=out"]),
+    says(&["environment"]),
     says(&["train", "small.toml", "--dry-run"]),
     says(&["train", "small.toml", "--dry-run=gpu"]),
     says(&["eval", "run", "--device", "cpu"]),

@@ -103,7 +103,8 @@ fn outputs_in_help(place: &Place, command: &str, found: &mut BTreeSet<String>) {
     let help = place.nibble(&words).ok().stdout;
     let mut section = "";
     for line in help.lines() {
-        if !line.starts_with(' ') {
+        // Between options of long help there are empty lines.
+        if !line.is_empty() && !line.starts_with(' ') {
             section = line;
         }
         let mut words = line.split_whitespace();
