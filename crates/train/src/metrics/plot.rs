@@ -152,7 +152,7 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
 }
 
 /// The lowest and the highest loss that a picture over so many steps shows. A loss falls fast at first, and an axis that holds the first
-/// steps has little room for all others: where the others need less than half of it, the first tenth of the steps is cut off above them.
+/// steps has little room for all others: where the last four fifths of the steps need less than 0.6 of it, what is above them is cut off.
 fn axis(series: &[Series], last: f64) -> (f64, f64) {
     let range = |from: f64, levels: bool| {
         let drawn = series.iter().filter(|series| levels || !series.is_level);
@@ -160,8 +160,8 @@ fn axis(series: &[Series], last: f64) -> (f64, f64) {
         shown.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)))
     };
     let (low, high) = range(0.0, true);
-    let (_, tail) = range(0.1 * last, false);
-    if tail.is_finite() && tail - low < 0.5 * (high - low) { (low, tail) } else { (low, high) }
+    let (_, tail) = range(0.2 * last, false);
+    if tail.is_finite() && tail - low < 0.6 * (high - low) { (low, tail) } else { (low, high) }
 }
 
 /// The parts of a line that are not above this, cut where it passes through.

@@ -290,6 +290,7 @@ mod tests {
         std::fs::create_dir(at("other")).unwrap();
         assert!(!is_of_a_run(&at("run/metrics.jsonl")));
         claim(&at("run"), true).unwrap();
+        std::fs::write(at("run/config.toml"), "").unwrap();
         for name in
             ["metrics.jsonl", "loss.svg", "events.out.tfevents.1.2.nibble", "checkpoints/step-00000001/a"]
         {
