@@ -8,13 +8,13 @@ use std::sync::OnceLock;
 /// Why a line did not get out, the first of them.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Prints a line to standard output, as [`line`] does.
+/// Prints a line to standard output, as [`line()`] does.
 #[macro_export]
 macro_rules! say {
     ($($arg:tt)*) => { $crate::console::line(format_args!($($arg)*)) };
 }
 
-/// Prints a line to standard error, as [`aside`] does.
+/// Prints a line to standard error, as [`aside()`] does.
 #[macro_export]
 macro_rules! warn {
     ($($arg:tt)*) => { $crate::console::aside(format_args!($($arg)*)) };
