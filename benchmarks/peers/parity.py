@@ -9,7 +9,7 @@ every expert applied to all tokens that chose it. The experts of each token are 
 rounding); their weights are computed here. A layer without a router has an MLP; queries and keys are normed where there are
 weights for it. The router's losses are those of one shard: inspect with train.shards = 1. Exit code 1 if a bound is missed. The
 loss is the mean cross-entropy, plus of each layer with experts aux_loss_coef (router_aux_loss_coef * top_k / layers with experts) * (experts * sum of share * mean probability) and
-z_loss_coef * mean(logsumexp^2).
+z_loss_coef * mean(logsumexp^2); where CONFIG.json has nibble_balance = "batch", router_aux_loss_coef * the loss of `transformers` for all layers at once.
 """
 
 import argparse
@@ -69,27 +69,40 @@ def mixture(p, name, x, chosen, m):
         out = out.index_add(0, token, y)
     if m["shared_expert_intermediate_size"]:
         out = out + swiglu_mlp(p, f"{name}.shared_expert", x)
+    z_loss = m["router_z_loss_coef"] * logits.logsumexp(-1).pow(2).mean()
+    if m.get("nibble_balance") == "batch":
+        return out, z_loss, probs
     share = torch.bincount(chosen.flatten(), minlength=m["num_experts"]).float() / chosen.numel()
     balance = m["num_experts"] * (share * probs.mean(0)).sum()
     # The file has the factor of `transformers`' loss, which takes all layers as one and sums its shares to top_k.
     coef = m["router_aux_loss_coef"] * m["num_experts_per_tok"] / (m["num_hidden_layers"] - len(m["mlp_only_layers"]))
-    return out, coef * balance + m["router_z_loss_coef"] * logits.logsumexp(-1).pow(2).mean()
+    return out, coef * balance + z_loss, probs
+
+
+def balance_of_batch(probs, chosen, m):
+    """`load_balancing_loss_func` of `transformers`, of all layers' probabilities and experts"""
+    probs, chosen = torch.cat(probs), torch.cat(chosen)
+    load = torch.bincount(chosen.flatten(), minlength=m["num_experts"]).float() / len(chosen)
+    return m["router_aux_loss_coef"] * m["num_experts"] * (load * probs.mean(0)).sum()
 
 
 def model(p, ids, targets, chosen, m):
     """logits [t, v] and the loss"""
-    eps, extra = m["rms_norm_eps"], 0.0
+    eps, extra, rows = m["rms_norm_eps"], 0.0, []
     x = F.embedding(ids, p["model.embed_tokens.weight"])
     for i in range(m["num_hidden_layers"]):
         name = f"model.layers.{i}"
         x = x + attention(p, f"{name}.self_attn", rms_norm(x, p[f"{name}.input_layernorm.weight"], eps), m)
         n = rms_norm(x, p[f"{name}.post_attention_layernorm.weight"], eps)
         if i in chosen:
-            y, losses = mixture(p, f"{name}.mlp", n.flatten(0, 1), chosen[i], m)
+            y, losses, probs = mixture(p, f"{name}.mlp", n.flatten(0, 1), chosen[i], m)
             extra = extra + losses
+            rows.append(probs)
         else:
             y = swiglu_mlp(p, f"{name}.mlp", n)
         x = x + y.view_as(x)
+    if m.get("nibble_balance") == "batch":
+        extra = extra + balance_of_batch(rows, [chosen[i] for i in sorted(chosen)], m)
     head = p["model.embed_tokens.weight" if m["tie_word_embeddings"] else "lm_head.weight"]
     logits = F.linear(rms_norm(x, p["model.norm.weight"], eps).flatten(0, 1), head)
     return logits, F.cross_entropy(logits, targets.flatten()) + extra

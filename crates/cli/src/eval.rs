@@ -37,9 +37,10 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Keys and tables of keys that decide nothing but how a model is trained.
-const OF_TRAINING: [&str; 9] = [
+const OF_TRAINING: [&str; 10] = [
     "seed",
     "model.aux_loss_coef",
+    "model.balance",
     "model.z_loss_coef",
     "train.",
     "eval.",

@@ -42,7 +42,7 @@ impl Convert for Dry {
     op!(add(Add) -> Tensor<Self>, |op| Work::reads(&[op.a, op.b, &op.plus]));
     op!(sum_shards(SumShards) -> (), |op| Work::reads(&[op.x]).writes(None, &[&*op.into]));
     op!(route(Route) -> Routing<Self>, |op| Work::reads(&[op.logits]));
-    op!(route_backward(RouteBackward) -> Tensor<Self>, |op| Work::reads(&[op.routing, op.dweight]));
+    op!(route_backward(RouteBackward) -> Tensor<Self>, |op| Work::reads(&[op.routing, op.dweight, &op.batch_load]));
     op!(plan_permute(PlanPermute) -> PermuteMap<Self>, |op| Work::reads(&[op.expert, op.token_id]));
     op!(permute(Permute) -> Operand<Self>, |op| {
         Work::reads_rows(Some(op.map.num_slots), &[op.rows, &op.map.source_row])

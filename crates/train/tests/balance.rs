@@ -1,10 +1,16 @@
 //! The load-balancing loss beside that of `transformers`, and the weight under which a checkpoint names it.
 
+mod rig;
+
 use nibble_core::Tensor;
 use nibble_core::ops::Route;
 use nibble_cpu::Cpu;
-use nibble_train::config::Config;
+use nibble_testkit::Recorder;
+use nibble_train::config::{Balance, Config, ModelConfig};
 use nibble_train::model::transformers_config;
+use nibble_train::recompute::Scope;
+use rig::{mixed, small, train, train_alone};
+use std::path::Path;
 
 const TOKENS: usize = 8;
 const EXPERTS: usize = 4;
@@ -63,6 +69,51 @@ fn the_exported_weight_gives_their_loss_the_strength_of_ours() {
             // Ours is added up over the layers with experts.
             let want = 0.01 * layers as f64 * ours(&logits(), top_k);
             assert!((coef * whole / want - 1.0).abs() < 1e-6, "top {top_k} of {layers} layers: {coef}");
+            assert!(config.get("nibble_balance").is_none(), "{config}");
+
+            let model = ModelConfig { balance: Balance::Batch, ..model };
+            let config: serde_json::Value = serde_json::from_str(&transformers_config(&model, 128)).unwrap();
+            assert_eq!(
+                (&config["router_aux_loss_coef"], &config["nibble_balance"]),
+                (&0.01.into(), &"batch".into())
+            );
         }
     }
+}
+
+/// What trains under the loss of all layers, ranks and shards.
+const BATCH: [&str; 3] = ["model.balance=batch", "model.aux_loss_coef=0.1", "train.grad_accum=2"];
+
+fn cpu() -> Cpu {
+    Cpu::new(1).unwrap()
+}
+
+#[test]
+fn the_loss_of_a_batch_gives_the_same_bits_on_any_number_of_ranks_recorded_and_made_again() {
+    for config in [small("mxfp4-hopper", &BATCH), mixed("bf16", &BATCH)] {
+        let one = train(&config, 1, 4, cpu);
+        for world in [2, 4] {
+            one.assert_same(&train(&config, world, 4, cpu), &format!("{world} ranks"));
+        }
+        one.assert_same(&train_alone(&Recorder::new(cpu()), &config, 4), "recorded");
+        for scope in Scope::ALL {
+            let mut again = config.clone();
+            again.train.recompute = vec![scope];
+            one.assert_same(&train(&again, 2, 4, cpu), scope.name());
+        }
+        let mut shards = config.clone();
+        shards.model.balance = Balance::Shard;
+        assert_ne!(one.losses, train(&shards, 1, 4, cpu).losses, "the losses are two");
+    }
+}
+
+#[test]
+fn stored_configurations_name_it_where_it_is_not_the_usual_one() {
+    let stored = |config: &Config| toml::to_string(config).unwrap();
+    assert!(!stored(&small("bf16", &[])).contains("balance"));
+    assert!(stored(&small("bf16", &BATCH)).contains("balance = \"batch\""));
+    let text = "[model]\nexperts = 0\nffn = 96\nbalance = \"batch\"";
+    let dense = Config::from_text(text, Path::new("dense.toml"), &[]);
+    let error = dense.unwrap_err().to_string();
+    assert!(error.contains("`model.balance`: is \"batch\", but model.experts = 0"), "{error}");
 }

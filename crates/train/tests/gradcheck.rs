@@ -17,12 +17,12 @@ mod rig;
 
 use nibble_core::ops::Add;
 use nibble_core::recipe::LayerKind;
-use nibble_core::{DType, Recipe, Tensor};
+use nibble_core::{Backend, DType, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::config::ModelConfig;
+use nibble_train::config::{Balance, ModelConfig};
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
-use nibble_train::model::{Block, Decoder, Feed};
+use nibble_train::model::{Block, Decoder, Feed, Inside};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use rig::{SOLO, cx, matrix, normals};
@@ -392,7 +392,6 @@ fn decoder_loss(
     counted: usize,
     backward: bool,
 ) -> f64 {
-    use nibble_core::Backend;
     let (ids, targets) = (cx.b.upload(ids).unwrap(), cx.b.upload(targets).unwrap());
     let (out, saved) = decoder.forward(cx, ids, &targets, 1.0 / counted as f32).unwrap();
     out.verify_ids(cx.b, "gradcheck", 13).unwrap();
@@ -503,4 +502,65 @@ fn the_number_of_shards_changes_the_rounding_only() {
     let shards = Shards::new(&cpu, 2, 3, 1).unwrap();
     let rows = shards.groups.row_id.as_slice();
     assert_eq!((rows, shards.tokens()), (&[6, 7, 8, 9, 10, 11][..], 6), "the second rank's tokens follow");
+}
+
+/// The loss of `transformers`, of all layers' probabilities with the loads held: experts · Σ (tokens sent to an expert a row) · (its mean probability).
+fn balance_of_batch(decoder: &Decoder<Cpu>, cx: &Cx<'_, Cpu>, ids: &[i32], loads: &[f64]) -> (f64, Vec<f64>) {
+    let (mut load, mut sums, mut rows) = (vec![0.0; loads.len()], vec![0.0; loads.len()], 0.0);
+    let seen = |inside: Inside<'_, Cpu>| {
+        for (_, routing) in inside.routings() {
+            routing.expert.as_slice().iter().for_each(|&e| load[e as usize] += 1.0);
+            for row in host(cx, &routing.probs).chunks(loads.len()) {
+                sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
+                rows += 1.0;
+            }
+        }
+        Ok(())
+    };
+    let [ids, targets] = [(); 2].map(|()| cx.b.upload(ids).unwrap());
+    decoder.clone().forward_seen(cx, ids, &targets, 1.0, seen).unwrap();
+    let products = loads.iter().zip(&sums).map(|(n, sum)| n / rows * (sum / rows));
+    (loads.len() as f64 * products.sum::<f64>(), load)
+}
+
+#[test]
+fn balance_over_a_batch_is_that_of_transformers_in_any_shards() {
+    const COEF: f64 = 50.0;
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    let (ids, targets) = tokens(4 * SEQ_LEN);
+    let config = ModelConfig { layers: 3, dense_layers: 1, ffn: 20, experts: 5, top_k: 2, ..routed() };
+    for shards in [1, 2, 4] {
+        let cx = Cx { micro_batches: 2, ..cx(&cpu, &recipe, shards, 4 * SEQ_LEN / shards) };
+        let gate = |decoder: &mut Decoder<Cpu>, name: &str| {
+            decoder.params().iter().position(|param| param.name == name).unwrap()
+        };
+        // Of the last router, behind which nothing is routed: its choices are the only ones that it changes.
+        let name = "model.layers.2.mlp.gate.weight";
+        let gradient = |aux_loss_coef: f64| {
+            let config = ModelConfig { balance: Balance::Batch, aux_loss_coef, ..config.clone() };
+            let mut decoder = decoder_of(&cpu, &recipe, &config);
+            decoder.prepare(&cx).unwrap();
+            decoder_loss(&mut decoder, &cx, (&ids, &targets), targets.len(), true);
+            let at = gate(&mut decoder, name);
+            let param = decoder.params().swap_remove(at);
+            param.reduce_gradient(&cx).unwrap();
+            host(&cx, param.reduced().unwrap())
+        };
+        let of_loss: Vec<f32> =
+            gradient(COEF).iter().zip(gradient(0.0)).map(|(with, none)| with - none).collect();
+
+        let mut decoder = decoder_of(&cpu, &recipe, &config);
+        decoder.prepare(&cx).unwrap();
+        let loads = balance_of_batch(&decoder, &cx, &ids, &[0.0; 5]).1;
+        assert!(loads.iter().any(|n| *n != loads[0]), "{loads:?}");
+        let at = gate(&mut decoder, name);
+        let weight = decoder.params()[at].master.clone();
+        let loss_at = |values: &[f32]| {
+            let mut moved = decoder.clone();
+            moved.params()[at].master = Tensor::from_f32(&cpu, values, weight.rows, weight.cols).unwrap();
+            moved.prepare(&cx).unwrap();
+            COEF / 2.0 * balance_of_batch(&moved, &cx, &ids, &loads).0
+        };
+        compare(&format!("{name} in {shards} shards"), &host(&cx, &weight), &of_loss, &loss_at);
+    }
 }

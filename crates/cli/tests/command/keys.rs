@@ -51,6 +51,7 @@ fn cases() -> Vec<Case> {
         ("model.norm_eps", &[], "1e-3", Weights),
         ("model.tie_embeddings", &[], "false", Weights),
         ("model.aux_loss_coef", &[], "0.5", Weights),
+        ("model.balance", &[], "batch", Weights),
         ("model.z_loss_coef", &[], "0.5", Weights),
         ("data.source", &[], "other.txt", Weights),
         ("data.bytes", &["data.source=picture.png"], "true", Runs),

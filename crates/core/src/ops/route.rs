@@ -90,8 +90,13 @@ pub struct RouteBackward<'a, B: Backend> {
     pub shards: usize,
     /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
     pub dweight: &'a B::Buf<f32>,
-    /// Factor of each shard's load-balancing loss in the total loss.
+    /// Factor of each shard's load-balancing loss in the total loss; of the one loss, where there is one of all.
     pub aux_scale: f32,
+    /// Takes many rows, of this routing and of others, into one loss, e · Σ_e (load / rows) · (mean probability of e), instead of one a shard: tokens·slots
+    /// that chose each expert, whole numbers, `e` of them.
+    pub batch_load: Option<&'a B::Buf<f64>>,
+    /// How many rows those are; of no interest where every shard has its loss.
+    pub batch_rows: usize,
     /// Factor of each shard's z-loss in the total loss.
     pub z_scale: f32,
 }
@@ -100,12 +105,15 @@ impl<B: Backend> RouteBackward<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// The losses' parts of a logit's gradient: the factor of an expert's load in the load-balancing loss's, aux · e / (k · t²), and
-    /// that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
+    /// The losses' parts of a logit's gradient: the factor of an expert's load in the load-balancing loss's, aux · e / (k · t²) (of one loss for
+    /// all rows, aux · e / rows²), and that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
     pub fn loss_factors(&self) -> (f64, f32) {
         let (tokens, experts) = self.routing.probs.shape();
         let per_shard = (tokens / self.shards).max(1);
-        let per_slot = (per_shard * self.top_k * per_shard) as f64;
+        let per_slot = match self.batch_load {
+            Some(_) => (self.batch_rows as f64).powi(2).max(1.0),
+            None => (per_shard * self.top_k * per_shard) as f64,
+        };
         let balance = f64::from(self.aux_scale) * experts as f64 / per_slot;
         (balance, (2.0 * f64::from(self.z_scale) / per_shard as f64) as f32)
     }
@@ -123,6 +131,9 @@ impl<B: Backend> RouteBackward<'_, B> {
         expect_eq(OP, "routing.expert.len()", B::len(&self.routing.expert), slots)?;
         expect_eq(OP, "routing.weight.len()", B::len(&self.routing.weight), slots)?;
         expect_eq(OP, "routing.load.len()", B::len(&self.routing.load), self.shards * experts)?;
+        if let Some(load) = self.batch_load {
+            expect_eq(OP, "batch_load.len()", B::len(load), experts)?;
+        }
         expect_eq(OP, "routing.log_sum_exp.len()", B::len(&self.routing.log_sum_exp), tokens)?;
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
     }

@@ -224,12 +224,15 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let log_sum_exp = op.routing.log_sum_exp.as_slice();
     let probs = op.routing.probs.f32(OP, "routing.probs")?.as_slice();
     let (factor, z) = op.loss_factors();
-    let balance: Vec<f32> =
-        op.routing.load.as_slice().iter().map(|&n| (factor * f64::from(n)) as f32).collect();
+    let part = |n: f64| (factor * n) as f32;
+    let balance: Vec<f32> = match op.batch_load {
+        Some(load) => load.as_slice().iter().map(|&n| part(n)).collect(),
+        None => op.routing.load.as_slice().iter().map(|&n| part(f64::from(n))).collect(),
+    };
     let mut out = cpu.scratch::<f32>(tokens * experts);
     for_rows(cpu, out.as_mut_slice(), experts, |first, out| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {
-            let shard = token / per_shard;
+            let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
             weights_backward(
                 &op,
                 token,

@@ -71,7 +71,11 @@ pub fn route<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 #[derive(Debug)]
-struct Backward(Tokens);
+struct Backward {
+    tokens: Tokens,
+    /// One loss for these rows and as many others.
+    one_loss: bool,
+}
 
 impl<B: Convert> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
@@ -79,9 +83,12 @@ impl<B: Convert> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Tokens { tokens, top_k, normalize, shards, .. } = self.0;
-        let logits = self.0.logits(b)?;
-        let routing = self.0.forward(b, &logits)?;
+        let Tokens { tokens, experts, top_k, normalize, shards, .. } = self.tokens;
+        let logits = self.tokens.logits(b)?;
+        let routing = self.tokens.forward(b, &logits)?;
+        // More than an `i32` holds in places.
+        let load: Vec<f64> = (0..experts).map(|e| ((e * 37) % 101 * 30_000_001) as f64).collect();
+        let load = b.upload(&load)?;
         let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * top_k))?;
         let dlogits = RouteBackward {
             routing: &routing,
@@ -91,6 +98,8 @@ impl<B: Convert> Case<B> for Backward {
             dweight: &dweight,
             aux_scale: 0.01,
             z_scale: 0.001,
+            batch_load: self.one_loss.then_some(&load),
+            batch_rows: 3_000_000_007,
         }
         .run(b)?;
         let mut out = Outputs::default();
@@ -103,5 +112,7 @@ impl<B: Convert> Case<B> for Backward {
 pub fn route_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
     // Where the logits hold a NaN there is no routing to go back through.
     let finite = Tokens::all().into_iter().filter(|t| t.input != Input::NonFinite);
-    finite.for_each(|tokens| pair.check(&Backward(tokens)));
+    for tokens in finite {
+        [false, true].into_iter().for_each(|one_loss| pair.check(&Backward { tokens, one_loss }));
+    }
 }

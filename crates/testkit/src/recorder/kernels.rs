@@ -65,7 +65,8 @@ impl<B: Convert> Convert for Recorder<B> {
     op!(sum_shards(SumShards { reads x; writes into; plain shards; }) -> ());
     op!(route(Route { reads logits; plain top_k, normalize, shards; }) -> Routing<Self>);
     op!(route_backward(RouteBackward {
-        reads routing, dweight; plain top_k, normalize, shards, aux_scale, z_scale;
+        reads routing, dweight; may_read batch_load;
+        plain top_k, normalize, shards, aux_scale, batch_rows, z_scale;
     }) -> Tensor<Self>);
     op!(plan_permute(PlanPermute {
         reads expert, token_id; plain top_k, num_slots, num_groups, align, capacity;

@@ -7,7 +7,7 @@ use toml::{Table, Value};
 
 use super::asked::Written;
 use super::preset::{preset, preset_names};
-use super::{Config, DataConfig, RANDOM, SYNTHETIC, foreign};
+use super::{Balance, Config, DataConfig, ModelConfig, RANDOM, SYNTHETIC, foreign};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;
@@ -133,7 +133,8 @@ impl Config {
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
-        Self { data, ..Self::default() }
+        let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
+        Self { data, model, ..Self::default() }
     }
 
     /// Fills in what depends on other keys.

@@ -117,7 +117,11 @@ pub struct ModelConfig {
     /// each layer and shard experts · Σ (share of the shard's slots that an expert gets) · (its mean probability there), 1 where all are equal. So
     /// `train.shards` decides over how many tokens experts must be balanced. `transformers` has another loss: see `router_aux_loss_coef` in a
     /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
+    /// All this is so under `balance = "shard"`.
     pub aux_loss_coef: f64,
+    /// What the load-balancing loss is taken over: `shard`, or `batch` for the loss of `transformers`.
+    #[serde(skip_serializing_if = "Balance::is_default")]
+    pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
 }
@@ -152,6 +156,7 @@ impl Default for ModelConfig {
             norm_eps: 1e-6,
             tie_embeddings: true,
             aux_loss_coef: 0.01,
+            balance: Balance::Shard,
             z_loss_coef: 0.001,
         }
     }
@@ -246,6 +251,26 @@ pub struct TrainConfig {
     /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`,
     /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
     pub recompute: Vec<Scope>,
+}
+
+/// What the load-balancing loss is taken over, as a configuration names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Balance {
+    /// Each layer and each shard by itself; layers are added up, shards averaged. It is 1 where all experts are equal.
+    #[default]
+    Shard,
+    /// All layers, shards and ranks of a micro-batch as one, as `load_balancing_loss_func` of `transformers` has it: experts · Σ (tokens sent to an
+    /// expert a row) · (its mean probability), over a row for each token in each layer with experts. It is `top_k` where all experts are equal, and does not
+    /// depend on `train.shards`.
+    Batch,
+}
+
+impl Balance {
+    /// Stored configurations leave it out.
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// A plain type, as a configuration names it.

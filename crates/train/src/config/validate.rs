@@ -2,7 +2,7 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
+use super::{Balance, Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
@@ -105,6 +105,9 @@ impl Config {
                 );
             }
         }
+        require(m.balance == Balance::Shard, "model.balance", || {
+            "is \"batch\", but model.experts = 0: there is no load to balance; leave it out".into()
+        })?;
         require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
             format!("names {}, but model.experts = 0: there are none", Scope::ExpertInput.name())
         })

@@ -63,7 +63,8 @@ pub struct Metrics {
     /// Seconds of the step.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Load-balancing loss, summed over layers, before its coefficient. This and what follows about experts is absent of a dense model.
+    /// Load-balancing loss, summed over layers, before its coefficient: that of shards under either `model.balance`. This and what follows about experts is absent
+    /// of a dense model.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
     pub aux_loss: Option<f64>,
     /// Router z-loss, summed over layers, before its coefficient.

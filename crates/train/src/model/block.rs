@@ -205,7 +205,8 @@ impl<B: Kernels> Block<B> {
             let feed = self.feed_again(cx, mid)?;
             Ok(Halves { attend: Kept::All(attend), feed: Kept::All(feed) })
         })?;
-        let feed = feed.all(cx, |x_td| self.feed_again(cx, x_td.clone().into()))?;
+        let mut feed = feed.all(cx, |x_td| self.feed_again(cx, x_td.clone().into()))?;
+        feed.feed.balance_over(saved.routed.and_then(|routed| routed.batch));
         let dx_td = self.feed_backward(cx, feed, &dy_td)?;
         drop(dy_td);
         let attend = attend.all(cx, |x_td| self.attend_again(cx, x_td.clone().into()))?;

@@ -4,7 +4,7 @@
 use crate::cx::Cx;
 use crate::layers::{Layer, Mlp, MlpSaved};
 use crate::ledger::{Ledger, Saved};
-use crate::moe::{Moe, MoeSaved, Routed};
+use crate::moe::{BatchLoad, Moe, MoeSaved, Routed};
 use crate::param::Param;
 use crate::recompute::Scope;
 use nibble_core::ops::{Add, Routing};
@@ -54,6 +54,13 @@ impl<B: Kernels> FeedSaved<B> {
         match self {
             Self::Experts { moe, .. } => Some(moe.routed()),
             Self::Dense(_) => None,
+        }
+    }
+
+    /// Says what the load-balancing loss is taken over, if there are experts.
+    pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
+        if let Self::Experts { moe, .. } = self {
+            moe.balance_over(batch);
         }
     }
 

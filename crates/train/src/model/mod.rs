@@ -11,17 +11,17 @@ pub use feed::Feed;
 pub use names::Named;
 pub use transformers::transformers_config;
 
-use crate::config::ModelConfig;
+use crate::config::{Balance, ModelConfig};
 use crate::cx::{Cx, Shards};
 use crate::layers::{
     Attention, AttentionShape, HeadInput, HeadSaved, KvCache, Layer, Linear, Mlp, Norm, NormSaved, Residual,
     copy_rows, rope_table,
 };
 use crate::ledger::{Ledger, Saved};
-use crate::moe::{Moe, MoeShape};
+use crate::moe::{BatchLoad, Moe, MoeShape};
 use crate::param::{Param, Placement, Writes};
 use crate::recompute::Scope;
-use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, Routing, verify_ids};
+use nibble_core::ops::{Collect, Embed, EmbedBackward, EmbedOut, Entry, Routing, Source, verify_ids};
 use nibble_core::recipe::{self, LayerKind};
 use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
 
@@ -325,8 +325,29 @@ impl<B: Kernels> Decoder<B> {
                 blocks.push(saved);
             }
         }
+        if cx.training && self.config.balance == Balance::Batch {
+            self.balance_over_batch(cx, &mut blocks)?;
+        }
         let (x_td, norm) = self.norm.of(cx, residual)?;
         Ok(Trunk { x_td, bad_ids, blocks, norm })
+    }
+
+    /// Adds up the loads of all layers with experts and of all ranks, over which each layer's load-balancing loss is taken.
+    fn balance_over_batch(&self, cx: &Cx<'_, B>, blocks: &mut [BlockSaved<B>]) -> Result<()> {
+        let experts = self.config.experts;
+        let routed = blocks.iter().filter_map(|block| block.routed.as_ref());
+        let entry = |(at, source)| Entry { source, at: at * experts, cells: experts, stride: 1 };
+        let loads: Vec<_> = routed.map(|routed| Source::I32(&routed.load)).enumerate().map(entry).collect();
+        let (mut of_layers, mut load) = (cx.b.zeros(loads.len() * experts)?, cx.b.zeros(experts)?);
+        Collect { entries: &loads, table: &mut of_layers }.run(cx.b)?;
+        // Whole numbers: their sum is the same in any order.
+        let of_ranks = cx.comm.all_gather_f64(cx.b, &of_layers)?;
+        Collect { entries: &[entry((0, Source::F64(&of_ranks)))], table: &mut load }.run(cx.b)?;
+        let rows = self.config.num_routed() * cx.shards.tokens() * cx.comm.world();
+        for routed in blocks.iter_mut().filter_map(|block| block.routed.as_mut()) {
+            routed.batch = Some(BatchLoad { load: load.clone(), rows });
+        }
+        Ok(())
     }
 
     /// Adds every parameter's gradient but the head's, which has it since the forward pass.

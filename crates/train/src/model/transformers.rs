@@ -1,6 +1,6 @@
 //! What a checkpoint says of its model in `config.json`, for Hugging Face's `transformers`.
 
-use crate::config::ModelConfig;
+use crate::config::{Balance, ModelConfig};
 use serde_json::{Map, Value, json};
 
 /// The architecture by which `transformers` loads a model, and its type. Where it has none, a name that it does not know: a model
@@ -35,8 +35,11 @@ fn architecture(m: &ModelConfig) -> (&'static str, &'static str) {
 /// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) takes the layers as one, and its shares F_e sum to k. Where n and P are the same in
 /// every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our factor times L / k is theirs, for the loss and so for its gradient. Where
 /// layers differ the losses do too: one expert's surplus in a layer makes up for its lack in another in theirs, and in ours does not; nor does
-/// ours take the shards of a step together.
+/// ours take the shards of a step together. Under `balance = "batch"` the loss is theirs, and so is its factor.
 fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
+    if m.balance == Balance::Batch {
+        return m.aux_loss_coef;
+    }
     m.aux_loss_coef * m.num_routed() as f64 / m.top_k as f64
 }
 
@@ -72,6 +75,9 @@ pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
         add("shared_expert_intermediate_size", m.shared_ffn.into());
         add("norm_topk_prob", m.norm_topk_prob.into());
         add("router_aux_loss_coef", their_aux_loss_coef(m).into());
+        if m.balance == Balance::Batch {
+            add("nibble_balance", "batch".into());
+        }
         add("router_z_loss_coef", m.z_loss_coef.into());
         add("decoder_sparse_step", 1.into());
         add("mlp_only_layers", json!((0..m.num_dense()).collect::<Vec<_>>()));

@@ -9,7 +9,7 @@ mod router;
 
 pub use exchange::{Exchange, Plan};
 pub use experts::{Experts, ExpertsSaved};
-pub use router::{Router, RouterSaved};
+pub use router::{BatchLoad, Router, RouterSaved};
 
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
@@ -69,6 +69,9 @@ pub struct Routed<B: LayerKernels> {
     pub losses: B::Buf<f32>,
     /// Whether every row found its place on this rank.
     pub occupancy: Occupancy<B>,
+    /// What the layer's load-balancing loss is taken over, if not over each shard by itself. It is of the forward pass: a layer that is made again
+    /// does not change it.
+    pub batch: Option<BatchLoad<B>>,
 }
 
 impl<B: LayerKernels> Saved for Routed<B> {
@@ -76,6 +79,9 @@ impl<B: LayerKernels> Saved for Routed<B> {
         ledger.words::<B, i32>(&self.layer, "routing", &self.load);
         ledger.words::<B, f32>(&self.layer, "routing", &self.losses);
         ledger.words::<B, i32>(&self.layer, "routing", &self.occupancy.found);
+        if let Some(batch) = &self.batch {
+            ledger.words::<B, f64>(&self.layer, "routing", &batch.load);
+        }
     }
 }
 
@@ -93,7 +99,13 @@ impl<B: LayerKernels> MoeSaved<B> {
             load: routing.load.clone(),
             losses: routing.losses.clone(),
             occupancy: self.plan.map.occupancy.clone(),
+            batch: None,
         }
+    }
+
+    /// Says what the load-balancing loss is taken over.
+    pub(crate) fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
+        self.router.batch = batch;
     }
 }
 

@@ -23,6 +23,17 @@ pub struct RouterSaved<B: LayerKernels> {
     pub(super) layer: String,
     /// Experts and weights.
     pub routing: Routing<B>,
+    /// What the load-balancing loss is taken over, if not over each shard by itself: set before the backward pass.
+    pub(super) batch: Option<BatchLoad<B>>,
+}
+
+/// Loads that all layers with experts have in common: the load-balancing loss takes their rows as one.
+#[derive(Debug, Clone)]
+pub struct BatchLoad<B: LayerKernels> {
+    /// Tokens·slots of the micro-batch that chose each expert, over all layers and ranks: whole numbers.
+    pub load: B::Buf<f64>,
+    /// Rows of probabilities: layers · tokens of the micro-batch.
+    pub rows: usize,
 }
 
 impl<B: LayerKernels> Saved for RouterSaved<B> {
@@ -62,7 +73,7 @@ impl<B: LayerKernels> Router<B> {
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
         let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
-        Ok(RouterSaved { layer: self.layer().to_owned(), routing })
+        Ok(RouterSaved { layer: self.layer().to_owned(), routing, batch: None })
     }
 
     /// Adds the weight's gradient; returns the input's, in the type of the input.
@@ -75,13 +86,20 @@ impl<B: LayerKernels> Router<B> {
     ) -> Result<Tensor<B>> {
         // A step's loss is the mean over its shards and micro-batches.
         let shards = (cx.comm.world() * cx.shards.local * cx.micro_batches) as f32;
+        // There is one balance loss a micro-batch where its rows are taken together.
+        let (losses, batch) = match &saved.batch {
+            Some(batch) => (cx.micro_batches as f32, Some(batch)),
+            None => (shards, None),
+        };
         let op = RouteBackward {
             routing: &saved.routing,
             top_k: self.shape.top_k,
             normalize: self.shape.normalize,
             shards: cx.shards.local,
             dweight: dweight_tk,
-            aux_scale: self.shape.aux_coef / shards,
+            aux_scale: self.shape.aux_coef / losses,
+            batch_load: batch.map(|batch| &batch.load),
+            batch_rows: batch.map_or(0, |batch| batch.rows),
             z_scale: self.shape.z_coef / shards,
         };
         let dlogits = Operand::Plain(op.run(cx.b)?);

@@ -182,7 +182,17 @@ fn the_gradient_is_that_of_finite_differences() {
                 let logits = &logits_of(&cpu, tokens, experts);
                 let routing = &route(&cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(23, tokens * top_k)).unwrap();
-                let op = || RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale };
+                let op = || RouteBackward {
+                    routing,
+                    top_k,
+                    normalize,
+                    shards,
+                    dweight,
+                    aux_scale,
+                    z_scale,
+                    batch_load: None,
+                    batch_rows: 0,
+                };
                 let got = route_backward(&cpu, op()).unwrap().to_f32_vec(&cpu).unwrap();
                 let rows = rows_f64(&logits.to_f32_vec(&cpu).unwrap(), experts);
                 let mut largest = 0.0f64;
@@ -217,7 +227,17 @@ fn the_gradient_has_the_same_bits_everywhere() {
                 let logits = &logits_of(cpu, tokens, experts);
                 let routing = &route(cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(24, tokens * top_k)).unwrap();
-                let op = RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale };
+                let op = RouteBackward {
+                    routing,
+                    top_k,
+                    normalize,
+                    shards,
+                    dweight,
+                    aux_scale,
+                    z_scale,
+                    batch_load: None,
+                    batch_rows: 0,
+                };
                 bits(&route_backward(cpu, op).unwrap())
             });
         }
@@ -231,8 +251,17 @@ fn a_routing_of_other_arguments_is_refused() {
     let routing = route(&cpu, Route { logits, top_k: 2, normalize: true, shards: 2 }).unwrap();
     let refused = |routing: &Routing<Cpu>, top_k, shards| {
         let dweight = &cpu.zeros(4 * top_k).unwrap();
-        let op =
-            RouteBackward { routing, top_k, normalize: true, shards, dweight, aux_scale: 0.0, z_scale: 0.0 };
+        let op = RouteBackward {
+            routing,
+            top_k,
+            normalize: true,
+            shards,
+            dweight,
+            aux_scale: 0.0,
+            z_scale: 0.0,
+            batch_load: None,
+            batch_rows: 0,
+        };
         op.run(&cpu).unwrap_err().to_string()
     };
     assert_eq!(refused(&routing, 3, 2), "route_backward: `routing.expert.len()` is 8, expected 12");

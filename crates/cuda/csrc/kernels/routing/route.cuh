@@ -504,12 +504,13 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
     return sums;
 }
 
-template <int kLanes, int kPerLane>
+/// Loads are counts of each shard, or, with a stride of 0, sums for all of them.
+template <int kLanes, int kPerLane, class Load>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
     route_backward(const float* __restrict__ probs, const int* __restrict__ expert, const float* __restrict__ weight,
-                   const float* __restrict__ log_sum_exp, const int* __restrict__ load, const float* __restrict__ dweight,
-                   float* __restrict__ dlogits, int experts, int top_k, int normalize, int tokens_per_shard, int chunks, double balance,
-                   float z) {
+                   const float* __restrict__ log_sum_exp, const Load* __restrict__ load, const float* __restrict__ dweight,
+                   float* __restrict__ dlogits, int experts, int load_stride, int top_k, int normalize, int tokens_per_shard, int chunks,
+                   double balance, float z) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
     extern __shared__ float4 shared[];
@@ -532,7 +533,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     }
 #pragma unroll 1
     for (int j = threadIdx.x; j < kStride; j += kThreads) {
-        const int slots = j < experts ? __ldg(load + u64(shard) * experts + j) : 0;
+        const Load slots = j < experts ? __ldg(load + u64(shard) * load_stride + j) : 0;
         balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
     }
     ptx::copies_wait();

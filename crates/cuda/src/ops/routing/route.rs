@@ -2,7 +2,7 @@
 
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
-use crate::launch::Launch;
+use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
@@ -77,6 +77,13 @@ impl RouteConfig {
         let int = |value: usize| TemplateArg::Int(value as i64);
         let args = vec![("kLanes", int(self.lanes)), ("kPerLane", int(self.per_lane))];
         KernelSpec { source: SOURCE, name, args }
+    }
+
+    /// The backward pass, under a loss for each shard or one for all.
+    fn backward_spec(&self, one_loss: bool) -> KernelSpec {
+        let mut spec = self.spec("nib::route_backward");
+        spec.args.push(("Load", TemplateArg::Type(if one_loss { "double" } else { "int" })));
+        spec
     }
 
     fn threads(&self) -> usize {
@@ -211,6 +218,9 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("routing.weight", &routing.weight, slots)?;
     buffers.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
     buffers.values("routing.load", &routing.load, op.shards * experts)?;
+    if let Some(load) = op.batch_load {
+        buffers.values("batch_load", load, experts)?;
+    }
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
@@ -234,9 +244,13 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
         let [experts, top_k, normalize, per_shard, chunks] =
             [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
         let routing = op.routing;
-        let kernel = device.kernel(&config.spec("nib::route_backward"))?;
+        let (load, load_stride): (&dyn KernelArg, i32) = match op.batch_load {
+            Some(load) => (load.get(), 0),
+            None => (routing.load.get(), experts),
+        };
+        let kernel = device.kernel(&config.backward_spec(op.batch_load.is_some()))?;
         // SAFETY: `hold` held probs to tokens · experts values, as many as dlogits has; expert, weight and dweight to
-        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts; experts are compared with their number.
+        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts, batch_load to `experts` F64; experts are compared with their number.
         unsafe {
             kernel.launch(
                 config.backward(&desc),
@@ -245,10 +259,11 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
                     routing.expert.get(),
                     routing.weight.get(),
                     routing.log_sum_exp.get(),
-                    routing.load.get(),
+                    load,
                     op.dweight.get(),
                     &dlogits,
                     &experts,
+                    &load_stride,
                     &top_k,
                     &normalize,
                     &per_shard,
@@ -270,11 +285,11 @@ pub(crate) fn instances() -> Vec<Instance> {
     };
     let of = |config: &RouteConfig| {
         let desc = sizes(config);
-        let instance =
-            |name, launch: Launch| Instance { spec: config.spec(name), shared_bytes: launch.shared_bytes };
+        let instance = |spec, launch: Launch| Instance { spec, shared_bytes: launch.shared_bytes };
         [
-            instance("nib::route_tokens", config.tokens(&desc)),
-            instance("nib::route_backward", config.backward(&desc)),
+            instance(config.spec("nib::route_tokens"), config.tokens(&desc)),
+            instance(config.backward_spec(false), config.backward(&desc)),
+            instance(config.backward_spec(true), config.backward(&desc)),
         ]
     };
     let largest = sizes(&RouteConfig::ALL[RouteConfig::ALL.len() - 1]);
