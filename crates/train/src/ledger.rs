@@ -37,7 +37,7 @@ impl Ledger {
         self.operand(layer, kind, &Operand::Plain(x.clone()));
     }
 
-    /// Lists a buffer of 4-byte values: indices, row scalars.
+    /// Lists a buffer of plain values: indices, row scalars, sums.
     pub fn words<B: Backend, T: nibble_core::Plain>(
         &mut self,
         layer: &str,

@@ -22,6 +22,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             &[][..],
             &["model.shared_ffn=0", "model.tie_embeddings=false", "train.shards=2"],
             &["model.value_head_dim=64"],
+            &["model.balance=batch"],
         ] {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &SOLO, &small(recipe, changes)).unwrap();
@@ -68,10 +69,10 @@ fn the_ledger_of_dense_layers_is_what_the_allocator_holds() {
 
 #[test]
 fn the_ledger_of_each_of_several_ranks_is_true_too() {
-    for recipe in ["bf16", "mxfp4-hopper"] {
+    for (recipe, changes) in [("bf16", &[][..]), ("mxfp4-hopper", &[]), ("bf16", &["model.balance=batch"])] {
         let one_rank = |comm: ThreadComm| {
             let cpu = Cpu::new(1).unwrap();
-            let mut trainer = Trainer::new(&cpu, &comm, &small(recipe, &[])).unwrap();
+            let mut trainer = Trainer::new(&cpu, &comm, &small(recipe, changes)).unwrap();
             let (ledger, live) = trainer.ledger().unwrap();
             let rank = Comm::<Cpu>::rank(&comm);
             assert_eq!(ledger.bytes(), live, "{recipe}, rank {rank}\n{}", ledger.table());

@@ -266,6 +266,20 @@ fn a_routing_of_other_arguments_is_refused() {
     };
     assert_eq!(refused(&routing, 3, 2), "route_backward: `routing.expert.len()` is 8, expected 12");
     assert_eq!(refused(&routing, 2, 4), "route_backward: `routing.load.len()` is 16, expected 32");
+    let (dweight, sums) = (&cpu.zeros(8).unwrap(), cpu.zeros(7).unwrap());
+    let op = RouteBackward {
+        routing: &routing,
+        top_k: 2,
+        normalize: true,
+        shards: 2,
+        dweight,
+        aux_scale: 0.0,
+        z_scale: 0.0,
+        batch_load: Some(&sums),
+        batch_rows: 4,
+    };
+    let e = op.run(&cpu).unwrap_err().to_string();
+    assert_eq!(e, "route_backward: `batch_load.len()` is 7, expected 8");
     assert!(refused(&routing, 2, 3).contains("`shards` is 3"));
     let expert = cpu.upload(&[0, 1, 2, 3, 4, 5, 6, 8]).unwrap();
     let e = refused(&Routing { expert, ..routing }, 2, 2);
