@@ -7,20 +7,11 @@ use std::process::{Command, Stdio};
 use sha2::{Digest, Sha256};
 
 use nibble_train::Error;
-use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
+use nibble_train::checkpoint::{Checkpoint, Contents, FILES, Position, Store, TensorRef, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::tokenizer::Tokenizer;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
-
-const FILES: [&str; 6] = [
-    "model.safetensors",
-    "optim.safetensors",
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "state.json",
-];
 
 fn position(step: u64) -> Result<Position, Error> {
     let config = Config::load("tiny", &[])?;

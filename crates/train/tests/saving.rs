@@ -6,22 +6,13 @@ mod rig;
 use nibble_core::{Comm, Kernels};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
-use nibble_train::checkpoint::{Checkpoint, Store, latest_valid};
+use nibble_train::checkpoint::{Checkpoint, FILES, Store, latest_valid};
 use nibble_train::config::{Config, PlainType};
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{SOLO, small, state};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-const FILES: [&str; 6] = [
-    "model.safetensors",
-    "optim.safetensors",
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "state.json",
-];
 
 fn files(checkpoint: &Path) -> Vec<Vec<u8>> {
     FILES.iter().map(|name| std::fs::read(checkpoint.join(name)).unwrap()).collect()

@@ -48,7 +48,7 @@ impl Held {
         let stderr = BufReader::new(child.stderr.take().unwrap());
         while !file.exists() {
             assert!(child.try_wait().unwrap().is_none(), "ended before {}", file.display());
-            std::thread::sleep(std::time::Duration::from_millis(1));
+            std::thread::yield_now();
         }
         Self { child, stderr, file }
     }

@@ -38,6 +38,9 @@ use crate::tokenizer::transformers_tokenizer;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
 
+/// The files that every checkpoint has, in the order they are written.
+pub const FILES: [&str; 6] =
+    [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, STATE_FILE];
 /// The directory of the checkpoints in that of a run.
 pub(crate) const DIR: &str = "checkpoints";
 const MODEL_FILE: &str = "model.safetensors";

@@ -7,7 +7,7 @@ use nibble_core::ops::{Dequantize, Transcode};
 use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
-use nibble_train::checkpoint::{Checkpoint, Contents, Position, Store, TensorRef, latest_valid};
+use nibble_train::checkpoint::{Checkpoint, Contents, FILES, Position, Store, TensorRef, latest_valid};
 use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
 use nibble_train::model::layer_names;
@@ -228,14 +228,6 @@ fn precision(u: &mut Unstructured<'_>) -> Result<String> {
 /// A file of a checkpoint.
 type Files = Vec<(&'static str, Vec<u8>)>;
 
-const FILES: [&str; 6] = [
-    "model.safetensors",
-    "optim.safetensors",
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "state.json",
-];
 const NAME: &str = "checkpoints/step-00000003";
 
 /// A whole checkpoint, as it is written.

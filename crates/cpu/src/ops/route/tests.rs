@@ -171,6 +171,17 @@ fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>)
     total
 }
 
+/// Of one shard's balance loss each.
+fn backward<'a>(
+    routing: &'a Routing<Cpu>,
+    (top_k, normalize, shards): (usize, bool, usize),
+    dweight: &'a <Cpu as Backend>::Buf<f32>,
+    (aux_scale, z_scale): (f32, f32),
+) -> RouteBackward<'a, Cpu> {
+    let (batch_load, batch_rows) = (None, 0);
+    RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale, batch_load, batch_rows }
+}
+
 #[test]
 fn the_gradient_is_that_of_finite_differences() {
     let cpu = Cpu::new(2).unwrap();
@@ -182,17 +193,7 @@ fn the_gradient_is_that_of_finite_differences() {
                 let logits = &logits_of(&cpu, tokens, experts);
                 let routing = &route(&cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(23, tokens * top_k)).unwrap();
-                let op = || RouteBackward {
-                    routing,
-                    top_k,
-                    normalize,
-                    shards,
-                    dweight,
-                    aux_scale,
-                    z_scale,
-                    batch_load: None,
-                    batch_rows: 0,
-                };
+                let op = || backward(routing, (top_k, normalize, shards), dweight, (aux_scale, z_scale));
                 let got = route_backward(&cpu, op()).unwrap().to_f32_vec(&cpu).unwrap();
                 let rows = rows_f64(&logits.to_f32_vec(&cpu).unwrap(), experts);
                 let mut largest = 0.0f64;
@@ -227,17 +228,7 @@ fn the_gradient_has_the_same_bits_everywhere() {
                 let logits = &logits_of(cpu, tokens, experts);
                 let routing = &route(cpu, Route { logits, top_k, normalize, shards }).unwrap();
                 let dweight = &cpu.upload(&normals(24, tokens * top_k)).unwrap();
-                let op = RouteBackward {
-                    routing,
-                    top_k,
-                    normalize,
-                    shards,
-                    dweight,
-                    aux_scale,
-                    z_scale,
-                    batch_load: None,
-                    batch_rows: 0,
-                };
+                let op = backward(routing, (top_k, normalize, shards), dweight, (aux_scale, z_scale));
                 bits(&route_backward(cpu, op).unwrap())
             });
         }
@@ -251,32 +242,16 @@ fn a_routing_of_other_arguments_is_refused() {
     let routing = route(&cpu, Route { logits, top_k: 2, normalize: true, shards: 2 }).unwrap();
     let refused = |routing: &Routing<Cpu>, top_k, shards| {
         let dweight = &cpu.zeros(4 * top_k).unwrap();
-        let op = RouteBackward {
-            routing,
-            top_k,
-            normalize: true,
-            shards,
-            dweight,
-            aux_scale: 0.0,
-            z_scale: 0.0,
-            batch_load: None,
-            batch_rows: 0,
-        };
+        let op = backward(routing, (top_k, true, shards), dweight, (0.0, 0.0));
         op.run(&cpu).unwrap_err().to_string()
     };
     assert_eq!(refused(&routing, 3, 2), "route_backward: `routing.expert.len()` is 8, expected 12");
     assert_eq!(refused(&routing, 2, 4), "route_backward: `routing.load.len()` is 16, expected 32");
     let (dweight, sums) = (&cpu.zeros(8).unwrap(), cpu.zeros(7).unwrap());
     let op = RouteBackward {
-        routing: &routing,
-        top_k: 2,
-        normalize: true,
-        shards: 2,
-        dweight,
-        aux_scale: 0.0,
-        z_scale: 0.0,
         batch_load: Some(&sums),
         batch_rows: 4,
+        ..backward(&routing, (2, true, 2), dweight, (0.0, 0.0))
     };
     let e = op.run(&cpu).unwrap_err().to_string();
     assert_eq!(e, "route_backward: `batch_load.len()` is 7, expected 8");
