@@ -1,5 +1,4 @@
-//! Recipes in formats without fast kernels: the small run learns under each, and that of a dense model, with the committed losses to the bit. They lie beside the
-//! built-in ones and are given as files, since no GPU takes their formats yet.
+//! The recipes for studies of formats, which general kernels take: the small run learns under each, and that of a dense model, with the committed losses to the bit.
 //!
 //! `NIBBLE_BLESS=1 cargo test -p nibble-train --test formats_train` writes the losses again.
 
