@@ -1,51 +1,13 @@
-//! What folds exactly: whether the codes of a block, with the scales of the block, are numbers of a wider element.
+//! What folds exactly: whether the codes of a block, multiplied by the block's scales, are BF16 numbers.
 //!
-//! Tensor cores of eight bits take E4M3 under one scale for 128 values. Blocks of a smaller element share that scale exactly while their own
-//! lie within so many octaves of the largest. BF16 units take a value with all of its block's scales, if that has at most eight significant
-//! bits. Both are computed of the record, so that a new format has its answer without being named.
+//! They are if no product has more than eight significant bits. That is computed of the format's record, so that a new format has its
+//! answer without being named.
 
 use crate::e8m0::ScaleRule;
-use crate::element::Element;
 use crate::format::Format;
-use crate::scale::{ScaleKind, ScaleNumber};
-
-/// How blocks under powers of two fold into one block of a wider element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fold {
-    /// Octaves by which the common scale lies below the largest of the blocks': the most that the largest code leaves room for.
-    pub headroom_log2: u8,
-    /// Octaves below the largest scale within which every code of a block stays exact.
-    pub octaves: u32,
-}
-
-impl Element {
-    /// How blocks of this element fold into blocks of `wider`; `None` if some code of it is no number of `wider` under any scale.
-    ///
-    /// ```
-    /// use nibble_formats::Element;
-    /// let fold = Element::E2M1.fold_into(Element::E4M3).unwrap();
-    /// assert_eq!((fold.headroom_log2, fold.octaves), (6, 14)); // 6 · 2⁶ = 384 ≤ 448; 0.5 · 2⁶⁻¹⁴ = 2⁻⁹
-    /// ```
-    pub fn fold_into(self, wider: Element) -> Option<Fold> {
-        let magnitudes: Vec<f32> = (0..=self.max_code()).map(|code| self.decode(code)).collect();
-        let exact = |octaves: i32| {
-            let scale = f32::from_bits(((127 + octaves) as u32) << 23);
-            magnitudes.iter().all(|v| wider.decode(wider.encode(v * scale)) == v * scale)
-        };
-        let headroom = (0..=30).rev().find(|&up| self.max() * 2f32.powi(up) <= wider.max())?;
-        let octaves = (0..=60).take_while(|below| exact(headroom - below)).count();
-        Some(Fold { headroom_log2: headroom as u8, octaves: octaves.checked_sub(1)? as u32 })
-    }
-}
+use crate::scale::ScaleNumber;
 
 impl Format {
-    /// How blocks of this format fold into E4M3 under one power of two for 128 values; `None` where scales are of another kind, or codes do
-    /// not fit.
-    pub fn folds_into_e4m3(self, rule: ScaleRule) -> Option<Fold> {
-        let powers = self.scale_kind(rule) == ScaleKind::E8M0;
-        self.spec().element.filter(|_| powers)?.fold_into(Element::E4M3)
-    }
-
     /// Whether every code times its block's scales is a BF16 number, as far as BF16's exponents reach. A tensor's scale is not among them:
     /// it multiplies a product's sums. Of values that are more than that product nothing is known: no.
     pub fn folds_into_bf16(self, rule: ScaleRule) -> bool {
@@ -83,47 +45,11 @@ fn significand(x: f32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lift::{LIFT_HEADROOM_LOG2, lift_code};
     use crate::{Codec, Rounding, Scale};
 
     #[test]
-    fn octaves_that_elements_stay_exact_for() {
-        let octaves = |element: Element| element.fold_into(Element::E4M3).map(|fold| fold.octaves);
-        let want = [
-            (Element::E2M1, Some(14)),
-            (Element::E2M3, Some(11)),
-            (Element::E3M2, Some(9)),
-            (Element::E4M3, Some(0)),
-            (Element::E5M2, None),
-            (Element::INT8, None),
-            (Element::S1P2, Some(15)),
-        ];
-        for (element, want) in want {
-            assert_eq!(octaves(element), want, "{element}");
-        }
-    }
-
-    /// The lift of MXFP4 is this fold: exact up to its octaves for every code, and not one further.
-    #[test]
-    fn the_lift_is_exact_as_far_as_computed_and_no_further() {
-        let fold = Format::Mxfp4.folds_into_e4m3(ScaleRule::Rceil).unwrap();
-        assert_eq!(fold.headroom_log2, LIFT_HEADROOM_LOG2);
-        let inexact =
-            |below: u32| (0..16).filter(|&code| lift_code(code, (200 - below) as u8, 194).1).count();
-        assert!((0..=fold.octaves).all(|below| inexact(below) == 0));
-        assert!(inexact(fold.octaves + 1) > 0);
-    }
-
-    #[test]
-    fn formats_that_fold_into_e4m3() {
-        for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
-            for &rule in format.spec().rules {
-                let powers = format.scale_kind(rule) == ScaleKind::E8M0;
-                let fits = format.spec().element.unwrap().fold_into(Element::E4M3).is_some();
-                assert_eq!(format.folds_into_e4m3(rule).is_some(), powers && fits, "{format} {rule}");
-            }
-        }
-        // Seven bits of an integer times three of a scale would not be.
+    fn significands_by_hand() {
+        // Seven bits of an integer; times three of a scale they would be too many.
         assert_eq!((significand(127.0 / 64.0), significand(0.0), significand(6.0)), (127, 0, 3));
     }
 

@@ -34,7 +34,6 @@ pub use delayed::{AmaxOf, DelayedScaling};
 pub use e8m0::ScaleRule;
 pub use element::Element;
 pub use error::{Error, Result};
-pub use fold::Fold;
 pub use format::Format;
 pub use half::bf16;
 pub use layout::{BlockAxis, ScaleLayout, TILE_COLS, TILE_ROWS, tiled_128x4_offset};

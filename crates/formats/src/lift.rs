@@ -83,3 +83,18 @@ fn rescale(value: f32, octaves: i32) -> (u8, bool) {
     let code = Element::E4M3.encode(scaled);
     (code, Element::E4M3.decode(code) != scaled)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lift_is_exact_within_14_octaves_and_no_further() {
+        let inexact = |below: u8| {
+            let target = lift_target([200, 200 - below].into_iter());
+            (0..16).filter(|&code| lift_code(code, 200 - below, target).1).count()
+        };
+        assert!((0..=14).all(|below| inexact(below) == 0));
+        assert!(inexact(15) > 0);
+    }
+}

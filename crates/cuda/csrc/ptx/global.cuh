@@ -24,13 +24,6 @@ __device__ __forceinline__ void load_16_over(uint4& v, bool present, const void*
         : "l"(from), "r"(int(present)));
 }
 
-/// The same, or `otherwise` in each word.
-__device__ __forceinline__ uint4 load_16_if(bool present, const void* from, u32 otherwise) {
-    uint4 v = {otherwise, otherwise, otherwise, otherwise};
-    load_16_over(v, present, from);
-    return v;
-}
-
 /// 4 bytes, or zeros if not `present`; otherwise likewise, so that the load does not move behind a barrier. The L2 reads the 256 bytes around
 /// them, which other ctas will ask for.
 __device__ __forceinline__ u32 load_4_if(bool present, const void* from) {
