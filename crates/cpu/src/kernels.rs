@@ -2,9 +2,9 @@
 
 use crate::{Buf, Cpu, ops};
 use nibble_core::ops::*;
-use nibble_core::{Convert, Model, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{Kernels, Operand, PermuteMap, Result, Tensor};
 
-impl Convert for Cpu {
+impl Kernels for Cpu {
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         self.timed("quantize", || ops::quantize::quantize(self, op))
     }
@@ -77,9 +77,6 @@ impl Convert for Cpu {
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         self.timed("init_normal", || ops::elementwise::init_normal(self, op))
     }
-}
-
-impl Products for Cpu {
     fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("gemm", || ops::gemm::gemm(self, op))
     }
@@ -89,9 +86,6 @@ impl Products for Cpu {
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
         self.timed("grouped_wgrad", || ops::gemm::grouped_wgrad(self, op))
     }
-}
-
-impl Model for Cpu {
     fn embed(&self, op: Embed<'_, Self>) -> Result<EmbedOut<Self>> {
         self.timed("embed", || ops::embed::embed(self, op))
     }

@@ -3,9 +3,9 @@
 use crate::backend::Buf;
 use crate::{Cuda, ops};
 use nibble_core::ops::*;
-use nibble_core::{Convert, Model, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{Kernels, Operand, PermuteMap, Result, Tensor};
 
-impl Convert for Cuda {
+impl Kernels for Cuda {
     fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
         self.timed("quantize", || ops::convert::quantize::quantize(self, op))
     }
@@ -78,9 +78,6 @@ impl Convert for Cuda {
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         self.timed("init_normal", || ops::step::init_normal::init_normal(self, op))
     }
-}
-
-impl Products for Cuda {
     fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
         self.timed("gemm", || ops::products::gemm::gemm(self, op))
     }
@@ -90,9 +87,6 @@ impl Products for Cuda {
     fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
         self.timed("grouped_wgrad", || ops::products::grouped_wgrad::grouped_wgrad(self, op))
     }
-}
-
-impl Model for Cuda {
     fn attention(&self, op: Attention<'_, Self>) -> Result<AttentionOut<Self>> {
         self.timed("attention", || ops::attention::attention(self, op))
     }

@@ -7,7 +7,7 @@ use crate::memory::Buf;
 use crate::work::{Bytes, Flops, Work, rows_of};
 use nibble_core::formats::{Codec, Format};
 use nibble_core::ops::*;
-use nibble_core::{Convert, DType, Model, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{DType, Kernels, Operand, PermuteMap, Result, Tensor};
 
 /// The method of a kernel trait for an operation. `of` are the rows of its results that count, all where it is not said.
 macro_rules! op {
@@ -27,7 +27,7 @@ macro_rules! op {
     };
 }
 
-impl Convert for Dry {
+impl Kernels for Dry {
     op!(quantize(Quantize) -> Emitted<Self>, |op| {
         let ids = op.random.and(op.groups).map(|groups| &groups.row_id);
         Work::reads_rows(op.groups.and_then(rows_of), &[op.x, &ids])
@@ -80,9 +80,6 @@ impl Convert for Dry {
         self.note("init_normal", Work::default().writes(None, &[&out]));
         Ok(out)
     }
-}
-
-impl Products for Dry {
     op!(gemm(Gemm) -> Tensor<Self>, |op| {
         let sizes = [op.a.rows(), op.b.rows(), op.a.cols()];
         Work::reads(&[op.a, op.b]).multiplies((op.a.format(), op.b.format()), sizes)
@@ -107,29 +104,6 @@ impl Products for Dry {
             .writes(None, &[grad])
             .multiplies((op.dy.format(), op.x.format()), sizes)
     });
-}
-
-/// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along
-/// heads of v.
-fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
-    let heads = (q.cols / head_dim.max(1)) as f64;
-    let type_of = plain(q.dtype());
-    Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
-}
-
-/// The half of each sequence's square that a causal mask leaves.
-fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
-    tokens as f64 * seq_len as f64 / 2.0
-}
-
-fn plain(dtype: DType) -> Format {
-    match dtype {
-        DType::F32 => Format::F32,
-        DType::Bf16 => Format::Bf16,
-    }
-}
-
-impl Model for Dry {
     // A row of the table for each token, and no row twice.
     op!(embed(Embed) -> EmbedOut<Self>, |op| {
         Work::reads(&[op.ids]).and_reads(Some(op.ids.len()), &[op.table])
@@ -210,6 +184,26 @@ impl Model for Dry {
         let grads: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.grad as &dyn Bytes).collect();
         Work::reads(&grads).and_reads(None, &state).writes(None, &state)
     });
+}
+
+/// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along
+/// heads of v.
+fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
+    let heads = (q.cols / head_dim.max(1)) as f64;
+    let type_of = plain(q.dtype());
+    Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
+}
+
+/// The half of each sequence's square that a causal mask leaves.
+fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
+    tokens as f64 * seq_len as f64 / 2.0
+}
+
+fn plain(dtype: DType) -> Format {
+    match dtype {
+        DType::F32 => Format::F32,
+        DType::Bf16 => Format::Bf16,
+    }
 }
 
 /// The head's operands and its products; the logits never exist.

@@ -1,6 +1,6 @@
 use super::Control;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Kernels, Result, Tensor};
 
 /// One AdamW step of all parameters in place (decoupled weight decay, Loshchilov & Hutter 2019), all in F32:
 ///
@@ -65,7 +65,7 @@ impl<B: Backend> AdamW<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.adamw(self)

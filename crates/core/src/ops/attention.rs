@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Kernels, Result, Tensor};
 
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
@@ -73,7 +73,7 @@ impl<B: Backend> Attention<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<AttentionOut<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.attention(self)
@@ -115,7 +115,7 @@ impl<B: Backend> AttentionDecode<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.attention_decode(self)
@@ -172,7 +172,7 @@ impl<B: Backend> AttentionBackward<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<AttentionGrads<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.attention_backward(self)

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Kernels, Result, Tensor};
 
 /// Cross-entropy in nats, of each token and summed over each shard, and the gradient of `scale · Σ loss` with respect to
 /// the logits.
@@ -60,7 +60,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<CrossEntropyOut<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.cross_entropy(self)

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Kernels, Result, Tensor};
 use nibble_formats::Stream;
 
 /// Plain → plain, rounding to nearest even.
@@ -18,7 +18,7 @@ impl<B: Backend> Cast<'_, B> {
     /// Runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         b.cast(self)
     }
@@ -44,7 +44,7 @@ impl InitNormal {
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Runs.
-    pub fn run<B: Convert>(self, b: &B) -> Result<Tensor<B>> {
+    pub fn run<B: Kernels>(self, b: &B) -> Result<Tensor<B>> {
         b.init_normal(self)
     }
 }
@@ -83,7 +83,7 @@ impl<'a, B: Backend> Add<'a, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.add(self)
@@ -119,7 +119,7 @@ impl<B: Backend> SumShards<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.sum_shards(self)
@@ -180,7 +180,7 @@ impl<B: Backend> SumSquares<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.sum_squares(self)
@@ -203,7 +203,7 @@ impl<B: Backend> Transpose<'_, B> {
     /// Checks and runs: `[stack · k, n]` of the same type.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         if self.stack == 0 || !self.x.rows.is_multiple_of(self.stack) {
             let expected = format!("a divisor of the {} rows", self.x.rows);

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 /// Rows of a table: `x[i] = table[ids[i]]`, rounded to `dtype`.
 ///
@@ -36,7 +36,7 @@ impl<B: Backend> Embed<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<EmbedOut<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.embed(self)
@@ -84,7 +84,7 @@ impl<B: Backend> EmbedBackward<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.embed_backward(self)

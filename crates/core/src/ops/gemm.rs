@@ -1,6 +1,6 @@
 use super::quantize::{check_axis, check_group_align, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Groups, Operand, Products, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
 /// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
@@ -84,7 +84,7 @@ impl<B: Backend> Gemm<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Products,
+        B: Kernels,
     {
         self.check()?;
         b.gemm(self)
@@ -128,7 +128,7 @@ impl<B: Backend> GroupedGemm<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Products,
+        B: Kernels,
     {
         self.check()?;
         b.grouped_gemm(self)
@@ -180,7 +180,7 @@ impl<B: Backend> GroupedWgrad<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Products,
+        B: Kernels,
     {
         self.check()?;
         b.grouped_wgrad(self)

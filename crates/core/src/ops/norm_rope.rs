@@ -1,7 +1,7 @@
 use super::rope::check_turn;
 use super::{RmsNormBackward, RmsNormOut};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](super::RmsNorm) of each head, rounded to the type of x, then
 /// [`Rope`](super::Rope), rounded again. The bits of the two, one after the other.
@@ -37,7 +37,7 @@ impl<B: Backend> NormRope<'_, B> {
     /// Checks and runs: y `[t, heads · head_dim]`, `inv_rms` a number a head, no sum.
     pub fn run(self, b: &B) -> Result<RmsNormOut<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.norm_rope(self)
@@ -90,7 +90,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.norm_rope_backward(self)

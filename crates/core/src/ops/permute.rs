@@ -1,6 +1,6 @@
 use super::quantize::check_planes;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Operand, PermuteMap, Result, RowKind, Tensor};
+use crate::{Agreement, Backend, Error, Kernels, Operand, PermuteMap, Result, RowKind, Tensor};
 
 /// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
 /// a multiple of `align`.
@@ -68,7 +68,7 @@ impl<B: Backend> PlanPermute<'_, B> {
     /// that sees the slots on the host may say so at once, and of experts and tokens that are out of range or order.
     pub fn run(self, b: &B) -> Result<PermuteMap<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.plan_permute(self)
@@ -97,7 +97,7 @@ impl<B: Backend> Permute<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Operand<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.permute(self)
@@ -136,7 +136,7 @@ impl<B: Backend> Unpermute<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Operand<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.unpermute(self)
@@ -160,7 +160,7 @@ impl<B: Backend> GatherScalars<'_, B> {
     /// Runs. Indices are the backend's own (from a [`PermuteMap`]).
     pub fn run(self, b: &B) -> Result<B::Buf<f32>>
     where
-        B: Convert,
+        B: Kernels,
     {
         b.gather_scalars(self)
     }
@@ -214,7 +214,7 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.combine_slots(self)
@@ -249,7 +249,7 @@ impl<B: Backend> PackRows<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<B::Buf<u8>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.pack_rows(self)
@@ -285,7 +285,7 @@ impl<B: Backend> UnpackRows<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Operand<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.unpack_rows(self)

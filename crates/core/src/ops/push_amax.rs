@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Result};
+use crate::{Agreement, Backend, Error, Kernels, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
 
 use super::Control;
@@ -90,7 +90,7 @@ impl<B: Backend> PushAmax<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.push_amax(self)

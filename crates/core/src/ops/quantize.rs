@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
+use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
@@ -293,7 +293,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Emitted<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.quantize(self)
@@ -321,7 +321,7 @@ impl<B: Backend> Dequantize<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.dequantize(self)

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 /// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
 ///
@@ -49,7 +49,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<RmsNormOut<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.rms_norm(self)
@@ -107,7 +107,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.rms_norm_backward(self)

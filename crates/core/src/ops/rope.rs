@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, Error, Kernels, Result, Tensor};
 
 /// Rotary position embedding on each head, halves convention (element i is paired with i + head_dim/2).
 ///
@@ -50,7 +50,7 @@ impl<B: Backend> Rope<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.rope(self)

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Kernels, Result, Tensor};
 
 /// Softmax over the experts, the `top_k` largest (the lower index first among equals), their weights.
 ///
@@ -63,7 +63,7 @@ impl<B: Backend> Route<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<Routing<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.route(self)
@@ -141,7 +141,7 @@ impl<B: Backend> RouteBackward<'_, B> {
     /// Checks and runs. Returns F32 `[t, e]`.
     pub fn run(self, b: &B) -> Result<Tensor<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.route_backward(self)

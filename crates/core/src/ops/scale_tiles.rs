@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Result};
+use crate::{Agreement, Backend, Error, Kernels, Result};
 use nibble_formats::{TILE_COLS, TILE_ROWS};
 
 /// Which side of a matrix of scales is cut into groups.
@@ -105,7 +105,7 @@ impl<B: Backend> TileScales<'_, B> {
     /// nearest that is not.
     pub fn run(self, b: &B) -> Result<B::Buf<u8>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.tile_scales(self)
@@ -140,7 +140,7 @@ impl<B: Backend> UntileScales<'_, B> {
     /// As [`TileScales::run`].
     pub fn run(self, b: &B) -> Result<B::Buf<u8>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.untile_scales(self)

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Result};
+use crate::{Agreement, Backend, Error, Kernels, Result};
 
 /// The rank of each (token, slot), where experts are divided among ranks evenly and in order: expert / `experts_each`. What a
 /// token needs of other ranks follows from it: [`PlanPermute`](super::PlanPermute) sorts slots by rank as it does by expert.
@@ -52,7 +52,7 @@ impl<B: Backend> AssignRanks<'_, B> {
     /// [`Error::Shape`] naming the argument. An expert out of range is none: its rank is −1, and it is not counted.
     pub fn run(self, b: &B) -> Result<SlotRanks<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.assign_ranks(self)
@@ -119,7 +119,7 @@ impl<B: Backend> PackSlots<'_, B> {
     /// [`Error::Shape`] naming the argument.
     pub fn run(self, b: &B) -> Result<B::Buf<i32>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.pack_slots(self)
@@ -181,7 +181,7 @@ impl<B: Backend> UnpackSlots<'_, B> {
     /// [`Error::Shape`] naming the argument.
     pub fn run(self, b: &B) -> Result<ReceivedSlots<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.unpack_slots(self)

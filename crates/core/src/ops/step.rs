@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Occupancy, Result};
+use crate::{Agreement, Backend, Error, Kernels, Occupancy, Result};
 use std::ops::Range;
 
 /// A step's scalars on the device: one F32 buffer of [`Control::LEN`] values, which these are the places of.
@@ -97,7 +97,7 @@ impl<B: Backend> BeginStep<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.begin_step(self)
@@ -150,7 +150,7 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.begin_micro_batch(self)
@@ -247,7 +247,7 @@ impl<B: Backend> Collect<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.collect(self)
@@ -312,7 +312,7 @@ impl<B: Backend> EndStep<'_, B> {
     /// none reads past the end.
     pub fn run(self, b: &B) -> Result<()>
     where
-        B: Model,
+        B: Kernels,
     {
         self.check()?;
         b.end_step(self)

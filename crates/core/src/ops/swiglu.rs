@@ -1,6 +1,6 @@
 use super::quantize::{Emit, Emitted, Planes, check_group_rows};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Operand, Result, Tensor};
+use crate::{Agreement, Backend, BlockScaled, Error, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::Codec;
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
@@ -73,7 +73,7 @@ impl<B: Backend> Swiglu<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<SwigluOut<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.swiglu(self)
@@ -146,7 +146,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Checks and runs.
     pub fn run(self, b: &B) -> Result<SwigluGrads<B>>
     where
-        B: Convert,
+        B: Kernels,
     {
         self.check()?;
         b.swiglu_backward(self)

@@ -7,7 +7,7 @@ use super::{Buf, Recorder};
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
-use nibble_core::{Backend, Convert, Model, Occupancy, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{Backend, Kernels, Occupancy, Operand, PermuteMap, Result, Tensor};
 use std::convert::identity;
 
 /// Issues an operation: seals its arguments, and has the same operation of the inner backend run on what their cells hold.
@@ -56,7 +56,7 @@ macro_rules! op {
     };
 }
 
-impl<B: Convert> Convert for Recorder<B> {
+impl<B: Kernels> Kernels for Recorder<B> {
     op!(dequantize(Dequantize { reads x; plain dtype; }) -> Tensor<Self>);
     op!(transcode(Transcode { reads x; may_read groups; plain to, axis, rule; }) -> Transcoded<Self>);
     op!(cast(Cast { reads x; plain dtype; }) -> Tensor<Self>);
@@ -111,15 +111,9 @@ impl<B: Convert> Convert for Recorder<B> {
     fn init_normal(&self, op: InitNormal) -> Result<Tensor<Self>> {
         issue!(self, op, init_normal, InitNormal, { plain stream, first, rows, cols, std; }, identity)
     }
-}
-
-impl<B: Products> Products for Recorder<B> {
     op!(gemm(Gemm { reads a, b; plain out; }) -> Tensor<Self>);
     op!(grouped_gemm(GroupedGemm { reads x, w, groups; plain out; }) -> Tensor<Self>);
     op!(grouped_wgrad(GroupedWgrad { reads dy, x, groups; writes grad; plain accumulate; }) -> ());
-}
-
-impl<B: Model> Model for Recorder<B> {
     op!(embed(Embed { reads table, ids; plain dtype; }) -> EmbedOut<Self>);
     op!(embed_backward(EmbedBackward { reads ids, dy; writes grad; plain shards; }) -> ());
     op!(rms_norm(RmsNorm { reads x, weight; may_read plus; plain eps; }) -> RmsNormOut<Self>);
