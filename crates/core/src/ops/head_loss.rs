@@ -1,7 +1,7 @@
 use super::cross_entropy::check_shards;
 use super::quantize::{Counts, check_axis, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, DeviceKind, Error, Kernels, Operand, Result, Tensor};
+use crate::{Agreement, Backend, DType, DeviceKind, Error, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, WHOLE_LINE};
 use std::ops::Range;
 
@@ -256,15 +256,6 @@ impl<B: Backend> HeadLoss<'_, B> {
             })
         };
         (0..shards).flat_map(cut).collect()
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<HeadLossOut<B>>
-    where
-        B: Kernels,
-    {
-        self.check()?;
-        b.head_loss(self)
     }
 }
 
