@@ -8,7 +8,7 @@ use super::parse_sizes;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, Quantize, Transpose};
-use nibble_core::{Convert, DType, Groups, Operand, Products, Result as CoreResult, Tensor};
+use nibble_core::{DType, Groups, Kernels, Operand, Result as CoreResult, Tensor};
 use nibble_cuda::timing::Sustained;
 use nibble_formats::{Codec, Format, Rounding};
 use serde_json::{Value, json};
@@ -61,14 +61,14 @@ fn parse_shape(text: &str) -> Result<Shape, String> {
 }
 
 /// What is given: all BF16.
-struct Given<B: Convert> {
+struct Given<B: Kernels> {
     x: Tensor<B>,
     w: Tensor<B>,
     dy: Tensor<B>,
     groups: Groups<B>,
 }
 
-impl<B: Convert + Products> Given<B> {
+impl<B: Kernels> Given<B> {
     fn new(b: &B, Shape { rows, n, k }: Shape, num_groups: usize) -> CoreResult<Self> {
         Ok(Self {
             x: normal(b, rows, k, 1)?,

@@ -11,7 +11,8 @@ use nibble_command::output::{Force, Mark, Output, Outputs};
 use nibble_command::say;
 use nibble_core::Kernels;
 use nibble_cpu::Cpu;
-use nibble_testkit::{Pair, conformance, random_elements};
+use nibble_testkit::conformance::{Test, every_op};
+use nibble_testkit::{Pair, random_elements};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -46,9 +47,6 @@ pub struct Args {
     force: Force,
 }
 
-/// An operation's name and its conformance test, which panics with a report.
-type Test<A, B> = (&'static str, fn(&Pair<A, B>));
-
 const MARK: Mark = Mark::Figures("nibble verify");
 
 pub fn run(args: Args) -> Result<()> {
@@ -57,17 +55,12 @@ pub fn run(args: Args) -> Result<()> {
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;
     if args.cpu {
-        let tests = chosen(&all(), &args.only)?;
+        let tests = chosen(&every_op(), &args.only)?;
         return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests, json);
     }
-    let tests = chosen(&all(), &args.only)?;
+    let tests = chosen(&every_op(), &args.only)?;
     let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
     verify(&args, &Pair::new(cpu, cuda), &tests, json)
-}
-
-/// Every operation of a backend.
-fn all<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
-    [conformance!(Convert).to_vec(), conformance!(Products).to_vec(), conformance!(Model).to_vec()].concat()
 }
 
 /// The tests that were asked for.
@@ -145,7 +138,7 @@ mod tests {
 
     #[test]
     fn operations_are_chosen_by_name() {
-        let tests: Vec<Test<Cpu, Cpu>> = all();
+        let tests: Vec<Test<Cpu, Cpu>> = every_op();
         assert!(tests.len() > 30);
         let names = |only: &[&str]| {
             let only: Vec<String> = only.iter().map(ToString::to_string).collect();

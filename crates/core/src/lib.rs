@@ -1,8 +1,7 @@
 //! The seams of Nibble: what a tensor is, what a backend must do, which arguments each operation takes and how
 //! they are checked, and the recipe that decides every precision.
 //!
-//! Nothing here computes. A backend implements [`Backend`] (memory and order), [`Convert`] (formats, routing and
-//! the expert layer's conversions), [`Products`] (matrix products) and [`Model`] (the rest of a transformer); a
+//! Nothing here computes. A backend implements [`Backend`] (memory and order) and [`Kernels`] (every operation); a
 //! layer builds an operation's argument struct and calls its `run`, which checks shapes once for all backends.
 //!
 //! Products everywhere are D = A·Bᵀ with A `[m, k]` and B `[n, k]`.
@@ -15,6 +14,7 @@ mod comm;
 mod error;
 mod groups;
 mod heap;
+mod kernels;
 pub mod ops;
 pub mod recipe;
 mod scope;
@@ -23,14 +23,13 @@ mod traffic;
 mod visible;
 
 pub use agreement::Agreement;
-pub use backend::{
-    Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products, Room, ValueRun,
-};
+pub use backend::{Backend, DeviceKind, MemoryStats, Plain, Room, ValueRun};
 pub use block_scaled::{BlockScaled, Operand, RowKind};
 pub use comm::{Comm, SoloComm};
 pub use error::{Error, Result, check_range, check_runs};
 pub use groups::{Groups, Occupancy, PermuteMap, round_up};
 pub use heap::{HEAP_ALIGN, Heap, Segments};
+pub use kernels::Kernels;
 pub use nibble_formats as formats;
 pub use recipe::Recipe;
 pub use scope::Scope;

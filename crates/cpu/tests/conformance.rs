@@ -10,7 +10,8 @@ fn specification(threads: usize) -> Cpu {
     Cpu::scalar(threads).expect("a few threads")
 }
 
-/// The specification on one thread, against every instruction set of this machine, the best one first.
+/// The specification on one thread, against every instruction set of this machine, the best one first, and against itself on three threads: where it has
+/// code of its own, it divides that among threads as well.
 fn every_isa() -> Pair<Cpu, Cpu> {
     let simd = |isa, threads| Cpu::with(threads, isa, CodePath::Simd).expect("a few threads");
     let mut pair = Pair::strict(specification(1), Cpu::new(2).expect("two threads"));
@@ -21,12 +22,7 @@ fn every_isa() -> Pair<Cpu, Cpu> {
             false => skip(&format!("{isa:?}: this machine lacks it")),
         }
     }
-    pair
+    pair.and(specification(3))
 }
 
-// The specification of conversions has code of its own, and divides it among threads.
-conformance!(convert, every_isa().and(specification(3)), Convert);
-// Products have one body for every instruction set: the specification is that of `Portable`.
-conformance!(products, every_isa(), Products);
-// Here the specification is code without threads, or the body that each instruction set has.
-conformance!(model, every_isa(), Model);
+conformance!(simd, every_isa());

@@ -19,7 +19,7 @@ pub const HELP: &[(&str, &str)] = &[
     ("NIBBLE_CSRC", "read kernel sources from this folder instead of the ones in the binary"),
     (
         "NIBBLE_UPDATE",
-        "set: tests write tests/resources.txt and the README's table of instances instead of comparing with them",
+        "set: tests write tests/resources.txt instead of comparing with it",
     ),
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
     (

@@ -9,6 +9,8 @@ use nibble_cuda::source::{EMBEDDED, Sources};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+const RESOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/resources.txt");
+
 /// Every instance: those of the operations, and the one that timing needs.
 fn instances() -> Vec<Instance> {
     let flush = Instance { spec: nibble_cuda::timing::flush_spec(), shared_bytes: 0 };
@@ -36,19 +38,35 @@ fn every_instance_compiles_and_needs_no_more_than_before() {
         assert!(r.registers > 0, "{spec}: no resources in the log: {log}");
     }
     print!("{table}");
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/resources.txt");
     if nibble_cuda::env::update() {
-        std::fs::write(path, &table).unwrap();
+        std::fs::write(RESOURCES, &table).unwrap();
     }
     if nvrtc.version == (13, 0) {
         assert_eq!(
             table,
-            std::fs::read_to_string(path).unwrap(),
+            std::fs::read_to_string(RESOURCES).unwrap(),
             "resources changed: re-pin if that is meant"
         );
     } else {
         println!("not compared with resources.txt: that is of NVRTC 13.0, this is {:?}", nvrtc.version);
     }
+}
+
+/// An instance that was added, renamed or dropped is noticed without a compiler.
+#[test]
+fn resources_list_every_instance_in_order() {
+    if nibble_cuda::env::update() {
+        return println!("skipped: resources.txt is being written");
+    }
+    let resources = std::fs::read_to_string(RESOURCES).unwrap();
+    // A line is an instance, registers, spills, and two numbers of shared memory around a `+`.
+    let lines = resources.lines().filter(|line| !line.starts_with('#'));
+    let listed: Vec<&str> = lines.map(|line| line.rsplitn(6, ' ').nth(5).expect(line)).collect();
+    let instances: Vec<String> = instances().iter().map(|instance| instance.spec.to_string()).collect();
+    for (listed, instance) in listed.iter().zip(&instances) {
+        assert_eq!(listed, instance, "instances changed: compile them, and re-pin");
+    }
+    assert_eq!(listed.len(), instances.len(), "instances changed: compile them, and re-pin");
 }
 
 /// The kernels whose shared memory follows from the sizes of the problem: those of [`nibble_cuda::ops::shared_sizes`], and three that

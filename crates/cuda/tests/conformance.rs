@@ -17,6 +17,4 @@ fn pair() -> Option<Pair<Cpu, Cuda>> {
     Some(Pair::new(Cpu::new(0).expect("the CPU"), cuda()?))
 }
 
-conformance!(convert, pair(), Convert);
-conformance!(products, pair(), Products);
-conformance!(model, pair(), Model);
+conformance!(cuda, pair());

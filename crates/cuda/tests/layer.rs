@@ -6,7 +6,7 @@ mod gpu;
 
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Cast, InitNormal};
-use nibble_core::{Backend, DType, DeviceKind, LayerKernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, DeviceKind, Kernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_dry::Dry;
@@ -39,7 +39,7 @@ fn cuda() -> Option<(Cuda, MutexGuard<'static, ()>)> {
     Some((cuda, guard))
 }
 
-fn context<'a, B: LayerKernels>(b: &'a B, recipe: &'a Recipe, shards: usize, tokens: usize) -> Cx<'a, B> {
+fn context<'a, B: Kernels>(b: &'a B, recipe: &'a Recipe, shards: usize, tokens: usize) -> Cx<'a, B> {
     let shards = Shards::new(b, shards, tokens / shards, 0).unwrap();
     Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) }
 }
@@ -49,18 +49,18 @@ fn normals(site: u32, len: usize) -> Vec<f32> {
     (0..len as u64).map(|i| stream.normal_at(i)).collect()
 }
 
-fn tensor<B: LayerKernels>(b: &B, values: &[f32], cols: usize, dtype: DType) -> Result<Tensor<B>> {
+fn tensor<B: Kernels>(b: &B, values: &[f32], cols: usize, dtype: DType) -> Result<Tensor<B>> {
     Cast { x: &Tensor::from_f32(b, values, values.len() / cols, cols)?, dtype }.run(b)
 }
 
 /// A layer, its input and its output's gradient: one expert has no row, one has a single row.
-struct Scene<B: LayerKernels> {
+struct Scene<B: Kernels> {
     moe: Moe<B>,
     x: Tensor<B>,
     dy: Tensor<B>,
 }
 
-impl<B: LayerKernels> Scene<B> {
+impl<B: Kernels> Scene<B> {
     fn new(cx: &Cx<'_, B>) -> Result<Self> {
         let d = SHAPE.d_model;
         let mut x = normals(1, TOKENS * d);
@@ -95,7 +95,7 @@ impl<B: LayerKernels> Scene<B> {
 
 const NAMES: [&str; 5] = ["y", "dx", "router", "gate_up", "down"];
 
-fn host<B: LayerKernels>(b: &B, tensors: &[Tensor<B>]) -> Vec<Vec<f32>> {
+fn host<B: Kernels>(b: &B, tensors: &[Tensor<B>]) -> Vec<Vec<f32>> {
     tensors.iter().map(|x| x.to_f32_vec(b).unwrap()).collect()
 }
 
@@ -110,7 +110,7 @@ fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
 }
 
 /// What a pass takes of an arena.
-fn taken<B: LayerKernels>(b: &B, recipe: &Recipe, remake_x: bool) -> Result<MemoryStats> {
+fn taken<B: Kernels>(b: &B, recipe: &Recipe, remake_x: bool) -> Result<MemoryStats> {
     let cx = context(b, recipe, SHARDS, TOKENS);
     let mut scene = Scene::new(&cx)?;
     scene.moe.remake_x = remake_x;

@@ -7,7 +7,7 @@ mod gpu;
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
-use nibble_core::{Backend, Convert, Operand, Tensor};
+use nibble_core::{Backend, Kernels, Operand, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_testkit::input::stream;
@@ -39,7 +39,7 @@ fn matrix(cpu: &Cpu, gpu: &Cuda, rows: usize, cols: usize) -> (Tensor<Cpu>, Tens
 }
 
 /// Quantizes on a backend, stochastically with bits of one stream.
-fn quantized<B: Convert>(
+fn quantized<B: Kernels>(
     b: &B,
     x: &Tensor<B>,
     codec: Codec,

@@ -12,7 +12,7 @@ use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScalePla
 use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, Hadamard, Planes, Quantize, Swiglu, SwigluBackward, Transcode,
 };
-use nibble_core::{Backend, BlockScaled, Convert, DType, Data, Operand, Plain, Result, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Data, Kernels, Operand, Plain, Result, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::{Cuda, env};
 use nibble_testkit::assert::{Bits, compare_bits};
@@ -121,7 +121,7 @@ impl Conversion {
         all
     }
 
-    fn run<B: Convert>(self, b: &B, inputs: &Inputs<B>) -> Result<Vec<Plane<B>>> {
+    fn run<B: Kernels>(self, b: &B, inputs: &Inputs<B>) -> Result<Vec<Plane<B>>> {
         let Inputs { x, x_f32, da, weight, mxfp4, e4m3 } = inputs;
         let transcode = |x, to, axis| -> Result<Vec<Plane<B>>> {
             let made = Transcode { x, to, axis, rule: Rceil, groups: None }.run(b)?;
@@ -210,7 +210,7 @@ fn emit(rule: ScaleRule, planes: Planes) -> Emit {
 }
 
 /// Rows under scales that are powers of two.
-fn rows_of<B: Convert>(b: &B, x: &Tensor<B>, format: Format) -> Result<BlockScaled<B>> {
+fn rows_of<B: Kernels>(b: &B, x: &Tensor<B>, format: Format) -> Result<BlockScaled<B>> {
     let made = Quantize::new(x, codec(format, Rceil, NearestEven), Planes::Rows).run(b)?;
     made.take_rows("quantize")?.block("quantize").cloned()
 }
@@ -256,7 +256,7 @@ struct Inputs<B: Backend> {
     e4m3: BlockScaled<B>,
 }
 
-impl<B: Convert> Inputs<B> {
+impl<B: Kernels> Inputs<B> {
     fn new(b: &B, values: &Values) -> Result<Self> {
         let x = Tensor::from_bf16(b, &values.x, values.rows, COLS)?;
         let x_f32 = Tensor::from_f32(b, &values.x_f32, values.rows, COLS)?;
@@ -438,7 +438,7 @@ impl Compared {
         layers.chain(Conversion::others().into_iter().map(new(elements / OTHERS_PART))).collect()
     }
 
-    fn chunk<B: Convert>(&mut self, b: &B, cpu: &Cpu, of_b: &Inputs<B>, of_cpu: &Inputs<Cpu>) {
+    fn chunk<B: Kernels>(&mut self, b: &B, cpu: &Cpu, of_b: &Inputs<B>, of_cpu: &Inputs<Cpu>) {
         let what = format!("{}, elements from {}", self.conversion, self.done);
         let started = Instant::now();
         // A GPU works while the CPU does.
@@ -455,7 +455,7 @@ impl Compared {
     }
 }
 
-fn compare_backends<B: Convert>(b: &B, cpu: &Cpu, elements: usize) {
+fn compare_backends<B: Kernels>(b: &B, cpu: &Cpu, elements: usize) {
     let mut all = Compared::all(elements);
     let (mut done, mut chunk) = (0, 0);
     while done < elements {

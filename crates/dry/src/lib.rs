@@ -14,6 +14,7 @@ mod convert;
 mod kernels;
 mod memory;
 mod model;
+mod op_work;
 mod products;
 mod work;
 

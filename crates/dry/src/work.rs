@@ -11,7 +11,7 @@ use std::sync::PoisonError;
 /// An operation that was issued.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Call {
-    /// Its name, such as `gemm`: the method of its kernel trait. One that another one is made of counts as the outer.
+    /// Its name, such as `gemm`: the method of `Kernels`. One that another one is made of counts as the outer.
     pub op: &'static str,
     /// What it must do.
     pub work: Work,
@@ -213,6 +213,13 @@ parts! {
     AttentionGrads { dq, dk, dv }
     CrossEntropyOut { loss, shard_nats, dlogits }
     HeadLossOut { shard_nats, dx }
+}
+
+/// Too few to count: see [`Work`].
+impl Bytes for Groups<Dry> {
+    fn bytes_of(&self, _: Option<usize>) -> u64 {
+        0
+    }
 }
 
 impl Bytes for PermuteMap<Dry> {

@@ -17,7 +17,9 @@ use crate::host::zero_pads;
 use crate::testdata::skip;
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted, Found};
-use nibble_core::{Agreement, Backend, BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
+use nibble_core::{
+    Agreement, Backend, BlockScaled, Data, Error, Kernels, Operand, Plain, Result, Tensor, for_each_op,
+};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -361,82 +363,40 @@ pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
 
-/// Makes a module of this name with one `#[test]` for every operation, or for those of one trait (`Convert`, `Products`,
-/// `Model`), on a [`Pair`] or an `Option` of one (`None`: skipped). The expression is evaluated anew in each test.
-///
-/// With a trait's name alone it is an array of the operations' names and functions, for whoever runs them outside of
-/// `cargo test`.
+macro_rules! table {
+    (() $($op:ident $arguments:tt -> $out:ty { $($fields:tt)* })*) => { vec![$((stringify!($op), $op as fn(&Pair<_, _>))),*] };
+}
+
+/// An operation's name and its conformance test, which panics with a report.
+pub type Test<A, B> = (&'static str, fn(&Pair<A, B>));
+
+/// Every operation with its test. One without does not compile.
+pub fn every_op<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
+    for_each_op! { [table] () A }
+}
+
+/// Makes a module of this name with one `#[test]` for every operation, on a [`Pair`] or an `Option` of one (`None`: skipped). The expression
+/// is evaluated anew in each test.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident, $pair:expr) => {
         mod $name {
             use super::*;
-            $crate::conformance!(convert, $pair, Convert);
-            $crate::conformance!(products, $pair, Products);
-            $crate::conformance!(model, $pair, Model);
+            $crate::for_each_op! { [$crate::conformance] ($pair) A }
         }
     };
-    ($name:ident, $pair:expr, $group:ident) => { $crate::conformance!(@$group (tests $name, $pair)); };
-    ($group:ident) => { $crate::conformance!(@$group (table)) };
-    (@Convert $what:tt) => {
-        $crate::conformance! { @expand $what
-            quantize dequantize transcode cast transpose add sum_shards init_normal
-            route route_backward plan_permute permute unpermute gather_scalars combine_slots pack_rows unpack_rows
-            assign_ranks pack_slots unpack_slots tile_scales untile_scales
-            swiglu swiglu_backward
+    (($pair:expr) $($op:ident $arguments:tt -> $out:ty { $($fields:tt)* })*) => {$(
+        #[test]
+        fn $op() {
+            let name = concat!(module_path!(), "::", stringify!($op));
+            $crate::conformance::on($pair, name, $crate::conformance::$op);
         }
-    };
-    (@Products $what:tt) => {
-        $crate::conformance! { @expand $what gemm grouped_gemm grouped_wgrad }
-    };
-    (@Model $what:tt) => {
-        $crate::conformance! { @expand $what
-            embed embed_backward rms_norm rms_norm_backward norm_rope norm_rope_backward rope attention attention_decode attention_backward cross_entropy
-            head_loss begin_step begin_micro_batch collect sum_squares end_step push_amax adamw
-        }
-    };
-    (@expand (table) $($op:ident)*) => {
-        [$((stringify!($op), $crate::conformance::$op as fn(&$crate::Pair<_, _>))),*]
-    };
-    (@expand (tests $name:ident, $pair:expr) $($op:ident)*) => {
-        mod $name {
-            #[allow(unused_imports)]
-            use super::*;
-            $(
-                #[test]
-                fn $op() {
-                    let name = concat!(module_path!(), "::", stringify!($op));
-                    $crate::conformance::on($pair, name, $crate::conformance::$op);
-                }
-            )*
-        }
-    };
+    )*};
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A kernel trait's new method must come with its conformance test.
-    #[test]
-    fn every_operation_of_the_backend_traits_is_tested() {
-        let list = include_str!("conformance.rs");
-        let ops = |group: &str| {
-            let from = list.find(&format!("(@{group} $what:tt) =>")).unwrap();
-            let body = list[from..].split_once("@expand $what").unwrap().1;
-            body.split_once('}').unwrap().0.split_whitespace()
-        };
-        let mut listed: Vec<&str> = ["Convert", "Products", "Model"].into_iter().flat_map(ops).collect();
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../core/src/backend.rs");
-        let backend = std::fs::read_to_string(path).unwrap();
-        let method =
-            |line: &str| line.trim().strip_prefix("fn ")?.split_once("(&self, op: ").map(|m| m.0.to_owned());
-        let mut methods: Vec<String> = backend.lines().filter_map(method).collect();
-        assert!(methods.len() > 30);
-        listed.sort();
-        methods.sort();
-        assert_eq!(listed, methods);
-    }
 
     #[test]
     #[should_panic(expected = "out: padding rows are promised to be zero, and are not")]

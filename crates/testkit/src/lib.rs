@@ -27,6 +27,8 @@ pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2};
 pub use conformance::Pair;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
+#[doc(hidden)] // of `conformance!`
+pub use nibble_core::for_each_op;
 pub use random_elements::random_elements;
 pub use recorder::Recorder;
 pub use testdata::{Vectors, skip, testdata};

@@ -5,7 +5,7 @@ use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::formats::{Codec, Format, Rounding};
 use nibble_core::ops::{Dequantize, Planes, Quantize};
-use nibble_core::{Agreement, Convert, DType, Error, Result};
+use nibble_core::{Agreement, DType, Error, Kernels, Result};
 use std::fmt;
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ struct There {
     matrix: Matrix,
 }
 
-impl<B: Convert> Case<B> for There {
+impl<B: Kernels> Case<B> for There {
     fn agreement(&self) -> Agreement {
         Agreement::Bitwise
     }
@@ -76,7 +76,7 @@ impl Matrix {
 ///
 /// # Panics
 /// With a report, where the backends differ by a bit or one refuses.
-pub fn random_elements<A: Convert, B: Convert>(pair: &Pair<A, B>, elements: u64) {
+pub fn random_elements<A: Kernels, B: Kernels>(pair: &Pair<A, B>, elements: u64) {
     let codecs: Vec<Codec> = Format::ALL
         .into_iter()
         .filter_map(|format| {

@@ -8,7 +8,7 @@ use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, Transcode,
 };
 use nibble_core::recipe::{By, LayerKind, Precision, Section};
-use nibble_core::{BlockScaled, Comm, DType, Groups, LayerKernels, Operand, Recipe, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, DType, Groups, Kernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
@@ -25,14 +25,14 @@ pub struct Place<'a> {
 
 /// The tokens this rank holds of a micro-batch, in shards.
 #[derive(Debug, Clone)]
-pub struct Shards<B: LayerKernels> {
+pub struct Shards<B: Kernels> {
     /// Shards on this rank.
     pub local: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
 }
 
-impl<B: LayerKernels> Shards<B> {
+impl<B: Kernels> Shards<B> {
     /// `local` shards of `rows_each` tokens on this rank; every rank has as many. `run` says which run of so many tokens
     /// of the step this is: micro-batch · ranks + rank.
     ///
@@ -53,7 +53,7 @@ impl<B: LayerKernels> Shards<B> {
 
 /// The context of one forward and backward pass.
 #[derive(Debug)]
-pub struct Cx<'a, B: LayerKernels> {
+pub struct Cx<'a, B: Kernels> {
     /// Where it runs.
     pub b: &'a B,
     /// The other ranks.
@@ -80,7 +80,7 @@ pub struct Cx<'a, B: LayerKernels> {
     pub delayed: Option<DelayedRecords<B>>,
 }
 
-impl<'a, B: LayerKernels> Cx<'a, B> {
+impl<'a, B: Kernels> Cx<'a, B> {
     /// A context for a forward pass alone, at this point of training's precision schedule.
     pub fn inference(
         b: &'a B,

@@ -8,7 +8,7 @@
 use crate::error::{Error, Result};
 use nibble_core::formats::DelayedScaling;
 use nibble_core::ops::{AmaxRecords, Delayed};
-use nibble_core::{Error as CoreError, Kernels, LayerKernels, Result as CoreResult};
+use nibble_core::{Error as CoreError, Kernels, Result as CoreResult};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -128,7 +128,7 @@ pub struct History {
 
 /// The records of this rank, and whose they are.
 #[derive(Debug)]
-pub struct DelayedRecords<B: LayerKernels> {
+pub struct DelayedRecords<B: Kernels> {
     /// Whose.
     pub sites: RefCell<DelayedSites>,
     /// One after the other, where they stay during a run. None of tensors that have yet to be met.
@@ -137,7 +137,7 @@ pub struct DelayedRecords<B: LayerKernels> {
     pub spans: B::Buf<u32>,
 }
 
-impl<B: LayerKernels> DelayedRecords<B> {
+impl<B: Kernels> DelayedRecords<B> {
     /// Records of which nothing is known yet, in the arena that the backend allocates in now.
     pub fn new(b: &B, sites: DelayedSites) -> CoreResult<Self> {
         let mut words = Vec::with_capacity(sites.spans() * AmaxRecords::WORDS);

@@ -4,7 +4,7 @@ use crate::cx::Cx;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Data, Error, Groups, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum Placement {
 
 /// A trainable tensor: the weight, its gradient, and what the optimizer remembers of it.
 #[derive(Debug, Clone)]
-pub struct Param<B: LayerKernels> {
+pub struct Param<B: Kernels> {
     /// Canonical name; for stacked experts, of the stack.
     pub name: String,
     /// F32 `[rows, cols]`: this rank's part.
@@ -36,7 +36,7 @@ pub struct Param<B: LayerKernels> {
 
 /// First and second moment of AdamW, both F32 or both BF16.
 #[derive(Debug, Clone)]
-pub struct Moments<B: LayerKernels> {
+pub struct Moments<B: Kernels> {
     /// `[rows, cols]`.
     pub exp_avg: Tensor<B>,
     /// `[rows, cols]`.
@@ -61,7 +61,7 @@ impl Default for GradientPlan {
 
 /// The gradient of a parameter. Its buffer is made once and stays where it is.
 #[derive(Debug, Clone)]
-pub struct Gradient<B: LayerKernels> {
+pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
     /// `[rows, cols]`; one such matrix a local shard where shards meet at the end of a step.
     values: Option<Tensor<B>>,
@@ -71,7 +71,7 @@ pub struct Gradient<B: LayerKernels> {
     written: bool,
 }
 
-impl<B: LayerKernels> Default for Gradient<B> {
+impl<B: Kernels> Default for Gradient<B> {
     fn default() -> Self {
         Self { plan: GradientPlan::default(), values: None, sum: None, written: false }
     }
@@ -79,14 +79,14 @@ impl<B: LayerKernels> Default for Gradient<B> {
 
 /// The copies of a weight that the products take, made once a step.
 #[derive(Debug, Clone)]
-struct Shadow<B: LayerKernels> {
+struct Shadow<B: Kernels> {
     /// `[n, k]` for fprop.
     w: Operand<B>,
     /// `[k, n]` for dgrad.
     wt: Option<Operand<B>>,
 }
 
-impl<B: LayerKernels> Param<B> {
+impl<B: Kernels> Param<B> {
     /// A parameter with these values.
     pub fn new(name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Self {
         Self {
@@ -366,7 +366,7 @@ impl<B: LayerKernels> Param<B> {
 
 /// What the optimizer reads and changes of a parameter.
 #[derive(Debug)]
-pub struct Optimized<'a, B: LayerKernels> {
+pub struct Optimized<'a, B: Kernels> {
     /// F32 `[rows, cols]`.
     pub master: &'a mut Tensor<B>,
     /// Summed over shards and ranks, `[rows, cols]`.
@@ -386,7 +386,7 @@ pub enum Writes {
     Adds,
 }
 
-fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
+fn clear<B: Kernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
     match &mut x.data {
         Data::F32(values) => b.clear(values),
         Data::Bf16(values) => b.clear(values),
@@ -394,7 +394,7 @@ fn clear<B: LayerKernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
 }
 
 /// The sum over ranks by a tree, in place. F32.
-fn all_reduce<B: LayerKernels>(cx: &Cx<'_, B>, x: &mut Tensor<B>) -> Result<()> {
+fn all_reduce<B: Kernels>(cx: &Cx<'_, B>, x: &mut Tensor<B>) -> Result<()> {
     match &mut x.data {
         Data::F32(values) => cx.comm.all_reduce_tree(cx.b, values),
         Data::Bf16(_) if cx.comm.world() == 1 => Ok(()),

@@ -4,7 +4,7 @@
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use nibble_core::{Backend, LayerKernels, Result, Tensor};
+use nibble_core::{Backend, Kernels, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 /// Something that can be made again. A wider scope takes the place of those within it: `layers` that of `attention` and
@@ -80,7 +80,7 @@ pub enum Kept<B: Backend, S> {
     },
 }
 
-impl<B: LayerKernels, S> Kept<B, S> {
+impl<B: Kernels, S> Kept<B, S> {
     /// What is kept of a forward pass from `x_td`.
     pub fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
         if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }

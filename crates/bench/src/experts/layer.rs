@@ -4,7 +4,7 @@ use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Section, Site};
-use nibble_core::{Backend, DType, LayerKernels, Operand, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, Kernels, Operand, Recipe, Result, SoloComm, Tensor};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
@@ -59,7 +59,7 @@ pub struct Kept {
 }
 
 /// The experts alone, or a whole layer.
-enum Timed<B: LayerKernels> {
+enum Timed<B: Kernels> {
     Experts {
         experts: Box<Experts<B>>,
         section: Box<Section>,
@@ -75,12 +75,12 @@ enum Timed<B: LayerKernels> {
 }
 
 /// A layer under a recipe.
-pub struct Layer<'a, B: LayerKernels> {
+pub struct Layer<'a, B: Kernels> {
     cx: Cx<'a, B>,
     timed: Timed<B>,
 }
 
-impl<'a, B: LayerKernels> Layer<'a, B> {
+impl<'a, B: Kernels> Layer<'a, B> {
     /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
     /// backward pass.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
@@ -174,7 +174,7 @@ fn uneven<B: Backend>(b: &B, shape: Shape) -> Result<Routing<B>> {
 }
 
 /// Sorted BF16 rows as they would have come under the recipe: quantized here, where nothing travels.
-fn arrived<B: LayerKernels>(
+fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
     section: &Section,
     plan: &Plan<B>,

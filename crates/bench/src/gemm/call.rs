@@ -4,7 +4,7 @@ use super::super::kernels::operands::{codec, normal};
 use super::super::kernels::traffic::Block;
 use super::cases::{Operands, Pass, Product};
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad, InitNormal, Planes, Quantize, Transcode};
-use nibble_core::{BlockScaled, Convert, DType, Groups, Operand, Products, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 use nibble_testkit::shapes::RaggedRows;
 
@@ -15,7 +15,7 @@ const ALIGN: usize = 128;
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
 /// Makes random operands. Not for the library's products, which are not the backend's.
-pub fn prepare<B: Convert + Products>(b: &B, product: &Product) -> Result<Call<B>> {
+pub fn prepare<B: Kernels>(b: &B, product: &Product) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {
         return gradient(b, product, groups);
@@ -46,7 +46,7 @@ pub fn prepare<B: Convert + Products>(b: &B, product: &Product) -> Result<Call<B
 }
 
 /// dW = dyᵀ·x of each group.
-fn gradient<B: Convert + Products>(b: &B, product: &Product, groups: Groups<B>) -> Result<Call<B>> {
+fn gradient<B: Kernels>(b: &B, product: &Product, groups: Groups<B>) -> Result<Call<B>> {
     let accumulate = product.pass == Pass::WgradAdding;
     let mut grad = Tensor::zeros(b, DType::F32, groups.num_groups * product.n, product.k)?;
     let (dy, x) = (normal(b, groups.capacity, product.n, 2)?, normal(b, groups.capacity, product.k, 1)?);
@@ -79,7 +79,7 @@ fn gradient<B: Convert + Products>(b: &B, product: &Product, groups: Groups<B>) 
 }
 
 /// No more rows than these groups need, as in systems that know the sizes on the host.
-fn groups<B: Convert>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
+fn groups<B: Kernels>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
     let mut ragged = RaggedRows::new(lengths, ALIGN);
     ragged.capacity = ragged.start.last().map_or(0, |end| *end as usize);
     ragged.row_id.truncate(ragged.capacity);
@@ -95,7 +95,7 @@ fn block(operands: Operands) -> Option<Block> {
     }
 }
 
-fn quantized<B: Convert>(
+fn quantized<B: Kernels>(
     b: &B,
     x: &Tensor<B>,
     to: Block,
@@ -105,7 +105,7 @@ fn quantized<B: Convert>(
     Quantize { groups, ..Quantize::new(x, codec(to, Rounding::NearestEven)?, planes) }.run(b)
 }
 
-fn lifted<B: Convert>(
+fn lifted<B: Kernels>(
     b: &B,
     x: &BlockScaled<B>,
     axis: BlockAxis,
@@ -116,13 +116,13 @@ fn lifted<B: Convert>(
 }
 
 /// Of a stack of weights in MXFP4, that plane of both which a forward product takes.
-fn tiles<B: Convert>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
+fn tiles<B: Kernels>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
     let Block { format: to, rule } = Block::E4M3;
     Ok(Transcode { x, to, axis: BlockAxis::Tile, rule, groups: None }.run(b)?.out)
 }
 
 /// A stack of weights, quantized from F32 as a training step does it.
-fn weight<B: Convert>(b: &B, product: &Product, stack: usize) -> Result<Operand<B>> {
+fn weight<B: Kernels>(b: &B, product: &Product, stack: usize) -> Result<Operand<B>> {
     let (rows, cols) = (stack * product.n, product.k);
     let std = 1.0 / (cols as f32).sqrt();
     let master =

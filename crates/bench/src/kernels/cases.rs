@@ -4,7 +4,7 @@ use super::conversion::{Conversion, Work};
 use super::operands::{Operands, codec, normal, uniform};
 use super::traffic::{self, Block, Traffic};
 use nibble_core::ops::*;
-use nibble_core::{Convert, DType, Operand, Result};
+use nibble_core::{DType, Kernels, Operand, Result};
 use nibble_formats::{BlockAxis, Rounding};
 
 /// Prepares a kernel's operands.
@@ -21,7 +21,7 @@ pub struct Case<B> {
 }
 
 /// A kernel to be timed.
-pub struct Kernel<B: Convert> {
+pub struct Kernel<B: Kernels> {
     pub name: &'static str,
     /// The separate kernels it is compared with, in words; empty where there are none.
     pub against: &'static str,
@@ -41,7 +41,7 @@ pub enum Rows {
     Sorted,
 }
 
-impl<B: Convert> Kernel<B> {
+impl<B: Kernels> Kernel<B> {
     fn new(
         name: &'static str,
         against: &'static str,
@@ -76,7 +76,7 @@ impl<B: Convert> Kernel<B> {
     }
 }
 
-impl<B: Convert> Case<B> {
+impl<B: Kernels> Case<B> {
     fn new(traffic: Traffic, run: impl Fn(&B) -> Result<()> + 'static) -> Self {
         Self { traffic, run: Box::new(run), separate: None }
     }
@@ -87,7 +87,7 @@ impl<B: Convert> Case<B> {
 }
 
 /// Every kernel, in the order of the table.
-pub fn kernels<B: Convert>() -> Vec<Kernel<B>> {
+pub fn kernels<B: Kernels>() -> Vec<Kernel<B>> {
     let mut all = quantizations();
     all.extend(transcodings());
     all.extend(experts());
@@ -97,7 +97,7 @@ pub fn kernels<B: Convert>() -> Vec<Kernel<B>> {
 
 const NEAREST: Rounding = Rounding::NearestEven;
 
-fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
+fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     use Planes::{Both, Cols, Rows};
     let both = "rows, then columns";
     let simple =
@@ -132,21 +132,21 @@ fn quantizations<B: Convert>() -> Vec<Kernel<B>> {
 }
 
 /// A format that the general kernel takes, rounded as it is defined.
-fn general<B: Convert>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
+fn general<B: Kernels>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
     rounded(name, to, planes, to.format.rounding(to.rule))
 }
 
-fn drawn<B: Convert>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
+fn drawn<B: Kernels>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
     rounded(name, to, planes, Rounding::Stochastic)
 }
 
-fn rounded<B: Convert>(name: &'static str, to: Block, planes: Planes, round: Rounding) -> Kernel<B> {
+fn rounded<B: Kernels>(name: &'static str, to: Block, planes: Planes, round: Rounding) -> Kernel<B> {
     let against = if planes == Planes::Both { "rows, then columns" } else { "" };
     let build = move |o: &Operands<B>| quantize(o, to, planes, round);
     Kernel { rows: Rows::Dense, ..Kernel::new(name, against, build) }
 }
 
-fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
+fn quantize<B: Kernels>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
     let how = |planes| Conversion::Quantize(to, planes, round);
     let reads_ids = round.is_random() && o.groups.is_some();
     let traffic = traffic::quantize(o.extent, DType::Bf16, to, planes, reads_ids);
@@ -159,7 +159,7 @@ fn quantize<B: Convert>(o: &Operands<B>, to: Block, planes: Planes, round: Round
 }
 
 /// Rows under a random Hadamard transform of the usual length.
-fn hadamard<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn hadamard<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let (x, codec, groups) = (o.x()?, codec(Block::MXFP4, NEAREST)?, o.groups.clone());
     let hadamard = Some(Hadamard::new(1, 2));
     let traffic = traffic::quantize(o.extent, DType::Bf16, Block::MXFP4, Planes::Rows, false);
@@ -170,7 +170,7 @@ fn hadamard<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
 }
 
 /// A weight's two planes, from its F32 master.
-fn tiles<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn tiles<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let extent = o.extent;
     let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
     Ok(Case::new(traffic::quantize(extent, DType::F32, Block::E4M3, Planes::Tiles, false), move |b| {
@@ -178,7 +178,7 @@ fn tiles<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     }))
 }
 
-fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
+fn transcodings<B: Kernels>() -> Vec<Kernel<B>> {
     use BlockAxis::{Col, Row, Tile};
     let through = "dequantize, quantize";
     let kernel = |name, from, to, axis| Kernel::new(name, through, move |o| transcode(o, from, to, axis));
@@ -199,7 +199,7 @@ fn transcodings<B: Convert>() -> Vec<Kernel<B>> {
     ]
 }
 
-fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxis) -> Result<Case<B>> {
+fn transcode<B: Kernels>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxis) -> Result<Case<B>> {
     let (x, groups, codec) = (o.block(from)?, o.groups.clone(), codec(to, NEAREST)?);
     let planes = match axis {
         BlockAxis::Row => Planes::Rows,
@@ -214,14 +214,14 @@ fn transcode<B: Convert>(o: &Operands<B>, from: Block, to: Block, axis: BlockAxi
     }))
 }
 
-fn dequantize<B: Convert>(o: &Operands<B>, from: Block) -> Result<Case<B>> {
+fn dequantize<B: Kernels>(o: &Operands<B>, from: Block) -> Result<Case<B>> {
     let x = o.block(from)?;
     Ok(Case::new(traffic::dequantize(o.extent, from), move |b| {
         Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(drop)
     }))
 }
 
-fn experts<B: Convert>() -> Vec<Kernel<B>> {
+fn experts<B: Kernels>() -> Vec<Kernel<B>> {
     use Planes::{Both, Rows};
     let h4 = Some(Block::MXFP4);
     let fused = |name, against, planes, save_h| {
@@ -241,7 +241,7 @@ fn experts<B: Convert>() -> Vec<Kernel<B>> {
     ]
 }
 
-fn swiglu<B: Convert>(
+fn swiglu<B: Kernels>(
     o: &Operands<B>,
     to: Option<(Block, Planes)>,
     save_h: Option<Block>,
@@ -276,7 +276,7 @@ fn swiglu<B: Convert>(
 }
 
 /// Of h as MXFP4, quantized both ways; or plain, of h as BF16.
-fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<B>> {
+fn swiglu_backward<B: Kernels>(o: &Operands<B>, quantized: bool) -> Result<Case<B>> {
     let (da, weight, groups) = (o.x()?, o.gate()?, o.groups.clone());
     let codec = codec(Block::E4M3, NEAREST)?;
     let call = move |b: &B, h: &Operand<B>, dh: Emit, a: Emit| {
@@ -306,7 +306,7 @@ fn swiglu_backward<B: Convert>(o: &Operands<B>, quantized: bool) -> Result<Case<
     }))
 }
 
-fn rearrangements<B: Convert>() -> Vec<Kernel<B>> {
+fn rearrangements<B: Kernels>() -> Vec<Kernel<B>> {
     let through = "dequantize, permute, quantize";
     vec![
         Kernel::sorted("permute + pad BF16", |o| permute(o, None)),
@@ -327,7 +327,7 @@ fn rearrangements<B: Convert>() -> Vec<Kernel<B>> {
     ]
 }
 
-fn permute<B: Convert>(o: &Operands<B>, block: Option<Block>) -> Result<Case<B>> {
+fn permute<B: Kernels>(o: &Operands<B>, block: Option<Block>) -> Result<Case<B>> {
     let routed = o.routed()?;
     let (tokens, capacity, cols) = (routed.tokens, routed.map.groups.capacity, o.extent.cols);
     let received = normal(&o.b, tokens, cols, 3)?;
@@ -351,14 +351,14 @@ fn permute<B: Convert>(o: &Operands<B>, block: Option<Block>) -> Result<Case<B>>
     }))
 }
 
-fn unpermute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn unpermute<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let map = o.routed()?.map;
     let rows = Operand::Plain(normal(&o.b, map.groups.capacity, o.extent.cols, 4)?);
     let traffic = traffic::unpermute(o.extent.cols * DType::Bf16.size_bytes(), map.num_slots);
     Ok(Case::new(traffic, move |b| Unpermute { rows: &rows, map: &map }.run(b).map(drop)))
 }
 
-fn combine<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn combine<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let routed = o.routed()?;
     let (tokens, top_k) = (routed.tokens, routed.top_k);
     let rows = normal(&o.b, tokens * top_k, o.extent.cols, 5)?;
@@ -366,7 +366,7 @@ fn combine<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     Ok(Case::new(traffic, move |b| CombineSlots::new(&rows, top_k).run(b).map(drop)))
 }
 
-fn route<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn route<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let routed = o.routed()?;
     let (tokens, experts, top_k) = (routed.tokens, routed.experts, routed.top_k);
     let logits = uniform(&o.b, tokens, experts)?;
@@ -375,7 +375,7 @@ fn route<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     }))
 }
 
-fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn plan_permute<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let routed = o.routed()?;
     let groups = routed.map.groups;
     let (num_groups, align, capacity) = (groups.num_groups, groups.align, groups.capacity);
@@ -388,13 +388,13 @@ fn plan_permute<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
     }))
 }
 
-fn cast<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn cast<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let x = o.x()?;
     let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::F32);
     Ok(Case::new(traffic, move |b| Cast { x: &x, dtype: DType::F32 }.run(b).map(drop)))
 }
 
-fn transpose<B: Convert>(o: &Operands<B>) -> Result<Case<B>> {
+fn transpose<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let x = o.x()?;
     let traffic = traffic::elementwise(o.extent, DType::Bf16, DType::Bf16);
     Ok(Case::new(traffic, move |b| Transpose { x: &x, stack: 1 }.run(b).map(drop)))

@@ -3,7 +3,7 @@
 use super::operands::{Operands, codec};
 use super::traffic::Block;
 use nibble_core::ops::{Dequantize, Planes, Quantize, Random, Transcode};
-use nibble_core::{Convert, DType, Result};
+use nibble_core::{DType, Kernels, Result};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 
 /// Runs something on a backend.
@@ -22,7 +22,7 @@ pub enum Conversion {
 
 impl Conversion {
     /// The call on these operands: ragged where they are.
-    pub fn on<B: Convert>(self, o: &Operands<B>) -> Result<Work<B>> {
+    pub fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
         let groups = o.groups.clone();
         Ok(match self {
             Self::Quantize(to, planes, round) => {

@@ -4,7 +4,7 @@
 use super::traffic::{Block, Extent};
 use half::bf16;
 use nibble_core::ops::{InitNormal, PlanPermute, Planes, Quantize};
-use nibble_core::{BlockScaled, Convert, Groups, PermuteMap, Result, Tensor, round_up};
+use nibble_core::{BlockScaled, Groups, Kernels, PermuteMap, Result, Tensor, round_up};
 use nibble_cpu::Cpu;
 use nibble_formats::{Codec, Purpose, Rounding, Stream};
 use nibble_testkit::shapes::RaggedRows;
@@ -41,7 +41,7 @@ pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
 }
 
 /// Normal numbers under a factor of its own for each row, which spreads the scales as tokens of a model do.
-pub fn normal<B: Convert>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<Tensor<B>> {
+pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<Tensor<B>> {
     let table = factors_and_normals(seed)?;
     let mut values = vec![bf16::ZERO; rows * cols];
     values.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, out)| {
@@ -83,7 +83,7 @@ pub fn top_k(experts: usize) -> usize {
 
 /// Rows sorted by expert.
 #[derive(Debug, Clone)]
-pub struct Routed<B: Convert> {
+pub struct Routed<B: Kernels> {
     pub tokens: usize,
     pub top_k: usize,
     pub experts: usize,
@@ -93,7 +93,7 @@ pub struct Routed<B: Convert> {
     pub map: PermuteMap<B>,
 }
 
-impl<B: Convert> Routed<B> {
+impl<B: Kernels> Routed<B> {
     /// About `rows` rows to `experts` experts at random.
     fn new(b: &B, rows: usize, experts: usize) -> Result<Self> {
         let top_k = top_k(experts);
@@ -129,7 +129,7 @@ impl<B: Convert> Routed<B> {
 
 /// Operands of one shape and number of groups, made when they are first asked for.
 #[derive(Debug)]
-pub struct Operands<B: Convert> {
+pub struct Operands<B: Kernels> {
     pub b: B,
     /// Of the rows with their padding.
     pub extent: Extent,
@@ -142,7 +142,7 @@ pub struct Operands<B: Convert> {
     routed: OnceCell<Routed<B>>,
 }
 
-impl<B: Convert> Operands<B> {
+impl<B: Kernels> Operands<B> {
     /// Dense rows, or as many in uneven groups of these lengths.
     pub fn new(b: &B, shape: Shape, lengths: Option<&[usize]>) -> Result<Self> {
         let ragged = lengths.map(|lengths| RaggedRows::new(lengths, ALIGN));
@@ -206,7 +206,7 @@ pub fn codec(block: Block, round: Rounding) -> Result<Codec> {
     Ok(Codec::new(block.format, block.rule, round)?)
 }
 
-fn row_blocks<B: Convert>(
+fn row_blocks<B: Kernels>(
     b: &B,
     x: &Tensor<B>,
     block: Block,
@@ -218,7 +218,7 @@ fn row_blocks<B: Convert>(
 }
 
 /// F32 between −1 and 1: weights, logits.
-pub fn uniform<B: Convert>(b: &B, rows: usize, cols: usize) -> Result<Tensor<B>> {
+pub fn uniform<B: Kernels>(b: &B, rows: usize, cols: usize) -> Result<Tensor<B>> {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let value = |i: u64| (i.wrapping_mul(GOLDEN) >> 40) as f32 / (1 << 23) as f32 - 1.0;
     let values: Vec<f32> = (0..(rows * cols) as u64).into_par_iter().map(value).collect();

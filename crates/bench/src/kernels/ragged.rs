@@ -8,7 +8,7 @@ use super::traffic::Block;
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::ops::Planes;
-use nibble_core::{Convert, Result as CoreResult};
+use nibble_core::{Kernels, Result as CoreResult};
 use nibble_formats::{BlockAxis, Rounding};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
@@ -23,12 +23,12 @@ const TIMED: [(&str, Conversion); 3] = [
 ];
 
 /// All groups in one call.
-fn together<B: Convert>(b: &B, shape: Shape, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
+fn together<B: Kernels>(b: &B, shape: Shape, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
     how.on(&Operands::new(b, shape, Some(lengths))?)
 }
 
 /// A call for each group, on tensors of its own.
-fn one_by_one<B: Convert>(b: &B, cols: usize, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
+fn one_by_one<B: Kernels>(b: &B, cols: usize, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
     let call = |&rows: &usize| how.on(&Operands::new(b, Shape { rows, cols }, None)?);
     let calls = lengths.iter().map(call).collect::<CoreResult<Vec<_>>>()?;
     Ok(Box::new(move |b| calls.iter().try_for_each(|call| call(b))))

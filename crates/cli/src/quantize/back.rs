@@ -7,13 +7,13 @@ use half::{bf16, f16};
 use nibble_command::error::{Error, Result};
 use nibble_core::allocation::phase;
 use nibble_core::ops::Dequantize;
-use nibble_core::{BlockScaled, Convert, DType};
+use nibble_core::{BlockScaled, DType, Kernels};
 use nibble_formats::{BlockAxis, ScaleLayout};
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeSet;
 
 /// Brings the tensors that the metadata describe back to plain numbers, and copies the others.
-pub fn restore<'d, B: Convert>(b: &B, file: &SafeTensors<'d>, out: &mut Converted<'d>) -> Result<usize> {
+pub fn restore<'d, B: Kernels>(b: &B, file: &SafeTensors<'d>, out: &mut Converted<'d>) -> Result<usize> {
     let described: Vec<(String, String)> =
         described(&out.metadata).map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
     if described.is_empty() {
@@ -64,7 +64,7 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
 }
 
 /// Decodes the two planes of a matrix to bytes of the original type.
-fn plain<B: Convert>(
+fn plain<B: Kernels>(
     b: &B,
     about: &About,
     codes: &[u8],
@@ -100,7 +100,7 @@ fn plain<B: Convert>(
 }
 
 /// The numbers of a matrix of so many rows, as its original type holds them.
-pub fn decode<B: Convert>(
+pub fn decode<B: Kernels>(
     b: &B,
     q: &BlockScaled<B>,
     dtype: Dtype,

@@ -10,7 +10,7 @@ use nibble_command::error::{Error, Result};
 use nibble_core::allocation::phase;
 use nibble_core::ops::{Counts, Planes, Quantize};
 use nibble_core::recipe::glob;
-use nibble_core::{Backend, BlockScaled, Convert, Operand, Tensor};
+use nibble_core::{Backend, BlockScaled, Kernels, Operand, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, ScaleRule, Stream, fnv1a32};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -18,7 +18,7 @@ use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Quantizes the tensors that were asked for, and copies the others.
-pub fn quantize<'d, B: Convert>(
+pub fn quantize<'d, B: Kernels>(
     b: &B,
     (args, format): (&Args, Format),
     file: &SafeTensors<'d>,
@@ -128,7 +128,7 @@ pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
 }
 
 /// Each matrix of a tensor, quantized by itself.
-fn quantize_all<B: Convert>(
+fn quantize_all<B: Kernels>(
     b: &B,
     args: &Args,
     codec: Codec,

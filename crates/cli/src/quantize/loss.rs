@@ -2,7 +2,7 @@
 
 use nibble_command::say;
 use nibble_core::ops::{Dequantize, Planes, Quantize};
-use nibble_core::{Backend, BlockScaled, Convert, DType, Tensor};
+use nibble_core::{Backend, BlockScaled, DType, Kernels, Tensor};
 use nibble_formats::{BlockAxis, Codec};
 
 /// What quantizing has changed in a tensor: its values beside those that the file gives back, in the tensor's own type. Values that
@@ -164,7 +164,7 @@ const MOST_LINES: usize = 5;
 ///
 /// # Errors
 /// From the backend.
-pub fn reach<B: Convert>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
+pub fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     let (format, rule) = (codec.format(), codec.rule());
     if format.scale_kind(rule).has_tensor_scale() {
         return Ok(f32::MAX);

@@ -1,6 +1,6 @@
 use super::Control;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// One AdamW step of all parameters in place (decoupled weight decay, Loshchilov & Hutter 2019), all in F32:
 ///
@@ -60,14 +60,5 @@ impl<B: Backend> AdamW<'_, B> {
     pub fn check(&self) -> Result<()> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)?;
         self.tensors.iter().try_for_each(AdamWTensor::check)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.adamw(self)
     }
 }

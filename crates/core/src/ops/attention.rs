@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
@@ -69,15 +69,6 @@ impl<B: Backend> Attention<'_, B> {
         check_qkv("attention", self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)
             .map(drop)
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<AttentionOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.attention(self)
-    }
 }
 
 /// Attention of one more token: one row of [`Attention`], that of the last of `len` tokens, against the keys and values of all of
@@ -110,15 +101,6 @@ impl<B: Backend> AttentionDecode<'_, B> {
             true => Ok(()),
             false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
         }
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.attention_decode(self)
     }
 }
 
@@ -167,15 +149,6 @@ impl<B: Backend> AttentionBackward<'_, B> {
         let types = (self.out.dtype(), self.dout.dtype());
         expect_eq(OP, "types of out and dout", types, (self.q.dtype(), self.q.dtype()))?;
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<AttentionGrads<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.attention_backward(self)
     }
 }
 

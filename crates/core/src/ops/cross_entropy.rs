@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Cross-entropy in nats, of each token and summed over each shard, and the gradient of `scale · Σ loss` with respect to
 /// the logits.
@@ -55,15 +55,6 @@ impl<B: Backend> CrossEntropy<'_, B> {
         expect_eq(OP, "targets.len()", B::len(self.targets), self.logits.rows)?;
         expect_eq(OP, "type of logits", self.logits.dtype(), DType::F32)?;
         check_shards(OP, self.logits.rows, self.shards)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<CrossEntropyOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.cross_entropy(self)
     }
 }
 

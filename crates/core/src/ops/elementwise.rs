@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, DType, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 use nibble_formats::Stream;
 
 /// Plain → plain, rounding to nearest even.
@@ -15,12 +15,9 @@ impl<B: Backend> Cast<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
-        b.cast(self)
+    /// Nothing can be wrong: any shape, either type.
+    pub fn check(&self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -43,9 +40,16 @@ impl InitNormal {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Runs.
-    pub fn run<B: Convert>(self, b: &B) -> Result<Tensor<B>> {
-        b.init_normal(self)
+    /// Checks that every element has an index.
+    pub fn check(&self) -> Result<()> {
+        let len = self.rows.checked_mul(self.cols);
+        match len.and_then(|len| self.first.checked_add(len as u64)) {
+            Some(_) => Ok(()),
+            None => {
+                let got = format!("{} + {} · {}", self.first, self.rows, self.cols);
+                Err(Error::shape("init_normal", "first + rows · cols", got, "an index below 2^64"))
+            }
+        }
     }
 }
 
@@ -79,15 +83,6 @@ impl<'a, B: Backend> Add<'a, B> {
         }
         Ok(())
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.add(self)
-    }
 }
 
 /// Sums `shards` stacked tensors by the balanced tree ((0+1)+(2+3))… in F32: `[shards · rows, cols] → [rows, cols]`, rounded
@@ -114,15 +109,6 @@ impl<B: Backend> SumShards<'_, B> {
             return Err(Error::shape(OP, "shards", got, "a power of two that divides the rows"));
         }
         expect_eq(OP, "shape of into", self.into.shape(), (self.x.rows / self.shards, self.x.cols))
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.sum_shards(self)
     }
 }
 
@@ -176,18 +162,9 @@ impl<B: Backend> SumSquares<'_, B> {
             None => Ok(()),
         }
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.sum_squares(self)
-    }
 }
 
-/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`: the second plane of a plain weight.
+/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`: the second plane of a plain weight. Returns `[stack · k, n]` of the same type.
 #[derive(Debug)]
 pub struct Transpose<'a, B: Backend> {
     /// `[stack · n, k]`.
@@ -200,15 +177,12 @@ impl<B: Backend> Transpose<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks and runs: `[stack · k, n]` of the same type.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
+    /// Checks the stack.
+    pub fn check(&self) -> Result<()> {
         if self.stack == 0 || !self.x.rows.is_multiple_of(self.stack) {
             let expected = format!("a divisor of the {} rows", self.x.rows);
             return Err(Error::shape("transpose", "stack", self.stack, expected));
         }
-        b.transpose(self)
+        Ok(())
     }
 }

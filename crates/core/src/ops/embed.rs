@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Rows of a table: `x[i] = table[ids[i]]`, rounded to `dtype`.
 ///
@@ -31,15 +31,6 @@ impl<B: Backend> Embed<'_, B> {
     /// Checks types.
     pub fn check(&self) -> Result<()> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<EmbedOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.embed(self)
     }
 }
 
@@ -79,14 +70,5 @@ impl<B: Backend> EmbedBackward<'_, B> {
         expect_eq(OP, "ids.len()", B::len(self.ids), self.dy.rows)?;
         expect_eq(OP, "rows of grad modulo the shards", self.grad.rows % self.shards.max(1), 0)?;
         expect_eq(OP, "rows of dy modulo the shards", self.dy.rows % self.shards.max(1), 0)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.embed_backward(self)
     }
 }

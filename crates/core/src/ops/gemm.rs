@@ -1,6 +1,6 @@
 use super::quantize::{check_axis, check_group_align, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Groups, Operand, Products, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
 /// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
@@ -80,15 +80,6 @@ impl<B: Backend> Gemm<'_, B> {
         expect_eq(OP, "k of b", self.b.cols(), self.a.cols())?;
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Products,
-    {
-        self.check()?;
-        b.gemm(self)
-    }
 }
 
 /// Ragged rows times expert weights, all groups at once: rows of group g multiply matrix g. Serves fprop (w as it
@@ -123,15 +114,6 @@ impl<B: Backend> GroupedGemm<'_, B> {
             n: self.w.rows() / self.groups.num_groups.max(1),
             k: self.x.cols(),
         })
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Products,
-    {
-        self.check()?;
-        b.grouped_gemm(self)
     }
 }
 
@@ -175,15 +157,6 @@ impl<B: Backend> GroupedWgrad<'_, B> {
         let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
         expect_eq(OP, "shape of grad", self.grad.shape(), (self.groups.num_groups * dims.m, dims.n))?;
         Ok(dims)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Products,
-    {
-        self.check()?;
-        b.grouped_wgrad(self)
     }
 }
 

@@ -1,7 +1,7 @@
 use super::cross_entropy::check_shards;
 use super::quantize::{Counts, check_axis, check_planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, DeviceKind, Error, Model, Operand, Result, Tensor};
+use crate::{Agreement, Backend, DType, DeviceKind, Error, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, WHOLE_LINE};
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most ([`Model::head_chunk`] says what suits the backend); even, as the BF16 dot takes the contraction in pairs, and
+    /// Tokens whose logits exist at a time, at most ([`head_chunk`] says what suits the device); even, as the BF16 dot takes the contraction in pairs, and
     /// with quantized columns a multiple of their block. No chunk has a part of one shard and a part of another: long shards are
     /// cut, of short ones several may be taken at a time.
     pub chunk: usize,
@@ -256,15 +256,6 @@ impl<B: Backend> HeadLoss<'_, B> {
             })
         };
         (0..shards).flat_map(cut).collect()
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<HeadLossOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.head_loss(self)
     }
 }
 

@@ -48,3 +48,128 @@ pub use step::{
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{CONVERSIONS, Transcode, Transcoded};
+
+use crate::{Kernels, Operand, PermuteMap, Result, Tensor};
+
+/// Every operation, listed once. A row is a method of [`Kernels`](crate::Kernels), the struct of its arguments, what it returns, and what it does with each
+/// field of the struct:
+///
+/// * `reads`: tensors and buffers;
+/// * `may_read`: the same, where they are there;
+/// * `writes`: what is overwritten, or added to, in place;
+/// * `plain`: values of the host.
+///
+/// The last part is empty where fields are no such list: lists of tensors, structs of tensors and values.
+///
+/// `for_each_op! { [callback] (given) B }` is `callback! { (given) ROWS }`, with `B` for the backend. So the trait, the `run` of each struct, what each
+/// backend hands on to its code, and the conformance tests follow from this table, and an operation that lacks one of its parts does not
+/// compile.
+#[macro_export]
+macro_rules! for_each_op {
+    ([$($callback:tt)+] $given:tt $B:ident) => {
+        $($callback)+! { $given
+            quantize(Quantize<'_, $B>) -> Emitted<$B> {}
+            dequantize(Dequantize<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
+            transcode(Transcode<'_, $B>) -> Transcoded<$B> { reads x; may_read groups; plain to, axis, rule; }
+            cast(Cast<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
+            transpose(Transpose<'_, $B>) -> Tensor<$B> { reads x; plain stack; }
+            add(Add<'_, $B>) -> Tensor<$B> { reads a, b; may_read plus; }
+            sum_shards(SumShards<'_, $B>) -> () { reads x; writes into; plain shards; }
+            route(Route<'_, $B>) -> Routing<$B> { reads logits; plain top_k, normalize, shards; }
+            route_backward(RouteBackward<'_, $B>) -> Tensor<$B> {
+                reads routing, dweight; may_read batch_load; plain top_k, normalize, shards, aux_scale, batch_rows, z_scale;
+            }
+            plan_permute(PlanPermute<'_, $B>) -> PermuteMap<$B> {
+                reads expert, token_id; plain top_k, num_slots, num_groups, align, capacity;
+            }
+            permute(Permute<'_, $B>) -> Operand<$B> { reads rows, map; }
+            unpermute(Unpermute<'_, $B>) -> Operand<$B> { reads rows, map; }
+            gather_scalars(GatherScalars<'_, $B>) -> $B::Buf<f32> { reads values, index; }
+            combine_slots(CombineSlots<'_, $B>) -> Tensor<$B> { reads rows; may_read index, plus; plain top_k; }
+            pack_rows(PackRows<'_, $B>) -> $B::Buf<u8> { reads rows, index; }
+            unpack_rows(UnpackRows<'_, $B>) -> Operand<$B> { reads bytes; plain kind; }
+            assign_ranks(AssignRanks<'_, $B>) -> SlotRanks<$B> { reads expert; plain top_k, experts_each, world; }
+            pack_slots(PackSlots<'_, $B>) -> $B::Buf<i32> {
+                reads slot, expert, weight, token_id; plain top_k, experts_each;
+            }
+            unpack_slots(UnpackSlots<'_, $B>) -> ReceivedSlots<$B> { reads records; plain top_k; }
+            tile_scales(TileScales<'_, $B>) -> $B::Buf<u8> { reads scales, starts; plain matrix; }
+            untile_scales(UntileScales<'_, $B>) -> $B::Buf<u8> { reads tiles, starts; plain matrix; }
+            swiglu(Swiglu<'_, $B>) -> SwigluOut<$B> { reads h; may_read weight, groups; plain a, save_h; }
+            swiglu_backward(SwigluBackward<'_, $B>) -> SwigluGrads<$B> {
+                reads h, da; may_read weight, groups; plain dh, a;
+            }
+            init_normal(InitNormal) -> Tensor<$B> { plain stream, first, rows, cols, std; }
+            gemm(Gemm<'_, $B>) -> Tensor<$B> { reads a, b; plain out; }
+            grouped_gemm(GroupedGemm<'_, $B>) -> Tensor<$B> { reads x, w, groups; plain out; }
+            grouped_wgrad(GroupedWgrad<'_, $B>) -> () { reads dy, x, groups; writes grad; plain accumulate; }
+            embed(Embed<'_, $B>) -> EmbedOut<$B> { reads table, ids; plain dtype; }
+            embed_backward(EmbedBackward<'_, $B>) -> () { reads ids, dy; writes grad; plain shards; }
+            rms_norm(RmsNorm<'_, $B>) -> RmsNormOut<$B> { reads x, weight; may_read plus; plain eps; }
+            rms_norm_backward(RmsNormBackward<'_, $B>) -> Tensor<$B> {
+                reads x, weight, inv_rms, dy; may_read plus; writes dweight;
+            }
+            norm_rope(NormRope<'_, $B>) -> RmsNormOut<$B> {
+                reads x, weight, table; plain eps, seq_len, first_position;
+            }
+            norm_rope_backward(NormRopeBackward<'_, $B>) -> Tensor<$B> {
+                reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
+            }
+            rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain seq_len, first_position, inverse; }
+            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, seq_len; }
+            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, len; }
+            attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
+                reads q, k, v, out, lse, dout; plain head_dim, value_dim, seq_len;
+            }
+            cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
+                reads logits, targets; plain scale, shards, grad;
+            }
+            head_loss(HeadLoss<'_, $B>) -> HeadLossOut<$B> {}
+            begin_step(BeginStep<'_, $B>) -> () { reads inputs; writes clock, control, table; plain layout; }
+            begin_micro_batch(BeginMicroBatch<'_, $B>) -> () {
+                reads inputs; writes clock, ids, targets, row_id; plain layout, rank, ranks;
+            }
+            collect(Collect<'_, $B>) -> () {}
+            sum_squares(SumSquares<'_, $B>) -> () {}
+            end_step(EndStep<'_, $B>) -> () {
+                reads squares, order, tables; writes clock, control, reports; plain ranks, alarms, finite, clip_norm;
+            }
+            push_amax(PushAmax<'_, $B>) -> () { reads table, spans, control; writes records; plain at; }
+            adamw(AdamW<'_, $B>) -> () {}
+        }
+    };
+}
+
+/// `run` of each struct of arguments.
+macro_rules! runs {
+    (() $($name:ident($Op:ident $(<$l:lifetime, $B:ident>)?) -> $out:ty { $($fields:tt)* })*) => {
+        $(runs! { @one $name($Op $(<$l, $B>)?) -> $out })*
+    };
+    (@one $name:ident($Op:ident<$l:lifetime, $B:ident>) -> $out:ty) => {
+        impl<$B: Kernels> $Op<$l, $B> {
+            /// Checks the arguments, and has the backend do it.
+            ///
+            /// # Errors
+            /// [`crate::Error::Shape`] that names the argument; what the backend returns.
+            pub fn run(self, b: &$B) -> Result<$out> {
+                self.check()?;
+                b.$name(self)
+            }
+        }
+    };
+    // No buffer among its arguments tells the backend.
+    (@one $name:ident($Op:ident) -> $out:ty) => {
+        impl $Op {
+            /// Checks the arguments, and has the backend do it.
+            ///
+            /// # Errors
+            /// [`crate::Error::Shape`] that names the argument; what the backend returns.
+            pub fn run<B: Kernels>(self, b: &B) -> Result<$out> {
+                self.check()?;
+                b.$name(self)
+            }
+        }
+    };
+}
+
+for_each_op! { [runs] () B }

@@ -1,12 +1,13 @@
 use super::rope::check_turn;
-use super::{RmsNormBackward, RmsNormOut};
+use super::RmsNormBackward;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](super::RmsNorm) of each head, rounded to the type of x, then
 /// [`Rope`](super::Rope), rounded again. The bits of the two, one after the other.
 ///
-/// Head h of row r is row r · heads + h of the norm.
+/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]`, `inv_rms` a number a head, no
+/// sum.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
     /// `[t, heads · head_dim]`, F32 or BF16.
@@ -32,15 +33,6 @@ impl<B: Backend> NormRope<'_, B> {
         const OP: &str = "norm_rope";
         check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
         check_weight(OP, self.weight, self.table)
-    }
-
-    /// Checks and runs: y `[t, heads · head_dim]`, `inv_rms` a number a head, no sum.
-    pub fn run(self, b: &B) -> Result<RmsNormOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.norm_rope(self)
     }
 }
 
@@ -85,15 +77,6 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "columns of dweight", self.dweight.cols, self.table.cols)?;
         expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.heads())?;
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.norm_rope_backward(self)
     }
 }
 

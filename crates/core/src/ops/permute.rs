@@ -1,9 +1,12 @@
 use super::quantize::check_planes;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Operand, PermuteMap, Result, RowKind, Tensor};
+use crate::{Agreement, Backend, Error, Operand, PermuteMap, Result, RowKind, Tensor};
 
 /// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
 /// a multiple of `align`.
+///
+/// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
+/// that sees the slots on the host may say so at once, and of experts and tokens that are out of range or order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
     /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
@@ -60,19 +63,6 @@ impl<B: Backend> PlanPermute<'_, B> {
         }
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
-
-    /// Checks and runs.
-    ///
-    /// # Errors
-    /// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
-    /// that sees the slots on the host may say so at once, and of experts and tokens that are out of range or order.
-    pub fn run(self, b: &B) -> Result<PermuteMap<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.plan_permute(self)
-    }
 }
 
 /// Copies received rows to their expert-sorted places, codes and scales alike. Padding gets code 0 and scale byte 0
@@ -92,15 +82,6 @@ impl<B: Backend> Permute<'_, B> {
     /// Checks planes.
     pub fn check(&self) -> Result<()> {
         check_rows("permute", self.rows)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Operand<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.permute(self)
     }
 }
 
@@ -132,15 +113,6 @@ impl<B: Backend> Unpermute<'_, B> {
         check_rows("unpermute", self.rows)?;
         expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Operand<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.unpermute(self)
-    }
 }
 
 /// `out[i] = values[index[i]]`, 0 where the index is negative. Brings gate weights to expert-sorted rows and their
@@ -157,12 +129,9 @@ impl<B: Backend> GatherScalars<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Runs. Indices are the backend's own (from a [`PermuteMap`]).
-    pub fn run(self, b: &B) -> Result<B::Buf<f32>>
-    where
-        B: Convert,
-    {
-        b.gather_scalars(self)
+    /// Nothing the host can see is wrong: indices are the backend's own, from a [`PermuteMap`].
+    pub fn check(&self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -210,15 +179,6 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
     pub fn tokens(&self) -> usize {
         self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.combine_slots(self)
-    }
 }
 
 /// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
@@ -244,15 +204,6 @@ impl<B: Backend> PackRows<'_, B> {
                 check_planes("pack_rows", q)
             }
         }
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<B::Buf<u8>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.pack_rows(self)
     }
 }
 
@@ -280,14 +231,5 @@ impl<B: Backend> UnpackRows<'_, B> {
             B::len(self.bytes) % self.kind.row_bytes(),
             0,
         )
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Operand<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.unpack_rows(self)
     }
 }

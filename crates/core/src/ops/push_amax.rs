@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Result};
+use crate::{Agreement, Backend, Error, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
 
 use super::Control;
@@ -85,15 +85,6 @@ impl<B: Backend> PushAmax<'_, B> {
     /// Spans.
     pub fn num_spans(&self) -> usize {
         B::len(self.spans) / AmaxRecords::WORDS
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.push_amax(self)
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, BlockScaled, Convert, DType, Error, Groups, Operand, Result, Tensor};
+use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
 
 /// Which planes of a matrix to write.
@@ -289,15 +289,6 @@ impl<'a, B: Backend> Quantize<'a, B> {
             }
         }
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Emitted<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.quantize(self)
-    }
 }
 
 /// Decodes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
@@ -316,15 +307,6 @@ impl<B: Backend> Dequantize<'_, B> {
     /// Checks the planes' lengths.
     pub fn check(&self) -> Result<()> {
         check_planes("dequantize", self.x)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.dequantize(self)
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Model, Result, Tensor};
+use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
 ///
@@ -44,15 +44,6 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         expect_eq(OP, "shape of weight", self.weight.shape(), (1, self.x.cols))?;
         expect_eq(OP, "type of weight", self.weight.dtype(), DType::F32)?;
         check_plus(OP, self.plus, self.x)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<RmsNormOut<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.rms_norm(self)
     }
 }
 
@@ -102,14 +93,5 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.x.rows)?;
         check_plus(OP, self.plus, self.x)?;
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.rms_norm_backward(self)
     }
 }

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Result, Tensor};
+use crate::{Agreement, Backend, Error, Result, Tensor};
 
 /// Rotary position embedding on each head, halves convention (element i is paired with i + head_dim/2).
 ///
@@ -45,14 +45,5 @@ impl<B: Backend> Rope<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         check_turn("rope", self.x, self.table, self.seq_len, self.first_position)
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.rope(self)
     }
 }

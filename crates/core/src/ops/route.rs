@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, DType, Error, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Softmax over the experts, the `top_k` largest (the lower index first among equals), their weights.
 ///
@@ -59,15 +59,6 @@ impl<B: Backend> Route<'_, B> {
         check_top_k(OP, self.top_k, self.logits.cols)?;
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Routing<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.route(self)
-    }
 }
 
 fn check_top_k(op: &'static str, top_k: usize, experts: usize) -> Result<()> {
@@ -77,7 +68,7 @@ fn check_top_k(op: &'static str, top_k: usize, experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// The gradient of the logits, from the gate weights' gradients and the two auxiliary losses.
+/// The gradient of the logits, F32 `[t, e]`, from the gate weights' gradients and the two auxiliary losses.
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
     /// What [`Route`] returned.
@@ -136,14 +127,5 @@ impl<B: Backend> RouteBackward<'_, B> {
         }
         expect_eq(OP, "routing.log_sum_exp.len()", B::len(&self.routing.log_sum_exp), tokens)?;
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
-    }
-
-    /// Checks and runs. Returns F32 `[t, e]`.
-    pub fn run(self, b: &B) -> Result<Tensor<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.route_backward(self)
     }
 }

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Result};
+use crate::{Agreement, Backend, Error, Result};
 use nibble_formats::{TILE_COLS, TILE_ROWS};
 
 /// Which side of a matrix of scales is cut into groups.
@@ -76,7 +76,10 @@ impl CutScales {
     }
 }
 
-/// Lays the scales of ragged groups in tiles of each group.
+/// Lays the scales of ragged groups in tiles of each group: [`CutScales::tiled_len`] bytes.
+///
+/// Starts lie on the device. A backend that sees them on the host names one that is out of range or order; to others it counts as the
+/// nearest that is not.
 #[derive(Debug)]
 pub struct TileScales<'a, B: Backend> {
     /// `rows · cols` scales.
@@ -97,22 +100,9 @@ impl<B: Backend> TileScales<'_, B> {
         self.matrix.check::<B>(OP, self.starts)?;
         expect_eq(OP, "scales.len()", B::len(self.scales), self.matrix.rows * self.matrix.cols)
     }
-
-    /// Checks and runs: [`CutScales::tiled_len`] bytes.
-    ///
-    /// # Errors
-    /// Starts lie on the device. A backend that sees them on the host names one that is out of range or order; to others it counts as the
-    /// nearest that is not.
-    pub fn run(self, b: &B) -> Result<B::Buf<u8>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.tile_scales(self)
-    }
 }
 
-/// Undoes [`TileScales`]: to `[rows][cols]`, zero where no group is.
+/// Undoes [`TileScales`]: to `[rows][cols]`, zero where no group is. Starts are as there.
 #[derive(Debug)]
 pub struct UntileScales<'a, B: Backend> {
     /// [`CutScales::tiled_len`] bytes.
@@ -132,17 +122,5 @@ impl<B: Backend> UntileScales<'_, B> {
         const OP: &str = "untile_scales";
         self.matrix.check::<B>(OP, self.starts)?;
         expect_eq(OP, "tiles.len()", B::len(self.tiles), self.matrix.tiled_len(B::len(self.starts) - 1))
-    }
-
-    /// Checks and runs.
-    ///
-    /// # Errors
-    /// As [`TileScales::run`].
-    pub fn run(self, b: &B) -> Result<B::Buf<u8>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.untile_scales(self)
     }
 }

@@ -1,8 +1,9 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Convert, Error, Result};
+use crate::{Agreement, Backend, Error, Result};
 
 /// The rank of each (token, slot), where experts are divided among ranks evenly and in order: expert / `experts_each`. What a
-/// token needs of other ranks follows from it: [`PlanPermute`](super::PlanPermute) sorts slots by rank as it does by expert.
+/// token needs of other ranks follows from it: [`PlanPermute`](super::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is no
+/// error: its rank is −1, and it is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
     /// Expert of each (token, slot), counted over all ranks: `[t·k]`.
@@ -44,18 +45,6 @@ impl<B: Backend> AssignRanks<'_, B> {
             ));
         }
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
-    }
-
-    /// Checks and runs.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] naming the argument. An expert out of range is none: its rank is −1, and it is not counted.
-    pub fn run(self, b: &B) -> Result<SlotRanks<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.assign_ranks(self)
     }
 }
 
@@ -112,18 +101,6 @@ impl<B: Backend> PackSlots<'_, B> {
         expect_eq(OP, "token_id.len()", B::len(self.token_id), tokens)?;
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
-
-    /// Checks and runs. Returns records back to back: `[m, record_words]`.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] naming the argument.
-    pub fn run(self, b: &B) -> Result<B::Buf<i32>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.pack_slots(self)
-    }
 }
 
 /// Records whose words can be counted.
@@ -173,17 +150,5 @@ impl<B: Backend> UnpackSlots<'_, B> {
     /// How many there are.
     pub fn records(&self) -> usize {
         B::len(self.records) / record_words(self.top_k)
-    }
-
-    /// Checks and runs.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] naming the argument.
-    pub fn run(self, b: &B) -> Result<ReceivedSlots<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.unpack_slots(self)
     }
 }

@@ -1,5 +1,5 @@
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Model, Occupancy, Result};
+use crate::{Agreement, Backend, Error, Occupancy, Result};
 use std::ops::Range;
 
 /// A step's scalars on the device: one F32 buffer of [`Control::LEN`] values, which these are the places of.
@@ -93,15 +93,6 @@ impl<B: Backend> BeginStep<'_, B> {
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.begin_step(self)
-    }
 }
 
 /// Begins a micro-batch: its ids and targets come from the step's slot to where the passes read them, and its rows get
@@ -145,15 +136,6 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
             return Err(Error::shape(OP, "rank", self.rank, format!("below {} ranks", self.ranks)));
         }
         Ok(())
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.begin_micro_batch(self)
     }
 }
 
@@ -243,15 +225,6 @@ impl<B: Backend> Collect<'_, B> {
         }
         Ok(())
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.collect(self)
-    }
 }
 
 /// Ends a step's passes: the norm of the gradient, whether the step counts, and the report of both.
@@ -267,7 +240,8 @@ impl<B: Backend> Collect<'_, B> {
 pub struct EndStep<'a, B: Backend> {
     /// Sums of squares of this rank's gradients, of all ranks one after the other.
     pub squares: &'a B::Buf<f32>,
-    /// The places in `squares` to be added, each once, in an order that does not depend on the number of ranks.
+    /// The places in `squares` to be added, each once, in an order that does not depend on the number of ranks. One outside `squares` is the
+    /// caller's mistake: a backend that sees it says so, and none reads past the end.
     pub order: &'a B::Buf<i32>,
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
@@ -306,15 +280,5 @@ impl<B: Backend> EndStep<'_, B> {
         expect_eq(OP, "reports.len()", B::len(self.reports), 2 * (REPORT_HEAD + tables))?;
         expect_eq(OP, "clock.len()", B::len(self.clock), Clock::LEN)?;
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
-    }
-
-    /// Checks and runs. Places of `order` outside `squares` are the caller's mistake: a backend that sees them says so, and
-    /// none reads past the end.
-    pub fn run(self, b: &B) -> Result<()>
-    where
-        B: Model,
-    {
-        self.check()?;
-        b.end_step(self)
     }
 }

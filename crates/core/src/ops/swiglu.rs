@@ -1,6 +1,6 @@
 use super::quantize::{Emit, Emitted, Planes, check_group_rows};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Operand, Result, Tensor};
+use crate::{Agreement, Backend, BlockScaled, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::Codec;
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
@@ -69,15 +69,6 @@ impl<B: Backend> Swiglu<'_, B> {
             None => Ok(()),
         }
     }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<SwigluOut<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.swiglu(self)
-    }
 }
 
 /// The backward pass of [`Swiglu`], with `a` made again from h if asked for: one kernel writes dh, `a` and the gate weight's
@@ -141,14 +132,5 @@ impl<B: Backend> SwigluBackward<'_, B> {
             Some(w) => expect_eq(OP, "weight.len()", B::len(w), self.h.rows()),
             None => Ok(()),
         }
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<SwigluGrads<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.swiglu_backward(self)
     }
 }

@@ -1,7 +1,7 @@
 use super::quantize::{check_axis, check_group_align, check_group_rows, check_planes, check_stack};
 use super::{Counts, Planes};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, BlockScaled, Convert, Error, Groups, Result};
+use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
 /// Every conversion there is: from blocks of this format along rows, to blocks of that one along this axis.
@@ -79,14 +79,5 @@ impl<B: Backend> Transcode<'_, B> {
                 }
             }
         }
-    }
-
-    /// Checks and runs.
-    pub fn run(self, b: &B) -> Result<Transcoded<B>>
-    where
-        B: Convert,
-    {
-        self.check()?;
-        b.transcode(self)
     }
 }

@@ -71,11 +71,8 @@ fn map<T: Plain, U: Plain>(cpu: &Cpu, x: &[T], body: fn(Isa, &[T], &mut [U])) ->
 
 /// Element i is std · normal(first + i), one product in F32.
 pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
-    let len = op.rows.checked_mul(op.cols).filter(|&len| op.first.checked_add(len as u64).is_some());
-    let Some(len) = len else {
-        let got = format!("{} + {} · {}", op.first, op.rows, op.cols);
-        return Err(Error::shape("init_normal", "first + rows · cols", got, "an index below 2^64"));
-    };
+    op.check()?;
+    let len = op.rows * op.cols;
     let mut out = cpu.scratch::<f32>(len);
     for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
         let first = op.first + first as u64;

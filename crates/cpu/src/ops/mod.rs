@@ -1,4 +1,4 @@
-//! One file an operation, named as in `nibble_core::ops`.
+//! One file an operation, named as in `nibble_core::ops`. Each operation is the function of its name here.
 
 pub mod adamw;
 pub mod attention;
@@ -22,3 +22,9 @@ pub mod swiglu;
 pub mod transcode;
 pub mod transpose;
 pub mod wire;
+
+pub(crate) use {
+    adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
+    permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
+    transcode::*, transpose::*, wire::*,
+};

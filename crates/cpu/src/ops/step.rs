@@ -17,7 +17,7 @@ fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32]
 }
 
 /// The scalars of the slot, a table of zeros, no micro-batch.
-pub(crate) fn begin_step(op: BeginStep<'_, Cpu>) -> Result<()> {
+pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     let clock = op.clock.as_mut_slice();
     clock[Clock::MICRO] = 0;
     let scalars = slot(op.inputs.as_slice(), &op.layout, clock);
@@ -30,7 +30,7 @@ pub(crate) fn begin_step(op: BeginStep<'_, Cpu>) -> Result<()> {
 }
 
 /// Ids, targets and row numbers of the next micro-batch.
-pub(crate) fn begin_micro_batch(op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
+pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     let clock = op.clock.as_mut_slice();
     let micro = clock[Clock::MICRO] as usize;
@@ -52,7 +52,7 @@ pub(crate) fn begin_micro_batch(op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
 }
 
 /// Every value to its cell.
-pub(crate) fn collect(op: Collect<'_, Cpu>) -> Result<()> {
+pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
     let table = op.table.as_mut_slice();
     for entry in op.entries {
         let mut add = |i: usize, value: f64| table[entry.at + i % entry.cells * entry.stride] += value;
@@ -86,7 +86,7 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
 }
 
 /// The step's magnitudes into the records of their spans.
-pub(crate) fn push_amax(op: PushAmax<'_, Cpu>) -> Result<()> {
+pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
     }

@@ -16,6 +16,11 @@ pub(crate) mod vocabulary;
 pub use attention::attention_wgmma::DIMS as ATTENTION_DIMS;
 pub use convert::has_own_kernels;
 
+// Each operation is the function of its name here.
+pub(crate) use {
+    attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
+};
+
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::KernelSpec;

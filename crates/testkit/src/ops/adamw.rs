@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{AdamW, AdamWTensor, Control};
-use nibble_core::{Agreement, Backend, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Parameter {
@@ -56,7 +56,7 @@ fn control(grad_scale: f32, stop: bool) -> [f32; Control::LEN] {
     control
 }
 
-impl<B: Model> Case<B> for Step {
+impl<B: Kernels> Case<B> for Step {
     fn agreement(&self) -> Agreement {
         AdamW::<B>::AGREEMENT
     }
@@ -91,7 +91,7 @@ impl<B: Model> Case<B> for Step {
 }
 
 /// Conformance of [`AdamW`].
-pub fn adamw<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn adamw<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let types = || PLAIN.into_iter().flat_map(|grad| PLAIN.map(|moment| (grad, moment)));
     for (i, grad) in Input::ALL.into_iter().enumerate() {
         let (rows, cols) = [(1, 1), (3, 37), (448, 128)][i % 3];

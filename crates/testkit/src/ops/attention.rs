@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_agreement};
-use nibble_core::{Agreement, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Heads {
@@ -20,12 +20,12 @@ struct Heads {
 
 impl Heads {
     /// Rows of `heads` heads of `dim` elements.
-    fn tensor<B: Model>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
+    fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
         plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
     }
 
-    fn qkv<B: Model>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
+    fn qkv<B: Kernels>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
         Ok([
             self.tensor(b, "attention.q", self.heads, self.head_dim)?,
             self.tensor(b, "attention.k", self.kv_heads, self.head_dim)?,
@@ -33,7 +33,7 @@ impl Heads {
         ])
     }
 
-    fn forward<B: Model>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
+    fn forward<B: Kernels>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
         let Self { head_dim, value_dim, seq_len, .. } = *self;
         Attention { q, k, v, head_dim, value_dim, seq_len }.run(b)
     }
@@ -42,7 +42,7 @@ impl Heads {
 #[derive(Debug)]
 struct Forward(Heads);
 
-impl<B: Model> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
         attention_agreement(self.0.dtype)
     }
@@ -59,7 +59,7 @@ impl<B: Model> Case<B> for Forward {
 #[derive(Debug)]
 struct Backward(Heads);
 
-impl<B: Model> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
         attention_agreement(self.0.dtype)
     }
@@ -126,7 +126,7 @@ fn cases(strict: bool) -> Vec<Heads> {
 }
 
 /// Conformance of [`Attention`].
-pub fn attention<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     cases(pair.strict).into_iter().for_each(|heads| pair.check(&Forward(heads)));
 }
 
@@ -137,7 +137,7 @@ struct Decode {
     len: usize,
 }
 
-impl<B: Model> Case<B> for Decode {
+impl<B: Kernels> Case<B> for Decode {
     fn agreement(&self) -> Agreement {
         attention_agreement(self.heads.dtype)
     }
@@ -155,7 +155,7 @@ impl<B: Model> Case<B> for Decode {
 }
 
 /// Conformance of [`AttentionDecode`].
-pub fn attention_decode<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for heads in cases(pair.strict) {
         let heads = Heads { sequences: 1, ..heads };
         let all = heads.seq_len;
@@ -166,6 +166,6 @@ pub fn attention_decode<A: Model, B: Model>(pair: &Pair<A, B>) {
 }
 
 /// Conformance of [`AttentionBackward`].
-pub fn attention_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     cases(pair.strict).into_iter().for_each(|heads| pair.check(&Backward(heads)));
 }

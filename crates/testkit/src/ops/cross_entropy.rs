@@ -1,7 +1,7 @@
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use nibble_core::ops::CrossEntropy;
-use nibble_core::{Agreement, DType, Error, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
 
 #[derive(Debug)]
 struct Rows {
@@ -14,7 +14,7 @@ struct Rows {
     max_target: usize,
 }
 
-impl<B: Model> Case<B> for Rows {
+impl<B: Kernels> Case<B> for Rows {
     fn agreement(&self) -> Agreement {
         CrossEntropy::<B>::AGREEMENT
     }
@@ -46,7 +46,7 @@ impl<B: Model> Case<B> for Rows {
 
 /// Conformance of [`CrossEntropy`], with targets outside the vocabulary too, and the refusal of shards that do not
 /// divide the tokens.
-pub fn cross_entropy<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, input) in Input::ALL.into_iter().enumerate() {
         // Around the lanes of a vector and of a sum; two shards of more than one chunk.
         for (rows, vocab, shards) in

@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::WIDTHS;
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};
-use nibble_core::{Agreement, Backend, Convert, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 /// A matrix of a kind of values.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +42,7 @@ fn one_tensor<B: Backend>(b: &B, x: &Tensor<B>) -> Result<Outputs> {
 #[derive(Debug)]
 struct Casting(Matrix, DType);
 
-impl<B: Convert> Case<B> for Casting {
+impl<B: Kernels> Case<B> for Casting {
     fn agreement(&self) -> Agreement {
         Cast::<B>::AGREEMENT
     }
@@ -53,7 +53,7 @@ impl<B: Convert> Case<B> for Casting {
 }
 
 /// Conformance of [`Cast`].
-pub fn cast<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         PLAIN.into_iter().for_each(|dtype| pair.check(&Casting(matrix, dtype)));
     }
@@ -67,7 +67,7 @@ struct Adding {
     plus: Option<Input>,
 }
 
-impl<B: Convert> Case<B> for Adding {
+impl<B: Kernels> Case<B> for Adding {
     fn agreement(&self) -> Agreement {
         Add::<B>::AGREEMENT
     }
@@ -81,7 +81,7 @@ impl<B: Convert> Case<B> for Adding {
 }
 
 /// Conformance of [`Add`].
-pub fn add<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn add<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         for (b, plus) in [
             (matrix.input, None),
@@ -97,7 +97,7 @@ pub fn add<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Transposing(Matrix, usize);
 
-impl<B: Convert> Case<B> for Transposing {
+impl<B: Kernels> Case<B> for Transposing {
     fn agreement(&self) -> Agreement {
         Transpose::<B>::AGREEMENT
     }
@@ -108,7 +108,7 @@ impl<B: Convert> Case<B> for Transposing {
 }
 
 /// Conformance of [`Transpose`].
-pub fn transpose<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn transpose<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for dtype in PLAIN {
         let small = [(1, 1, 1), (1, 33, 65), (3, 7, 100), (4, 128, 96), (2, 320, 96)];
         let wide = WIDTHS.map(|cols| (2, 37, cols));
@@ -128,7 +128,7 @@ struct Initial {
     std: f32,
 }
 
-impl<B: Convert> Case<B> for Initial {
+impl<B: Kernels> Case<B> for Initial {
     fn agreement(&self) -> Agreement {
         InitNormal::AGREEMENT
     }
@@ -141,7 +141,7 @@ impl<B: Convert> Case<B> for Initial {
 }
 
 /// Conformance of [`InitNormal`].
-pub fn init_normal<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn init_normal<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // An odd first element starts within a block of random bits; a late one carries into the counter's high word.
     for first in [0, 1, 7, 12_345, (1 << 34) - 3] {
         pair.check(&Initial { seed: 0xFEDC_BA98_7654_3210, first, rows: 5, cols: 33, std: 0.02 });
@@ -156,7 +156,7 @@ struct Shards {
     into: DType,
 }
 
-impl<B: Convert> Case<B> for Shards {
+impl<B: Kernels> Case<B> for Shards {
     fn agreement(&self) -> Agreement {
         SumShards::<B>::AGREEMENT
     }
@@ -170,7 +170,7 @@ impl<B: Convert> Case<B> for Shards {
 }
 
 /// Conformance of [`SumShards`].
-pub fn sum_shards<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for (shards, rows, cols) in
             [(1, 3, 5), (2, 1, 1), (4, 17, 129), (8, 3, 700), (4, 96, 320), (1, 9, 1023)]
@@ -189,7 +189,7 @@ struct Squares {
     at: usize,
 }
 
-impl<B: Model> Case<B> for Squares {
+impl<B: Kernels> Case<B> for Squares {
     fn agreement(&self) -> Agreement {
         SumSquares::<B>::AGREEMENT
     }
@@ -215,7 +215,7 @@ impl<B: Model> Case<B> for Squares {
 }
 
 /// Conformance of [`SumSquares`].
-pub fn sum_squares<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     const SIZES: [(usize, usize, usize); 6] =
         [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)];
     let matrix =

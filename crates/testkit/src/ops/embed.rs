@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{Embed, EmbedBackward};
-use nibble_core::{Agreement, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Tokens {
@@ -18,7 +18,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn ids<B: Model>(&self, b: &B) -> Result<B::Buf<i32>> {
+    fn ids<B: Kernels>(&self, b: &B) -> Result<B::Buf<i32>> {
         let bits = stream("ids");
         // Zipf-like: the product of two uniforms repeats small ids often; the first is the largest.
         let id = |t: u64| (bits.f32_at(2 * t) * bits.f32_at(2 * t + 1) * (self.max_id + 1) as f32) as i32;
@@ -84,7 +84,7 @@ impl Tokens {
 #[derive(Debug)]
 struct Forward(Tokens);
 
-impl<B: Model> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
         Embed::<B>::AGREEMENT
     }
@@ -101,7 +101,7 @@ impl<B: Model> Case<B> for Forward {
 }
 
 /// Conformance of [`Embed`], with ids outside the table too.
-pub fn embed<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn embed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all()
         .chain(Tokens::large())
         .chain(Tokens::outside())
@@ -111,7 +111,7 @@ pub fn embed<A: Model, B: Model>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Backward(Tokens);
 
-impl<B: Model> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
         EmbedBackward::<B>::AGREEMENT
     }
@@ -131,7 +131,7 @@ impl<B: Model> Case<B> for Backward {
 }
 
 /// Conformance of [`EmbedBackward`], with ids outside the table too.
-pub fn embed_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn embed_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all()
         .chain(Tokens::large())
         .chain(Tokens::outside())

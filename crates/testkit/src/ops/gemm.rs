@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{Agreement, DType, Groups, Operand, Products, Result};
+use nibble_core::{Agreement, DType, Groups, Kernels, Operand, Result};
 
 /// How one operand is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,7 +32,7 @@ struct Matrix<'a> {
 }
 
 impl Matrix<'_> {
-    fn upload<B: Products>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
+    fn upload<B: Kernels>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
         let (rows, cols) = (self.rows, self.cols);
         let mut x = self.input.values(&stream(self.name), rows * cols);
         // Column planes are zero past a group's length by contract, so only rows can be poisoned.
@@ -136,7 +136,7 @@ fn pairs() -> Vec<(Stored, Stored)> {
     pairs
 }
 
-impl<B: Products> Case<B> for Product {
+impl<B: Kernels> Case<B> for Product {
     fn agreement(&self) -> Agreement {
         owed(Gemm::<B>::AGREEMENT, [self.a, self.b], self.out, self.input)
     }
@@ -152,7 +152,7 @@ impl<B: Products> Case<B> for Product {
 }
 
 /// Conformance of [`Gemm`].
-pub fn gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
+pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // A router of few experts: its logits, and the gradient of its input.
     for (a, b) in plain_pairs() {
         for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
@@ -196,7 +196,7 @@ fn align(stored: Stored) -> usize {
 
 const GROUPS: usize = 5;
 
-impl<B: Products> Case<B> for Grouped {
+impl<B: Kernels> Case<B> for Grouped {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -226,7 +226,7 @@ impl<B: Products> Case<B> for Grouped {
 }
 
 /// Conformance of [`GroupedGemm`].
-pub fn grouped_gemm<A: Products, B: Products>(pair: &Pair<A, B>) {
+pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
     for (i, (x, w)) in pairs().into_iter().enumerate() {
         for (j, spread) in Spread::ALL.into_iter().enumerate() {
@@ -263,7 +263,7 @@ struct Wgrad {
     shards: bool,
 }
 
-impl<B: Products> Case<B> for Wgrad {
+impl<B: Kernels> Case<B> for Wgrad {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -302,7 +302,7 @@ impl<B: Products> Case<B> for Wgrad {
 }
 
 /// Conformance of [`GroupedWgrad`].
-pub fn grouped_wgrad<A: Products, B: Products>(pair: &Pair<A, B>) {
+pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let mut stored = plain_pairs();
     for (dy, x) in [
         ((E4m3, Amax), (E4m3, Amax)),

@@ -5,7 +5,7 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossGrad};
-use nibble_core::{Agreement, DType, Error, Model, Operand, Result};
+use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};
 
 #[derive(Debug, Clone, Copy)]
 struct Head {
@@ -23,7 +23,7 @@ struct Head {
 
 impl Head {
     /// The weight `[v, d]`, and `[d, v]`.
-    fn weights<B: Model>(&self, b: &B) -> Result<[Operand<B>; 2]> {
+    fn weights<B: Kernels>(&self, b: &B) -> Result<[Operand<B>; 2]> {
         let Self { d, vocab, dtype, input, codecs, .. } = *self;
         let w = input.values(&stream("head.w"), vocab * d);
         let wt: Vec<f32> = (0..d * vocab).map(|i| w[i % vocab * d + i / vocab]).collect();
@@ -49,7 +49,7 @@ impl Head {
     }
 }
 
-impl<B: Model> Case<B> for Head {
+impl<B: Kernels> Case<B> for Head {
     fn agreement(&self) -> Agreement {
         if self.codecs.is_plain() {
             HeadLoss::<B>::agreement(self.dtype)
@@ -98,7 +98,7 @@ impl<B: Model> Case<B> for Head {
 }
 
 /// Conformance of [`HeadLoss`], and the refusal of odd chunks and of shards that do not divide the tokens.
-pub fn head_loss<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let inputs = if pair.strict { &Input::ALL[..] } else { &[Input::Normal, Input::Integers][..] };
     // Several shards a chunk, one, parts of one; odd shards.
     let sizes = [
@@ -185,7 +185,7 @@ fn lowered() -> Vec<HeadCodecs> {
 
 /// Operands in FP8: all of them and those of some products; shards that are cut and several a chunk, and one that ends inside a
 /// block; widths and vocabularies that do, and such as no tensor core takes.
-fn quantized<A: Model, B: Model>(pair: &Pair<A, B>) {
+fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (powers, floats) = (all_of(ScaleRule::Rceil), all_of(ScaleRule::Amax));
     let mixed = HeadCodecs { wgrad_dy: powers.wgrad_dy, wgrad_x: powers.wgrad_x, ..floats };
     let rows = HeadCodecs { wgrad_dy: None, wgrad_x: None, ..powers };

@@ -19,24 +19,11 @@ mod step;
 mod swiglu;
 mod transcode;
 
-pub use adamw::adamw;
-pub use attention::{attention, attention_backward, attention_decode};
-pub use cross_entropy::cross_entropy;
-pub use elementwise::{add, cast, init_normal, sum_shards, sum_squares, transpose};
-pub use embed::{embed, embed_backward};
-pub use gemm::{gemm, grouped_gemm, grouped_wgrad};
-pub use head_loss::head_loss;
-pub use norm_rope::{norm_rope, norm_rope_backward};
-pub use permute::{combine_slots, gather_scalars, pack_rows, permute, plan_permute, unpack_rows, unpermute};
-pub use quantize::{dequantize, quantize};
-pub use rms_norm::{rms_norm, rms_norm_backward};
-pub use rope::rope;
-pub use route::{route, route_backward};
-pub use scale_tiles::{tile_scales, untile_scales};
-pub use slots::{assign_ranks, pack_slots, unpack_slots};
-pub use step::{begin_micro_batch, begin_step, collect, end_step, push_amax};
-pub use swiglu::{swiglu, swiglu_backward};
-pub use transcode::transcode;
+pub use {
+    adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
+    permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
+    transcode::*,
+};
 
 use nibble_core::DType;
 

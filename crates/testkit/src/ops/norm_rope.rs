@@ -4,7 +4,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNormOut};
-use nibble_core::{Agreement, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 /// Sequences, their length, heads, their length, first position, shards. Heads that a GPU has kernels for, and others; tokens
 /// whose heads end within what its threads have, and more rows than a chunk of dweight's sum.
@@ -35,7 +35,7 @@ struct Heads {
 }
 
 /// What both passes read.
-struct Given<B: Model> {
+struct Given<B: Kernels> {
     x: Tensor<B>,
     weight: Tensor<B>,
     table: Tensor<B>,
@@ -61,12 +61,12 @@ impl Heads {
         })
     }
 
-    fn tensor<B: Model>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
+    fn tensor<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, self.heads * self.head_dim);
         plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
     }
 
-    fn given<B: Model>(&self, b: &B) -> Result<Given<B>> {
+    fn given<B: Kernels>(&self, b: &B) -> Result<Given<B>> {
         let weight = Input::Normal.values(&stream("norm_rope.weight"), self.head_dim);
         let positions = self.first_position + self.seq_len + 1;
         Ok(Given {
@@ -76,7 +76,7 @@ impl Heads {
         })
     }
 
-    fn forward<B: Model>(&self, b: &B, Given { x, weight, table }: &Given<B>) -> Result<RmsNormOut<B>> {
+    fn forward<B: Kernels>(&self, b: &B, Given { x, weight, table }: &Given<B>) -> Result<RmsNormOut<B>> {
         let Self { seq_len, first_position, .. } = *self;
         NormRope { x, weight, eps: 1e-6, table, seq_len, first_position }.run(b)
     }
@@ -85,7 +85,7 @@ impl Heads {
 #[derive(Debug)]
 struct Forward(Heads);
 
-impl<B: Model> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
         NormRope::<B>::AGREEMENT
     }
@@ -100,14 +100,14 @@ impl<B: Model> Case<B> for Forward {
 }
 
 /// Conformance of [`NormRope`].
-pub fn norm_rope<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn norm_rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Heads::all().for_each(|heads| pair.check(&Forward(heads)));
 }
 
 #[derive(Debug)]
 struct Backward(Heads);
 
-impl<B: Model> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
         NormRopeBackward::<B>::AGREEMENT
     }
@@ -131,6 +131,6 @@ impl<B: Model> Case<B> for Backward {
 }
 
 /// Conformance of [`NormRopeBackward`].
-pub fn norm_rope_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn norm_rope_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Heads::all().for_each(|heads| pair.check(&Backward(heads)));
 }

@@ -6,7 +6,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread, slots};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
-use nibble_core::{Agreement, Convert, DType, Error, Operand, PermuteMap, Result, RowKind};
+use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
 
 /// Received tokens and where their slots go.
 #[derive(Debug, Clone, Copy)]
@@ -50,11 +50,11 @@ impl Received {
         self.slots().iter().filter(|e| **e >= 0).count()
     }
 
-    fn plan<B: Convert>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
+    fn plan<B: Kernels>(&self, b: &B, capacity: usize) -> Result<PermuteMap<B>> {
         self.plan_of(b, capacity, self.occupied())
     }
 
-    fn plan_of<B: Convert>(&self, b: &B, capacity: usize, num_slots: usize) -> Result<PermuteMap<B>> {
+    fn plan_of<B: Kernels>(&self, b: &B, capacity: usize, num_slots: usize) -> Result<PermuteMap<B>> {
         let token_id: Vec<i32> = (0..self.tokens as i32).map(|t| 3 * t + 17).collect();
         let (expert, token_id) = (b.upload(&self.slots())?, b.upload(&token_id)?);
         PlanPermute {
@@ -73,7 +73,7 @@ impl Received {
 #[derive(Debug)]
 struct Planning(Received, usize);
 
-impl<B: Convert> Case<B> for Planning {
+impl<B: Kernels> Case<B> for Planning {
     fn agreement(&self) -> Agreement {
         PlanPermute::<B>::AGREEMENT
     }
@@ -104,7 +104,7 @@ impl<B: Convert> Case<B> for Planning {
 #[derive(Debug)]
 struct Miscounted(Received);
 
-impl<B: Convert> Case<B> for Miscounted {
+impl<B: Kernels> Case<B> for Miscounted {
     fn agreement(&self) -> Agreement {
         PlanPermute::<B>::AGREEMENT
     }
@@ -126,7 +126,7 @@ fn many_slots() -> Vec<Received> {
 }
 
 /// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for and of a wrong number of slots.
-pub fn plan_permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
         pair.check(&Planning(received, rows.capacity));
@@ -168,11 +168,11 @@ const KINDS: [RowContent; 11] = [
 ];
 
 impl RowContent {
-    fn rows<B: Convert>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
+    fn rows<B: Kernels>(self, b: &B, rows: usize, cols: usize) -> Result<Operand<B>> {
         self.operand(b, &Input::NonFinite.values(&stream("rows"), rows * cols), rows, cols)
     }
 
-    fn operand<B: Convert>(self, b: &B, x: &[f32], rows: usize, cols: usize) -> Result<Operand<B>> {
+    fn operand<B: Kernels>(self, b: &B, x: &[f32], rows: usize, cols: usize) -> Result<Operand<B>> {
         Ok(match self {
             RowContent::Plain(dtype) => Operand::Plain(plain(b, dtype, x, rows, cols)?),
             RowContent::Block(format, rule) => {
@@ -186,7 +186,7 @@ impl RowContent {
 #[derive(Debug)]
 struct Permuting(Received, RowContent, usize);
 
-impl<B: Convert> Case<B> for Permuting {
+impl<B: Kernels> Case<B> for Permuting {
     fn agreement(&self) -> Agreement {
         Permute::<B>::AGREEMENT
     }
@@ -203,7 +203,7 @@ impl<B: Convert> Case<B> for Permuting {
 }
 
 /// Conformance of [`Permute`]: pads are promised, and compared.
-pub fn permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
             pair.check(&Permuting(received, kind, [96, 160, 131][i % 3]));
@@ -214,7 +214,7 @@ pub fn permute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Unpermuting(Received, RowContent, usize);
 
-impl<B: Convert> Case<B> for Unpermuting {
+impl<B: Kernels> Case<B> for Unpermuting {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -234,7 +234,7 @@ impl<B: Convert> Case<B> for Unpermuting {
 }
 
 /// Conformance of [`Unpermute`].
-pub fn unpermute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn unpermute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
             pair.check(&Unpermuting(received, kind, [96, 160, 131][i % 3]));
@@ -245,7 +245,7 @@ pub fn unpermute<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Gathering(Received);
 
-impl<B: Convert> Case<B> for Gathering {
+impl<B: Kernels> Case<B> for Gathering {
     fn agreement(&self) -> Agreement {
         GatherScalars::<B>::AGREEMENT
     }
@@ -265,7 +265,7 @@ impl<B: Convert> Case<B> for Gathering {
 }
 
 /// Conformance of [`GatherScalars`].
-pub fn gather_scalars<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn gather_scalars<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Received::all().into_iter().for_each(|received| pair.check(&Gathering(received)));
 }
 
@@ -278,7 +278,7 @@ struct Combining {
     input: Input,
 }
 
-impl<B: Convert> Case<B> for Combining {
+impl<B: Kernels> Case<B> for Combining {
     fn agreement(&self) -> Agreement {
         CombineSlots::<B>::AGREEMENT
     }
@@ -297,7 +297,7 @@ impl<B: Convert> Case<B> for Combining {
 #[derive(Debug)]
 struct Fetching(Received, DType, usize);
 
-impl<B: Convert> Case<B> for Fetching {
+impl<B: Kernels> Case<B> for Fetching {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -328,7 +328,7 @@ impl<B: Convert> Case<B> for Fetching {
 }
 
 /// Conformance of [`CombineSlots`].
-pub fn combine_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for dtype in PLAIN {
             for (tokens, top_k, cols) in [(1, 1, 1), (5, 3, 33), (17, 8, 300), (64, 6, 448)] {
@@ -357,7 +357,7 @@ impl Wire {
         (0..self.sent as u64).map(|i| (stream("wire").u32_at(i) as usize % self.rows) as i32).collect()
     }
 
-    fn pack<B: Convert>(&self, b: &B) -> Result<(B::Buf<u8>, RowKind)> {
+    fn pack<B: Kernels>(&self, b: &B) -> Result<(B::Buf<u8>, RowKind)> {
         let rows = self.kind.rows(b, self.rows, self.cols)?;
         let index = b.upload(&self.index())?;
         Ok((PackRows { rows: &rows, index: &index }.run(b)?, rows.row_kind()))
@@ -373,7 +373,7 @@ impl Wire {
 #[derive(Debug)]
 struct Packing(Wire);
 
-impl<B: Convert> Case<B> for Packing {
+impl<B: Kernels> Case<B> for Packing {
     fn agreement(&self) -> Agreement {
         PackRows::<B>::AGREEMENT
     }
@@ -387,14 +387,14 @@ impl<B: Convert> Case<B> for Packing {
 }
 
 /// Conformance of [`PackRows`].
-pub fn pack_rows<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn pack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Packing(wire)));
 }
 
 #[derive(Debug)]
 struct Unpacking(Wire);
 
-impl<B: Convert> Case<B> for Unpacking {
+impl<B: Kernels> Case<B> for Unpacking {
     fn agreement(&self) -> Agreement {
         UnpackRows::<B>::AGREEMENT
     }
@@ -408,6 +408,6 @@ impl<B: Convert> Case<B> for Unpacking {
 }
 
 /// Conformance of [`UnpackRows`].
-pub fn unpack_rows<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn unpack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Unpacking(wire)));
 }

@@ -6,7 +6,7 @@ use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
-use nibble_core::{Agreement, Convert, DType, Groups, Result, Tensor};
+use nibble_core::{Agreement, DType, Groups, Kernels, Result, Tensor};
 
 /// Every rule of every block format, to nearest.
 pub(super) fn codecs() -> impl Iterator<Item = Codec> {
@@ -42,7 +42,7 @@ struct Dense {
     input: Input,
 }
 
-impl<B: Convert> Case<B> for Dense {
+impl<B: Kernels> Case<B> for Dense {
     fn agreement(&self) -> Agreement {
         Quantize::<B>::AGREEMENT
     }
@@ -67,7 +67,7 @@ struct StepOnDevice {
     step: u32,
 }
 
-impl<B: Convert> Case<B> for StepOnDevice {
+impl<B: Kernels> Case<B> for StepOnDevice {
     fn agreement(&self) -> Agreement {
         Quantize::<B>::AGREEMENT
     }
@@ -94,7 +94,7 @@ impl<B: Convert> Case<B> for StepOnDevice {
 }
 
 /// The step of a recorded training step lies on the device.
-fn step_on_device<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn step_on_device<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
     for rounding in [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x4000 }] {
         for format in [Format::Mxfp4, Format::E4m3] {
@@ -122,7 +122,7 @@ struct Ragged {
     input: Input,
 }
 
-impl<B: Convert> Case<B> for Ragged {
+impl<B: Kernels> Case<B> for Ragged {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -148,7 +148,7 @@ impl<B: Convert> Case<B> for Ragged {
 }
 
 /// Rows in five groups, or dense ones without a spread, and the groups.
-fn matrix<B: Convert>(
+fn matrix<B: Kernels>(
     b: &B,
     spread: Option<Spread>,
     (rows, cols): (usize, usize),
@@ -179,7 +179,7 @@ struct OfEarlierSteps {
     expected: f32,
 }
 
-impl<B: Convert> Case<B> for OfEarlierSteps {
+impl<B: Kernels> Case<B> for OfEarlierSteps {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -207,7 +207,7 @@ impl<B: Convert> Case<B> for OfEarlierSteps {
 }
 
 /// Expected magnitudes that are met, missed and unknown, for every form.
-fn of_earlier_steps<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (first, stride) in [(0, 2), (4, 0), (0, usize::MAX / 2 + 1), (usize::MAX, 0), (usize::MAX - 1, 1)] {
         pair.check_refused(&RecordsTooFar { first, stride }, |e| e.to_string().contains("3 spans"));
     }
@@ -256,7 +256,7 @@ struct RecordsTooFar {
     stride: usize,
 }
 
-impl<B: Convert> Case<B> for RecordsTooFar {
+impl<B: Kernels> Case<B> for RecordsTooFar {
     fn agreement(&self) -> Agreement {
         Quantize::<B>::AGREEMENT
     }
@@ -285,7 +285,7 @@ struct Transformed {
     input: Input,
 }
 
-impl<B: Convert> Case<B> for Transformed {
+impl<B: Kernels> Case<B> for Transformed {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -312,7 +312,7 @@ impl<B: Convert> Case<B> for Transformed {
 }
 
 /// Every length of a transform, along the rows and down the columns, with groups that end inside a transform block.
-fn transformed<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::Mxfp4, ScaleRule::Floor, Rounding::Stochastic),
@@ -370,7 +370,7 @@ const SHAPES: [(Planes, usize, usize, usize); 9] = [
 ];
 
 /// Every rounding of every format, where kernels take whole tiles and where groups end inside them.
-fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [
         Rounding::NearestEven,
         Rounding::NearestAway,
@@ -406,7 +406,7 @@ fn general<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 /// Real models' widths: a few rows, two uneven groups, square tiles, a transform.
-fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::E4m3, ScaleRule::Amax, Rounding::NearestEven),
@@ -441,7 +441,7 @@ fn wide<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
-pub fn quantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
     for codec in codecs() {
         for (planes, rows, cols, stack) in SHAPES {
@@ -506,7 +506,7 @@ struct Decoding {
     dtype: DType,
 }
 
-impl<B: Convert> Case<B> for Decoding {
+impl<B: Kernels> Case<B> for Decoding {
     fn agreement(&self) -> Agreement {
         Dequantize::<B>::AGREEMENT
     }
@@ -529,7 +529,7 @@ struct DecodingAny {
     dtype: DType,
 }
 
-impl<B: Convert> Case<B> for DecodingAny {
+impl<B: Kernels> Case<B> for DecodingAny {
     fn agreement(&self) -> Agreement {
         Dequantize::<B>::AGREEMENT
     }
@@ -544,7 +544,7 @@ impl<B: Convert> Case<B> for DecodingAny {
 }
 
 /// Conformance of [`Dequantize`].
-pub fn dequantize<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for codec in codecs() {
         for (planes, rows, cols, stack) in SHAPES {
             let axis = match planes {

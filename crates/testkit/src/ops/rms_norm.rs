@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
-use nibble_core::{Agreement, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 /// Rows, columns and shards.
 const SIZES: [(usize, usize, usize); 7] =
@@ -32,19 +32,19 @@ struct Rows {
 }
 
 impl Rows {
-    fn x<B: Model>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
+    fn x<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.d), self.rows, self.d)
     }
 
-    fn weight<B: Model>(&self, b: &B) -> Result<Tensor<B>> {
+    fn weight<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::from_f32(b, &Input::Normal.values(&stream("rms_norm.weight"), self.d), 1, self.d)
     }
 
-    fn plus<B: Model>(&self, b: &B) -> Result<Option<Tensor<B>>> {
+    fn plus<B: Kernels>(&self, b: &B) -> Result<Option<Tensor<B>>> {
         self.plus.then(|| self.x(b, "rms_norm.plus")).transpose()
     }
 
-    fn forward<B: Model>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
+    fn forward<B: Kernels>(&self, b: &B, x: &Tensor<B>) -> Result<RmsNormOut<B>> {
         RmsNorm { x, plus: self.plus(b)?.as_ref(), weight: &self.weight(b)?, eps: 1e-6 }.run(b)
     }
 
@@ -65,7 +65,7 @@ impl Rows {
 #[derive(Debug)]
 struct Forward(Rows);
 
-impl<B: Model> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
         RmsNorm::<B>::AGREEMENT
     }
@@ -83,14 +83,14 @@ impl<B: Model> Case<B> for Forward {
 }
 
 /// Conformance of [`RmsNorm`].
-pub fn rms_norm<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Forward(rows)));
 }
 
 #[derive(Debug)]
 struct Backward(Rows);
 
-impl<B: Model> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
         RmsNormBackward::<B>::AGREEMENT
     }
@@ -114,6 +114,6 @@ impl<B: Model> Case<B> for Backward {
 }
 
 /// Conformance of [`RmsNormBackward`].
-pub fn rms_norm_backward<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Backward(rows)));
 }

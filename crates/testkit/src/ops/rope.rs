@@ -3,7 +3,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use nibble_core::ops::Rope;
-use nibble_core::{Agreement, DType, Model, Result, Tensor};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 #[derive(Debug)]
 struct Heads {
@@ -28,7 +28,7 @@ pub(super) fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     (0..positions).flat_map(row).collect()
 }
 
-impl<B: Model> Case<B> for Heads {
+impl<B: Kernels> Case<B> for Heads {
     fn agreement(&self) -> Agreement {
         Rope::<B>::AGREEMENT
     }
@@ -47,7 +47,7 @@ impl<B: Model> Case<B> for Heads {
 }
 
 /// Conformance of [`Rope`].
-pub fn rope<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let sizes = [
         (1, 1, 1, 2, 0),
         (2, 5, 3, 6, 3),

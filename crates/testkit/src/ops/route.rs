@@ -2,7 +2,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use crate::shapes::MoeShape;
 use nibble_core::ops::{Route, RouteBackward, Routing};
-use nibble_core::{Agreement, Convert, Result, Tensor};
+use nibble_core::{Agreement, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Tokens {
@@ -15,12 +15,12 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn logits<B: Convert>(&self, b: &B) -> Result<Tensor<B>> {
+    fn logits<B: Kernels>(&self, b: &B) -> Result<Tensor<B>> {
         let logits = self.input.values(&stream("router"), self.tokens * self.experts);
         Tensor::from_f32(b, &logits, self.tokens, self.experts)
     }
 
-    fn forward<B: Convert>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
+    fn forward<B: Kernels>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
         Route { logits, top_k: self.top_k, normalize: self.normalize, shards: self.shards }.run(b)
     }
 
@@ -47,7 +47,7 @@ impl Tokens {
 #[derive(Debug)]
 struct Forward(Tokens);
 
-impl<B: Convert> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
         Route::<B>::AGREEMENT
     }
@@ -66,7 +66,7 @@ impl<B: Convert> Case<B> for Forward {
 }
 
 /// Conformance of [`Route`].
-pub fn route<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn route<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all().into_iter().for_each(|tokens| pair.check(&Forward(tokens)));
 }
 
@@ -77,7 +77,7 @@ struct Backward {
     one_loss: bool,
 }
 
-impl<B: Convert> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
         RouteBackward::<B>::AGREEMENT
     }
@@ -109,7 +109,7 @@ impl<B: Convert> Case<B> for Backward {
 }
 
 /// Conformance of [`RouteBackward`].
-pub fn route_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn route_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // Where the logits hold a NaN there is no routing to go back through.
     let finite = Tokens::all().into_iter().filter(|t| t.input != Input::NonFinite);
     for tokens in finite {

@@ -1,7 +1,7 @@
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::stream;
 use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
-use nibble_core::{Agreement, Convert, Result};
+use nibble_core::{Agreement, Kernels, Result};
 
 /// A matrix and how it is cut.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +60,7 @@ impl Cut {
 #[derive(Debug)]
 struct Tiling(Cut);
 
-impl<B: Convert> Case<B> for Tiling {
+impl<B: Kernels> Case<B> for Tiling {
     fn agreement(&self) -> Agreement {
         TileScales::<B>::AGREEMENT
     }
@@ -76,14 +76,14 @@ impl<B: Convert> Case<B> for Tiling {
 }
 
 /// Conformance of [`TileScales`].
-pub fn tile_scales<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn tile_scales<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Cut::all().into_iter().for_each(|cut| pair.check(&Tiling(cut)));
 }
 
 #[derive(Debug)]
 struct Untiling(Cut);
 
-impl<B: Convert> Case<B> for Untiling {
+impl<B: Kernels> Case<B> for Untiling {
     fn agreement(&self) -> Agreement {
         UntileScales::<B>::AGREEMENT
     }
@@ -100,6 +100,6 @@ impl<B: Convert> Case<B> for Untiling {
 }
 
 /// Conformance of [`UntileScales`].
-pub fn untile_scales<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn untile_scales<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Cut::all().into_iter().for_each(|cut| pair.check(&Untiling(cut)));
 }

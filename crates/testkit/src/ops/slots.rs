@@ -1,7 +1,7 @@
 use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use nibble_core::ops::{AssignRanks, PackSlots, UnpackSlots, record_words};
-use nibble_core::{Agreement, Convert, Result};
+use nibble_core::{Agreement, Kernels, Result};
 
 /// Tokens of a rank, and how experts are divided among ranks.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +61,7 @@ impl Sent {
 #[derive(Debug)]
 struct Assigning(Sent);
 
-impl<B: Convert> Case<B> for Assigning {
+impl<B: Kernels> Case<B> for Assigning {
     fn agreement(&self) -> Agreement {
         AssignRanks::<B>::AGREEMENT
     }
@@ -79,14 +79,14 @@ impl<B: Convert> Case<B> for Assigning {
 }
 
 /// Conformance of [`AssignRanks`].
-pub fn assign_ranks<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn assign_ranks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Sent::all().into_iter().for_each(|sent| pair.check(&Assigning(sent)));
 }
 
 #[derive(Debug)]
 struct Packing(Sent);
 
-impl<B: Convert> Case<B> for Packing {
+impl<B: Kernels> Case<B> for Packing {
     fn agreement(&self) -> Agreement {
         PackSlots::<B>::AGREEMENT
     }
@@ -112,7 +112,7 @@ impl<B: Convert> Case<B> for Packing {
 }
 
 /// Conformance of [`PackSlots`].
-pub fn pack_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn pack_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Sent::all().into_iter().for_each(|sent| pair.check(&Packing(sent)));
 }
 
@@ -123,7 +123,7 @@ struct Unpacking {
     top_k: usize,
 }
 
-impl<B: Convert> Case<B> for Unpacking {
+impl<B: Kernels> Case<B> for Unpacking {
     fn agreement(&self) -> Agreement {
         UnpackSlots::<B>::AGREEMENT
     }
@@ -141,7 +141,7 @@ impl<B: Convert> Case<B> for Unpacking {
 }
 
 /// Conformance of [`UnpackSlots`].
-pub fn unpack_slots<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn unpack_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (records, top_k) in [(0, 3), (1, 1), (77, 2), (300, 8), (50_000, 6)] {
         pair.check(&Unpacking { records, top_k });
     }

@@ -5,7 +5,7 @@ use nibble_core::ops::{
     AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, PushAmax,
     REPORT_HEAD, Source,
 };
-use nibble_core::{Agreement, Backend, Model, Occupancy, Result};
+use nibble_core::{Agreement, Backend, Kernels, Occupancy, Result};
 
 /// Words of a slot that say where they are.
 fn ring<B: Backend>(b: &B, layout: InputLayout) -> Result<B::Buf<i32>> {
@@ -19,7 +19,7 @@ struct Begun {
     step: u32,
 }
 
-impl<B: Model> Case<B> for Begun {
+impl<B: Kernels> Case<B> for Begun {
     fn agreement(&self) -> Agreement {
         BeginStep::<B>::AGREEMENT
     }
@@ -40,7 +40,7 @@ impl<B: Model> Case<B> for Begun {
 }
 
 /// Conformance of [`BeginStep`].
-pub fn begin_step<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn begin_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for step in [0, 1, 2, u32::MAX] {
         pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2 }, step });
     }
@@ -54,7 +54,7 @@ struct MicroBegun {
     ranks: usize,
 }
 
-impl<B: Model> Case<B> for MicroBegun {
+impl<B: Kernels> Case<B> for MicroBegun {
     fn agreement(&self) -> Agreement {
         BeginMicroBatch::<B>::AGREEMENT
     }
@@ -84,7 +84,7 @@ impl<B: Model> Case<B> for MicroBegun {
 }
 
 /// Conformance of [`BeginMicroBatch`].
-pub fn begin_micro_batch<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn begin_micro_batch<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for tokens in [1, 33, 1024] {
         for (clock, rank, ranks) in [([0, 0], 0, 1), ([3, 1], 0, 1), ([5, 2], 3, 4)] {
             pair.check(&MicroBegun { layout: InputLayout { tokens, micro_batches: 3 }, clock, rank, ranks });
@@ -98,7 +98,7 @@ struct Collected {
     found: [i32; 2],
 }
 
-impl<B: Model> Case<B> for Collected {
+impl<B: Kernels> Case<B> for Collected {
     fn agreement(&self) -> Agreement {
         Collect::<B>::AGREEMENT
     }
@@ -133,7 +133,7 @@ impl<B: Model> Case<B> for Collected {
 }
 
 /// Conformance of [`Collect`].
-pub fn collect<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn collect<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (capacity, found) in [(64, [64, 40]), (64, [65, 40]), (128, [60, 39])] {
         pair.check(&Collected { capacity, found });
     }
@@ -145,7 +145,7 @@ pub fn collect<A: Model, B: Model>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct TooFar;
 
-impl<B: Model> Case<B> for TooFar {
+impl<B: Kernels> Case<B> for TooFar {
     fn agreement(&self) -> Agreement {
         Collect::<B>::AGREEMENT
     }
@@ -181,7 +181,7 @@ struct Ended {
 
 const CELLS: usize = 40;
 
-impl<B: Model> Case<B> for Ended {
+impl<B: Kernels> Case<B> for Ended {
     fn agreement(&self) -> Agreement {
         EndStep::<B>::AGREEMENT
     }
@@ -233,7 +233,7 @@ impl<B: Model> Case<B> for Ended {
 }
 
 /// Conformance of [`EndStep`].
-pub fn end_step<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn end_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     use Wrong::*;
     for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, LeftOut, Earlier] {
         for (ranks, sums, clip_norm, step) in [(1, 1, 0.0, 0), (2, 300, 1.0, 1), (4, 2503, 1e9, 6)] {
@@ -250,7 +250,7 @@ struct Pushed {
     stop: bool,
 }
 
-impl<B: Model> Case<B> for Pushed {
+impl<B: Kernels> Case<B> for Pushed {
     fn agreement(&self) -> Agreement {
         PushAmax::<B>::AGREEMENT
     }
@@ -281,7 +281,7 @@ impl<B: Model> Case<B> for Pushed {
 }
 
 /// Conformance of [`PushAmax`].
-pub fn push_amax<A: Model, B: Model>(pair: &Pair<A, B>) {
+pub fn push_amax<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (history, amax, margin) in
         [(1, AmaxOf::Max, 0), (7, AmaxOf::Max, 3), (1024, AmaxOf::Max, 0), (5, AmaxOf::MostRecent, 16)]
     {
@@ -298,7 +298,7 @@ pub fn push_amax<A: Model, B: Model>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct WordsOutOfRange;
 
-impl<B: Model> Case<B> for WordsOutOfRange {
+impl<B: Kernels> Case<B> for WordsOutOfRange {
     fn agreement(&self) -> Agreement {
         PushAmax::<B>::AGREEMENT
     }
@@ -331,7 +331,7 @@ impl<B: Model> Case<B> for WordsOutOfRange {
 #[derive(Debug)]
 struct CellsTooFar;
 
-impl<B: Model> Case<B> for CellsTooFar {
+impl<B: Kernels> Case<B> for CellsTooFar {
     fn agreement(&self) -> Agreement {
         PushAmax::<B>::AGREEMENT
     }

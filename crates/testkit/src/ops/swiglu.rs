@@ -5,7 +5,7 @@ use crate::input::Input;
 use crate::shapes::{MoeShape, RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
-use nibble_core::{Agreement, Backend, Convert, DType, Groups, Operand, Result};
+use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
 
 /// The rows of a case, and how they are divided.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +57,7 @@ struct Forward {
     save: bool,
 }
 
-impl<B: Convert> Case<B> for Forward {
+impl<B: Kernels> Case<B> for Forward {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -121,7 +121,7 @@ fn all_rows() -> Vec<Rows> {
 }
 
 /// Conformance of [`Swiglu`].
-pub fn swiglu<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let emits = [
         Emit::Plain(DType::F32),
         Emit::Plain(DType::Bf16),
@@ -149,7 +149,7 @@ struct Backward {
     a: Option<Emit>,
 }
 
-impl<B: Convert> Case<B> for Backward {
+impl<B: Kernels> Case<B> for Backward {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -198,7 +198,7 @@ impl<B: Convert> Case<B> for Backward {
 }
 
 /// Conformance of [`SwigluBackward`].
-pub fn swiglu_backward<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let emits = [
         (Emit::Plain(DType::F32), Emit::Plain(DType::F32)),
         (Emit::Plain(DType::Bf16), Emit::Plain(DType::Bf16)),

@@ -5,7 +5,7 @@ use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;
-use nibble_core::{Agreement, Convert, Result};
+use nibble_core::{Agreement, Kernels, Result};
 
 /// Where the source's codes and scales come from.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +44,7 @@ impl Source {
     }
 }
 
-impl<B: Convert> Case<B> for Dense {
+impl<B: Kernels> Case<B> for Dense {
     fn agreement(&self) -> Agreement {
         Transcode::<B>::AGREEMENT
     }
@@ -69,7 +69,7 @@ struct Ragged {
     cols: usize,
 }
 
-impl<B: Convert> Case<B> for Ragged {
+impl<B: Kernels> Case<B> for Ragged {
     const RAGGED: bool = true;
 
     fn agreement(&self) -> Agreement {
@@ -105,7 +105,7 @@ struct Tiles {
     k: usize,
 }
 
-impl<B: Convert> Case<B> for Tiles {
+impl<B: Kernels> Case<B> for Tiles {
     fn agreement(&self) -> Agreement {
         Transcode::<B>::AGREEMENT
     }
@@ -127,7 +127,7 @@ impl<B: Convert> Case<B> for Tiles {
 }
 
 /// Matrices of whole tiles, and with ends of every kind; the experts' weights of models, made smaller.
-fn tiles<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| Source::Values(input, rule));
     let sources = Input::ALL.into_iter().flat_map(of).chain([Source::Any]);
     for source in sources {
@@ -147,7 +147,7 @@ fn tiles<A: Convert, B: Convert>(pair: &Pair<A, B>) {
 }
 
 /// Conformance of [`Transcode`]: each conversion there is, exact and inexact, dense and ragged.
-pub fn transcode<A: Convert, B: Convert>(pair: &Pair<A, B>) {
+pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     use BlockAxis::{Col, Row};
     use Format::{E4m3, Mxfp4};
     use ScaleRule::{Amax, Ceil, Even, Floor, Rceil};

@@ -1,7 +1,6 @@
 //! Memory and order: what is no operation.
 
 use super::call::{Taken, open};
-use super::mapping::Plane;
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
 use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun};
 use std::ops::Range;
@@ -23,12 +22,12 @@ impl<B: Backend> Backend for Recorder<B> {
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T, B>> {
         let call = self.call("zeros", &(len, std::any::type_name::<T>()));
-        Ok(call.issue(move |b, _| b.zeros(len).map(Plane::<B, T>))?.0)
+        call.issue(move |b, _| b.zeros(len))
     }
 
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T, B>> {
         let call = self.call("alloc", &(len, std::any::type_name::<T>())).silent();
-        Ok(call.issue(move |b, _| b.alloc(len).map(Plane::<B, T>))?.0)
+        call.issue(move |b, _| b.alloc(len))
     }
 
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Buf<T, B>> {
@@ -70,7 +69,7 @@ impl<B: Backend> Backend for Recorder<B> {
         let mut call = self.call("write", &buf).silent();
         let sealed = call.writes(buf)?;
         let values = values.to_vec();
-        call.issue(move |b, run| b.write(&mut *Taken::new(b, &sealed, run)?, at, &values))?;
+        call.issue::<()>(move |b, run| b.write(&mut *Taken::new(b, &sealed, run)?, at, &values))?;
         let id = buf.cell.id();
         self.note(|| Event::of_transfer("write", format!("{buf:?} at {range:?}"), [id], [id]));
         Ok(())

@@ -3,7 +3,7 @@
 use super::buf::Buf;
 use super::cell::Output;
 use super::fault::{Struck, spoil};
-use super::mapping::{Made, Open, Over, Plane, Seal, Store, Wrap};
+use super::mapping::{Open, Over, Returned, Seal, Store, Wrap};
 use super::recording::{Entry, Op};
 use super::{Event, Mode, Recorder};
 use nibble_core::recipe::Form;
@@ -91,9 +91,9 @@ impl<B: Backend> Recorder<B> {
 
     /// New handles for what the inner backend returned.
     #[allow(clippy::type_complexity)] // what `Wrap` holds at the end, and what it was for
-    fn wrap<M: Made<B>>(&self, made: &M) -> Result<(M::Wrapped, Vec<Output<B>>, Vec<(usize, Form)>)> {
+    fn wrap<R: Returned<B>>(&self, inner: &R::Inner) -> Result<(R, Vec<Output<B>>, Vec<(usize, Form)>)> {
         let mut wrap = Wrap { recorder: self, made: Vec::new(), forms: Vec::new() };
-        let wrapped = made.wrapped(&mut wrap)?;
+        let wrapped = R::wrapped(inner, &mut wrap)?;
         Ok((wrapped, wrap.made, wrap.forms))
     }
 }
@@ -125,10 +125,10 @@ impl<B: Backend> Call<'_, B> {
     }
 
     /// Runs the operation now, or keeps it for replays.
-    pub fn issue<M: Made<B> + 'static>(
+    pub fn issue<R: Returned<B> + 'static>(
         self,
-        run: impl Fn(&B, Run) -> Result<M> + Send + 'static,
-    ) -> Result<M::Wrapped> {
+        run: impl Fn(&B, Run) -> Result<R::Inner> + Send + 'static,
+    ) -> Result<R> {
         let Self { recorder, mut op } = self;
         let is_recording = recorder.shared.is_recording();
         if !is_recording && recorder.shared.mode != Mode::EachReplayed {
@@ -138,14 +138,14 @@ impl<B: Backend> Call<'_, B> {
             recorder.executed(&op, inputs)?;
             return Ok(wrapped);
         }
-        let (wrapped, made, forms) = match M::nothing() {
+        let (wrapped, made, forms) = match R::nothing() {
             Some(nothing) => (nothing, Vec::new(), Vec::new()),
             None => recorder.wrap(&run(&recorder.inner, Run::Dry)?)?,
         };
         (op.made, op.forms[1]) = (made.clone(), forms);
         let replay = move |b: &B| {
-            let out = run(b, Run::Real)?;
-            out.wrapped(&mut Store { b, cells: made.iter() }).map(drop)
+            let inner = run(b, Run::Real)?;
+            R::wrapped(&inner, &mut Store { b, cells: made.iter() }).map(drop)
         };
         let entry = Entry::Op(op, Box::new(replay));
         if !is_recording {
@@ -181,7 +181,7 @@ impl<T: Plain, B: Backend> Written<B> for Buf<T, B> {
             // The inner backend copies the bytes when they are written.
             let mut call = recorder.call("share", self).silent();
             let from = call.reads(&*self)?;
-            *self = call.issue(move |b, _| Ok(Plane::<B, T>(open(b, &from)?)))?.0;
+            *self = call.issue(move |b, _| open(b, &from))?;
         }
         Ok(())
     }

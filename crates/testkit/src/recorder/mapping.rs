@@ -27,19 +27,10 @@ pub(super) trait Over: Sized {
     type A: Backend;
     /// The same, of buffers of another backend.
     type On<C: Backend>;
+    /// To the other backend.
     fn mapped<C: Backend>(&self, m: &mut impl Mapping<Self::A, C>) -> Result<Self::On<C>>;
-}
-
-/// A buffer alone.
-#[derive(Debug)]
-pub(super) struct Plane<A: Backend, T: Plain>(pub A::Buf<T>);
-
-impl<A: Backend, T: Plain> Over for Plane<A, T> {
-    type A = A;
-    type On<C: Backend> = Plane<C, T>;
-    fn mapped<C: Backend>(&self, m: &mut impl Mapping<A, C>) -> Result<Plane<C, T>> {
-        Ok(Plane(m.buf(&self.0)?))
-    }
+    /// From the other backend.
+    fn mapped_from<C: Backend>(on: &Self::On<C>, m: &mut impl Mapping<C, Self::A>) -> Result<Self>;
 }
 
 impl<T: Plain, B: Backend> Over for Buf<T, B> {
@@ -48,6 +39,9 @@ impl<T: Plain, B: Backend> Over for Buf<T, B> {
     fn mapped<C: Backend>(&self, m: &mut impl Mapping<Recorder<B>, C>) -> Result<C::Buf<T>> {
         m.buf(self)
     }
+    fn mapped_from<C: Backend>(on: &C::Buf<T>, m: &mut impl Mapping<C, Recorder<B>>) -> Result<Self> {
+        m.buf(on)
+    }
 }
 
 impl<X: Over> Over for Option<X> {
@@ -55,6 +49,9 @@ impl<X: Over> Over for Option<X> {
     type On<C: Backend> = Option<X::On<C>>;
     fn mapped<C: Backend>(&self, m: &mut impl Mapping<X::A, C>) -> Result<Option<X::On<C>>> {
         self.as_ref().map(|x| x.mapped(m)).transpose()
+    }
+    fn mapped_from<C: Backend>(on: &Option<X::On<C>>, m: &mut impl Mapping<C, X::A>) -> Result<Self> {
+        on.as_ref().map(|on| X::mapped_from(on, m)).transpose()
     }
 }
 
@@ -67,6 +64,9 @@ macro_rules! over {
             fn mapped<C: Backend>(&self, $m: &mut impl Mapping<A, C>) -> Result<$name<C>> {
                 let $x = self;
                 Ok($body)
+            }
+            fn mapped_from<C: Backend>(on: &$name<C>, m: &mut impl Mapping<C, A>) -> Result<Self> {
+                on.mapped(m)
             }
         }
     };
@@ -185,29 +185,30 @@ over!(ReceivedSlots, |x, m| ReceivedSlots {
     weight: m.buf(&x.weight)?,
 });
 
-/// What an operation of the inner backend returns.
-pub(super) trait Made<B: Backend> {
-    /// The same, of the recorder's handles.
-    type Wrapped;
-    fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped>;
+/// What an operation returns.
+pub(super) trait Returned<B: Backend>: Sized {
+    /// What the same operation of the inner backend returns.
+    type Inner;
+    /// The recorder's handles of it.
+    fn wrapped(inner: &Self::Inner, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self>;
     /// What is returned by an operation that returns nothing: there is nothing to learn of it before a replay.
-    fn nothing() -> Option<Self::Wrapped>;
+    fn nothing() -> Option<Self>;
 }
 
-impl<B: Backend, X: Over<A = B>> Made<B> for X {
-    type Wrapped = X::On<Recorder<B>>;
-    fn wrapped(&self, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self::Wrapped> {
-        self.mapped(m)
+impl<B: Backend, X: Over<A = Recorder<B>>> Returned<B> for X {
+    type Inner = X::On<B>;
+    fn wrapped(inner: &X::On<B>, m: &mut impl Mapping<B, Recorder<B>>) -> Result<X> {
+        X::mapped_from(inner, m)
     }
-    fn nothing() -> Option<Self::Wrapped> {
+    fn nothing() -> Option<X> {
         None
     }
 }
 
 /// Everything was written in place.
-impl<B: Backend> Made<B> for () {
-    type Wrapped = ();
-    fn wrapped(&self, _: &mut impl Mapping<B, Recorder<B>>) -> Result<()> {
+impl<B: Backend> Returned<B> for () {
+    type Inner = ();
+    fn wrapped((): &(), _: &mut impl Mapping<B, Recorder<B>>) -> Result<()> {
         Ok(())
     }
     fn nothing() -> Option<()> {

@@ -19,6 +19,7 @@
 
 mod backend;
 mod buf;
+mod by_hand;
 mod call;
 mod cell;
 mod fault;

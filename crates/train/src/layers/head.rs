@@ -10,7 +10,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Writes;
 use crate::record::Conversion;
 use nibble_core::formats::Codec;
-use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut};
+use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Error, Kernels, Result, Tensor};
 
@@ -43,7 +43,7 @@ impl<B: Kernels> Linear<B> {
     /// The losses alone.
     pub fn losses(&self, cx: &Cx<'_, B>, input: &HeadInput<'_, B>) -> Result<HeadLossOut<B>> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let (w, chunk) = (self.weight.w()?, cx.b.head_chunk(self.weight.master.rows));
+        let (w, chunk) = (self.weight.w()?, head_chunk(cx.b.kind(), self.weight.master.rows));
         let codecs = HeadCodecs { fprop_x: codec(&self.section(cx), Site::FpropX)?, ..HeadCodecs::default() };
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
@@ -59,7 +59,7 @@ impl<B: Kernels> Linear<B> {
         let layer = self.site().to_owned();
         let codecs = self.codecs(cx)?;
         let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
-        let chunk = cx.b.head_chunk(w.rows());
+        let chunk = head_chunk(cx.b.kind(), w.rows());
         let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, scale, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)

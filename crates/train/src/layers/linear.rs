@@ -6,18 +6,18 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Gemm;
 use nibble_core::recipe::{LayerKind, Section, Site};
-use nibble_core::{DType, Groups, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
 #[derive(Debug, Clone)]
-pub struct Input<B: LayerKernels> {
+pub struct Input<B: Kernels> {
     /// What fprop multiplies.
     pub fprop: Operand<B>,
     /// What the backward pass keeps.
     pub saved: Operand<B>,
 }
 
-impl<B: LayerKernels> Input<B> {
+impl<B: Kernels> Input<B> {
     /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits and counts know it,
     /// `linear` by what a transform's signs do; `groups` are the ragged rows of the contraction in wgrad.
     pub fn new(
@@ -42,7 +42,7 @@ impl<B: LayerKernels> Input<B> {
 
 /// A dense linear layer without bias.
 #[derive(Debug, Clone)]
-pub struct Linear<B: LayerKernels> {
+pub struct Linear<B: Kernels> {
     /// `[n, k]`.
     pub weight: Param<B>,
     /// The name by which the recipe's overrides know it.
@@ -55,19 +55,19 @@ pub struct Linear<B: LayerKernels> {
 
 /// The input in the form the recipe keeps.
 #[derive(Debug)]
-pub struct LinearSaved<B: LayerKernels> {
+pub struct LinearSaved<B: Kernels> {
     layer: String,
     /// `[t, k]`.
     pub x: Operand<B>,
 }
 
-impl<B: LayerKernels> Saved for LinearSaved<B> {
+impl<B: Kernels> Saved for LinearSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.operand(&self.layer, "x", &self.x);
     }
 }
 
-impl<B: LayerKernels> Linear<B> {
+impl<B: Kernels> Linear<B> {
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
     pub(super) fn site(&self) -> &str {
         self.weight.name.trim_end_matches(".weight")
@@ -116,7 +116,7 @@ impl<B: LayerKernels> Linear<B> {
     }
 }
 
-impl<B: LayerKernels> Layer<B> for Linear<B> {
+impl<B: Kernels> Layer<B> for Linear<B> {
     type In = Tensor<B>;
     type Out = Tensor<B>;
     type Saved = LinearSaved<B>;
@@ -136,7 +136,7 @@ impl<B: LayerKernels> Layer<B> for Linear<B> {
 }
 
 /// The saved input as wgrad takes it. `layer` and `linear` as in [`Input::new`].
-pub(crate) fn wgrad_x<B: LayerKernels>(
+pub(crate) fn wgrad_x<B: Kernels>(
     cx: &Cx<'_, B>,
     (layer, linear): (&str, &str),
     section: &Section,

@@ -17,11 +17,11 @@ pub use norm::{Norm, NormSaved, Residual};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;
-use nibble_core::{LayerKernels, Result};
+use nibble_core::{Kernels, Result};
 
 /// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
 /// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
-pub trait Layer<B: LayerKernels> {
+pub trait Layer<B: Kernels> {
     /// What it takes.
     type In;
     /// What it gives.

@@ -11,11 +11,11 @@ use nibble_core::ops::{
     AssignRanks, CombineSlots, GatherScalars, PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows,
     UnpackSlots, record_words,
 };
-use nibble_core::{Data, Error, LayerKernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use nibble_core::{Data, Error, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
-pub struct Plan<B: LayerKernels> {
+pub struct Plan<B: Kernels> {
     /// The order of the rows on this rank.
     pub map: PermuteMap<B>,
     /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
@@ -25,7 +25,7 @@ pub struct Plan<B: LayerKernels> {
 
 /// How messages go when there are other ranks.
 #[derive(Debug)]
-struct Wire<B: LayerKernels> {
+struct Wire<B: Kernels> {
     /// Token of each row sent, by destination.
     send_token: B::Buf<i32>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
@@ -34,7 +34,7 @@ struct Wire<B: LayerKernels> {
     rows: RowCounts,
 }
 
-impl<B: LayerKernels> Saved for Plan<B> {
+impl<B: Kernels> Saved for Plan<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         const LAYER: &str = "exchange";
         let map = &self.map;
@@ -94,13 +94,13 @@ impl RowCounts {
 
 /// The exchange of one layer.
 #[derive(Debug)]
-pub struct Exchange<'a, 'c, B: LayerKernels> {
+pub struct Exchange<'a, 'c, B: Kernels> {
     cx: &'a Cx<'c, B>,
     experts: usize,
     top_k: usize,
 }
 
-impl<'a, 'c, B: LayerKernels> Exchange<'a, 'c, B> {
+impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// An exchange among all ranks; experts are divided evenly, in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k }

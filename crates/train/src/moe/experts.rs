@@ -9,11 +9,11 @@ use crate::param::{Param, Placement};
 use crate::record::Conversion;
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{LayerKind, Precision, Section, Site};
-use nibble_core::{DType, Error, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
-pub struct Experts<B: LayerKernels> {
+pub struct Experts<B: Kernels> {
     /// Its name, `model.layers.3.mlp.experts`.
     pub name: String,
     /// Gate and up projections: `[l · 2f, d]`, each expert's gate rows before its up rows.
@@ -28,7 +28,7 @@ pub struct Experts<B: LayerKernels> {
 
 /// What the experts keep: their input and the first product's output, as the recipe says.
 #[derive(Debug)]
-pub struct ExpertsSaved<B: LayerKernels> {
+pub struct ExpertsSaved<B: Kernels> {
     layer: String,
     /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::kept_input`]).
     pub x: Option<Operand<B>>,
@@ -39,7 +39,7 @@ pub struct ExpertsSaved<B: LayerKernels> {
     pub a: Option<Operand<B>>,
 }
 
-impl<B: LayerKernels> Saved for ExpertsSaved<B> {
+impl<B: Kernels> Saved for ExpertsSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         if let Some(x) = &self.x {
             ledger.operand(&self.layer, "x", x);
@@ -51,7 +51,7 @@ impl<B: LayerKernels> Saved for ExpertsSaved<B> {
     }
 }
 
-impl<B: LayerKernels> Experts<B> {
+impl<B: Kernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         let local = shape.experts / cx.comm.world();

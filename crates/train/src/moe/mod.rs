@@ -16,7 +16,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Precision, Section, Site};
-use nibble_core::{LayerKernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::{Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Sizes of a mixture-of-experts layer.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +39,7 @@ pub struct MoeShape {
 
 /// Router and experts of one decoder layer.
 #[derive(Debug, Clone)]
-pub struct Moe<B: LayerKernels> {
+pub struct Moe<B: Kernels> {
     /// Its name, `model.layers.3.mlp`.
     pub name: String,
     /// The router.
@@ -53,7 +53,7 @@ pub struct Moe<B: LayerKernels> {
 
 /// What the layer keeps. The router's input is not here: the caller hands it in again.
 #[derive(Debug)]
-pub struct MoeSaved<B: LayerKernels> {
+pub struct MoeSaved<B: Kernels> {
     router: RouterSaved<B>,
     plan: Plan<B>,
     experts: ExpertsSaved<B>,
@@ -61,7 +61,7 @@ pub struct MoeSaved<B: LayerKernels> {
 
 /// What a step's record takes of a layer: it is there whether or not the layer is made again.
 #[derive(Debug, Clone)]
-pub struct Routed<B: LayerKernels> {
+pub struct Routed<B: Kernels> {
     layer: String,
     /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
     pub load: B::Buf<i32>,
@@ -74,7 +74,7 @@ pub struct Routed<B: LayerKernels> {
     pub batch: Option<BatchLoad<B>>,
 }
 
-impl<B: LayerKernels> Saved for Routed<B> {
+impl<B: Kernels> Saved for Routed<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.words::<B, i32>(&self.layer, "routing", &self.load);
         ledger.words::<B, f32>(&self.layer, "routing", &self.losses);
@@ -85,7 +85,7 @@ impl<B: LayerKernels> Saved for Routed<B> {
     }
 }
 
-impl<B: LayerKernels> MoeSaved<B> {
+impl<B: Kernels> MoeSaved<B> {
     /// What the router chose.
     pub fn routing(&self) -> &Routing<B> {
         &self.router.routing
@@ -109,7 +109,7 @@ impl<B: LayerKernels> MoeSaved<B> {
     }
 }
 
-impl<B: LayerKernels> Saved for MoeSaved<B> {
+impl<B: Kernels> Saved for MoeSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.router.ledger(ledger);
         self.plan.ledger(ledger);
@@ -117,7 +117,7 @@ impl<B: LayerKernels> Saved for MoeSaved<B> {
     }
 }
 
-impl<B: LayerKernels> Moe<B> {
+impl<B: Kernels> Moe<B> {
     /// Random weights.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
         Ok(Self {
@@ -252,7 +252,7 @@ impl<B: LayerKernels> Moe<B> {
 }
 
 /// Rows as they travel.
-fn outgoing<B: LayerKernels>(
+fn outgoing<B: Kernels>(
     cx: &Cx<'_, B>,
     layer: &str,
     tensor: &'static str,

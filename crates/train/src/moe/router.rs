@@ -6,11 +6,11 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Placement};
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
 use nibble_core::recipe::LayerKind;
-use nibble_core::{DType, LayerKernels, Operand, Result, Tensor};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, softmax, top-k.
 #[derive(Debug, Clone)]
-pub struct Router<B: LayerKernels> {
+pub struct Router<B: Kernels> {
     /// `[e, d]`.
     pub weight: Param<B>,
     /// Sizes and loss factors.
@@ -19,7 +19,7 @@ pub struct Router<B: LayerKernels> {
 
 /// What the router decided. Its input is made again by the caller.
 #[derive(Debug)]
-pub struct RouterSaved<B: LayerKernels> {
+pub struct RouterSaved<B: Kernels> {
     pub(super) layer: String,
     /// Experts and weights.
     pub routing: Routing<B>,
@@ -29,14 +29,14 @@ pub struct RouterSaved<B: LayerKernels> {
 
 /// Loads that all layers with experts have in common: the load-balancing loss takes their rows as one.
 #[derive(Debug, Clone)]
-pub struct BatchLoad<B: LayerKernels> {
+pub struct BatchLoad<B: Kernels> {
     /// Tokens·slots of the micro-batch that chose each expert, over all layers and ranks: whole numbers.
     pub load: B::Buf<f64>,
     /// Rows of probabilities: layers · tokens of the micro-batch.
     pub rows: usize,
 }
 
-impl<B: LayerKernels> Saved for RouterSaved<B> {
+impl<B: Kernels> Saved for RouterSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.tensor(&self.layer, "probs", &self.routing.probs);
         ledger.words::<B, i32>(&self.layer, "routing", &self.routing.expert);
@@ -47,7 +47,7 @@ impl<B: LayerKernels> Saved for RouterSaved<B> {
     }
 }
 
-impl<B: LayerKernels> Router<B> {
+impl<B: Kernels> Router<B> {
     /// Random weights, the same on every rank.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32) -> Result<Self> {
         let size = (shape.experts, shape.d_model);

@@ -6,6 +6,8 @@
 pub(crate) mod attention_decode;
 pub(crate) mod attention_wgmma;
 
+pub(crate) use attention_decode::attention_decode;
+
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};

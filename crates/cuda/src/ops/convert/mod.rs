@@ -7,3 +7,5 @@ pub(crate) mod transcode;
 mod units;
 
 pub use units::has_own_kernels;
+
+pub(crate) use {dequantize::*, quantize::*, scale_tiles::*, transcode::*};

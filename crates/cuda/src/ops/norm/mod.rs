@@ -3,3 +3,5 @@
 pub(crate) mod norm_rope;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+
+pub(crate) use {norm_rope::*, rms_norm::*, rope::*};

@@ -209,11 +209,8 @@ impl TransposeConfig {
 
 /// See [`Transpose`].
 pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    const OP: &str = "transpose";
-    if op.stack == 0 || !op.x.rows.is_multiple_of(op.stack) {
-        return Err(Error::shape(OP, "stack", op.stack, format!("a divisor of the {} rows", op.x.rows)));
-    }
-    BufferCheck::by(OP, cuda).tensor("x", op.x)?;
+    op.check()?;
+    BufferCheck::by("transpose", cuda).tensor("x", op.x)?;
     let (n, k) = (op.x.rows / op.stack, op.x.cols);
     let transpose = TransposeConfig::choose(op.x.dtype(), op.stack, n, k);
     let data = match &op.x.data {

@@ -2,3 +2,5 @@
 
 pub(crate) mod elementwise;
 pub(crate) mod row_tree;
+
+pub(crate) use elementwise::*;

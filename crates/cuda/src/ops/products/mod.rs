@@ -12,3 +12,5 @@ pub(crate) mod product_parts;
 pub(crate) mod product_runs;
 pub(crate) mod product_simt;
 pub mod tuning;
+
+pub(crate) use {gemm::*, grouped_gemm::*, grouped_wgrad::*};

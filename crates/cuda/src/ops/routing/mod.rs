@@ -6,3 +6,5 @@ pub(crate) mod plan_permute;
 pub(crate) mod route;
 pub(crate) mod slots;
 pub(crate) mod wire;
+
+pub(crate) use {permute::*, plan_permute::*, route::*, slots::*, wire::*};

@@ -6,17 +6,14 @@ use crate::jit::KernelSpec;
 use crate::launch::{Launch, StreamArg};
 use crate::ops::Instance;
 use nibble_core::ops::InitNormal;
-use nibble_core::{Data, Error, Result, Tensor};
+use nibble_core::{Data, Result, Tensor};
 
 const THREADS: u32 = 256;
 
 /// See [`InitNormal`].
 pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
-    let len = op.rows.checked_mul(op.cols).filter(|&len| op.first.checked_add(len as u64).is_some());
-    let Some(len) = len else {
-        let got = format!("{} + {} · {}", op.first, op.rows, op.cols);
-        return Err(Error::shape("init_normal", "first + rows · cols", got, "an index below 2^64"));
-    };
+    op.check()?;
+    let len = op.rows * op.cols;
     let device = cuda.device();
     let out = device.alloc::<f32>(len)?;
     if len > 0 {

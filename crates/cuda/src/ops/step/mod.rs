@@ -5,6 +5,8 @@ pub(crate) mod init_normal;
 pub(crate) mod sum_squares;
 mod tensor_list;
 
+pub(crate) use {adamw::adamw, init_normal::init_normal, sum_squares::sum_squares};
+
 use crate::jit::KernelSpec;
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;

@@ -4,6 +4,8 @@
 
 pub(crate) mod swiglu_backward;
 
+pub(crate) use swiglu_backward::swiglu_backward;
+
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};

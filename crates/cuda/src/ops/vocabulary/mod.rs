@@ -4,3 +4,5 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embed;
 pub(crate) mod head_loss;
 pub(crate) mod head_rows;
+
+pub(crate) use {cross_entropy::*, embed::*, head_loss::*};

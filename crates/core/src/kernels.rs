@@ -1,0 +1,16 @@
+use crate::ops::*;
+use crate::{Backend, Operand, PermuteMap, Result, Tensor, for_each_op};
+
+macro_rules! methods {
+    (() $($name:ident($Op:ident $(<$l:lifetime, $B:ident>)?) -> $out:ty { $($fields:tt)* })*) => {$(
+        #[doc = concat!("See [`", stringify!($Op), "`].")]
+        fn $name(&self, op: $Op $(<$l, $B>)?) -> Result<$out>;
+    )*};
+}
+
+/// Every operation of a backend: a method for each row of [`for_each_op!`]. None has a default, so a backend that lacks one does not compile.
+///
+/// The arguments that a method gets have passed their `check`: callers use the `run` of the arguments.
+pub trait Kernels: Backend {
+    for_each_op! { [methods] () Self }
+}

@@ -1,0 +1,250 @@
+//! What each operation must do: what it reads, by whole operands or by rows; what it writes in place; what it multiplies. Its results count
+//! as written, of ragged rows those that belong to a group.
+//!
+//! An operation of whole operands that multiplies nothing needs no line here. Any other has a function of its name.
+
+use crate::Dry;
+use crate::memory::Buf;
+use crate::work::{Bytes, Flops, Work, rows_of};
+use nibble_core::formats::{Codec, Format};
+use nibble_core::ops::*;
+use nibble_core::{DType, Tensor, for_each_op};
+
+/// What an operation must do, its results aside.
+pub struct Counted {
+    pub work: Work,
+    /// The rows of its results that count, all where it is not said.
+    pub rows: Option<usize>,
+}
+
+impl From<Work> for Counted {
+    fn from(work: Work) -> Self {
+        Self { work, rows: None }
+    }
+}
+
+/// Every operand is read and everything in place is written, once and whole. A function of the same name outside hides the one here.
+mod whole_operands {
+    use super::*;
+
+    macro_rules! functions {
+        (() $($name:ident($args:ty) -> $out:ty { $($fields:tt)* })*) => {
+            $(functions! { @one $name($args) { $($fields)* } })*
+        };
+        (@one $name:ident($args:ty) {}) => {};
+        (@one $name:ident($args:ty) {
+            $(reads $($r:ident),+;)? $(may_read $($m:ident),+;)? $(writes $($w:ident),+;)? $(plain $($p:ident),+;)?
+        }) => {
+            #[allow(dead_code, unused_variables)] // hidden by another; an operation that reads nothing
+            pub fn $name(op: &$args) -> Counted {
+                Work::reads(&[$($(op.$r,)+)? $($(&op.$m,)+)?]).writes(None, &[$($(&*op.$w),+)?]).into()
+            }
+        };
+    }
+
+    for_each_op! { [functions] () Dry }
+}
+pub use whole_operands::*;
+
+pub fn quantize(op: &Quantize<'_, Dry>) -> Counted {
+    let rows = op.groups.and_then(rows_of);
+    let ids = op.random.and(op.groups).map(|groups| &groups.row_id);
+    Counted { work: Work::reads_rows(rows, &[op.x, &ids]), rows }
+}
+
+pub fn transcode(op: &Transcode<'_, Dry>) -> Counted {
+    let rows = op.groups.and_then(rows_of);
+    Counted { work: Work::reads_rows(rows, &[op.x]), rows }
+}
+
+pub fn permute(op: &Permute<'_, Dry>) -> Counted {
+    let rows = Some(op.map.num_slots);
+    Counted { work: Work::reads_rows(rows, &[op.rows, &op.map.source_row]), rows }
+}
+
+pub fn unpermute(op: &Unpermute<'_, Dry>) -> Counted {
+    Work::reads_rows(Some(op.map.num_slots), &[op.rows, &op.map.slot_row]).into()
+}
+
+/// To ragged rows or from them: the shorter list says how many there are.
+pub fn gather_scalars(op: &GatherScalars<'_, Dry>) -> Counted {
+    let read = Some(op.values.len().min(op.index.len()));
+    Counted { work: Work::reads_rows(read, &[op.values, op.index]), rows: Some(op.values.len()) }
+}
+
+pub fn combine_slots(op: &CombineSlots<'_, Dry>) -> Counted {
+    Work::reads(&[&op.index, &op.plus]).and_reads(op.index.map(Buf::len), &[op.rows]).into()
+}
+
+pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
+    Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
+}
+
+pub fn pack_slots(op: &PackSlots<'_, Dry>) -> Counted {
+    Work::reads_rows(Some(op.slot.len()), &[op.slot, op.expert, op.weight, op.token_id]).into()
+}
+
+pub fn swiglu(op: &Swiglu<'_, Dry>) -> Counted {
+    let rows = op.groups.and_then(rows_of);
+    Counted { work: Work::reads_rows(rows, &[op.h, &op.weight]), rows }
+}
+
+pub fn swiglu_backward(op: &SwigluBackward<'_, Dry>) -> Counted {
+    let rows = op.groups.and_then(rows_of);
+    Counted { work: Work::reads_rows(rows, &[op.h, op.da, &op.weight]), rows }
+}
+
+pub fn gemm(op: &Gemm<'_, Dry>) -> Counted {
+    let sizes = [op.a.rows(), op.b.rows(), op.a.cols()];
+    Work::reads(&[op.a, op.b]).multiplies((op.a.format(), op.b.format()), sizes).into()
+}
+
+pub fn grouped_gemm(op: &GroupedGemm<'_, Dry>) -> Counted {
+    let rows = rows_of(op.groups);
+    let sizes = [rows.unwrap_or(op.x.rows()), op.w.rows() / op.groups.num_groups.max(1), op.x.cols()];
+    let work = Work::reads_rows(rows, &[op.x]).and_reads(None, &[op.w]);
+    Counted { work: work.multiplies((op.x.format(), op.w.format()), sizes), rows }
+}
+
+pub fn grouped_wgrad(op: &GroupedWgrad<'_, Dry>) -> Counted {
+    let rows = rows_of(op.groups);
+    let sizes = [op.dy.cols(), op.x.cols(), rows.unwrap_or(op.x.rows())];
+    let grad: &Tensor<Dry> = op.grad;
+    Work::reads_rows(rows, &[op.dy, op.x])
+        .and_reads(None, &[&op.accumulate.then_some(grad)])
+        .writes(None, &[grad])
+        .multiplies((op.dy.format(), op.x.format()), sizes)
+        .into()
+}
+
+/// A row of the table for each token, and no row twice.
+pub fn embed(op: &Embed<'_, Dry>) -> Counted {
+    Work::reads(&[op.ids]).and_reads(Some(op.ids.len()), &[op.table]).into()
+}
+
+pub fn embed_backward(op: &EmbedBackward<'_, Dry>) -> Counted {
+    let (grad, rows): (&Tensor<Dry>, _) = (op.grad, Some(op.ids.len()));
+    Work::reads(&[op.ids, op.dy]).and_reads(rows, &[grad]).writes(rows, &[grad]).into()
+}
+
+pub fn rms_norm_backward(op: &RmsNormBackward<'_, Dry>) -> Counted {
+    let dweight: &Tensor<Dry> = op.dweight;
+    Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, &op.plus, dweight]).writes(None, &[dweight]).into()
+}
+
+pub fn norm_rope(op: &NormRope<'_, Dry>) -> Counted {
+    Work::reads(&[op.x, op.weight]).and_reads(Some(op.seq_len), &[op.table]).into()
+}
+
+pub fn norm_rope_backward(op: &NormRopeBackward<'_, Dry>) -> Counted {
+    let dweight: &Tensor<Dry> = op.dweight;
+    Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, dweight])
+        .and_reads(Some(op.seq_len), &[op.table])
+        .writes(None, &[dweight])
+        .into()
+}
+
+pub fn rope(op: &Rope<'_, Dry>) -> Counted {
+    Work::reads(&[op.x]).and_reads(Some(op.seq_len), &[op.table]).into()
+}
+
+pub fn attention(op: &Attention<'_, Dry>) -> Counted {
+    let pairs = causal_pairs(op.q.rows, op.seq_len);
+    let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
+    Work { flops, ..Work::reads(&[op.q, op.k, op.v]) }.into()
+}
+
+pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
+    let flops = attends(op.q, (op.head_dim, op.value_dim), [op.len as f64; 2]);
+    Work { flops, ..Work::reads(&[op.q]).and_reads(Some(op.len), &[op.k, op.v]) }.into()
+}
+
+/// Five products where the forward pass has two: the scores are made again; dq and dk are along their heads, dP and dv along values'.
+pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
+    let pairs = causal_pairs(op.q.rows, op.seq_len);
+    let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
+    Work { flops, ..Work::reads(&[op.q, op.k, op.v, op.out, op.lse, op.dout]) }.into()
+}
+
+/// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along
+/// heads of v.
+fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
+    let heads = (q.cols / head_dim.max(1)) as f64;
+    let type_of = plain(q.dtype());
+    Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
+}
+
+/// The half of each sequence's square that a causal mask leaves.
+fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
+    tokens as f64 * seq_len as f64 / 2.0
+}
+
+fn plain(dtype: DType) -> Format {
+    match dtype {
+        DType::F32 => Format::F32,
+        DType::Bf16 => Format::Bf16,
+    }
+}
+
+/// The head's operands and its products; the logits never exist.
+pub fn head_loss(op: &HeadLoss<'_, Dry>) -> Counted {
+    let ((tokens, d), vocab) = (op.x.shape(), op.w.rows());
+    let sizes = [tokens, vocab, d];
+    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+    let form = |codec: Option<Codec>| codec.map_or(plain(op.x.dtype()), |codec| codec.format());
+    let logits = Work::reads(&[op.x, op.w, op.targets]).multiplies((form(fprop_x), op.w.format()), sizes);
+    let Some(grad) = &op.grad else { return logits.into() };
+    let dw: &Tensor<Dry> = grad.dw;
+    logits
+        .and_reads(None, &[grad.wt, &grad.accumulate.then_some(dw)])
+        .writes(None, &[dw])
+        .multiplies((form(dgrad_dy), grad.wt.format()), sizes)
+        .multiplies((form(wgrad_dy), form(wgrad_x)), sizes)
+        .into()
+}
+
+pub fn begin_step(op: &BeginStep<'_, Dry>) -> Counted {
+    let scalars = Some(Control::FROM_HOST);
+    let control: &Buf<f32> = op.control;
+    Work::reads_rows(scalars, &[control]).writes(scalars, &[control]).writes(None, &[&*op.table]).into()
+}
+
+/// Ids and targets are copied; the rows' numbers are made.
+pub fn begin_micro_batch(op: &BeginMicroBatch<'_, Dry>) -> Counted {
+    let [ids, targets, row_id]: [&Buf<i32>; 3] = [op.ids, op.targets, op.row_id];
+    Work::reads(&[ids, targets]).writes(None, &[ids, targets, row_id]).into()
+}
+
+pub fn collect(op: &Collect<'_, Dry>) -> Counted {
+    let sources: Vec<&dyn Bytes> = op.entries.iter().map(|entry| &entry.source as &dyn Bytes).collect();
+    let cells = Some(op.entries.iter().map(|entry| entry.cells).sum());
+    let table: &Buf<f64> = op.table;
+    Work::reads(&sources).and_reads(cells, &[table]).writes(cells, &[table]).into()
+}
+
+pub fn sum_squares(op: &SumSquares<'_, Dry>) -> Counted {
+    let parts = op.tensors.iter().map(|tensor| tensor.parts).sum();
+    let tensors: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.x as &dyn Bytes).collect();
+    Work::reads(&tensors).writes(Some(parts), &[&*op.into]).into()
+}
+
+/// One of the two places of the ring of reports.
+pub fn end_step(op: &EndStep<'_, Dry>) -> Counted {
+    let report = Some(op.reports.len() / 2);
+    Work::reads(&[op.squares, op.order, op.tables]).writes(report, &[&*op.reports]).into()
+}
+
+pub fn push_amax(op: &PushAmax<'_, Dry>) -> Counted {
+    let (cells, records) = (Some(op.num_spans()), &*op.records);
+    Work::reads(&[op.spans, records]).and_reads(cells, &[op.table]).writes(cells, &[records]).into()
+}
+
+pub fn adamw(op: &AdamW<'_, Dry>) -> Counted {
+    let state = op
+        .tensors
+        .iter()
+        .flat_map(|tensor| -> [&dyn Bytes; 3] { [&*tensor.param, &*tensor.exp_avg, &*tensor.exp_avg_sq] });
+    let state: Vec<&dyn Bytes> = state.collect();
+    let grads: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.grad as &dyn Bytes).collect();
+    Work::reads(&grads).and_reads(None, &state).writes(None, &state).into()
+}

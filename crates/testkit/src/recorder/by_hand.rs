@@ -1,0 +1,206 @@
+//! The operations whose fields are no plain list: lists of tensors, structs of tensors and values.
+
+use super::Recorder;
+use super::call::{Taken, open};
+use super::mapping::{Mapping, Over};
+use nibble_core::formats::BlockAxis;
+use nibble_core::ops::*;
+use nibble_core::recipe::Form;
+use nibble_core::{Backend, Kernels, Occupancy, Result};
+
+pub(super) fn quantize<B: Kernels>(
+    recorder: &Recorder<B>,
+    op: Quantize<'_, Recorder<B>>,
+) -> Result<Emitted<Recorder<B>>> {
+    let mut call = recorder.call("quantize", &op);
+    let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed } = op;
+    let x = call.reads(x)?;
+    let groups = groups.map(|groups| call.reads(groups)).transpose()?;
+    let stream = random.map(|random| random.stream);
+    let step = random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?;
+    let records = delayed.map(|delayed| call.reads(delayed.records)).transpose()?;
+    let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
+    call.issue(move |b: &B, _| {
+        let x = open(b, &x)?;
+        let records = records.as_ref().map(|records| open(b, records)).transpose()?;
+        let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
+        let groups = groups.as_ref().map(|groups| open(b, groups)).transpose()?;
+        let step = step.as_ref().map(|step| open(b, step)).transpose()?;
+        let random = stream.map(|stream| Random { stream, step: step.as_ref() });
+        let groups = groups.as_ref();
+        b.quantize(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed })
+    })
+}
+
+pub(super) fn sum_squares<B: Kernels>(recorder: &Recorder<B>, op: SumSquares<'_, Recorder<B>>) -> Result<()> {
+    let mut call = recorder.call("sum_squares", &op);
+    let tensors = op.tensors.iter().map(|tensor| Ok((call.reads(tensor.x)?, tensor.parts, tensor.at)));
+    let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
+    let into = call.writes(op.into)?;
+    call.issue(move |b: &B, run| {
+        let opened = tensors.iter().map(|(x, parts, at)| Ok((open(b, x)?, *parts, *at)));
+        let opened: Vec<_> = opened.collect::<Result<_>>()?;
+        let tensors = opened.iter().map(|&(ref x, parts, at)| Squared { x, parts, at });
+        let tensors = tensors.collect();
+        b.sum_squares(SumSquares { tensors, into: &mut *Taken::new(b, &into, run)? })
+    })
+}
+
+pub(super) fn adamw<B: Kernels>(recorder: &Recorder<B>, op: AdamW<'_, Recorder<B>>) -> Result<()> {
+    let mut call = recorder.call("adamw", &op);
+    let AdamW { tensors, control, beta1, beta2, eps } = op;
+    let control = call.reads(control)?;
+    let tensors = tensors.into_iter().map(|tensor| {
+        let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
+        let grad = call.reads(grad)?;
+        Ok(([call.writes(param)?, call.writes(exp_avg)?, call.writes(exp_avg_sq)?], grad, weight_decay))
+    });
+    let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
+    call.issue(move |b: &B, run| {
+        let control = open(b, &control)?;
+        let opened = tensors.iter().map(|([param, exp_avg, exp_avg_sq], grad, weight_decay)| {
+            let [param, exp_avg, exp_avg_sq] =
+                [Taken::new(b, param, run)?, Taken::new(b, exp_avg, run)?, Taken::new(b, exp_avg_sq, run)?];
+            Ok((param, exp_avg, exp_avg_sq, open(b, grad)?, *weight_decay))
+        });
+        let mut opened: Vec<_> = opened.collect::<Result<_>>()?;
+        let tensors = opened.iter_mut().map(|(param, exp_avg, exp_avg_sq, grad, weight_decay)| AdamWTensor {
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            weight_decay: *weight_decay,
+        });
+        let tensors = tensors.collect();
+        b.adamw(AdamW { tensors, control: &control, beta1, beta2, eps })
+    })
+}
+
+pub(super) fn head_loss<B: Kernels>(
+    recorder: &Recorder<B>,
+    op: HeadLoss<'_, Recorder<B>>,
+) -> Result<HeadLossOut<Recorder<B>>> {
+    let mut call = recorder.call("head_loss", &op);
+    let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
+    call.makes_inside(head_forms(&codecs));
+    let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
+    let grad = match grad {
+        Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
+            Some((call.reads(wt)?, scale, call.writes(dw)?, accumulate))
+        }
+        None => None,
+    };
+    call.issue(move |b: &B, run| {
+        let (x, w, targets) = (open(b, &x)?, open(b, &w)?, open(b, &targets)?);
+        let mut grad = match &grad {
+            Some((wt, scale, dw, accumulate)) => {
+                Some((open(b, wt)?, *scale, Taken::new(b, dw, run)?, *accumulate))
+            }
+            None => None,
+        };
+        let grad = grad.as_mut().map(|(wt, scale, dw, accumulate)| {
+            let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
+            HeadLossGrad { wt, scale, dw, accumulate }
+        });
+        b.head_loss(HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad })
+    })
+}
+
+pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Recorder<B>>) -> Result<()> {
+    let mut call = recorder.call("collect", &op);
+    let entries = op.entries.iter().map(|Entry { source, at, cells, stride }| {
+        let source = call.reads(&OwnedSource::new(source))?;
+        Ok(OwnedEntry { source, at: *at, cells: *cells, stride: *stride })
+    });
+    let entries: Vec<OwnedEntry<Recorder<B>>> = entries.collect::<Result<_>>()?;
+    let table = call.writes(op.table)?;
+    call.issue(move |b: &B, run| {
+        let opened = entries.iter().map(|OwnedEntry { source, at, cells, stride }| {
+            Ok(OwnedEntry { source: open(b, source)?, at: *at, cells: *cells, stride: *stride })
+        });
+        let opened: Vec<OwnedEntry<B>> = opened.collect::<Result<_>>()?;
+        let entries: Vec<Entry<'_, B>> = opened.iter().map(OwnedEntry::lent).collect();
+        b.collect(Collect { entries: &entries, table: &mut *Taken::new(b, &table, run)? })
+    })
+}
+
+/// What the head's loss quantizes on its way.
+fn head_forms(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
+    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
+    let mut forms = Vec::new();
+    for (tensor, rows, cols) in [("x", fprop_x, wgrad_x), ("dlogits", dgrad_dy, wgrad_dy)] {
+        match (rows, cols) {
+            (Some(rows), Some(cols)) if rows == cols => forms.push((tensor, Form::both(rows.format()))),
+            _ => {
+                let axes = [(rows, BlockAxis::Row), (cols, BlockAxis::Col)];
+                let made =
+                    axes.into_iter().filter_map(|(codec, axis)| Some(Form::new(codec?.format(), axis)));
+                forms.extend(made.map(|form| (tensor, form)));
+            }
+        }
+    }
+    forms
+}
+
+/// An [`Entry`] that owns its handles.
+struct OwnedEntry<A: Backend> {
+    source: OwnedSource<A>,
+    at: usize,
+    cells: usize,
+    stride: usize,
+}
+
+impl<A: Backend> OwnedEntry<A> {
+    fn lent(&self) -> Entry<'_, A> {
+        let source = match &self.source {
+            OwnedSource::U64(x) => Source::U64(x),
+            OwnedSource::I32(x) => Source::I32(x),
+            OwnedSource::F32(x) => Source::F32(x),
+            OwnedSource::F64(x) => Source::F64(x),
+            OwnedSource::Largest(x) => Source::Largest(x),
+            OwnedSource::Occupancy(x) => Source::Occupancy(x),
+        };
+        Entry { source, at: self.at, cells: self.cells, stride: self.stride }
+    }
+}
+
+/// A [`Source`] that owns its handles.
+enum OwnedSource<A: Backend> {
+    U64(A::Buf<u64>),
+    I32(A::Buf<i32>),
+    F32(A::Buf<f32>),
+    F64(A::Buf<f64>),
+    Largest(A::Buf<f32>),
+    Occupancy(Occupancy<A>),
+}
+
+impl<A: Backend> OwnedSource<A> {
+    fn new(source: &Source<'_, A>) -> Self {
+        match *source {
+            Source::U64(x) => Self::U64(x.clone()),
+            Source::I32(x) => Self::I32(x.clone()),
+            Source::F32(x) => Self::F32(x.clone()),
+            Source::F64(x) => Self::F64(x.clone()),
+            Source::Largest(x) => Self::Largest(x.clone()),
+            Source::Occupancy(x) => Self::Occupancy(x.clone()),
+        }
+    }
+}
+
+impl<A: Backend> Over for OwnedSource<A> {
+    type A = A;
+    type On<C: Backend> = OwnedSource<C>;
+    fn mapped<C: Backend>(&self, m: &mut impl Mapping<A, C>) -> Result<OwnedSource<C>> {
+        Ok(match self {
+            Self::U64(x) => OwnedSource::U64(m.buf(x)?),
+            Self::I32(x) => OwnedSource::I32(m.buf(x)?),
+            Self::F32(x) => OwnedSource::F32(m.buf(x)?),
+            Self::F64(x) => OwnedSource::F64(m.buf(x)?),
+            Self::Largest(x) => OwnedSource::Largest(m.buf(x)?),
+            Self::Occupancy(x) => OwnedSource::Occupancy(x.mapped(m)?),
+        })
+    }
+    fn mapped_from<C: Backend>(on: &OwnedSource<C>, m: &mut impl Mapping<C, A>) -> Result<Self> {
+        on.mapped(m)
+    }
+}
