@@ -5,18 +5,24 @@ use crate::error::Result;
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, LayerKind};
 use nibble_testkit::recorder::{Recorder, traced};
+use nibble_train::config::ModelConfig;
 use nibble_train::one_layer::OneLayer;
+use nibble_train::spec::{AttentionSpec, ModelSpec};
 
 /// An expert layer, a dense one and the head.
-pub fn each_kind() -> [Layer; 3] {
-    let named = |kind, name: &str| Layer { kind, name: name.to_owned(), gated: false };
-    [named(LayerKind::Expert, EXPERTS), named(LayerKind::Linear, DENSE), named(LayerKind::Head, "lm_head")]
+pub fn each_kind() -> impl Iterator<Item = Layer> {
+    [LayerKind::Expert, LayerKind::Linear, LayerKind::Head].into_iter().filter_map(of_kind)
 }
 
-/// An expert layer.
-pub const EXPERTS: &str = "model.layers.0.mlp.experts";
-/// A dense layer that shares its input with no other.
-pub const DENSE: &str = "model.layers.0.self_attn.o_proj";
+/// The first layer of this kind in a model with experts and a head of its own; of dense ones the first that shares its input with no other.
+pub fn of_kind(kind: LayerKind) -> Option<Layer> {
+    let model = ModelSpec::new(&ModelConfig { tie_embeddings: false, ..ModelConfig::default() });
+    let alone = model.blocks().next().and_then(|block| {
+        let AttentionSpec::GroupedQuery(attention) = block.attn;
+        attention.o.layer()
+    });
+    alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
+}
 
 /// Every change of representation in one layer, forward and backward, as a backend sees them.
 ///

@@ -14,6 +14,7 @@ use nibble_train::cx::{Cx, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::param::{GradientPlan, Param};
+use nibble_train::spec::MoeSpec;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Recipes, and how far two backends may be apart (relative L2). A product's 1e-4 moves values across the boundaries of
@@ -68,7 +69,7 @@ impl<B: Kernels> Scene<B> {
         for (token, row) in x.chunks_mut(d).enumerate() {
             (row[0], row[1]) = (4.0, if token == 77 { 4.0 } else { 0.0 });
         }
-        let mut moe = Moe::new(cx, "mlp", SHAPE, 0.05, 0.05)?;
+        let mut moe = Moe::new(cx, &MoeSpec::new("mlp", SHAPE, [0.05; 2]))?;
         let mut router = moe.router.weight.master.to_f32_vec(cx.b)?;
         for expert in [EMPTY, LONELY] {
             router[expert * d] = -10.0;
@@ -285,7 +286,7 @@ fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
 fn kept(cuda: &Cuda, recipe: &str, shape: MoeShape, tokens: usize, remake_x: bool) -> (usize, usize) {
     let recipe = Recipe::builtin(recipe).unwrap();
     let cx = context(cuda, &recipe, 1, tokens);
-    let mut moe = Moe { remake_x, ..Moe::new(&cx, "mlp", shape, 0.02, 0.02).unwrap() };
+    let mut moe = Moe { remake_x, ..Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.02; 2])).unwrap() };
     moe.prepare(&cx).unwrap();
     let stream = Stream::new(11, Purpose::Data, 1, 0);
     let x = InitNormal { stream, first: 0, rows: tokens, cols: shape.d_model, std: 1.0 }.run(cuda).unwrap();

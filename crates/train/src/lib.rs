@@ -12,6 +12,7 @@ pub mod cx;
 pub mod data;
 pub mod delayed;
 mod error;
+pub mod family;
 pub mod fault;
 pub mod files;
 pub mod layers;
@@ -27,6 +28,7 @@ pub mod rank;
 pub mod recompute;
 pub mod record;
 pub mod schedule;
+pub mod spec;
 pub mod tokenizer;
 pub mod trainer;
 

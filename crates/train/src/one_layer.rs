@@ -1,17 +1,21 @@
 //! One layer by itself, forward and backward on random values: what a recipe does to it can be watched from the backend.
 
 use crate::cx::{Cx, Shards};
-use crate::layers::{HeadInput, Layer, Linear, Mlp};
+use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};
+use crate::model::Feed;
 use crate::moe::{Moe, MoeShape};
-use crate::param::{Param, Placement};
+use crate::param::Param;
+use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{Cast, InitNormal};
 use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
-use nibble_core::{DType, Kernels, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Kernels, Recipe, Result, SoloComm, Tensor};
 
 /// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
 const WIDTH: usize = 128;
 const SHARD: usize = 128;
+/// Standard deviations of weights.
+const STDS: [f32; 2] = [0.1; 2];
 
 /// A layer of a model, under a recipe at one point of a run.
 #[derive(Debug)]
@@ -34,55 +38,55 @@ impl OneLayer<'_> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
         let cx = Cx { training: true, ..Cx::inference(b, &SoloComm, recipe, shards, progress) };
-        let name = layer.name.as_str();
-        let param = |name: &str, n| {
-            Param::normal(b, 0, format!("{name}.weight"), (n, WIDTH), 0.1, Placement::Replicated, 0)
-        };
-        let (x, dy) = (values(&cx, "x")?, values(&cx, "dy")?);
+        let (activations, width) = (cx.activations(), Size::new("model.d_model", WIDTH));
         let mut begin = |pass, tensor, x: &Tensor<B>| begin(pass, tensor, buffer_id(x));
+        let id = layer.name.as_str();
+        // What a part is in has its id without the last word.
+        let whole = id.rsplit_once('.').map_or(id, |(whole, _)| whole);
         match layer.kind {
             LayerKind::Linear if layer.gated => {
-                let of = name.trim_end_matches(".gate_up_proj");
-                let mut mlp = Mlp::new(b, 0, of, (WIDTH, WIDTH), 0.1, 0.1, cx.activations())?;
-                mlp.prepare(&cx)?;
-                begin(Pass::Forward, "x", &x);
-                let (_, saved) = mlp.forward(&cx, x)?;
-                begin(Pass::Backward, "dy", &dy);
-                mlp.backward(&cx, saved, dy).map(drop)
+                let spec = MlpSpec::new(whole, Group::Mlps, (WIDTH, WIDTH), STDS);
+                there_and_back(Mlp::new(b, 0, &spec, activations)?, &cx, &mut begin)
             }
             LayerKind::Linear => {
-                let weight = param(name, WIDTH)?;
-                let mut linear =
-                    Linear { weight, name: name.to_owned(), out: cx.activations(), kind: layer.kind };
-                linear.prepare(&cx)?;
-                begin(Pass::Forward, "x", &x);
-                let (_, saved) = linear.forward(&cx, x)?;
-                begin(Pass::Backward, "dy", &dy);
-                linear.backward(&cx, saved, dy).map(drop)
+                let extent = Extent::of(&[width]);
+                let part =
+                    Part::linear(id.to_owned(), false, Group::Attention, extent.clone(), extent, STDS[0]);
+                there_and_back(Linear::new(b, 0, &part, activations)?, &cx, &mut begin)
             }
             LayerKind::Expert => {
                 let (d_model, ffn, experts, top_k) = (WIDTH, WIDTH, 4, 2);
                 let shape =
                     MoeShape { d_model, ffn, experts, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
-                let mut moe = Moe::new(&cx, name.trim_end_matches(".experts"), shape, 0.1, 0.1)?;
-                moe.prepare(&cx)?;
-                begin(Pass::Forward, "x", &x);
-                let (_, saved) = moe.forward(&cx, &x)?;
-                begin(Pass::Backward, "dy", &dy);
-                moe.backward(&cx, saved, &x, &dy).map(drop)
+                let moe = Moe::new(&cx, &MoeSpec::new(whole, shape, STDS))?;
+                there_and_back(Feed::Experts { moe, shared: None, keep_input: true }, &cx, &mut begin)
             }
             LayerKind::Head => {
-                let weight = param(name, WIDTH)?;
-                let mut head = Linear { weight, name: name.to_owned(), out: DType::F32, kind: layer.kind };
-                head.prepare(&cx)?;
-                let targets = b.zeros(x.rows)?;
+                let mut table = Param::only(b, 0, &Part::head(id, false, width, width, STDS[0]))?;
+                let mut head = Head { id: id.to_owned(), own: None };
+                head.prepare(&cx, &mut table)?;
+                let (x, targets) = (values(&cx, "x")?, b.zeros(cx.shards.tokens())?);
                 begin(Pass::Forward, "x", &x);
                 let input = HeadInput { x_td: &x, targets: &targets, shards: 2 };
-                head.losses_and_gradients(&cx, &input, 1.0).map(drop)
+                head.losses_and_gradients(&cx, &mut table, &input, 1.0).map(drop)
             }
             LayerKind::Router => Ok(()),
         }
     }
+}
+
+/// Both passes of a layer as wide as the others.
+fn there_and_back<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
+    mut layer: L,
+    cx: &Cx<'_, B>,
+    begin: &mut dyn FnMut(Pass, &'static str, &Tensor<B>),
+) -> Result<()> {
+    let (x, dy) = (values(cx, "x")?, values(cx, "dy")?);
+    layer.prepare(cx)?;
+    begin(Pass::Forward, "x", &x);
+    let (_, saved) = layer.forward(cx, x)?;
+    begin(Pass::Backward, "dy", &dy);
+    layer.backward(cx, saved, dy).map(drop)
 }
 
 /// Normal numbers of the type of the activations, a function of their name.

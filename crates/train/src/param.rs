@@ -1,6 +1,7 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
 use crate::cx::Cx;
+use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
@@ -100,6 +101,34 @@ impl<B: Kernels> Param<B> {
         }
     }
 
+    /// The parameter of a description with its initial values: this rank's part, of so many ranks.
+    pub fn of(b: &B, seed: u64, spec: &ParamSpec, (rank, ranks): (usize, usize)) -> Result<Self> {
+        let (rows, cols) = spec.shape();
+        let local = spec.stack() / ranks.max(1);
+        let (placement, rows) = match spec.experts {
+            None => (Placement::Replicated, rows),
+            Some(_) => (Placement::Experts(local), local * rows),
+        };
+        match spec.init {
+            Init::Ones => Self::ones(b, spec.id.as_str(), cols),
+            Init::Normal(std) => Self::normal(b, seed, spec.id.as_str(), (rows, cols), std, placement, rank),
+        }
+    }
+
+    /// The one weight of a part that every rank has whole.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a part that has others; from the backend.
+    pub fn only(b: &B, seed: u64, part: &Part) -> Result<Self> {
+        match part.weights() {
+            [weight] if weight.experts.is_none() => Self::of(b, seed, weight, (0, 1)),
+            weights => {
+                let got = format!("{} of {}", weights.len(), part.id);
+                Err(Error::shape("parameter", "weights", got, "one, of which every rank has the whole"))
+            }
+        }
+    }
+
     /// A matrix of normal numbers; each element a function of (seed, name, its index in the whole tensor).
     pub fn normal(
         b: &B,
@@ -124,6 +153,11 @@ impl<B: Kernels> Param<B> {
     pub fn ones(b: &B, name: impl Into<String>, cols: usize) -> Result<Self> {
         let master = Tensor::from_f32(b, &vec![1.0; cols], 1, cols)?;
         Ok(Self::new(name, master, Placement::Replicated))
+    }
+
+    /// The id of the part it belongs to, of one that has a single weight.
+    pub fn layer(&self) -> &str {
+        self.name.trim_end_matches(".weight")
     }
 
     /// Matrices stacked in it.

@@ -4,6 +4,7 @@
 //! one operation a pass adds them to the table. At the end of a step the tables of all ranks lie in one report,
 //! which the host reads when it likes.
 
+use crate::spec::ModelSpec;
 use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Counts, Entry, Found, OCCUPANCY_VALUES, REPORT_HEAD, Source};
 use nibble_core::{Backend, Error, Result};
@@ -172,7 +173,20 @@ pub struct Layout {
 
 impl Layout {
     /// Sites of a decoder layer, at most: every weight, input and gradient, each quantized and converted.
-    pub const SITES_A_LAYER: usize = 64;
+    const SITES_A_LAYER: usize = 64;
+
+    /// The table of a model, of so many shards of a rank and spans with scales of earlier steps.
+    pub fn new(model: &ModelSpec, shards: usize, spans: usize) -> Self {
+        Self {
+            // The head's as well.
+            sites: Self::SITES_A_LAYER * (model.num_blocks() + 1),
+            layers: model.num_blocks(),
+            dense: model.num_dense(),
+            experts: model.num_experts(),
+            shards,
+            spans,
+        }
+    }
 
     /// Cells of a table.
     pub fn cells(&self) -> usize {

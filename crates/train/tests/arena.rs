@@ -7,6 +7,7 @@ use nibble_cpu::Cpu;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::param::{GradientPlan, Param};
+use nibble_train::spec::MoeSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, matrix, small};
 
@@ -25,7 +26,7 @@ fn both_passes_of_an_expert_layer_find_the_same_addresses_every_time() {
             aux_coef: 1e-2,
             z_coef: 1e-3,
         };
-        let mut moe = Moe::new(&cx, "mlp", shape, 0.05, 0.05).unwrap();
+        let mut moe = Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.05; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let [x, dy] = ["x", "dy"].map(|what| matrix(&cpu, what, (256, 128), recipe.activations));
         for param in moe.params() {

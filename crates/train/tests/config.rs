@@ -4,6 +4,7 @@ use std::path::Path;
 
 use nibble_train::Error;
 use nibble_train::config::{Config, preset_names};
+use nibble_train::spec::ModelSpec;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -268,7 +269,7 @@ fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
     ] {
         let config = Config::load(name, &[])?;
         assert_eq!(config.tokens_per_step(), tokens, "{name}");
-        assert_eq!(config.model.active_matrix_parameters(), active, "{name}");
+        assert_eq!(ModelSpec::new(&config.model).active_parameters(), active, "{name}");
         assert_eq!(config.flops_per_token(), flops, "{name}");
     }
     Ok(())

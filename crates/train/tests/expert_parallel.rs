@@ -9,6 +9,7 @@ use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::model::Feed;
 use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::spec::MoeSpec;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{matrix, rank_cx, small, train};
 use std::sync::Mutex;
@@ -229,7 +230,7 @@ fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
     let one_rank = |comm: Wrapped| {
         let cpu = cpu();
         let cx = rank_cx(&cpu, &comm, &recipe, 1, TOKENS);
-        let mut moe = Moe::new(&cx, "moe", shape, 0.02, 0.02).unwrap();
+        let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, d_model), DType::Bf16);
         let (y, saved) = moe.forward(&cx, &x).unwrap();
@@ -300,7 +301,7 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
     let traffic = |recipe: &str, comm: &dyn Comm<Cpu>| {
         let (cpu, recipe) = (cpu(), Recipe::builtin(recipe).unwrap());
         let cx = rank_cx(&cpu, comm, &recipe, 1, TOKENS);
-        let mut moe = Moe::new(&cx, "moe", shape, 0.02, 0.02).unwrap();
+        let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, shape.d_model), recipe.activations);
         let before = cpu.traffic();

@@ -16,15 +16,15 @@
 mod rig;
 
 use nibble_core::ops::Add;
-use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, DType, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::{Balance, ModelConfig};
 use nibble_train::cx::{Cx, Shards};
-use nibble_train::layers::{Attention, AttentionShape, Layer, Linear, Mlp, Norm, rope_table};
+use nibble_train::layers::{GroupedQuery, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder, Feed, Inside};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
+use nibble_train::spec::{Group, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeSpec, Part, Rope, Size};
 use rig::{SOLO, cx, matrix, normals};
 
 /// Largest error of a directional derivative, as a share of s·‖gradient‖.
@@ -120,15 +120,8 @@ fn r(cx: &Cx<'_, Cpu>, shape: (usize, usize)) -> Tensor<Cpu> {
 }
 
 /// Checks a [`Layer`] that maps a tensor to a tensor of `out` columns.
-fn check_layer<L>(
-    name: &str,
-    layer: L,
-    cx: &Cx<'_, Cpu>,
-    x: &Tensor<Cpu>,
-    out: usize,
-    prepare: fn(&mut L, &Cx<'_, Cpu>),
-    params: fn(&mut L) -> Vec<&mut Param<Cpu>>,
-) where
+fn check_layer<L>(name: &str, layer: L, cx: &Cx<'_, Cpu>, x: &Tensor<Cpu>, out: usize)
+where
     L: Clone + Layer<Cpu, In = Tensor<Cpu>, Out = Tensor<Cpu>>,
 {
     let loss =
@@ -137,7 +130,8 @@ fn check_layer<L>(
         let (_, saved) = layer.forward(cx, x.clone()).unwrap();
         Some(layer.backward(cx, saved, r(cx, (x.rows, out))).unwrap())
     };
-    check(&Subject { name, layer, prepare, params, loss: &loss, backward: &backward }, cx, x);
+    let prepare = |layer: &mut L, cx: &Cx<'_, Cpu>| layer.prepare(cx).unwrap();
+    check(&Subject { name, layer, prepare, params: L::params, loss: &loss, backward: &backward }, cx, x);
 }
 
 fn cpu() -> Cpu {
@@ -150,7 +144,7 @@ fn f32_recipe() -> Recipe {
 
 fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
     let weight = Param::normal(cpu, 1, "linear.weight", (n, k), 0.3, Placement::Replicated, 0).unwrap();
-    Linear { weight, name: "linear".into(), out: DType::F32, kind: LayerKind::Linear }
+    Linear { weight, name: "linear".into(), out: DType::F32 }
 }
 
 /// Norm weights that are not all ones.
@@ -176,19 +170,18 @@ fn linear_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 2, 9);
     let x = matrix(&cpu, "x", (18, 24), DType::F32);
-    let params: fn(&mut Linear<Cpu>) -> Vec<&mut Param<Cpu>> = |l| vec![&mut l.weight];
-    check_layer("linear", linear(&cpu, 20, 24), &cx, &x, 20, |l, cx| l.prepare(cx).unwrap(), params);
+    check_layer("linear", linear(&cpu, 20, 24), &cx, &x, 20);
 }
 
 #[test]
 fn norm_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 4, 5);
-    let mut norm = Norm::new(&cpu, "norm", 24, 1e-5).unwrap();
+    let mut norm =
+        Norm::new(&cpu, &Part::norm("norm", Size::new("model.d_model", 24), Group::Norms), 1e-5).unwrap();
     uneven(&cpu, &mut norm);
     let x = matrix(&cpu, "x", (20, 24), DType::F32);
-    let params: fn(&mut Norm<Cpu>) -> Vec<&mut Param<Cpu>> = |l| vec![&mut l.weight];
-    check_layer("norm", norm, &cx, &x, 24, |_, _| (), params);
+    check_layer("norm", norm, &cx, &x, 24);
 }
 
 #[test]
@@ -205,10 +198,10 @@ fn attention_layer_with_grouped_query_heads() {
     for (heads, kv_heads, value_dim, qk_norm) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = AttentionShape { d_model, heads, kv_heads, head_dim, value_dim, seq_len, qk_norm };
-        let rope = rope_table(&cpu, seq_len, head_dim, 100.0).unwrap();
-        let mut layer =
-            Attention::new(&cpu, 1, "attention", shape, 1e-5, 0.3, 0.3, DType::F32, rope).unwrap();
+        let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm };
+        let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
+        let rope = rope_table(&cpu, seq_len, Rope { head_dim, theta: 100.0 }).unwrap();
+        let mut layer = GroupedQuery::new(&cpu, 1, &spec, DType::F32, rope).unwrap();
         let norms: Vec<&mut Norm<Cpu>> = [&mut layer.q_heads, &mut layer.k_heads]
             .into_iter()
             .filter_map(|heads| heads.norm.as_mut())
@@ -217,7 +210,7 @@ fn attention_layer_with_grouped_query_heads() {
         norms.into_iter().for_each(|norm| uneven(&cpu, norm));
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
         let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm}");
-        check_layer(&name, layer, &cx, &x, d_model, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
+        check_layer(&name, layer, &cx, &x, d_model);
     }
 }
 
@@ -225,9 +218,9 @@ fn attention_layer_with_grouped_query_heads() {
 fn dense_feed_forward_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 2, 8);
-    let layer = Mlp::new(&cpu, 1, "mlp", (16, 24), 0.3, 0.3, DType::F32).unwrap();
+    let layer = Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (16, 24), [0.3; 2]), DType::F32).unwrap();
     let x = matrix(&cpu, "x", (16, 16), DType::F32);
-    check_layer("mlp", layer, &cx, &x, 16, |l, cx| l.prepare(cx).unwrap(), |l| l.params());
+    check_layer("mlp", layer, &cx, &x, 16);
 }
 
 /// What a mixture's router adds to the loss: factor · mean over shards.
@@ -265,7 +258,7 @@ fn mixture_of_experts_with_its_losses() {
         let cx = cx(&cpu, &recipe, 2, 12);
         let shape =
             MoeShape { d_model: 16, ffn: 12, experts: 5, top_k, normalize, aux_coef: 3.0, z_coef: 0.5 };
-        let mut layer = Moe::new(&cx, "moe", shape, 0.3, 0.3).unwrap();
+        let mut layer = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.3; 2])).unwrap();
         layer.prepare(&cx).unwrap();
         let x = decided_tokens(&layer, &cx, 24, 0.3);
         let chosen = layer.router.forward(&cx, &x).unwrap().routing.expert.as_slice().to_vec();

@@ -12,6 +12,7 @@ use nibble_core::{Backend, Comm, DType, Recipe};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::spec::MoeSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, matrix, small};
 
@@ -133,7 +134,7 @@ fn expert_layer(recipe: &str, d_model: usize, ffn: usize, tokens: usize) -> Ledg
     let recipe = Recipe::builtin(recipe).unwrap();
     let cx = cx(&cpu, &recipe, 1, tokens);
     let shape = MoeShape { d_model, ffn, experts: 1, top_k: 1, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
-    let mut moe = Moe::new(&cx, "model.layers.0.mlp", shape, 0.02, 0.02).unwrap();
+    let mut moe = Moe::new(&cx, &MoeSpec::new("model.layers.0.mlp", shape, [0.02; 2])).unwrap();
     moe.prepare(&cx).unwrap();
     let x = matrix(&cpu, "x", (tokens, d_model), DType::Bf16);
     cx.counted.borrow_mut().truncate(0);

@@ -29,6 +29,7 @@ use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::param::{Param, Placement};
+use nibble_train::spec::{Group, MlpSpec, MoeSpec};
 use rig::cx;
 use std::ops::Range;
 
@@ -228,7 +229,7 @@ fn dense_linear_layer() {
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
         let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
-        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16, kind: LayerKind::Linear };
+        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16 };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));
@@ -260,7 +261,8 @@ fn dense_feed_forward_layer() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
-        let mut layer = Mlp::new(&cpu, 1, "mlp", (D, F), 0.1, 0.1, DType::Bf16).unwrap();
+        let mut layer =
+            Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (D, F), [0.1; 2]), DType::Bf16).unwrap();
         layer.prepare(&cx).unwrap();
         let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
@@ -426,7 +428,7 @@ struct Scene {
 }
 
 fn scene(cx: &Cx<'_, Cpu>, section: &Section) -> Scene {
-    let mut moe = Moe::new(cx, "moe", SHAPE, 0.1, 0.1).unwrap();
+    let mut moe = Moe::new(cx, &MoeSpec::new("moe", SHAPE, [0.1; 2])).unwrap();
     moe.prepare(cx).unwrap();
     let x = uneven(cx.b, "x", D, fall);
     // dh falls with x once more than dy.

@@ -9,8 +9,8 @@ use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
-use nibble_train::model::layer_names;
 use nibble_train::one_layer::OneLayer;
+use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, STOCHASTIC, small, train, with_recipe};
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 /// Every change of representation of one layer of the small run, as a backend sees it.
 fn changes(config: &Config, name: &str, progress: f64) -> Vec<Change> {
     let recipe = load_recipe(&config.recipe).unwrap();
-    let layers = layer_names(&config.model);
+    let layers = ModelSpec::new(&config.model).recipe_layers();
     let layer = layers.iter().find(|layer| layer.name == name).unwrap();
     let recorder = Recorder::eager(Cpu::new(1).unwrap());
     let one = OneLayer { recipe: &recipe, layer, progress };

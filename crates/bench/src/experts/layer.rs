@@ -8,6 +8,7 @@ use nibble_core::{Backend, DType, Kernels, Operand, Recipe, Result, SoloComm, Te
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
+use nibble_train::spec::MoeSpec;
 
 const NAME: &str = "mlp";
 const EXPERTS: &str = "mlp.experts";
@@ -88,12 +89,13 @@ impl<'a, B: Kernels> Layer<'a, B> {
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
+        let spec = MoeSpec::new(NAME, shape.moe(), [0.02; 2]);
         let timed = if shape.top_k > 0 {
-            let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, NAME, shape.moe(), 0.02, 0.02)? });
+            let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, &spec)? });
             moe.prepare(&cx)?;
             Timed::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {
-            let mut experts = Box::new(Experts::new(&cx, EXPERTS, shape.moe(), 0.02, 0.02)?);
+            let mut experts = Box::new(Experts::new(&cx, &spec.experts)?);
             experts.prepare(&cx)?;
             let section = Box::new(cx.section(LayerKind::Expert, EXPERTS));
             let exchange = Exchange::new(&cx, shape.experts, 1);

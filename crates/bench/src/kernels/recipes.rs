@@ -9,10 +9,10 @@ use super::operands::{Operands, Shape, uneven};
 use super::report::shortened;
 use super::traffic::Block;
 use nibble_command::error::{Error, Result};
-use nibble_command::layers::{self, DENSE};
+use nibble_command::layers;
 use nibble_command::say;
 use nibble_core::ops::Planes;
-use nibble_core::recipe::{Change, Form, Layer, LayerKind, Section, Site};
+use nibble_core::recipe::{Change, Form, LayerKind, Section, Site};
 use nibble_core::{Recipe, Result as CoreResult};
 use nibble_formats::{BlockAxis, Format, ScaleRule};
 use nibble_testkit::shapes::MoeShape;
@@ -70,10 +70,10 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
     Ok(found)
 }
 
-/// Those of a built-in recipe, read off a layer that runs.
-fn steps_of(recipe: &str, kind: LayerKind, layer: &str) -> Result<Vec<Step>> {
+/// Those of a built-in recipe, read off a layer of this kind that runs.
+fn steps_of(recipe: &str, kind: LayerKind) -> Result<Vec<Step>> {
     let recipe = Recipe::builtin(recipe)?;
-    let layer = Layer { kind, name: layer.to_owned(), gated: false };
+    let Some(layer) = layers::of_kind(kind) else { return Ok(Vec::new()) };
     steps(&layers::changes(&recipe, &layer)?, &recipe.section(kind, &layer.name, 0.0))
 }
 
@@ -97,12 +97,12 @@ struct Costs {
 
 impl Costs {
     fn of(bench: &Bench, name: &'static str) -> Result<Self> {
-        let cost = |kind, layer, groups| {
-            let steps = steps_of(name, kind, layer)?;
+        let cost = |kind, groups| {
+            let steps = steps_of(name, kind)?;
             measure(bench, &steps, groups).map_err(Error::from)
         };
-        let dense = cost(LayerKind::Linear, DENSE, None);
-        let experts = cost(LayerKind::Expert, layers::EXPERTS, Some(EXPERTS));
+        let dense = cost(LayerKind::Linear, None);
+        let experts = cost(LayerKind::Expert, Some(EXPERTS));
         Ok(Self { recipe: name, dense, experts })
     }
 
@@ -171,8 +171,8 @@ mod tests {
     use nibble_cpu::Cpu;
     use nibble_formats::Rounding;
 
-    fn of(recipe: &str, kind: LayerKind, layer: &str) -> Vec<Step> {
-        steps_of(recipe, kind, layer).unwrap()
+    fn of(recipe: &str, kind: LayerKind) -> Vec<Step> {
+        steps_of(recipe, kind).unwrap()
     }
 
     #[test]
@@ -181,25 +181,25 @@ mod tests {
         use Conversion::{Quantize, Transcode};
         use Planes::{Both, Rows};
         let near = Rounding::NearestEven;
-        let hows = |recipe, kind, layer| {
-            let all: Vec<_> = of(recipe, kind, layer).iter().map(|c| (c.gradient, c.how)).collect();
+        let hows = |recipe, kind| {
+            let all: Vec<_> = of(recipe, kind).iter().map(|c| (c.gradient, c.how)).collect();
             all
         };
         let both = Quantize(Block::E4M3_AMAX, Both, near);
-        assert_eq!(hows("fp8-block", LayerKind::Linear, DENSE), [(false, both), (true, both)]);
-        assert_eq!(hows("fp8-block", LayerKind::Expert, layers::EXPERTS), [(false, both), (true, both)]);
+        assert_eq!(hows("fp8-block", LayerKind::Linear), [(false, both), (true, both)]);
+        assert_eq!(hows("fp8-block", LayerKind::Expert), [(false, both), (true, both)]);
         let (turn, rows) = (Transcode(Block::E4M3, Block::E4M3, Col), Quantize(Block::E4M3, Rows, near));
-        let flow = hows("fp8-flow", LayerKind::Expert, layers::EXPERTS);
+        let flow = hows("fp8-flow", LayerKind::Expert);
         assert_eq!(flow, [(false, rows), (true, rows), (true, turn), (false, turn)]);
-        let hopper = hows("mxfp4-hopper", LayerKind::Expert, layers::EXPERTS);
+        let hopper = hows("mxfp4-hopper", LayerKind::Expert);
         let lift = |axis| Transcode(Block::MXFP4, Block::E4M3, axis);
         let fp4 = Quantize(Block::MXFP4, Rows, near);
         assert_eq!(
             hopper,
             [(false, fp4), (false, lift(Row)), (true, rows), (true, turn), (false, lift(Col))]
         );
-        assert!(hows("bf16", LayerKind::Linear, DENSE).is_empty());
-        let before = of("mxfp4-hopper", LayerKind::Expert, layers::EXPERTS);
+        assert!(hows("bf16", LayerKind::Linear).is_empty());
+        let before = of("mxfp4-hopper", LayerKind::Expert);
         assert_eq!(
             before.iter().map(|c| c.before_dispatch).collect::<Vec<_>>(),
             [true, false, true, false, false]
@@ -210,10 +210,8 @@ mod tests {
     fn conversions_of_every_recipe_run_on_the_cpu() {
         let cpu = Cpu::new(1).unwrap();
         for name in Recipe::names() {
-            for (kind, layer, groups) in
-                [(LayerKind::Linear, DENSE, None), (LayerKind::Expert, layers::EXPERTS, Some(4))]
-            {
-                for step in of(name, kind, layer) {
+            for (kind, groups) in [(LayerKind::Linear, None), (LayerKind::Expert, Some(4))] {
+                for step in of(name, kind) {
                     let lengths = groups.map(|groups| uneven(groups, 256));
                     let o = Operands::new(&cpu, Shape { rows: 256, cols: 256 }, lengths.as_deref()).unwrap();
                     step.how.on(&o).unwrap()(&cpu).unwrap();

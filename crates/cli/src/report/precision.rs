@@ -5,7 +5,7 @@ use nibble_core::recipe::{Change, Layer, LayerKind, Site};
 use nibble_train::checks::steps_of_change;
 use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
-use nibble_train::model::layer_names;
+use nibble_train::spec::{self, ModelSpec, PartKind};
 
 /// Layers that differ in their number alone: their name with `*` for it, and the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -82,7 +82,7 @@ pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     let parts = steps_of_change(recipe, steps);
     let starts = &parts[..parts.len().saturating_sub(1)];
     let mut all: Vec<Decided> = Vec::new();
-    for layer in layer_names(&config.model) {
+    for layer in ModelSpec::new(&config.model).recipe_layers() {
         let sites = sites(recipe, &layer, starts, steps);
         let (name, number) = without_number(&layer.name);
         match all.iter_mut().find(|decided| decided.sites == sites) {
@@ -135,16 +135,17 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
 /// Every change of representation in the first layer of each kind between two attentions, as the run began, and what that layer is:
 /// experts, and the two projections of an MLP that is no shared expert.
 pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(&'static str, Vec<Change>)> {
-    let layers = layer_names(&config.model);
-    let of = |what: &'static str, is: &dyn Fn(&Layer) -> bool| {
-        let layer = layers.iter().find(|layer| is(layer))?;
+    let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
+    let of = |what: &'static str, group: spec::Group, kind: fn(PartKind) -> bool| {
+        let layer = parts.iter().find(|part| part.group == group && kind(part.kind))?.layer()?;
         let section = recipe.section(layer.kind, &layer.name, 0.0);
         Some((what, section.plan(layer.kind, recipe.activations, layer.gated)))
     };
+    let is_gated = |kind: PartKind| kind == PartKind::Linear { gated: true };
     let kinds = [
-        of("an expert layer", &|layer| layer.kind == LayerKind::Expert),
-        of("an MLP's first projection and its SwiGLU", &|layer| layer.name.ends_with(".mlp.gate_up_proj")),
-        of("an MLP's second projection", &|layer| layer.name.ends_with(".mlp.down_proj")),
+        of("an expert layer", spec::Group::Experts, |_| true),
+        of("an MLP's first projection and its SwiGLU", spec::Group::Mlps, is_gated),
+        of("an MLP's second projection", spec::Group::Mlps, |kind| kind == PartKind::Linear { gated: false }),
     ];
     kinds.into_iter().flatten().collect()
 }

@@ -4,11 +4,11 @@ mod recipe_file;
 mod sizes;
 
 pub use sizes::check_sizes;
-pub(crate) use sizes::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
+pub(crate) use sizes::listed;
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::model::layer_names;
+use crate::spec::ModelSpec;
 use nibble_core::Recipe;
 use nibble_core::recipe::Section;
 use std::path::Path;
@@ -65,7 +65,7 @@ pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
 
 /// What the recipe's blocks ask of the batch, in every layer at every point of the run. Widths that no block divides are extended by zeros.
 fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
-    let sections = recipe.sections(&layer_names(&config.model))?;
+    let sections = recipe.sections(&ModelSpec::new(&config.model).recipe_layers())?;
     if !sections.iter().any(Section::has_blocks) {
         return Ok(());
     }

@@ -1,7 +1,8 @@
 //! Sizes that can be counted at all: everything after this multiplies them without looking.
 
-use crate::config::{Config, ModelConfig};
+use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::spec::{ModelSpec, Size};
 
 /// The most numbers a model may have.
 const MOST_PARAMETERS: u128 = 1 << 48;
@@ -14,68 +15,9 @@ const MOST_TOKENS: usize = 1 << 24;
 /// The most elements of one tensor of activations.
 const MOST_ELEMENTS: u128 = 1 << 50;
 
-/// Sizes by their keys.
-pub(crate) type Sizes = Vec<(&'static str, usize)>;
-
-/// Parameters of one kind.
-pub(crate) struct Parameters {
-    /// What has them.
-    pub what: &'static str,
-    /// What their number is a product of.
-    pub sizes: Sizes,
-    /// How often they are there.
-    pub times: usize,
-}
-
-impl Parameters {
-    /// How many; none beyond 128 bits.
-    pub fn count(&self) -> Option<u128> {
-        let mut sizes = self.sizes.iter().map(|(_, size)| *size as u128);
-        sizes.try_fold(self.times as u128, u128::checked_mul)
-    }
-}
-
-/// The larger width of a head.
-pub(crate) fn head_width(m: &ModelConfig) -> (&'static str, usize) {
-    match m.value_head_dim > m.head_dim {
-        true => ("model.value_head_dim", m.value_head_dim),
-        false => ("model.head_dim", m.head_dim),
-    }
-}
-
-/// The layers with experts, and those with an MLP, under the key that says how many there are.
-pub(crate) fn layers_of(m: &ModelConfig) -> [(&'static str, usize); 2] {
-    let routed = if m.dense_layers == 0 { "model.layers" } else { "model.layers - model.dense_layers" };
-    let dense = if m.experts == 0 { "model.layers" } else { "model.dense_layers" };
-    [(routed, m.num_routed()), (dense, m.num_dense())]
-}
-
-/// All parameters but those of norms, and no fewer: keys and values have no more heads than queries have, and all are taken as wide.
-pub(crate) fn parameters(m: &ModelConfig) -> [Parameters; 6] {
-    let [routed, dense] = layers_of(m);
-    let (layers, width) = (("model.layers", m.layers), ("model.d_model", m.d_model));
-    let (heads, head_dim) = (("model.heads", m.heads), head_width(m));
-    let (experts, vocabulary) = (("model.experts", m.experts), ("model.vocab_size", m.vocab_size));
-    let of = |what, times, sizes: &[_]| Parameters { what, times, sizes: sizes.to_vec() };
-    [
-        match m.tie_embeddings {
-            true => of("the embedding", 1, &[vocabulary, width]),
-            false => of("embedding and head", 2, &[vocabulary, width]),
-        },
-        of("attention", 4, &[layers, width, heads, head_dim]),
-        of("the MLPs", 3, &[dense, width, ("model.ffn", m.ffn)]),
-        of("the shared experts", 3, &[routed, width, ("model.shared_ffn", m.shared_ffn)]),
-        of(EXPERTS, 3, &[routed, experts, width, ("model.expert_ffn", m.expert_ffn)]),
-        of("the routers", 1, &[routed, experts, width]),
-    ]
-}
-
-/// These alone are divided over ranks.
-pub(crate) const EXPERTS: &str = "the experts";
-
 /// `model.layers = 2, model.d_model = 64`.
-pub(crate) fn listed(sizes: &[(&str, usize)]) -> String {
-    sizes.iter().map(|(key, size)| format!("{key} = {size}")).collect::<Vec<_>>().join(", ")
+pub(crate) fn listed(sizes: &[Size]) -> String {
+    sizes.iter().map(|size| format!("{} = {}", size.key, size.value)).collect::<Vec<_>>().join(", ")
 }
 
 /// Whether every size of this configuration can be counted, and is not beyond what any machine has.
@@ -87,13 +29,14 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let wide = |n: usize| n as u128;
     let times =
         |factors: &[usize]| factors.iter().try_fold(1u128, |product, n| product.checked_mul(wide(*n)));
-    let parts = parameters(m);
-    let count = parts.iter().try_fold(0u128, |sum, part| sum.checked_add(part.count()?));
+    let spec = ModelSpec::new(m);
+    let groups = spec.parameters();
+    let count = groups.iter().try_fold(0u128, |sum, group| sum.checked_add(group.count?));
     if count.is_none_or(|n| n > MOST_PARAMETERS) {
         // Beyond counting is the largest.
-        let most = parts.iter().max_by_key(|part| part.count().unwrap_or(u128::MAX));
-        let most = most.map_or(String::new(), |part| {
-            format!("; most of them are of {}: {}", part.what, listed(&part.sizes))
+        let most = groups.iter().max_by_key(|group| group.count.unwrap_or(u128::MAX));
+        let most = most.map_or(String::new(), |group| {
+            format!("; most of them are of {}: {}", group.what, listed(&group.sizes))
         });
         return Err(Error::config("model", format!("has more than 2^48 parameters{most}")));
     }
@@ -126,14 +69,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
     let rows = tokens * wide(m.top_k.max(1)) * wide(ranks) + wide(m.experts) * 128;
-    let widest = [
-        2 * wide(m.expert_ffn),
-        wide(m.d_model),
-        wide(m.heads) * wide(head_width(m).1),
-        2 * wide(m.shared_ffn),
-        2 * wide(m.ffn),
-    ];
-    let widest = widest.into_iter().max().unwrap_or(0).max(wide(m.experts));
+    let widest = spec.widest().unwrap_or(u128::MAX);
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
     if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {
         let why = format!(

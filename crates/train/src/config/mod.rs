@@ -12,7 +12,6 @@
 
 mod asked;
 mod device;
-mod flops;
 mod foreign;
 mod load;
 mod preset;

@@ -4,14 +4,14 @@
 //! head's gradients are made in the forward pass, while a chunk's logits exist, and what is kept is one gradient of the
 //! size of the input.
 
-use super::Linear;
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
-use crate::param::Writes;
+use crate::param::{Param, Writes};
 use crate::record::Conversion;
+use crate::spec::Part;
 use nibble_core::formats::Codec;
 use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
-use nibble_core::recipe::{Section, Site};
+use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{DType, Error, Kernels, Result, Tensor};
 
 /// The gradient of the head's input, made in the forward pass.
@@ -39,11 +39,51 @@ pub struct HeadInput<'a, B: Kernels> {
     pub shards: usize,
 }
 
-impl<B: Kernels> Linear<B> {
+/// The output head: a weight `[v, d]` of its own, or that of the embedding. No [`Layer`](super::Layer): its gradients are made in the forward
+/// pass. Whoever calls it brings the embedding's weight, `table`, which a tied head takes.
+#[derive(Debug, Clone)]
+pub struct Head<B: Kernels> {
+    /// By which recipes know it: `lm_head`, or the embedding's id.
+    pub id: String,
+    /// Its own weight, unless it is tied to the embedding.
+    pub own: Option<Param<B>>,
+}
+
+impl<B: Kernels> Head<B> {
+    /// Random weights, the same on every rank; none of a head that is tied.
+    pub fn new(b: &B, seed: u64, part: &Part) -> Result<Self> {
+        let own = (!part.params().is_empty()).then(|| Param::only(b, seed, part));
+        Ok(Self { id: part.id.clone(), own: own.transpose()? })
+    }
+
+    fn weight<'a>(&'a self, table: &'a Param<B>) -> &'a Param<B> {
+        self.own.as_ref().unwrap_or(table)
+    }
+
+    fn weight_mut<'a>(&'a mut self, table: &'a mut Param<B>) -> &'a mut Param<B> {
+        self.own.as_mut().unwrap_or(table)
+    }
+
+    fn section(&self, cx: &Cx<'_, B>) -> Section {
+        cx.section(LayerKind::Head, &self.id)
+    }
+
+    /// Makes the weight's copies for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>, table: &mut Param<B>) -> Result<()> {
+        let section = self.section(cx);
+        self.weight_mut(table).prepare(cx, &section)
+    }
+
     /// The losses alone.
-    pub fn losses(&self, cx: &Cx<'_, B>, input: &HeadInput<'_, B>) -> Result<HeadLossOut<B>> {
+    pub fn losses(
+        &self,
+        cx: &Cx<'_, B>,
+        table: &Param<B>,
+        input: &HeadInput<'_, B>,
+    ) -> Result<HeadLossOut<B>> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let (w, chunk) = (self.weight.w()?, head_chunk(cx.b.kind(), self.weight.master.rows));
+        let weight = self.weight(table);
+        let (w, chunk) = (weight.w()?, head_chunk(cx.b.kind(), weight.master.rows));
         let codecs = HeadCodecs { fprop_x: codec(&self.section(cx), Site::FpropX)?, ..HeadCodecs::default() };
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
@@ -52,22 +92,23 @@ impl<B: Kernels> Linear<B> {
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,
+        table: &mut Param<B>,
         input: &HeadInput<'_, B>,
         scale: f32,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let layer = self.site().to_owned();
         let codecs = self.codecs(cx)?;
-        let (w, wt) = (self.weight.w()?.clone(), self.weight.wt()?.clone());
+        let weight = self.weight_mut(table);
+        let (w, wt) = (weight.w()?.clone(), weight.wt()?.clone());
         let chunk = head_chunk(cx.b.kind(), w.rows());
-        let mut out = self.weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
+        let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, scale, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
         })?;
-        cx.keep_counts(&layer, "x", Conversion::Quantize, out.x_counts.as_ref());
-        cx.keep_counts(&layer, "dlogits", Conversion::Quantize, out.dlogits_counts.as_ref());
+        cx.keep_counts(&self.id, "x", Conversion::Quantize, out.x_counts.as_ref());
+        cx.keep_counts(&self.id, "dlogits", Conversion::Quantize, out.dlogits_counts.as_ref());
         let dx = out.dx.take().ok_or_else(|| Error::shape("head_loss", "dx", "missing", "[t, d]"))?;
-        Ok((out, HeadSaved { layer, dx }))
+        Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
 
     /// What a pass with gradients quantizes. All of it in the forward pass.
@@ -82,12 +123,12 @@ impl<B: Kernels> Linear<B> {
     }
 
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
-    pub fn logits(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<Tensor<B>> {
+    pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let to = section.at(Site::FpropX);
-        let at = Place { layer: self.site(), tensor: "x", linear: self.site() };
-        let x = cx.form(at, &x, to, None)?;
-        Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)
+        let at = Place { layer: &self.id, tensor: "x", linear: &self.id };
+        let x = cx.form(at, x, to, None)?;
+        Gemm { a: &x, b: self.weight(table).w()?, out: DType::F32 }.run(cx.b)
     }
 }
 

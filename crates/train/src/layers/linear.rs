@@ -4,6 +4,7 @@ use super::Layer;
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
+use crate::spec::Part;
 use nibble_core::ops::Gemm;
 use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
@@ -49,8 +50,6 @@ pub struct Linear<B: Kernels> {
     pub name: String,
     /// Type of the output.
     pub out: DType,
-    /// Which of the recipe's sections applies: `[linear]`, or that of the output head.
-    pub kind: LayerKind,
 }
 
 /// The input in the form the recipe keeps.
@@ -68,20 +67,19 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
+    /// Random weights, the same on every rank. `out` is the type of the output.
+    pub fn new(b: &B, seed: u64, part: &Part, out: DType) -> Result<Self> {
+        Ok(Self { weight: Param::only(b, seed, part)?, name: part.id.clone(), out })
+    }
+
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
     pub(super) fn site(&self) -> &str {
-        self.weight.name.trim_end_matches(".weight")
+        self.weight.layer()
     }
 
     /// The precisions of this layer now.
     pub fn section(&self, cx: &Cx<'_, B>) -> Section {
-        cx.section(self.kind, &self.name)
-    }
-
-    /// Makes the weight's copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let section = self.section(cx);
-        self.weight.prepare(cx, &section)
+        cx.section(LayerKind::Linear, &self.name)
     }
 
     /// The forward pass up to its product: what fprop multiplies, and what is kept.
@@ -121,9 +119,22 @@ impl<B: Kernels> Layer<B> for Linear<B> {
     type Out = Tensor<B>;
     type Saved = LinearSaved<B>;
 
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        let section = self.section(cx);
+        self.weight.prepare(cx, &section)
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.weight]
+    }
+
     fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {
         let (x, saved) = self.input(cx, &x_tk)?;
         Ok((self.product(cx, &x)?, saved))
+    }
+
+    fn again(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<LinearSaved<B>> {
+        Ok(self.input(cx, &x_tk)?.1)
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {

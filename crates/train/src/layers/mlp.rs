@@ -3,9 +3,10 @@
 use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Placement};
+use crate::param::Param;
+use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
-use nibble_core::recipe::{LayerKind, Site};
+use nibble_core::recipe::Site;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
@@ -41,38 +42,12 @@ impl<B: Kernels> Saved for MlpSaved<B> {
 
 impl<B: Kernels> Mlp<B> {
     /// Random weights.
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
-        b: &B,
-        seed: u64,
-        name: &str,
-        (d, f): (usize, usize),
-        std: f32,
-        out_std: f32,
-        activations: DType,
-    ) -> Result<Self> {
-        let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
-            let layer = format!("{name}.{part}");
-            let weight =
-                Param::normal(b, seed, format!("{layer}.weight"), (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: layer, out: activations, kind: LayerKind::Linear })
-        };
+    pub fn new(b: &B, seed: u64, spec: &MlpSpec, activations: DType) -> Result<Self> {
         Ok(Self {
-            name: name.to_owned(),
-            gate_up: linear("gate_up_proj", 2 * f, d, std)?,
-            down: linear("down_proj", d, f, out_std)?,
+            name: spec.id.clone(),
+            gate_up: Linear::new(b, seed, &spec.gate_up, activations)?,
+            down: Linear::new(b, seed, &spec.down, activations)?,
         })
-    }
-
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.gate_up.prepare(cx)?;
-        self.down.prepare(cx)
-    }
-
-    /// Its parameters, in canonical order.
-    pub fn params(&mut self) -> Vec<&mut Param<B>> {
-        vec![&mut self.gate_up.weight, &mut self.down.weight]
     }
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
@@ -87,11 +62,6 @@ impl<B: Kernels> Mlp<B> {
         let (a, down) = self.down.input(cx, &a_tf)?;
         Ok((a, MlpSaved { layer: self.name.clone(), gate_up, h, down }))
     }
-
-    /// What a forward pass keeps, made again.
-    pub fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<MlpSaved<B>> {
-        Ok(self.hidden(cx, x_td)?.1)
-    }
 }
 
 impl<B: Kernels> Layer<B> for Mlp<B> {
@@ -99,9 +69,22 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     type Out = Tensor<B>;
     type Saved = MlpSaved<B>;
 
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.gate_up.prepare(cx)?;
+        self.down.prepare(cx)
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.gate_up.weight, &mut self.down.weight]
+    }
+
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MlpSaved<B>)> {
         let (a, saved) = self.hidden(cx, x_td)?;
         Ok((self.down.product(cx, &a)?, saved))
+    }
+
+    fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<MlpSaved<B>> {
+        Ok(self.hidden(cx, x_td)?.1)
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: MlpSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {

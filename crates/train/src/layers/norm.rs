@@ -4,6 +4,7 @@ use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Writes};
+use crate::spec::Part;
 use nibble_core::ops::{RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -52,13 +53,14 @@ impl<B: Kernels> Saved for NormSaved<B> {
 
 impl<B: Kernels> Norm<B> {
     /// Weights of ones.
-    pub fn new(b: &B, name: &str, d: usize, eps: f32) -> Result<Self> {
-        Ok(Self { weight: Param::ones(b, format!("{name}.weight"), d)?, eps })
+    pub fn new(b: &B, part: &Part, eps: f32) -> Result<Self> {
+        // Ones have no seed.
+        Ok(Self { weight: Param::only(b, 0, part)?, eps })
     }
 
     /// Its name, `model.layers.3.input_layernorm`.
     pub fn layer(&self) -> String {
-        self.weight.name.trim_end_matches(".weight").to_owned()
+        self.weight.layer().to_owned()
     }
 
     /// The norm of the residual stream, and the stream itself in what is saved.
@@ -70,7 +72,7 @@ impl<B: Kernels> Norm<B> {
     }
 
     /// The output again, from what was saved.
-    pub fn again(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
+    pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
         Ok(RmsNorm::new(&saved.x, &self.weight.master, self.eps).run(cx.b)?.y)
     }
 
@@ -94,6 +96,10 @@ impl<B: Kernels> Layer<B> for Norm<B> {
     type In = Tensor<B>;
     type Out = Tensor<B>;
     type Saved = NormSaved<B>;
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.weight]
+    }
 
     fn forward(&self, cx: &Cx<'_, B>, x: Tensor<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         self.of(cx, x.into())

@@ -2,13 +2,14 @@
 //! is added by the norm that reads the sum ([`Residual`]), and in the backward pass by the norm that the half begins with.
 //! t tokens, d model.
 
-use super::feed::{Feed, FeedSaved};
+use super::{Attention, AttentionCache, AttentionSaved, Feed, FeedSaved};
 use crate::cx::Cx;
-use crate::layers::{Attention, AttentionSaved, KvCache, Layer, Norm, NormSaved, Residual};
+use crate::layers::{Layer, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::Routed;
 use crate::param::Param;
 use crate::recompute::{Kept, Scope};
+use crate::spec::BlockSpec;
 use nibble_core::ops::Routing;
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -17,14 +18,14 @@ use nibble_core::{Kernels, Result, Tensor};
 pub struct Block<B: Kernels> {
     /// Before attention.
     pub attn_norm: Norm<B>,
-    /// Self-attention.
+    /// Attention.
     pub attn: Attention<B>,
     /// Before what follows.
     pub mlp_norm: Norm<B>,
     /// Experts, or one MLP.
     pub feed: Feed<B>,
-    /// What the backward pass makes again. Set by [`Block::recompute`], which tells the parts, too.
-    pub(super) recompute: Vec<Scope>,
+    /// What the backward pass makes again. Set by [`Layer::recompute`], which tells the parts, too.
+    recompute: Vec<Scope>,
 }
 
 /// What a decoder layer keeps.
@@ -92,31 +93,26 @@ impl<B: Kernels> Saved for AttendSaved<B> {
 impl<B: Kernels> Saved for SecondSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.norm.ledger(ledger);
-        self.feed.list(ledger, &self.norm.layer);
+        if let Some(n_td) = self.feed.input() {
+            ledger.tensor(&self.norm.layer, "y", n_td);
+        }
+        self.feed.ledger(ledger);
     }
 }
 
 impl<B: Kernels> Block<B> {
-    /// Says what the backward passes to come make again.
-    pub fn recompute(&mut self, scopes: &[Scope]) {
-        self.recompute = scopes.to_vec();
-        self.attn.keep_heads = !scopes.contains(&Scope::Norms);
-        self.feed.recompute(scopes);
-    }
-
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.attn.prepare(cx)?;
-        self.feed.prepare(cx)
-    }
-
-    /// Its parameters, in canonical order.
-    pub fn params(&mut self) -> Vec<&mut Param<B>> {
-        let mut params = vec![&mut self.attn_norm.weight];
-        params.extend(self.attn.params());
-        params.push(&mut self.mlp_norm.weight);
-        params.extend(self.feed.params());
-        params
+    /// Random weights, this rank's part of them; `rope` has a row for each position of a sequence.
+    pub(super) fn new(cx: &Cx<'_, B>, spec: &BlockSpec, rope: Tensor<B>) -> Result<Self> {
+        let norm = |part| Norm::new(cx.b, part, spec.eps);
+        let mut block = Self {
+            attn_norm: norm(&spec.attn_norm)?,
+            attn: Attention::new(cx, &spec.attn, rope)?,
+            mlp_norm: norm(&spec.mlp_norm)?,
+            feed: Feed::new(cx, &spec.feed)?,
+            recompute: Vec::new(),
+        };
+        block.recompute(&Scope::DEFAULT);
+        Ok(block)
     }
 
     fn makes_again(&self, scope: Scope) -> bool {
@@ -150,7 +146,7 @@ impl<B: Kernels> Block<B> {
     /// x + feed(norm(x)), yet to be added.
     fn feed(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, SecondSaved<B>)> {
         let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        let (y_td, feed) = self.feed.forward(cx, n_td, self.keeps_normed())?;
+        let (y_td, feed) = self.feed.forward(cx, n_td)?;
         let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
         Ok((y, SecondSaved { norm, feed }))
     }
@@ -158,33 +154,58 @@ impl<B: Kernels> Block<B> {
     /// What [`Block::feed`] keeps, made again.
     fn feed_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<SecondSaved<B>> {
         let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        Ok(SecondSaved { norm, feed: self.feed.again(cx, n_td, self.keeps_normed())? })
-    }
-
-    fn keeps_normed(&self) -> bool {
-        !self.makes_again(Scope::Norms)
+        Ok(SecondSaved { norm, feed: self.feed.again(cx, n_td)? })
     }
 
     fn feed_backward(
         &mut self,
         cx: &Cx<'_, B>,
-        saved: SecondSaved<B>,
+        mut saved: SecondSaved<B>,
         dy_td: &Tensor<B>,
     ) -> Result<Tensor<B>> {
-        let (norm, saved_norm) = (&self.mlp_norm, &saved.norm);
-        let dn_td = self.feed.backward(cx, saved.feed, dy_td, || norm.again(cx, saved_norm))?;
+        saved.feed.give_input(|| self.mlp_norm.output(cx, &saved.norm))?;
+        let dn_td = self.feed.backward(cx, saved.feed, dy_td.clone())?;
         self.mlp_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
     }
 
     /// The forward pass of tokens that follow those in the cache: see [`Attention::cached`].
-    pub fn cached(&self, cx: &Cx<'_, B>, x: Residual<B>, cache: &mut KvCache<B>) -> Result<Residual<B>> {
+    pub fn cached(
+        &self,
+        cx: &Cx<'_, B>,
+        x: Residual<B>,
+        cache: &mut AttentionCache<B>,
+    ) -> Result<Residual<B>> {
         let (n_td, norm) = self.attn_norm.of(cx, x)?;
         let y_td = self.attn.cached(cx, &n_td, cache)?;
         Ok(self.feed(cx, Residual { x: norm.x, plus: Some(y_td) })?.0)
     }
+}
 
-    /// The forward pass.
-    pub fn forward(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, BlockSaved<B>)> {
+impl<B: Kernels> Layer<B> for Block<B> {
+    type In = Residual<B>;
+    type Out = Residual<B>;
+    type Saved = BlockSaved<B>;
+
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.attn.prepare(cx)?;
+        self.feed.prepare(cx)
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        let mut params = self.attn_norm.params();
+        params.extend(self.attn.params());
+        params.extend(self.mlp_norm.params());
+        params.extend(self.feed.params());
+        params
+    }
+
+    fn recompute(&mut self, scopes: &[Scope]) {
+        self.recompute = scopes.to_vec();
+        self.attn.recompute(scopes);
+        self.feed.recompute(scopes);
+    }
+
+    fn forward(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, BlockSaved<B>)> {
         let [attention, experts, layers] =
             [Scope::Attention, Scope::Experts, Scope::Layers].map(|scope| self.makes_again(scope));
         let [first, second] = [&self.attn_norm, &self.mlp_norm].map(Norm::layer);
@@ -198,8 +219,8 @@ impl<B: Kernels> Block<B> {
         Ok((y, BlockSaved { routed, halves }))
     }
 
-    /// The backward pass: the gradient of the residual stream before the layer, from that behind it.
-    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+    /// The gradient of the residual stream before the layer, from that behind it.
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let Halves { attend, feed } = saved.halves.all(cx, |x_td| {
             let (mid, attend) = self.attend(cx, x_td.clone().into())?;
             let feed = self.feed_again(cx, mid)?;

@@ -7,6 +7,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::moe::{BatchLoad, Moe, MoeSaved, Routed};
 use crate::param::Param;
 use crate::recompute::Scope;
+use crate::spec::{FeedSpec, MlpSpec};
 use nibble_core::ops::{Add, Routing};
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -21,6 +22,8 @@ pub enum Feed<B: Kernels> {
         moe: Moe<B>,
         /// The expert every token passes, if there is one.
         shared: Option<Mlp<B>>,
+        /// Keep the router's input, instead of having it made again from the norm's.
+        keep_input: bool,
     },
     /// One MLP for all of them.
     Dense(Mlp<B>),
@@ -29,11 +32,14 @@ pub enum Feed<B: Kernels> {
 /// What is kept of it.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)]
-pub(super) enum FeedSaved<B: Kernels> {
+pub enum FeedSaved<B: Kernels> {
+    /// Of experts.
     Experts {
-        /// The router's input, unless it is made again.
+        /// The router's input, unless it is made again: then [`FeedSaved::give_input`] has it before the backward pass.
         n_td: Option<Tensor<B>>,
+        /// Of router and experts.
         moe: MoeSaved<B>,
+        /// Of the shared expert.
         shared: Option<MlpSaved<B>>,
     },
     /// An MLP keeps its input itself.
@@ -57,6 +63,14 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
+    /// Makes the input again where the backward pass needs it and it was not kept.
+    pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
+        if let Self::Experts { n_td: n_td @ None, .. } = self {
+            *n_td = Some(again()?);
+        }
+        Ok(())
+    }
+
     /// Says what the load-balancing loss is taken over, if there are experts.
     pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         if let Self::Experts { moe, .. } = self {
@@ -64,13 +78,20 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Lists what is kept; `norm` is the name of the norm before.
-    pub fn list(&self, ledger: &mut Ledger, norm: &str) {
+    /// The router's input, where it is kept.
+    pub fn input(&self) -> Option<&Tensor<B>> {
         match self {
-            Self::Experts { n_td, moe, shared } => {
-                if let Some(n_td) = n_td {
-                    ledger.tensor(norm, "y", n_td);
-                }
+            Self::Experts { n_td, .. } => n_td.as_ref(),
+            Self::Dense(_) => None,
+        }
+    }
+}
+
+/// All but the router's input: that is what the norm before has made, and is listed as the norm's.
+impl<B: Kernels> Saved for FeedSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        match self {
+            Self::Experts { moe, shared, .. } => {
                 moe.ledger(ledger);
                 if let Some(shared) = shared {
                     shared.ledger(ledger);
@@ -82,19 +103,28 @@ impl<B: Kernels> FeedSaved<B> {
 }
 
 impl<B: Kernels> Feed<B> {
-    /// Says what the backward passes to come make again. An MLP keeps what its products read, as every linear layer does.
-    pub(super) fn recompute(&mut self, scopes: &[Scope]) {
-        if let Self::Experts { moe, .. } = self {
-            let has = |scope| scopes.contains(&scope);
-            moe.experts.keep_a = !has(Scope::Swiglu);
-            moe.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
-        }
+    /// Random weights, this rank's part of them.
+    pub fn new(cx: &Cx<'_, B>, spec: &FeedSpec) -> Result<Self> {
+        let mlp = |spec: &MlpSpec| Mlp::new(cx.b, cx.seed, spec, cx.activations());
+        Ok(match spec {
+            FeedSpec::Dense(spec) => Self::Dense(mlp(spec)?),
+            FeedSpec::Experts { moe, shared } => Self::Experts {
+                moe: Moe::new(cx, moe)?,
+                shared: shared.as_ref().map(mlp).transpose()?,
+                keep_input: false,
+            },
+        })
     }
+}
 
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+impl<B: Kernels> Layer<B> for Feed<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = FeedSaved<B>;
+
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         match self {
-            Self::Experts { moe, shared } => {
+            Self::Experts { moe, shared, .. } => {
                 moe.prepare(cx)?;
                 shared.iter_mut().try_for_each(|shared| shared.prepare(cx))
             }
@@ -102,10 +132,9 @@ impl<B: Kernels> Feed<B> {
         }
     }
 
-    /// Its parameters, in canonical order.
-    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+    fn params(&mut self) -> Vec<&mut Param<B>> {
         match self {
-            Self::Experts { moe, shared } => {
+            Self::Experts { moe, shared, .. } => {
                 let mut params = moe.params();
                 params.extend(shared.iter_mut().flat_map(Mlp::params));
                 params
@@ -114,15 +143,19 @@ impl<B: Kernels> Feed<B> {
         }
     }
 
-    /// The forward pass of the normed residual stream. The router's input is kept if `keep` says so.
-    pub(super) fn forward(
-        &self,
-        cx: &Cx<'_, B>,
-        n_td: Tensor<B>,
-        keep: bool,
-    ) -> Result<(Tensor<B>, FeedSaved<B>)> {
-        let (moe, shared) = match self {
-            Self::Experts { moe, shared } => (moe, shared),
+    /// An MLP keeps what its products read, as every linear layer does.
+    fn recompute(&mut self, scopes: &[Scope]) {
+        if let Self::Experts { moe, keep_input, .. } = self {
+            let has = |scope| scopes.contains(&scope);
+            *keep_input = !has(Scope::Norms);
+            moe.experts.keep_a = !has(Scope::Swiglu);
+            moe.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
+        }
+    }
+
+    fn forward(&self, cx: &Cx<'_, B>, n_td: Tensor<B>) -> Result<(Tensor<B>, FeedSaved<B>)> {
+        let (moe, shared, keep) = match self {
+            Self::Experts { moe, shared, keep_input } => (moe, shared, *keep_input),
             Self::Dense(mlp) => {
                 let (y_td, saved) = mlp.forward(cx, n_td)?;
                 return Ok((y_td, FeedSaved::Dense(saved)));
@@ -139,12 +172,11 @@ impl<B: Kernels> Feed<B> {
         Ok((y_td, FeedSaved::Experts { n_td: kept, moe, shared: shared_saved }))
     }
 
-    /// What a forward pass keeps, made again.
-    pub(super) fn again(&self, cx: &Cx<'_, B>, n_td: Tensor<B>, keep: bool) -> Result<FeedSaved<B>> {
+    fn again(&self, cx: &Cx<'_, B>, n_td: Tensor<B>) -> Result<FeedSaved<B>> {
         match self {
-            Self::Experts { moe, shared } => {
+            Self::Experts { moe, shared, keep_input } => {
                 let moe = moe.again(cx, &n_td)?;
-                let kept = keep.then(|| n_td.clone());
+                let kept = keep_input.then(|| n_td.clone());
                 let shared = shared.as_ref().map(|mlp| mlp.again(cx, n_td)).transpose()?;
                 Ok(FeedSaved::Experts { n_td: kept, moe, shared })
             }
@@ -152,31 +184,23 @@ impl<B: Kernels> Feed<B> {
         }
     }
 
-    /// The backward pass; `normed` makes the input again.
-    pub(super) fn backward(
-        &mut self,
-        cx: &Cx<'_, B>,
-        saved: FeedSaved<B>,
-        dy_td: &Tensor<B>,
-        normed: impl FnOnce() -> Result<Tensor<B>>,
-    ) -> Result<Tensor<B>> {
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: FeedSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         match (self, saved) {
             (
-                Self::Experts { moe, shared },
-                FeedSaved::Experts { n_td, moe: moe_saved, shared: shared_saved },
+                Self::Experts { moe, shared, .. },
+                FeedSaved::Experts { n_td: Some(n_td), moe: moe_saved, shared: shared_saved },
             ) => {
-                let n_td = match n_td {
-                    Some(n_td) => n_td,
-                    None => normed()?,
-                };
-                let mut dn_td = moe.backward(cx, moe_saved, &n_td, dy_td)?;
+                let mut dn_td = moe.backward(cx, moe_saved, &n_td, &dy_td)?;
                 if let (Some(mlp), Some(saved)) = (shared, shared_saved) {
-                    let ds_td = mlp.backward(cx, saved, dy_td.clone())?;
+                    let ds_td = mlp.backward(cx, saved, dy_td)?;
                     dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
                 }
                 Ok(dn_td)
             }
-            (Self::Dense(mlp), FeedSaved::Dense(saved)) => mlp.backward(cx, saved, dy_td.clone()),
+            (Self::Dense(mlp), FeedSaved::Dense(saved)) => mlp.backward(cx, saved, dy_td),
+            (Self::Experts { .. }, FeedSaved::Experts { n_td: None, .. }) => {
+                Err(nibble_core::Error::shape("feed", "input", "neither kept nor made again", "one of both"))
+            }
             _ => Err(nibble_core::Error::shape("feed", "what is kept", "of another layer", "of this one")),
         }
     }

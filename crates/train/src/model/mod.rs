@@ -1,74 +1,44 @@
 //! A decoder: RMSNorm → attention → RMSNorm → mixture of experts (Qwen3-MoE) or MLP (Qwen3, Llama), each added to the residual stream.
 //! t tokens, d model, v vocabulary.
 
+mod attention;
 mod block;
 mod feed;
-mod names;
-mod transformers;
 
+pub use attention::{Attention, AttentionCache, AttentionSaved};
 pub use block::{Block, BlockSaved};
-pub use feed::Feed;
-pub use names::Named;
-pub use transformers::transformers_config;
+pub use feed::{Feed, FeedSaved};
 
 use crate::config::{Balance, ModelConfig};
 use crate::cx::{Cx, Shards};
+use crate::family::{self, Family, Named};
 use crate::layers::{
-    Attention, AttentionShape, HeadInput, HeadSaved, KvCache, Layer, Linear, Mlp, Norm, NormSaved, Residual,
-    copy_rows, rope_table,
+    Embedding, EmbeddingSaved, Head, HeadInput, HeadSaved, Layer, Norm, NormSaved, Residual, copy_rows,
+    rope_table,
 };
 use crate::ledger::{Ledger, Saved};
-use crate::moe::{BatchLoad, Moe, MoeShape};
-use crate::param::{Param, Placement, Writes};
+use crate::moe::BatchLoad;
+use crate::param::Param;
 use crate::recompute::Scope;
-use nibble_core::ops::{Collect, Embed, EmbedBackward, EmbedOut, Entry, Routing, Source, verify_ids};
-use nibble_core::recipe::{self, LayerKind};
-use nibble_core::{Comm, DType, Kernels, Recipe, Result, Tensor};
-
-/// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
-const INIT_STD: f32 = 0.02;
-
-/// The embedding; the head's name as well where it is tied to it.
-const EMBED: &str = "model.embed_tokens";
-/// The output head of its own.
-const HEAD: &str = "lm_head";
-
-/// The names by which a recipe's overrides know the layers of a model.
-pub fn layer_names(config: &ModelConfig) -> Vec<recipe::Layer> {
-    let named = |kind, name: String| recipe::Layer { kind, gated: name.ends_with("gate_up_proj"), name };
-    let parts = |i: usize| {
-        let linear = |part: &str| named(LayerKind::Linear, format!("model.layers.{i}.{part}"));
-        let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| linear(&format!("self_attn.{p}")));
-        let mut layers = attention.to_vec();
-        let mlp = |name: &str| ["gate_up_proj", "down_proj"].map(|p| linear(&format!("{name}.{p}")));
-        if i < config.num_dense() {
-            layers.extend(mlp("mlp"));
-            return layers;
-        }
-        layers.push(named(LayerKind::Router, format!("model.layers.{i}.mlp.gate")));
-        layers.push(named(LayerKind::Expert, format!("model.layers.{i}.mlp.experts")));
-        if config.shared_ffn > 0 {
-            layers.extend(mlp("mlp.shared_expert"));
-        }
-        layers
-    };
-    let head = if config.tie_embeddings { EMBED } else { HEAD };
-    (0..config.layers).flat_map(parts).chain([named(LayerKind::Head, head.to_owned())]).collect()
-}
+use crate::spec::ModelSpec;
+use nibble_core::ops::{Collect, EmbedOut, Entry, Routing, Source, verify_ids};
+use nibble_core::{Comm, Kernels, Recipe, Result, Tensor};
 
 /// The whole decoder.
 #[derive(Debug, Clone)]
 pub struct Decoder<B: Kernels> {
     /// Sizes.
     pub config: ModelConfig,
-    /// `[v, d]`; also the output head if there is no other.
-    pub embed: Linear<B>,
+    /// What its tensors are called in checkpoints. No value depends on it.
+    pub family: &'static dyn Family,
+    /// `[v, d]`.
+    pub embed: Embedding<B>,
     /// Decoder layers.
     pub blocks: Vec<Block<B>>,
     /// Before the head.
     pub norm: Norm<B>,
-    /// `[v, d]`, unless tied to the embedding.
-    pub head: Option<Linear<B>>,
+    /// `[v, d]`, its own or the embedding's.
+    pub head: Head<B>,
 }
 
 /// What a pass over tokens gives, still on the device.
@@ -94,7 +64,7 @@ impl<B: Kernels> DecoderOut<B> {
 /// What the decoder keeps.
 #[derive(Debug)]
 pub struct DecoderSaved<B: Kernels> {
-    ids: B::Buf<i32>,
+    embed: EmbeddingSaved<B>,
     /// One a decoder layer.
     pub blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
@@ -103,7 +73,7 @@ pub struct DecoderSaved<B: Kernels> {
 
 impl<B: Kernels> Saved for DecoderSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.words::<B, i32>(EMBED, "ids", &self.ids);
+        self.embed.ledger(ledger);
         self.blocks.iter().for_each(|block| block.ledger(ledger));
         self.norm.ledger(ledger);
         self.head.ledger(ledger);
@@ -123,7 +93,7 @@ impl<B: Kernels> Decoder<B> {
         seq_len: usize,
         seed: u64,
     ) -> Result<Self> {
-        let rope = rope_table(b, seq_len, config.head_dim, config.rope_theta)?;
+        let rope = rope_table(b, seq_len, ModelSpec::new(config).rope)?;
         Self::with_rope(b, comm, recipe, config, rope, seed)
     }
 
@@ -136,72 +106,17 @@ impl<B: Kernels> Decoder<B> {
         rope: Tensor<B>,
         seed: u64,
     ) -> Result<Self> {
-        let seq_len = rope.rows;
         let mut cx = Cx::inference(b, comm, recipe, Shards::new(b, 1, 1, comm.rank())?, 0.0);
         cx.seed = seed;
-        let (v, d) = (config.vocab_size, config.d_model);
-        let (eps, out_std) = (config.norm_eps as f32, INIT_STD / (2.0 * config.layers as f32).sqrt());
-        let vocab_linear = |name: &str, std: f32| -> Result<Linear<B>> {
-            let weight =
-                Param::normal(b, seed, format!("{name}.weight"), (v, d), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: name.to_owned(), out: DType::F32, kind: LayerKind::Head })
-        };
-        let attention = AttentionShape {
-            d_model: d,
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            value_dim: config.value_head_dim(),
-            seq_len,
-            qk_norm: config.qk_norm,
-        };
-        let moe = MoeShape {
-            d_model: d,
-            ffn: config.expert_ffn,
-            experts: config.experts,
-            top_k: config.top_k,
-            normalize: config.norm_topk_prob,
-            aux_coef: config.aux_loss_coef as f32,
-            z_coef: config.z_loss_coef as f32,
-        };
-        let blocks = (0..config.layers).map(|i| {
-            let name = format!("model.layers.{i}");
-            let (attn, mlp) = (format!("{name}.self_attn"), format!("{name}.mlp"));
-            let dense =
-                |name: &str, ffn| Mlp::new(b, seed, name, (d, ffn), INIT_STD, out_std, recipe.activations);
-            let feed = if i < config.num_dense() {
-                Feed::Dense(dense(&mlp, config.ffn)?)
-            } else {
-                let shared = match config.shared_ffn {
-                    0 => None,
-                    ffn => Some(dense(&format!("{mlp}.shared_expert"), ffn)?),
-                };
-                Feed::Experts { moe: Moe::new(&cx, &mlp, moe, INIT_STD, out_std)?, shared }
-            };
-            Ok(Block {
-                attn_norm: Norm::new(b, &format!("{name}.input_layernorm"), d, eps)?,
-                attn: Attention::new(
-                    b,
-                    seed,
-                    &attn,
-                    attention,
-                    eps,
-                    INIT_STD,
-                    out_std,
-                    recipe.activations,
-                    rope.clone(),
-                )?,
-                mlp_norm: Norm::new(b, &format!("{name}.post_attention_layernorm"), d, eps)?,
-                feed,
-                recompute: Scope::DEFAULT.to_vec(),
-            })
-        });
+        let spec = ModelSpec::new(config);
+        let blocks = spec.blocks().map(|block| Block::new(&cx, &block, rope.clone()));
         Ok(Self {
             config: config.clone(),
-            embed: vocab_linear(EMBED, INIT_STD)?,
+            family: family::of(config),
+            embed: Embedding::new(b, seed, &spec.embed)?,
             blocks: blocks.collect::<Result<_>>()?,
-            norm: Norm::new(b, "model.norm", d, eps)?,
-            head: if config.tie_embeddings { None } else { Some(vocab_linear(HEAD, INIT_STD)?) },
+            norm: Norm::new(b, &spec.norm, config.norm_eps as f32)?,
+            head: Head::new(b, seed, &spec.head)?,
         })
     }
 
@@ -213,7 +128,7 @@ impl<B: Kernels> Decoder<B> {
     /// Makes all weights' copies for this step.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.blocks.iter_mut().try_for_each(|block| block.prepare(cx))?;
-        self.head.as_mut().unwrap_or(&mut self.embed).prepare(cx)
+        self.head.prepare(cx, &mut self.embed.weight)
     }
 
     /// Drops all weights' copies.
@@ -226,8 +141,13 @@ impl<B: Kernels> Decoder<B> {
         let mut params = vec![&mut self.embed.weight];
         params.extend(self.blocks.iter_mut().flat_map(Block::params));
         params.push(&mut self.norm.weight);
-        params.extend(self.head.iter_mut().map(|head| &mut head.weight));
+        params.extend(&mut self.head.own);
         params
+    }
+
+    /// For each parameter in canonical order, the tensors that a checkpoint holds of it.
+    pub fn named_tensors(&self) -> Vec<Vec<Named>> {
+        family::tensors(self.family, &ModelSpec::new(&self.config))
     }
 
     /// Forgets every gradient.
@@ -257,12 +177,12 @@ impl<B: Kernels> Decoder<B> {
         look: impl FnOnce(Inside<'_, B>) -> Result<()>,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
         let Trunk { x_td, bad_ids, blocks, norm } = self.trunk(cx, &ids)?;
-        look(Inside { x_td: &x_td, blocks: &blocks, head: self.head.as_ref().unwrap_or(&self.embed) })?;
+        look(Inside { x_td: &x_td, blocks: &blocks, head: &self.head, table: &self.embed.weight })?;
         let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
-        let head = self.head.as_mut().unwrap_or(&mut self.embed);
-        let (loss, head) = head.losses_and_gradients(cx, &input, scale)?;
+        let table = &mut self.embed.weight;
+        let (loss, head) = self.head.losses_and_gradients(cx, table, &input, scale)?;
         let out = DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] };
-        Ok((out, DecoderSaved { ids, blocks, norm, head }))
+        Ok((out, DecoderSaved { embed: self.embed.saved(ids), blocks, norm, head }))
     }
 
     /// The losses of these tokens, summed over `shards` equal runs of them.
@@ -274,48 +194,46 @@ impl<B: Kernels> Decoder<B> {
         shards: usize,
     ) -> Result<DecoderOut<B>> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        let loss = head.losses(cx, &HeadInput { x_td: &x_td, targets, shards })?;
+        let input = HeadInput { x_td: &x_td, targets, shards };
+        let loss = self.head.losses(cx, &self.embed.weight, &input)?;
         Ok(DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] })
     }
 
     /// Logits after the last of these tokens, F32 `[1, v]`; and how many of them are no tokens of the vocabulary.
     pub fn last_logits(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, B::Buf<u64>)> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        Ok((head.logits(cx, last_row(cx.b, &x_td)?)?, bad_ids))
+        Ok((self.logits(cx, &last_row(cx.b, &x_td)?)?, bad_ids))
     }
 
     /// Caches for one sequence, one a layer.
-    pub fn caches(&self, cx: &Cx<'_, B>) -> Result<Vec<KvCache<B>>> {
-        self.blocks.iter().map(|block| block.attn.cache(cx.b, cx.activations())).collect()
+    pub fn caches(&self, cx: &Cx<'_, B>) -> Result<Vec<AttentionCache<B>>> {
+        self.blocks.iter().map(|block| block.attn.cache(cx)).collect()
     }
 
     /// As [`Decoder::last_logits`], of tokens that follow those in the caches: see [`Attention::cached`].
-    ///
-    /// [`Attention::cached`]: crate::layers::Attention::cached
     pub fn cached_logits(
         &self,
         cx: &Cx<'_, B>,
         ids: &B::Buf<i32>,
-        caches: &mut [KvCache<B>],
+        caches: &mut [AttentionCache<B>],
     ) -> Result<(Tensor<B>, B::Buf<u64>)> {
-        let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x, bad_ids } = self.embed.forward(cx, ids)?;
         let mut residual = Residual::from(x);
         for (block, cache) in self.blocks.iter().zip(caches) {
             residual = block.cached(cx, residual, cache)?;
         }
         let plus = residual.plus.as_ref().map(|plus| last_row(cx.b, plus)).transpose()?;
         let (x_td, _) = self.norm.of(cx, Residual { x: last_row(cx.b, &residual.x)?, plus })?;
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        Ok((head.logits(cx, x_td)?, bad_ids))
+        Ok((self.logits(cx, &x_td)?, bad_ids))
+    }
+
+    fn logits(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Tensor<B>> {
+        self.head.logits(cx, &self.embed.weight, x_td)
     }
 
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
-        let op = Embed { table: &self.embed.weight.master, ids, dtype: cx.activations() };
-        let EmbedOut { x: x_td, bad_ids } = op.run(cx.b)?;
+        let EmbedOut { x: x_td, bad_ids } = self.embed.forward(cx, ids)?;
         let mut residual = Residual::from(x_td);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
@@ -356,10 +274,7 @@ impl<B: Kernels> Decoder<B> {
         for (block, saved) in self.blocks.iter_mut().zip(saved.blocks).rev() {
             dx_td = block.backward(cx, saved, dx_td)?;
         }
-        let shards = cx.shards.local;
-        self.embed.weight.add_gradient(cx, Writes::Adds, |grad, _| {
-            EmbedBackward { ids: &saved.ids, dy: &dx_td, grad, shards }.run(cx.b)
-        })
+        self.embed.backward(cx, saved.embed, &dx_td)
     }
 }
 
@@ -368,14 +283,15 @@ impl<B: Kernels> Decoder<B> {
 pub struct Inside<'a, B: Kernels> {
     x_td: &'a Tensor<B>,
     blocks: &'a [BlockSaved<B>],
-    head: &'a Linear<B>,
+    head: &'a Head<B>,
+    table: &'a Param<B>,
 }
 
 impl<B: Kernels> Inside<'_, B> {
     /// Logits after each token, F32 `[t, v]`. The head has them a chunk at a time, quantized like these: what it quantizes for them has a
     /// scale of its own for each row at least.
     pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
-        self.head.logits(cx, self.x_td.clone())
+        self.head.logits(cx, self.table, self.x_td)
     }
 
     /// What routers chose, by the number of their layer; of layers that keep it.

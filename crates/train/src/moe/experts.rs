@@ -1,12 +1,13 @@
 //! The experts of one rank under a recipe: two grouped products with SwiGLU between, and their backward passes.
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
-use super::{MoeShape, Plan};
+use super::Plan;
 use crate::cx::{Cx, Place, emit};
 use crate::layers::{Input, wgrad_x};
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Placement};
+use crate::param::Param;
 use crate::record::Conversion;
+use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
 use nibble_core::recipe::{LayerKind, Precision, Section, Site};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
@@ -53,18 +54,15 @@ impl<B: Kernels> Saved for ExpertsSaved<B> {
 
 impl<B: Kernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
-    pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
-        let local = shape.experts / cx.comm.world();
-        let param = |part: &str, n: usize, k: usize, std: f32| {
-            let (size, rank) = ((local * n, k), cx.comm.rank());
-            Param::normal(cx.b, cx.seed, format!("{name}.{part}"), size, std, Placement::Experts(local), rank)
+    pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
+        let [gate_up, down] = part.weights() else {
+            let got = format!("{} of {}", part.weights().len(), part.id);
+            return Err(Error::shape("experts", "weights", got, "a stack for each of two products"));
         };
-        Ok(Self {
-            name: name.to_owned(),
-            gate_up: param("gate_up_proj", 2 * shape.ffn, shape.d_model, std)?,
-            down: param("down_proj", shape.d_model, shape.ffn, out_std)?,
-            keep_a: false,
-        })
+        let place = (cx.comm.rank(), cx.comm.world());
+        let param = |spec: &ParamSpec| Param::of(cx.b, cx.seed, spec, place);
+        let name = part.id.clone();
+        Ok(Self { name, gate_up: param(gate_up)?, down: param(down)?, keep_a: false })
     }
 
     /// Makes the weights' copies for this step.

@@ -7,6 +7,7 @@ mod exchange;
 mod experts;
 mod router;
 
+pub use crate::spec::MoeShape;
 pub use exchange::{Exchange, Plan};
 pub use experts::{Experts, ExpertsSaved};
 pub use router::{BatchLoad, Router, RouterSaved};
@@ -14,28 +15,10 @@ pub use router::{BatchLoad, Router, RouterSaved};
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
+use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Precision, Section, Site};
 use nibble_core::{Kernels, Occupancy, Operand, Result, Tensor};
-
-/// Sizes of a mixture-of-experts layer.
-#[derive(Debug, Clone, Copy)]
-pub struct MoeShape {
-    /// Model width.
-    pub d_model: usize,
-    /// Width inside an expert.
-    pub ffn: usize,
-    /// Experts over all ranks.
-    pub experts: usize,
-    /// Experts a token.
-    pub top_k: usize,
-    /// Divide the gate weights by their sum.
-    pub normalize: bool,
-    /// Factor of the load-balancing loss.
-    pub aux_coef: f32,
-    /// Factor of the z-loss.
-    pub z_coef: f32,
-}
 
 /// Router and experts of one decoder layer.
 #[derive(Debug, Clone)]
@@ -119,11 +102,11 @@ impl<B: Kernels> Saved for MoeSaved<B> {
 
 impl<B: Kernels> Moe<B> {
     /// Random weights.
-    pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
+    pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         Ok(Self {
-            name: name.to_owned(),
-            router: Router::new(cx, &format!("{name}.gate"), shape, std)?,
-            experts: Experts::new(cx, &format!("{name}.experts"), shape, std, out_std)?,
+            name: spec.id.clone(),
+            router: Router::new(cx, &spec.router, spec.shape)?,
+            experts: Experts::new(cx, &spec.experts)?,
             remake_x: false,
         })
     }

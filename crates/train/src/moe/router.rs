@@ -3,7 +3,8 @@
 use super::MoeShape;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Placement};
+use crate::param::Param;
+use crate::spec::Part;
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
 use nibble_core::recipe::LayerKind;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
@@ -49,16 +50,13 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 
 impl<B: Kernels> Router<B> {
     /// Random weights, the same on every rank.
-    pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32) -> Result<Self> {
-        let size = (shape.experts, shape.d_model);
-        let weight =
-            Param::normal(cx.b, cx.seed, format!("{name}.weight"), size, std, Placement::Replicated, 0)?;
-        Ok(Self { weight, shape })
+    pub fn new(cx: &Cx<'_, B>, part: &Part, shape: MoeShape) -> Result<Self> {
+        Ok(Self { weight: Param::only(cx.b, cx.seed, part)?, shape })
     }
 
     /// The name by which a recipe's overrides know it.
     fn layer(&self) -> &str {
-        self.weight.name.trim_end_matches(".weight")
+        self.weight.layer()
     }
 
     /// Makes the weight's copies for this step: F32 unless the recipe says BF16.

@@ -1,25 +1,29 @@
 //! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
 
 use super::{Prediction, in_words};
-use crate::checks::{EXPERTS, Parameters, Sizes, head_width, layers_of, listed, parameters};
+use crate::checks::listed;
 use crate::config::{Config, PlainType};
+use crate::spec::{Group, ModelSpec, Parameters, Size};
+use std::collections::HashMap;
 
 /// A part of the memory of a device.
 struct Part {
     bytes: f64,
     what: String,
-    sizes: Sizes,
+    sizes: Vec<Size>,
 }
 
 /// The largest parts of what a run takes: `most of it: ...`. Without a prediction, of a run beyond counting, estimated.
 pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> String {
     const TOLD: usize = 3;
     let largest_first = |parts: &mut Vec<Part>| parts.sort_by(|a, b| b.bytes.total_cmp(&a.bytes));
-    let mut parts = state(config, prediction);
+    let model = ModelSpec::new(&config.model);
+    let mut parts = state(config, &model, prediction);
     largest_first(&mut parts);
+    let weights = parts.first().map(|part| part.sizes.clone()).unwrap_or_default();
     parts.extend(match prediction {
-        Some(prediction) => activations(config, prediction, &parts[0].sizes),
-        None => vec![estimated_activations(config)],
+        Some(prediction) => activations(config, &model, prediction, &weights),
+        None => vec![estimated_activations(config, &model)],
     });
     largest_first(&mut parts);
     let all: f64 = parts.iter().map(|part| part.bytes).sum();
@@ -31,85 +35,85 @@ pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> Strin
 }
 
 /// Weights, gradients and moments.
-fn state(config: &Config, prediction: Option<&Prediction>) -> Vec<Part> {
+fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) -> Vec<Part> {
     let width = |dtype: PlainType| if dtype == PlainType::F32 { 4.0 } else { 2.0 };
     let each = 4.0 + width(config.train.grad_dtype) + 2.0 * width(config.train.moment_dtype);
-    let part = |kind: Parameters| {
+    let part = |of: Parameters| {
         let copies = prediction.map_or(1.0, |prediction| {
-            let ranks = if kind.what == EXPERTS { prediction.ranks } else { 1 };
+            let ranks = if of.group == Group::Experts { prediction.ranks } else { 1 };
             prediction.ranks_of_a_device() as f64 / ranks as f64
         });
-        let count = kind.sizes.iter().fold(kind.times as f64, |product, (_, size)| product * *size as f64);
-        let what = format!("{}, with gradients and moments,", kind.what);
-        Part { bytes: each * copies * count, what, sizes: kind.sizes }
+        let what = format!("{}, with gradients and moments,", of.what);
+        Part { bytes: each * copies * of.count.unwrap_or(u128::MAX) as f64, what, sizes: of.sizes }
     };
-    parameters(&config.model).into_iter().map(part).collect()
+    model.parameters().into_iter().map(part).collect()
 }
 
-/// What a forward pass keeps, by the layers that keep it, and the rest of the arena: copies of the weights, most of which are of
+/// What a forward pass keeps, by the parts that keep it, and the rest of the arena: copies of the weights, most of which are of
 /// these sizes, and more.
-fn activations(config: &Config, prediction: &Prediction, weights: &[(&'static str, usize)]) -> Vec<Part> {
-    let (m, ranks) = (&config.model, prediction.ranks_of_a_device());
-    let [mut attention, mut shared, mut experts, mut dense, mut others] = [0; 5];
-    for entry in prediction.ledger.unique() {
-        let sum = match entry.layer.as_str() {
-            layer if layer.contains(".self_attn") => &mut attention,
-            layer if layer.contains(".shared_expert") => &mut shared,
-            layer
-                if [".mlp", ".mlp.gate_up_proj", ".mlp.down_proj"].iter().any(|end| layer.ends_with(end)) =>
-            {
-                &mut dense
-            }
-            layer if layer.contains(".mlp") => &mut experts,
-            _ => &mut others,
-        };
-        *sum += entry.bytes;
-    }
-    let arena = prediction.memory.activations;
-    let kept = attention + shared + experts + dense + others;
-    let dropped = arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(kept);
-    let (layers, [routed, mlps]) = (("model.layers", m.layers), layers_of(m));
-    let part = |bytes: usize, what: &str, more: &[(&'static str, usize)]| Part {
+fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weights: &[Size]) -> Vec<Part> {
+    const KEEP: [(Group, &str); 5] = [
+        (Group::Attention, "what attention keeps"),
+        (Group::Experts, "what the experts keep"),
+        (Group::SharedExperts, "what the shared experts keep"),
+        (Group::Mlps, "what the MLPs keep"),
+        (Group::Norms, "what norms and residuals keep"),
+    ];
+    let ranks = prediction.ranks_of_a_device();
+    let part = |bytes: usize, what: &str, more: &[Size]| Part {
         bytes: (bytes * ranks) as f64,
         what: what.to_owned(),
         sizes: [&tokens(config)[..], more].concat(),
     };
-    vec![
-        part(attention, "what attention keeps", &[layers, ("model.heads", m.heads), head_width(m)]),
-        part(
-            experts,
-            "what the experts keep",
-            &[
-                routed,
-                ("model.top_k", m.top_k),
-                ("model.d_model", m.d_model),
-                ("model.expert_ffn", m.expert_ffn),
-            ],
-        ),
-        part(shared, "what the shared experts keep", &[routed, ("model.shared_ffn", m.shared_ffn)]),
-        part(dense, "what the MLPs keep", &[mlps, ("model.ffn", m.ffn)]),
-        part(others, "what norms and residuals keep", &[layers, ("model.d_model", m.d_model)]),
-        part(dropped, "copies of weights, and what a step makes and drops,", weights),
-    ]
+    let kept = kept(model, prediction);
+    let mut parts: Vec<Part> = KEEP
+        .iter()
+        .filter_map(|(group, what)| {
+            let sizes = model.parameters_of(*group)?.sizes;
+            Some(part(kept.get(group).copied().unwrap_or(0), what, &kept_by(config, *group, sizes)))
+        })
+        .collect();
+    let arena = prediction.memory.activations;
+    let dropped = arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(kept.values().sum());
+    parts.push(part(dropped, "copies of weights, and what a step makes and drops,", weights));
+    parts
+}
+
+/// Bytes that are kept, by group: the routers' with the experts', and with the norms' whatever else there is.
+fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
+    let groups = model.groups();
+    let mut sums = HashMap::new();
+    for entry in prediction.ledger.unique() {
+        let group = match groups.get(&entry.layer).copied().unwrap_or(Group::Norms) {
+            Group::Routers => Group::Experts,
+            Group::Tables => Group::Norms,
+            group => group,
+        };
+        *sums.entry(group).or_default() += entry.bytes;
+    }
+    sums
+}
+
+/// What the bytes that a group keeps grow with, of what its weights do: a token is kept for each expert it is sent to, however many there are.
+fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
+    let top_k = Size::new("model.top_k", config.model.top_k);
+    let of_experts = |size: Size| if size.key == "model.experts" { top_k } else { size };
+    match group {
+        Group::Experts => weights.into_iter().map(of_experts).collect(),
+        _ => weights,
+    }
 }
 
 /// Some BF16 tensors of every token in every layer.
-fn estimated_activations(config: &Config) -> Part {
+fn estimated_activations(config: &Config, model: &ModelSpec) -> Part {
     let m = &config.model;
-    let [width, ffn, expert_ffn, heads, head_dims, top_k] =
-        [m.d_model, m.ffn, m.expert_ffn, m.heads, m.head_dim + m.value_head_dim(), m.top_k]
-            .map(|size| size as f64);
-    let [layers, dense, routed] = [m.layers, m.num_dense(), m.num_routed()].map(|layers| layers as f64);
-    let values = layers * (width + 2.0 * heads * head_dims)
-        + routed * top_k * (width + 2.0 * expert_ffn)
-        + dense * (width + 3.0 * ffn);
     let tokens = tokens(config);
-    let bytes = 2.0 * values * tokens.iter().map(|(_, size)| *size as f64).product::<f64>();
-    let wide = if m.experts == 0 { ("model.ffn", m.ffn) } else { ("model.top_k", m.top_k) };
-    let more = [("model.layers", m.layers), ("model.d_model", m.d_model), wide];
+    let bytes = 2.0 * model.kept_values() * tokens.iter().map(|size| size.value as f64).product::<f64>();
+    let wide = if m.experts == 0 { Size::new("model.ffn", m.ffn) } else { Size::new("model.top_k", m.top_k) };
+    let more = [Size::new("model.layers", m.layers), Size::new("model.d_model", m.d_model), wide];
     Part { bytes, what: "activations, about".into(), sizes: [&tokens[..], &more].concat() }
 }
 
-fn tokens(config: &Config) -> [(&'static str, usize); 2] {
-    [("train.batch_size", config.train.batch_size), ("data.seq_len", config.data.seq_len)]
+fn tokens(config: &Config) -> [Size; 2] {
+    [Size::new("train.batch_size", config.train.batch_size), Size::new("data.seq_len", config.data.seq_len)]
 }

@@ -13,6 +13,7 @@ use crate::cx::{Cx, Shards};
 use crate::data::Batch;
 use crate::delayed::DelayedSites;
 use crate::error::Result;
+use crate::family::Named;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
 use crate::plan;
@@ -77,7 +78,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
 
     /// Trainable numbers over all ranks.
     pub fn parameters(&mut self) -> usize {
-        self.model.named_tensors().iter().flatten().map(|t| t.shape.iter().product::<usize>()).sum()
+        self.model.named_tensors().iter().flatten().map(Named::num_values).sum()
     }
 
     /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.

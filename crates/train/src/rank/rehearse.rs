@@ -8,6 +8,7 @@ use crate::data::Batch;
 use crate::delayed::DelayedSites;
 use crate::error::Result;
 use crate::ledger::Ledger;
+use crate::spec::ModelSpec;
 use nibble_core::{Comm, DType, Kernels, Recipe, Tensor};
 
 impl<'a, B: Kernels> RankState<'a, B> {
@@ -24,7 +25,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
     }
 
     fn without_buffers(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: &Recipe) -> Result<Self> {
-        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, config.model.head_dim);
+        let head_dim = ModelSpec::new(&config.model).rope.head_dim;
+        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, head_dim);
         Self::assemble(b, comm, config, recipe.clone(), table)
     }
 

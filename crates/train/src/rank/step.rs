@@ -14,6 +14,7 @@ use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout, Waiting};
+use crate::spec::ModelSpec;
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, PushAmax, Source,
 };
@@ -56,14 +57,7 @@ impl<B: Kernels> StepBuffers<B> {
         let t = &config.train;
         let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
         let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
-        let layout = Layout {
-            sites: Layout::SITES_A_LAYER * (config.model.layers + 1),
-            layers: config.model.layers,
-            dense: config.model.num_dense(),
-            experts: config.model.experts,
-            shards: shards.local,
-            spans: delayed.spans(),
-        };
+        let layout = Layout::new(&ModelSpec::new(&config.model), shards.local, delayed.spans());
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
         place_parameters(b, config, model, shards.local, [&gradients, &moments])?;
         let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
@@ -129,8 +123,8 @@ fn place_parameters<B: Kernels>(
     [gradients, moments]: [&B::Arena; 2],
 ) -> Result<()> {
     let t = &config.train;
-    let [table, head] =
-        [&model.embed, model.head.as_ref().unwrap_or(&model.embed)].map(|layer| layer.weight.name.clone());
+    let table = model.embed.weight.name.clone();
+    let head = model.head.own.as_ref().map_or(&table, |weight| &weight.name).clone();
     let mut params: Vec<&mut Param<B>> = model.params();
     b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {

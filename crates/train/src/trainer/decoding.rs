@@ -2,8 +2,7 @@
 
 use super::Trainer;
 use crate::error::Result;
-use crate::layers::KvCache;
-use crate::model::Decoder;
+use crate::model::{AttentionCache, Decoder};
 use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
@@ -14,7 +13,7 @@ pub struct Decoding<'t, 'a, B: Kernels> {
     context: &'t RankContext<'a, B>,
     model: &'t mut Decoder<B>,
     activations: &'t B::Arena,
-    caches: Vec<KvCache<B>>,
+    caches: Vec<AttentionCache<B>>,
     /// The tokens whose keys and values the caches hold.
     cached: Vec<i32>,
 }
@@ -55,7 +54,7 @@ impl<B: Kernels> Decoding<'_, '_, B> {
         // Until it has succeeded the caches hold nothing.
         self.cached.clear();
         if !goes_on {
-            self.caches.iter_mut().for_each(KvCache::clear);
+            self.caches.iter_mut().for_each(AttentionCache::clear);
         }
         let Self { context, model, activations, caches, .. } = self;
         let cx = context.inference_cx(new.len())?;

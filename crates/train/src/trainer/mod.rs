@@ -36,6 +36,7 @@ use crate::model::Decoder;
 use crate::plan;
 use crate::rank::{RankState, RunMemory, Step};
 use crate::record::Report;
+use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::phase;
 use nibble_core::ops::verify_ids;
@@ -102,8 +103,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, comm.world(), config, &recipe)?;
-        let (m, seq_len) = (&config.model, config.data.seq_len);
-        let rope = |b: &B| rope_table(b, seq_len, m.head_dim, m.rope_theta);
+        let rope = |b: &B| rope_table(b, config.data.seq_len, ModelSpec::new(&config.model).rope);
         let rank = RankState::assemble(b, comm, config, recipe.clone(), rope).map_err(|error| {
             error.without_room("making the model", || plan::sizes_of(b, comm.world(), config, &recipe))
         })?;

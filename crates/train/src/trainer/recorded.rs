@@ -3,8 +3,9 @@
 use super::saving::Saving;
 use crate::error::Result;
 use crate::fault::{Point, reach};
-use crate::model::{Decoder, layer_names};
+use crate::model::Decoder;
 use crate::rank::{RankContext, Step, StepBuffers};
+use crate::spec::ModelSpec;
 use nibble_core::recipe::Section;
 use nibble_core::{Error as CoreError, Kernels};
 use std::time::{Duration, Instant};
@@ -31,7 +32,8 @@ impl<B: Kernels> Recorded<B> {
         saving: &mut Saving<B>,
     ) -> Result<Duration> {
         let started = Instant::now();
-        let precisions: Vec<Section> = layer_names(&context.config.model)
+        let precisions: Vec<Section> = ModelSpec::new(&context.config.model)
+            .recipe_layers()
             .iter()
             .map(|layer| context.recipe.section(layer.kind, &layer.name, context.progress()))
             .collect();

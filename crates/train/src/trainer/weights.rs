@@ -5,7 +5,7 @@ use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
-use crate::model::{Named, transformers_config};
+use crate::family::Named;
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::allocation::phase;
@@ -190,9 +190,10 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// The model's sizes as `transformers` names them, of the architecture that loads its checkpoints.
+    /// The model's sizes as its family names them.
     pub fn config_json(&self) -> String {
         let config = &self.rank.context.config;
-        transformers_config(&config.model, config.data.seq_len)
+        let json = self.rank.model.family.config_json(&config.model, config.data.seq_len);
+        format!("{json:#}\n")
     }
 }

@@ -10,8 +10,8 @@ use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, Contents, FILES, Position, Store, TensorRef, latest_valid};
 use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
-use nibble_train::model::layer_names;
 use nibble_train::plan;
+use nibble_train::spec::ModelSpec;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -166,7 +166,7 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
     }
     static TINY: OnceLock<Config> = OnceLock::new();
     let config = TINY.get_or_init(|| Config::load("tiny", &[]).unwrap());
-    if recipe.sections(&layer_names(&config.model)).is_ok() {
+    if recipe.sections(&ModelSpec::new(&config.model).recipe_layers()).is_ok() {
         drop(check_recipe(config, &recipe));
     }
     Ok(())

@@ -1,38 +1,21 @@
-//! Causal self-attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama).
+//! Causal attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama).
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::{Heads, HeadsSaved, Input, Layer, Linear, LinearSaved, Norm, Rotation, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Placement};
+use crate::param::Param;
+use crate::recompute::Scope;
+use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part, Rope};
 use nibble_core::formats::double;
-use nibble_core::ops::{Add, Attention as AttentionOp, AttentionBackward, AttentionDecode, AttentionOut};
-use nibble_core::recipe::{LayerKind, Section, Site};
+use nibble_core::ops::{Add, Attention, AttentionBackward, AttentionDecode, AttentionOut};
+use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
 
-/// Sizes of an attention layer.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionShape {
-    /// Model width.
-    pub d_model: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Elements of a head of queries and keys.
-    pub head_dim: usize,
-    /// Elements of a head of values.
-    pub value_dim: usize,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// Whether queries and keys are normed.
-    pub qk_norm: bool,
-}
-
 /// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64 with the
 /// same bits everywhere.
-pub fn rope_table<B: Kernels>(b: &B, positions: usize, head_dim: usize, theta: f64) -> Result<Tensor<B>> {
+pub fn rope_table<B: Kernels>(b: &B, positions: usize, Rope { head_dim, theta }: Rope) -> Result<Tensor<B>> {
     let log_step = double::ln(theta) * -2.0 / head_dim as f64;
     let mut values = Vec::with_capacity(positions * head_dim);
     for position in 0..positions {
@@ -46,13 +29,13 @@ pub fn rope_table<B: Kernels>(b: &B, positions: usize, head_dim: usize, theta: f
     Tensor::from_f32(b, &values, positions, head_dim)
 }
 
-/// The attention of one decoder layer.
+/// Attention in which several heads of queries share keys and values.
 #[derive(Debug, Clone)]
-pub struct Attention<B: Kernels> {
+pub struct GroupedQuery<B: Kernels> {
     /// Its name, `model.layers.3.self_attn`.
     pub name: String,
     /// Sizes.
-    pub shape: AttentionShape,
+    pub shape: GroupedQueryShape,
     /// `[h·c, d]`.
     pub q: Linear<B>,
     /// `[g·c, d]`.
@@ -65,7 +48,7 @@ pub struct Attention<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// Shared by all layers.
+    /// `[seq_len, c]`, as [`rope_table`] makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
     /// always kept.
@@ -127,7 +110,7 @@ pub fn copy_rows<B: Kernels>(
 
 /// What attention keeps.
 #[derive(Debug)]
-pub struct AttentionSaved<B: Kernels> {
+pub struct GroupedQuerySaved<B: Kernels> {
     layer: String,
     /// The input of queries, keys and values: the same buffers for all three, unless their recipes differ.
     x: PerProjection<B>,
@@ -139,7 +122,7 @@ pub struct AttentionSaved<B: Kernels> {
     o: LinearSaved<B>,
 }
 
-impl<B: Kernels> Saved for AttentionSaved<B> {
+impl<B: Kernels> Saved for GroupedQuerySaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.x.iter().for_each(|x| ledger.operand(&self.layer, "x", x));
         self.q.list(ledger, &self.layer, "q");
@@ -151,55 +134,40 @@ impl<B: Kernels> Saved for AttentionSaved<B> {
     }
 }
 
-impl<B: Kernels> Attention<B> {
-    /// Random weights; the output projection is scaled down by the depth (`out_std`).
-    #[allow(clippy::too_many_arguments)]
+impl<B: Kernels> GroupedQuery<B> {
+    /// Random weights, and positions for sequences as long as the table.
     pub fn new(
         b: &B,
         seed: u64,
-        name: &str,
-        shape: AttentionShape,
-        eps: f32,
-        std: f32,
-        out_std: f32,
+        spec: &GroupedQuerySpec,
         activations: DType,
         rope: Tensor<B>,
     ) -> Result<Self> {
-        let linear = |part: &str, n: usize, k: usize, std: f32| -> Result<Linear<B>> {
-            let weight_name = format!("{name}.{part}.weight");
-            let weight = Param::normal(b, seed, weight_name, (n, k), std, Placement::Replicated, 0)?;
-            Ok(Linear { weight, name: format!("{name}.{part}"), out: activations, kind: LayerKind::Linear })
+        let linear = |part: &Part| Linear::new(b, seed, part, activations);
+        let [q_norm, k_norm] = match &spec.norms {
+            Some(norms) => norms.each_ref().map(Some),
+            None => [None; 2],
         };
-        let normed = |part: &str| -> Result<Heads<B>> {
-            let norm = shape.qk_norm.then(|| Norm::new(b, &format!("{name}.{part}"), shape.head_dim, eps));
-            Ok(Heads { norm: norm.transpose()? })
+        let heads = |norm: Option<&Part>| -> Result<Heads<B>> {
+            Ok(Heads { norm: norm.map(|part| Norm::new(b, part, spec.eps)).transpose()? })
         };
-        let AttentionShape { d_model: d, heads, kv_heads, head_dim, value_dim, .. } = shape;
         Ok(Self {
-            name: name.to_owned(),
-            q: linear("q_proj", heads * head_dim, d, std)?,
-            k: linear("k_proj", kv_heads * head_dim, d, std)?,
-            v: linear("v_proj", kv_heads * value_dim, d, std)?,
-            o: linear("o_proj", d, heads * value_dim, out_std)?,
-            q_heads: normed("q_norm")?,
-            k_heads: normed("k_norm")?,
-            shape,
+            name: spec.id.clone(),
+            q: linear(&spec.q)?,
+            k: linear(&spec.k)?,
+            v: linear(&spec.v)?,
+            o: linear(&spec.o)?,
+            q_heads: heads(q_norm)?,
+            k_heads: heads(k_norm)?,
+            shape: spec.shape,
             rope,
             keep_heads: false,
         })
     }
 
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        [&mut self.q, &mut self.k, &mut self.v, &mut self.o].into_iter().try_for_each(|l| l.prepare(cx))
-    }
-
-    /// Its parameters, in canonical order.
-    pub fn params(&mut self) -> Vec<&mut Param<B>> {
-        let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o].map(|l| &mut l.weight);
-        let norms =
-            [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
-        linears.into_iter().chain(norms.map(|norm| &mut norm.weight)).collect()
+    /// Positions that it has.
+    fn positions(&self) -> usize {
+        self.rope.rows
     }
 
     /// Which of queries, keys and values take the same input, since their recipes agree at these sites: for each of them its
@@ -231,30 +199,30 @@ impl<B: Kernels> Attention<B> {
         let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
         drop(inputs);
         let rotation =
-            Rotation { table: &self.rope, seq_len: self.shape.seq_len.min(x_td.rows), first_position };
+            Rotation { table: &self.rope, seq_len: self.positions().min(x_td.rows), first_position };
         let (q, q_saved) = self.q_heads.forward(cx, q, &rotation, self.keep_heads)?;
         let (k, k_saved) = self.k_heads.forward(cx, k, &rotation, self.keep_heads)?;
         Ok(Projected { x, q, q_saved, k, k_saved, v })
     }
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
-    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, AttentionSaved<B>)> {
+    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, GroupedQuerySaved<B>)> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
-        let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
-        let seq_len = seq_len.min(x_td.rows);
-        let op = AttentionOp { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
+        let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
+        let seq_len = self.positions().min(x_td.rows);
+        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
-        Ok((o_input, AttentionSaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
+        Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
     /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
     /// the cache. Several tokens at once only where it is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len)?;
-        let AttentionShape { head_dim, value_dim, .. } = self.shape;
+        let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let t = x_td.rows;
         for (from, to) in [(&k, &mut cache.k), (&v, &mut cache.v)] {
             copy_rows(cx.b, from, 0..t, to, cache.len)?;
@@ -262,7 +230,7 @@ impl<B: Kernels> Attention<B> {
         let first = cache.len;
         cache.len += t;
         let out = if first == 0 {
-            AttentionOp { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len: t }.run(cx.b)?.out
+            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len: t }.run(cx.b)?.out
         } else {
             let (k, v) = (&cache.k, &cache.v);
             AttentionDecode { q: &q, k, v, head_dim, value_dim, len: cache.len }.run(cx.b)?
@@ -272,34 +240,49 @@ impl<B: Kernels> Attention<B> {
 
     /// A cache for a sequence.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
-        let AttentionShape { seq_len, kv_heads, head_dim, value_dim, .. } = self.shape;
-        let zeros = |dim| Tensor::zeros(b, activations, seq_len, kv_heads * dim);
+        let GroupedQueryShape { kv_heads, head_dim, value_dim, .. } = self.shape;
+        let zeros = |dim| Tensor::zeros(b, activations, self.positions(), kv_heads * dim);
         Ok(KvCache { k: zeros(head_dim)?, v: zeros(value_dim)?, len: 0 })
-    }
-
-    /// What a forward pass keeps, made again.
-    pub fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<AttentionSaved<B>> {
-        Ok(self.attended(cx, x_td)?.1)
     }
 }
 
-impl<B: Kernels> Layer<B> for Attention<B> {
+impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     type In = Tensor<B>;
     type Out = Tensor<B>;
-    type Saved = AttentionSaved<B>;
+    type Saved = GroupedQuerySaved<B>;
 
-    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        [&mut self.q, &mut self.k, &mut self.v, &mut self.o].into_iter().try_for_each(|l| l.prepare(cx))
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o].map(|l| &mut l.weight);
+        let norms =
+            [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
+        linears.into_iter().chain(norms.map(|norm| &mut norm.weight)).collect()
+    }
+
+    fn recompute(&mut self, scopes: &[Scope]) {
+        self.keep_heads = !scopes.contains(&Scope::Norms);
+    }
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, GroupedQuerySaved<B>)> {
         let (out, saved) = self.attended(cx, x_td)?;
         Ok((self.o.product(cx, &out)?, saved))
+    }
+
+    fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<GroupedQuerySaved<B>> {
+        Ok(self.attended(cx, x_td)?.1)
     }
 
     fn backward(
         &mut self,
         cx: &Cx<'_, B>,
-        mut saved: AttentionSaved<B>,
+        mut saved: GroupedQuerySaved<B>,
         dy_td: Tensor<B>,
     ) -> Result<Tensor<B>> {
-        let AttentionShape { head_dim, value_dim, seq_len, .. } = self.shape;
+        let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
+        let seq_len = self.positions();
         let rotation = Rotation { table: &self.rope, seq_len, first_position: 0 };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;

@@ -1,4 +1,4 @@
-//! What a checkpoint says of its model in `config.json`, for Hugging Face's `transformers`.
+//! What a checkpoint says of its model in `config.json`.
 
 use crate::config::{Balance, ModelConfig};
 use serde_json::{Map, Value, json};
@@ -44,7 +44,7 @@ fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
 }
 
 /// The model's sizes under the names of its architecture. `seq_len` is that of training.
-pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
+pub(super) fn config_json(m: &ModelConfig, seq_len: usize) -> Value {
     let (architecture, model_type) = architecture(m);
     let mut config = Map::new();
     let mut add = |key: &str, value: Value| config.insert(key.to_owned(), value);
@@ -86,7 +86,7 @@ pub fn transformers_config(m: &ModelConfig, seq_len: usize) -> String {
         add("qk_norm", m.qk_norm.into());
         add("v_head_dim", m.value_head_dim().into());
     }
-    format!("{:#}\n", Value::Object(config))
+    Value::Object(config)
 }
 
 #[cfg(test)]
@@ -107,7 +107,7 @@ mod tests {
         let of = |changes: &[&str]| -> Value {
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             let model = Config::load("tiny", &changes).unwrap().model;
-            serde_json::from_str(&transformers_config(&model, 128)).unwrap()
+            config_json(&model, 128)
         };
         let named = |changes: &[&str]| of(changes)["architectures"][0].as_str().unwrap().to_owned();
         assert_eq!(named(&[]), "Qwen3MoeForCausalLM");

@@ -1,0 +1,34 @@
+//! Qwen3, Qwen3-MoE and Llama, as Hugging Face's `transformers` writes them: the ids of parts are their names.
+//!
+//! Differences: gate and up projection of an MLP lie in one matrix here and in two tensors there; experts are a stack here and one by one
+//! there. A model that `transformers` does not have is written with the same names, under an architecture that it does not know
+//! (`NibbleForCausalLM`), so that it is not taken for another.
+
+mod config;
+mod names;
+
+use super::{Family, Named};
+use crate::config::ModelConfig;
+use crate::spec::ParamSpec;
+
+/// Qwen3, Qwen3-MoE, Llama, and what Nibble has beyond them.
+#[derive(Debug, Clone, Copy)]
+pub struct Qwen;
+
+impl Family for Qwen {
+    fn name(&self) -> &'static str {
+        "Qwen3 and Llama"
+    }
+
+    fn has(&self, _: &ModelConfig) -> bool {
+        true
+    }
+
+    fn tensors(&self, param: &ParamSpec) -> Vec<Named> {
+        names::tensors(param)
+    }
+
+    fn config_json(&self, model: &ModelConfig, seq_len: usize) -> serde_json::Value {
+        config::config_json(model, seq_len)
+    }
+}

@@ -1,0 +1,54 @@
+//! Tokens to vectors. t tokens, d model, v vocabulary.
+
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use crate::param::{Param, Writes};
+use crate::spec::Part;
+use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
+use nibble_core::{Kernels, Result, Tensor};
+
+/// A row for each token of the vocabulary. No [`Layer`](super::Layer): its input is ids, which have no gradient. Its weight is read as it is, so
+/// no copies are made of it here; a head that is tied to it makes them.
+#[derive(Debug, Clone)]
+pub struct Embedding<B: Kernels> {
+    /// `[v, d]`.
+    pub weight: Param<B>,
+}
+
+/// The tokens.
+#[derive(Debug)]
+pub struct EmbeddingSaved<B: Kernels> {
+    layer: String,
+    ids: B::Buf<i32>,
+}
+
+impl<B: Kernels> Saved for EmbeddingSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        ledger.words::<B, i32>(&self.layer, "ids", &self.ids);
+    }
+}
+
+impl<B: Kernels> Embedding<B> {
+    /// Random weights, the same on every rank.
+    pub fn new(b: &B, seed: u64, part: &Part) -> Result<Self> {
+        Ok(Self { weight: Param::only(b, seed, part)? })
+    }
+
+    /// `[t, d]`; and how many of the tokens are none of the vocabulary.
+    pub fn forward(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<EmbedOut<B>> {
+        Embed { table: &self.weight.master, ids, dtype: cx.activations() }.run(cx.b)
+    }
+
+    /// What the backward pass needs.
+    pub fn saved(&self, ids: B::Buf<i32>) -> EmbeddingSaved<B> {
+        EmbeddingSaved { layer: self.weight.layer().to_owned(), ids }
+    }
+
+    /// Adds the weight's gradient, of that of the vectors.
+    pub fn backward(&mut self, cx: &Cx<'_, B>, saved: EmbeddingSaved<B>, dy_td: &Tensor<B>) -> Result<()> {
+        let shards = cx.shards.local;
+        self.weight.add_gradient(cx, Writes::Adds, |grad, _| {
+            EmbedBackward { ids: &saved.ids, dy: dy_td, grad, shards }.run(cx.b)
+        })
+    }
+}

@@ -1,0 +1,220 @@
+//! What of a model can be counted: its parameters by kind, with the keys they grow with, and the arithmetic of a token.
+
+use super::{LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
+use crate::config::Config;
+use std::collections::HashMap;
+
+/// Parts that are counted together where sizes are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Group {
+    /// Embedding and head.
+    Tables,
+    /// Projections of attention, and norms of heads.
+    Attention,
+    /// MLPs of dense layers.
+    Mlps,
+    /// The experts that every token passes.
+    SharedExperts,
+    /// The experts that routers choose: these alone are divided over ranks.
+    Experts,
+    /// Routers.
+    Routers,
+    /// Norms of the residual stream.
+    Norms,
+}
+
+impl Group {
+    /// Every group, in the order of a forward pass.
+    pub const ALL: [Self; 7] = [
+        Self::Tables,
+        Self::Attention,
+        Self::Mlps,
+        Self::SharedExperts,
+        Self::Experts,
+        Self::Routers,
+        Self::Norms,
+    ];
+
+    /// As a message calls them.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tables => "embedding and head",
+            Self::Attention => "attention",
+            Self::Mlps => "the MLPs",
+            Self::SharedExperts => "the shared experts",
+            Self::Experts => "the experts",
+            Self::Routers => "the routers",
+            Self::Norms => "the norms",
+        }
+    }
+}
+
+/// The parameters of a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parameters {
+    /// Whose.
+    pub group: Group,
+    /// As a message calls them.
+    pub what: &'static str,
+    /// What the largest tensors among them are a product of, the number of layers that have them first.
+    pub sizes: Vec<Size>,
+    /// How many over all ranks; none beyond 128 bits.
+    pub count: Option<u128>,
+}
+
+impl ModelSpec {
+    /// The parameters of every group that the model has.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<Parameters> {
+        Group::ALL.into_iter().filter_map(|group| self.parameters_of(group)).collect()
+    }
+
+    /// The parameters of a group, if the model has any.
+    #[must_use]
+    pub fn parameters_of(&self, group: Group) -> Option<Parameters> {
+        let of_part = |part: &Part| match part.group == group {
+            true => part.params().to_vec(),
+            false => Vec::new(),
+        };
+        let of_run = |run: &Run| -> Vec<(usize, ParamSpec)> {
+            let params = run.block.parts().into_iter().flat_map(of_part);
+            params.map(|param| (run.layers.value, param)).collect()
+        };
+        let runs: Vec<(Size, Vec<(usize, ParamSpec)>)> =
+            self.runs.iter().map(|run| (run.layers, of_run(run))).collect();
+        // The layers that have some: those of one run, or all.
+        let mut with = runs.iter().filter(|(_, params)| !params.is_empty()).map(|(layers, _)| *layers);
+        let layers = match (with.next(), with.next()) {
+            (Some(_), Some(_)) => Some(Size::new(LAYERS, self.num_blocks())),
+            (one, _) => one,
+        };
+        let outside = [&self.embed, &self.norm, &self.head].into_iter().flat_map(of_part);
+        let all: Vec<(usize, ParamSpec)> =
+            outside.map(|param| (1, param)).chain(runs.into_iter().flat_map(|(_, params)| params)).collect();
+        let counts = all.iter().map(|(times, param)| param.count()?.checked_mul(*times as u128));
+        let counts: Vec<Option<u128>> = counts.collect();
+        // The first of the largest; what is beyond counting is larger than all.
+        let size = |at: &usize| counts[*at].unwrap_or(u128::MAX);
+        let largest = (0..all.len()).reduce(|most, at| if size(&at) > size(&most) { at } else { most })?;
+        let what = match group {
+            Group::Tables if self.head.params().is_empty() => "the embedding",
+            _ => group.name(),
+        };
+        Some(Parameters {
+            group,
+            what,
+            sizes: layers.into_iter().chain(all[largest].1.sizes()).collect(),
+            count: counts.into_iter().try_fold(0u128, |sum, count| sum.checked_add(count?)),
+        })
+    }
+
+    /// The most columns of an activation between the embedding and the head's logits; none beyond 128 bits.
+    pub(crate) fn widest(&self) -> Option<u128> {
+        let parts = self.runs.iter().flat_map(|run| run.block.parts());
+        let weights = parts.flat_map(Part::weights);
+        let extents = weights.flat_map(|weight| [&weight.rows, &weight.cols]);
+        extents.map(|extent| extent.count()).try_fold(0, |widest, count| Some(widest.max(count?)))
+    }
+
+    /// About how many values of a token a forward pass keeps, whatever the recipe.
+    pub(crate) fn kept_values(&self) -> f64 {
+        self.runs.iter().map(|run| run.layers.value as f64 * run.block.kept_values()).sum()
+    }
+
+    /// By a layer's id the group by which what it keeps is counted.
+    pub(crate) fn groups(&self) -> HashMap<String, Group> {
+        let parts = self.parts().map(|part| (part.id, part.group));
+        let nodes = self.blocks().flat_map(|block| {
+            block.nodes().into_iter().map(|(id, group)| (id.to_owned(), group)).collect::<Vec<_>>()
+        });
+        parts.chain(nodes).collect()
+    }
+
+    /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, dense MLPs, the head.
+    #[must_use]
+    pub fn active_parameters(&self) -> u64 {
+        let of_run = |run: &Run| {
+            let parts = run.block.parts().into_iter().map(Part::active_parameters);
+            run.layers.value * parts.sum::<usize>()
+        };
+        (self.runs.iter().map(of_run).sum::<usize>() + self.head.active_parameters()) as u64
+    }
+
+    /// Multiply-adds of attention's scores and values for each pair of tokens.
+    fn pair_multiply_adds(&self) -> usize {
+        self.runs.iter().map(|run| run.layers.value * run.block.attn.pair_multiply_adds()).sum()
+    }
+}
+
+impl Config {
+    /// Flops of the products for a token, forward and backward: two a multiply-add, three products for each of the model.
+    /// Attention counts the half of the square that a causal mask leaves, experts their routed rows without padding; what is
+    /// computed again counts once.
+    #[must_use]
+    pub fn flops_per_token(&self) -> f64 {
+        let spec = ModelSpec::new(&self.model);
+        let attention = spec.pair_multiply_adds() as f64 * self.data.seq_len as f64 / 2.0;
+        6.0 * (spec.active_parameters() as f64 + attention)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flops_of_a_token_written_out() {
+        let set = ["model.layers=1", "model.shared_ffn=32"].map(String::from);
+        let config = Config::load("tiny", &set).unwrap();
+        // d 64, 4 heads and 2 key-value heads of 16, 8 experts of 64, 2 a token, 64 symbols, sequences of 128.
+        let multiply_adds = 64 * 64 + 2 * 64 * 32 + 64 * 64 // q, k and v, out
+            + 2 * 64 * 128 / 2 // scores and values, half of the square
+            + 64 * 8 + 2 * 3 * 64 * 64 + 3 * 64 * 32 // router, experts, shared expert
+            + 64 * 64; // head
+        assert_eq!(config.flops_per_token(), (3 * 2 * multiply_adds) as f64);
+        // Values of 8: half of v and of what goes out, and of the product of probabilities and values.
+        let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
+        let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
+        assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);
+    }
+
+    #[test]
+    fn dense_layers_have_an_mlp_and_no_router() {
+        let set = ["model.layers=3", "model.dense_layers=2", "model.ffn=96"].map(String::from);
+        let spec = ModelSpec::new(&Config::load("tiny", &set).unwrap().model);
+        let attention = 64 * 64 + 2 * 64 * 32 + 64 * 64;
+        let routed = 64 * 8 + 2 * 3 * 64 * 64;
+        assert_eq!(spec.active_parameters(), 3 * attention + 2 * 3 * 64 * 96 + routed + 64 * 64);
+    }
+
+    #[test]
+    fn parameters_of_each_group_written_out() {
+        let set = ["model.layers=3", "model.dense_layers=2", "model.ffn=96", "model.shared_ffn=32"];
+        let spec = ModelSpec::new(&Config::load("tiny", &set.map(String::from)).unwrap().model);
+        let told: Vec<_> = spec.parameters().into_iter().map(|p| (p.what, p.count.unwrap())).collect();
+        let attention = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16;
+        assert_eq!(
+            told,
+            [
+                ("the embedding", 64 * 64),
+                ("attention", 3 * attention),
+                ("the MLPs", 2 * 3 * 64 * 96),
+                ("the shared experts", 3 * 64 * 32),
+                ("the experts", 8 * 3 * 64 * 64),
+                ("the routers", 64 * 8),
+                ("the norms", 7 * 64),
+            ]
+        );
+        let keys = |group| -> Vec<(&str, usize)> {
+            let found = spec.parameters_of(group).unwrap();
+            found.sizes.into_iter().map(|size| (size.key, size.value)).collect()
+        };
+        let d_model = ("model.d_model", 64);
+        assert_eq!(keys(Group::Mlps), [("model.dense_layers", 2), d_model, ("model.ffn", 96)]);
+        let layers = ("model.layers - model.dense_layers", 1);
+        assert_eq!(keys(Group::Experts), [layers, ("model.experts", 8), d_model, ("model.expert_ffn", 64)]);
+        let heads = [("model.heads", 4), ("model.head_dim", 16)];
+        assert_eq!(keys(Group::Attention), [&[("model.layers", 3), d_model][..], &heads].concat());
+    }
+}

@@ -1,0 +1,319 @@
+//! What the parts of a decoder layer make together: attention, an MLP, a mixture of experts.
+//! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
+
+use super::{Extent, Group, ParamSpec, Part, PartKind, Size};
+
+/// Sizes of attention.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedQueryShape {
+    /// Model width.
+    pub d_model: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of a head of queries and keys.
+    pub head_dim: usize,
+    /// Elements of a head of values.
+    pub value_dim: usize,
+    /// Whether queries and keys are normed.
+    pub qk_norm: bool,
+}
+
+/// How queries and keys turn with their position; every layer has the same.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Elements of a head that turn, in pairs.
+    pub head_dim: usize,
+    /// Base of the frequencies.
+    pub theta: f64,
+}
+
+/// Attention in which several heads of queries share keys and values.
+#[derive(Debug, Clone)]
+pub struct GroupedQuerySpec {
+    /// `model.layers.3.self_attn`.
+    pub id: String,
+    /// Sizes.
+    pub shape: GroupedQueryShape,
+    /// `[h·c, d]`.
+    pub q: Part,
+    /// `[g·c, d]`.
+    pub k: Part,
+    /// `[g·u, d]`.
+    pub v: Part,
+    /// `[d, h·u]`.
+    pub o: Part,
+    /// Of each head of queries, and of keys: `[c]`.
+    pub norms: Option<[Part; 2]>,
+    /// ε of those.
+    pub eps: f32,
+}
+
+impl GroupedQuerySpec {
+    /// Attention of these sizes. The output projection's weights have the second standard deviation.
+    #[must_use]
+    pub fn new(id: &str, shape: GroupedQueryShape, eps: f32, [std, out_std]: [f32; 2]) -> Self {
+        const GROUP: Group = Group::Attention;
+        let (heads, kv_heads) =
+            (Size::new("model.heads", shape.heads), Size::new("model.kv_heads", shape.kv_heads));
+        let head_dim = Size::new("model.head_dim", shape.head_dim);
+        // The key of values' width need not be written: they are as wide as keys then.
+        let value_dim = match shape.value_dim == shape.head_dim {
+            true => head_dim,
+            false => Size::new("model.value_head_dim", shape.value_dim),
+        };
+        let d_model = Extent::of(&[Size::d_model(shape.d_model)]);
+        let into = |part: &str, heads, dim| {
+            let (id, rows) = (format!("{id}.{part}"), Extent::of(&[heads, dim]));
+            Part::linear(id, false, GROUP, rows, d_model.clone(), std)
+        };
+        let norms = ["q_norm", "k_norm"].map(|part| Part::norm(&format!("{id}.{part}"), head_dim, GROUP));
+        let o_proj = format!("{id}.o_proj");
+        let values = Extent::of(&[heads, value_dim]);
+        Self {
+            id: id.to_owned(),
+            shape,
+            q: into("q_proj", heads, head_dim),
+            k: into("k_proj", kv_heads, head_dim),
+            v: into("v_proj", kv_heads, value_dim),
+            o: Part::linear(o_proj, false, GROUP, d_model.clone(), values, out_std),
+            norms: shape.qk_norm.then_some(norms),
+            eps,
+        }
+    }
+
+    /// Its parts, in canonical order.
+    pub fn parts(&self) -> impl Iterator<Item = &Part> {
+        [&self.q, &self.k, &self.v, &self.o].into_iter().chain(self.norms.iter().flatten())
+    }
+
+    fn pair_multiply_adds(&self) -> usize {
+        let GroupedQueryShape { heads, head_dim, value_dim, .. } = self.shape;
+        heads * (head_dim + value_dim)
+    }
+
+    /// About how many values of a token a forward pass keeps: the input, queries, keys, values and what comes out.
+    fn kept_values(&self) -> f64 {
+        let GroupedQueryShape { d_model, heads, head_dim, value_dim, .. } = self.shape;
+        d_model as f64 + 2.0 * heads as f64 * (head_dim + value_dim) as f64
+    }
+}
+
+/// How a decoder layer's tokens see those before them.
+#[derive(Debug, Clone)]
+pub enum AttentionSpec {
+    /// Several heads of queries share keys and values.
+    GroupedQuery(GroupedQuerySpec),
+}
+
+impl AttentionSpec {
+    /// `model.layers.3.self_attn`.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        let Self::GroupedQuery(spec) = self;
+        &spec.id
+    }
+
+    /// Its parts, in canonical order.
+    pub fn parts(&self) -> impl Iterator<Item = &Part> {
+        let Self::GroupedQuery(spec) = self;
+        spec.parts()
+    }
+
+    /// Multiply-adds of scores and of values for each pair of tokens.
+    #[must_use]
+    pub fn pair_multiply_adds(&self) -> usize {
+        let Self::GroupedQuery(spec) = self;
+        spec.pair_multiply_adds()
+    }
+
+    fn kept_values(&self) -> f64 {
+        let Self::GroupedQuery(spec) = self;
+        spec.kept_values()
+    }
+}
+
+/// An MLP: that of a dense layer, or the expert that every token passes.
+#[derive(Debug, Clone)]
+pub struct MlpSpec {
+    /// `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
+    pub id: String,
+    /// `[2f, d]`: the gate's rows before those that it gates.
+    pub gate_up: Part,
+    /// `[d, f]`.
+    pub down: Part,
+}
+
+impl MlpSpec {
+    /// An MLP of these widths, of the group of dense layers' or of shared experts. The second projection's weights have the second
+    /// standard deviation.
+    #[must_use]
+    pub fn new(id: &str, group: Group, (d_model, ffn): (usize, usize), [std, out_std]: [f32; 2]) -> Self {
+        let key = if group == Group::SharedExperts { "model.shared_ffn" } else { "model.ffn" };
+        let (outside, inside) = (Extent::of(&[Size::d_model(d_model)]), Extent::of(&[Size::new(key, ffn)]));
+        let both = Extent { times: 2, ..inside.clone() };
+        let (gate_up, down) = (format!("{id}.gate_up_proj"), format!("{id}.down_proj"));
+        Self {
+            id: id.to_owned(),
+            gate_up: Part::linear(gate_up, true, group, both, outside.clone(), std),
+            down: Part::linear(down, false, group, outside, inside, out_std),
+        }
+    }
+
+    /// Its parts, in canonical order.
+    pub fn parts(&self) -> impl Iterator<Item = &Part> {
+        [&self.gate_up, &self.down].into_iter()
+    }
+
+    /// About how many values of a token a forward pass keeps: what each product reads, and what SwiGLU does.
+    fn kept_values(&self) -> f64 {
+        let values = |part: &Part| {
+            let of_weight = |weight: &ParamSpec| match part.kind {
+                PartKind::Linear { gated: true } => weight.cols.len() as f64 + weight.rows.len() as f64,
+                _ => weight.cols.len() as f64,
+            };
+            part.weights().iter().map(of_weight).sum::<f64>()
+        };
+        self.parts().map(values).sum()
+    }
+}
+
+/// Sizes of a mixture-of-experts layer.
+#[derive(Debug, Clone, Copy)]
+pub struct MoeShape {
+    /// Model width.
+    pub d_model: usize,
+    /// Width inside an expert.
+    pub ffn: usize,
+    /// Experts over all ranks.
+    pub experts: usize,
+    /// Experts a token.
+    pub top_k: usize,
+    /// Divide the gate weights by their sum.
+    pub normalize: bool,
+    /// Factor of the load-balancing loss.
+    pub aux_coef: f32,
+    /// Factor of the z-loss.
+    pub z_coef: f32,
+}
+
+/// Router and experts of a decoder layer.
+#[derive(Debug, Clone)]
+pub struct MoeSpec {
+    /// `model.layers.3.mlp`.
+    pub id: String,
+    /// Sizes and factors of the router's losses.
+    pub shape: MoeShape,
+    /// `[e, d]`.
+    pub router: Part,
+    /// `[e · 2f, d]` and `[e · d, f]`.
+    pub experts: Part,
+}
+
+impl MoeSpec {
+    /// A mixture of these sizes. The experts' second projections have the second standard deviation.
+    #[must_use]
+    pub fn new(id: &str, shape: MoeShape, stds: [f32; 2]) -> Self {
+        let (experts, d_model) = (Size::new("model.experts", shape.experts), Size::d_model(shape.d_model));
+        let ffn = Size::new("model.expert_ffn", shape.ffn);
+        Self {
+            id: id.to_owned(),
+            shape,
+            router: Part::router(format!("{id}.gate"), experts, d_model, stds[0]),
+            experts: Part::experts(format!("{id}.experts"), (experts, shape.top_k), (d_model, ffn), stds),
+        }
+    }
+
+    /// Its parts, in canonical order.
+    pub fn parts(&self) -> impl Iterator<Item = &Part> {
+        [&self.router, &self.experts].into_iter()
+    }
+
+    /// About how many values of a token a forward pass keeps: what the first product reads and gives, for each of its experts.
+    fn kept_values(&self) -> f64 {
+        let MoeShape { top_k, d_model, ffn, .. } = self.shape;
+        top_k as f64 * (d_model as f64 + 2.0 * ffn as f64)
+    }
+}
+
+/// What a decoder layer does after attention.
+#[derive(Debug, Clone)]
+pub enum FeedSpec {
+    /// One MLP for all tokens.
+    Dense(MlpSpec),
+    /// Some experts for each token.
+    Experts {
+        /// Router and experts.
+        moe: MoeSpec,
+        /// The expert every token passes, if there is one.
+        shared: Option<MlpSpec>,
+    },
+}
+
+impl FeedSpec {
+    /// Its parts, in canonical order.
+    #[must_use]
+    pub fn parts(&self) -> Vec<&Part> {
+        match self {
+            Self::Dense(mlp) => mlp.parts().collect(),
+            Self::Experts { moe, shared } => {
+                moe.parts().chain(shared.iter().flat_map(MlpSpec::parts)).collect()
+            }
+        }
+    }
+
+    /// What is kept of all of it, by a group of which a part has its id.
+    fn nodes(&self) -> Vec<(&str, Group)> {
+        match self {
+            Self::Dense(mlp) => vec![(&mlp.id, Group::Mlps)],
+            Self::Experts { moe, shared } => {
+                let shared = shared.iter().map(|mlp| (mlp.id.as_str(), Group::SharedExperts));
+                [(moe.id.as_str(), Group::Experts)].into_iter().chain(shared).collect()
+            }
+        }
+    }
+
+    fn kept_values(&self) -> f64 {
+        match self {
+            Self::Dense(mlp) => mlp.kept_values(),
+            Self::Experts { moe, shared } => {
+                moe.kept_values() + shared.as_ref().map_or(0.0, MlpSpec::kept_values)
+            }
+        }
+    }
+}
+
+/// A decoder layer: norm, attention, norm, and what comes after attention.
+#[derive(Debug, Clone)]
+pub struct BlockSpec {
+    /// `[d]`, before attention.
+    pub attn_norm: Part,
+    /// Attention.
+    pub attn: AttentionSpec,
+    /// `[d]`, before what follows.
+    pub mlp_norm: Part,
+    /// Experts, or one MLP.
+    pub feed: FeedSpec,
+    /// ε of the norms.
+    pub eps: f32,
+}
+
+impl BlockSpec {
+    /// Its parts, in canonical order.
+    #[must_use]
+    pub fn parts(&self) -> Vec<&Part> {
+        let attention = [&self.attn_norm].into_iter().chain(self.attn.parts());
+        attention.chain([&self.mlp_norm]).chain(self.feed.parts()).collect()
+    }
+
+    /// The ids of what has several parts, and the group by which what it keeps is counted.
+    pub(super) fn nodes(&self) -> Vec<(&str, Group)> {
+        [(self.attn.id(), Group::Attention)].into_iter().chain(self.feed.nodes()).collect()
+    }
+
+    /// About how many values of a token a forward pass keeps.
+    pub(super) fn kept_values(&self) -> f64 {
+        self.attn.kept_values() + self.feed.kept_values()
+    }
+}

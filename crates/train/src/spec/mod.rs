@@ -1,0 +1,251 @@
+//! The model, described once: a tree of parts, made of a configuration alone. Each part has an id, a kind, its weights' shapes, where they
+//! live, and what it multiplies.
+//!
+//! From it follow the model itself, the names by which recipes know its layers, what its tensors are called elsewhere (through a
+//! [`Family`](crate::family::Family)), the sizes that are refused, the arithmetic of a token, what a refusal says of memory, the step record's
+//! layout, and the layers of the report. Nothing is computed here, and no backend is known.
+//!
+//! ```text
+//! model.embed_tokens
+//! model.layers.0                            a block: one for each decoder layer
+//!   input_layernorm
+//!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm
+//!   post_attention_layernorm
+//!   mlp                                     gate_up_proj  down_proj
+//!    or                                     gate  experts, and shared_expert with gate_up_proj  down_proj
+//! model.norm
+//! lm_head                                   or, where it is tied, the embedding once more
+//! ```
+
+mod count;
+mod layers;
+mod part;
+
+pub use count::{Group, Parameters};
+pub use layers::{
+    AttentionSpec, BlockSpec, FeedSpec, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeShape, MoeSpec, Rope,
+};
+pub use part::{Extent, Init, ParamSpec, Part, PartKind, Size};
+
+use crate::config::ModelConfig;
+use nibble_core::recipe;
+
+/// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
+const INIT_STD: f32 = 0.02;
+
+/// The embedding; the head's id as well where it is tied to it.
+const EMBED: &str = "model.embed_tokens";
+/// The output head of its own.
+const HEAD: &str = "lm_head";
+
+/// A model.
+#[derive(Debug, Clone)]
+pub struct ModelSpec {
+    /// Positions.
+    pub rope: Rope,
+    /// `[vocabulary, d]`.
+    pub embed: Part,
+    /// Decoder layers that differ in their number alone, in order; no run is empty.
+    pub runs: Vec<Run>,
+    /// `[d]`, before the head.
+    pub norm: Part,
+    /// `[vocabulary, d]`.
+    pub head: Part,
+    config: ModelConfig,
+}
+
+/// Decoder layers one after the other that differ in their number alone.
+#[derive(Debug, Clone)]
+pub struct Run {
+    /// How many.
+    pub layers: Size,
+    /// The first of them.
+    pub block: BlockSpec,
+}
+
+impl ModelSpec {
+    /// The model of a configuration.
+    #[must_use]
+    pub fn new(config: &ModelConfig) -> Self {
+        let (vocabulary, d_model) =
+            (Size::new("model.vocab_size", config.vocab_size), Size::d_model(config.d_model));
+        let tied = config.tie_embeddings;
+        let head = if tied { EMBED } else { HEAD };
+        // One kind of layer has the key of all.
+        let key = |of_two| if config.dense_layers == 0 || config.experts == 0 { LAYERS } else { of_two };
+        let runs = [
+            (0, Size::new(key("model.dense_layers"), config.num_dense())),
+            (config.num_dense(), Size::new(key("model.layers - model.dense_layers"), config.num_routed())),
+        ];
+        let run = |(first, layers): (usize, Size)| {
+            (layers.value > 0).then(|| Run { layers, block: block(config, first) })
+        };
+        Self {
+            rope: Rope { head_dim: config.head_dim, theta: config.rope_theta },
+            embed: Part::embedding(EMBED, vocabulary, d_model, INIT_STD),
+            runs: runs.into_iter().filter_map(run).collect(),
+            norm: Part::norm("model.norm", d_model, Group::Norms),
+            head: Part::head(head, tied, vocabulary, d_model, INIT_STD),
+            config: config.clone(),
+        }
+    }
+
+    /// The decoder layers, in order.
+    pub fn blocks(&self) -> impl Iterator<Item = BlockSpec> + '_ {
+        (0..self.config.layers).map(|layer| block(&self.config, layer))
+    }
+
+    /// Decoder layers.
+    #[must_use]
+    pub fn num_blocks(&self) -> usize {
+        self.config.layers
+    }
+
+    /// How many of the first decoder layers have no router.
+    #[must_use]
+    pub fn num_dense(&self) -> usize {
+        self.config.num_dense()
+    }
+
+    /// Experts of a layer that has them.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.config.experts
+    }
+
+    /// Every part, in canonical order: that of the parameters, and of a forward pass but for norms of heads.
+    pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
+        let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
+        let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);
+        std::iter::once(first).chain(blocks).chain(last)
+    }
+
+    /// Every parameter, in canonical order.
+    pub fn params(&self) -> impl Iterator<Item = ParamSpec> + '_ {
+        self.parts().flat_map(|part| part.params().to_vec())
+    }
+
+    /// The layers that recipes speak of, in the order of a forward pass.
+    #[must_use]
+    pub fn recipe_layers(&self) -> Vec<recipe::Layer> {
+        let of_block =
+            |block: BlockSpec| block.parts().into_iter().filter_map(Part::layer).collect::<Vec<_>>();
+        self.blocks().flat_map(of_block).chain(self.head.layer()).collect()
+    }
+}
+
+/// The key of the number of decoder layers.
+const LAYERS: &str = "model.layers";
+
+/// The decoder layer of this number.
+fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
+    let id = format!("model.layers.{layer}");
+    let norm = |part: &str| Part::norm(&format!("{id}.{part}"), Size::d_model(config.d_model), Group::Norms);
+    let stds = [INIT_STD, INIT_STD / (2.0 * config.layers as f32).sqrt()];
+    let attention = GroupedQueryShape {
+        d_model: config.d_model,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        value_dim: config.value_head_dim(),
+        qk_norm: config.qk_norm,
+    };
+    let eps = config.norm_eps as f32;
+    let attention = GroupedQuerySpec::new(&format!("{id}.self_attn"), attention, eps, stds);
+    BlockSpec {
+        attn_norm: norm("input_layernorm"),
+        attn: AttentionSpec::GroupedQuery(attention),
+        mlp_norm: norm("post_attention_layernorm"),
+        feed: feed(config, layer, &format!("{id}.mlp"), stds),
+        eps,
+    }
+}
+
+/// What comes after attention: an MLP in the first layers, experts in the others.
+fn feed(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> FeedSpec {
+    let mlp = |id: &str, group, ffn| MlpSpec::new(id, group, (config.d_model, ffn), stds);
+    if layer < config.num_dense() {
+        return FeedSpec::Dense(mlp(id, Group::Mlps, config.ffn));
+    }
+    let shape = MoeShape {
+        d_model: config.d_model,
+        ffn: config.expert_ffn,
+        experts: config.experts,
+        top_k: config.top_k,
+        normalize: config.norm_topk_prob,
+        aux_coef: config.aux_loss_coef as f32,
+        z_coef: config.z_loss_coef as f32,
+    };
+    let shared = (config.shared_ffn > 0)
+        .then(|| mlp(&format!("{id}.shared_expert"), Group::SharedExperts, config.shared_ffn));
+    FeedSpec::Experts { moe: MoeSpec::new(id, shape, stds), shared }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ids key every random number of a run: these are what they always were.
+    #[test]
+    fn ids_of_a_model_with_everything() {
+        let config = ModelConfig {
+            vocab_size: 10,
+            dense_layers: 1,
+            ffn: 96,
+            shared_ffn: 32,
+            tie_embeddings: false,
+            ..ModelConfig::default()
+        };
+        let ids: Vec<String> = ModelSpec::new(&config).params().map(|param| param.id).collect();
+        let layer = |layer: usize, feed: &[&str]| -> Vec<String> {
+            let attention = [
+                "input_layernorm.weight",
+                "self_attn.q_proj.weight",
+                "self_attn.k_proj.weight",
+                "self_attn.v_proj.weight",
+                "self_attn.o_proj.weight",
+                "self_attn.q_norm.weight",
+                "self_attn.k_norm.weight",
+                "post_attention_layernorm.weight",
+            ];
+            attention.iter().chain(feed).map(|part| format!("model.layers.{layer}.{part}")).collect()
+        };
+        let dense = ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"];
+        let routed = [
+            "mlp.gate.weight",
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.down_proj",
+            "mlp.shared_expert.gate_up_proj.weight",
+            "mlp.shared_expert.down_proj.weight",
+        ];
+        let ends = |ids: &[&str]| ids.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let expected = [
+            ends(&["model.embed_tokens.weight"]),
+            layer(0, &dense),
+            layer(1, &routed),
+            ends(&["model.norm.weight", "lm_head.weight"]),
+        ];
+        assert_eq!(ids, expected.concat());
+    }
+
+    #[test]
+    fn a_tied_head_has_the_embeddings_id_and_no_parameter() {
+        let spec = ModelSpec::new(&ModelConfig { vocab_size: 10, ..ModelConfig::default() });
+        assert_eq!((spec.head.id.as_str(), spec.head.params().len()), ("model.embed_tokens", 0));
+        assert_eq!(spec.head.weights()[0].id, spec.embed.weights()[0].id);
+        assert_eq!(spec.head.layer().unwrap().kind, recipe::LayerKind::Head);
+        assert!(spec.embed.layer().is_none());
+    }
+
+    #[test]
+    fn runs_are_the_blocks_but_for_their_numbers() {
+        for (dense_layers, experts) in [(0, 8), (1, 8), (0, 0)] {
+            let config = ModelConfig { layers: 3, dense_layers, experts, ffn: 96, ..ModelConfig::default() };
+            let spec = ModelSpec::new(&config);
+            let of_runs = spec.runs.iter().flat_map(|run| vec![run.block.parts().len(); run.layers.value]);
+            let of_blocks: Vec<usize> = spec.blocks().map(|block| block.parts().len()).collect();
+            assert_eq!(of_runs.collect::<Vec<_>>(), of_blocks);
+            assert_eq!(of_blocks.len(), spec.num_blocks());
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! The leaves of a model's description: parts that have weights, and the shapes of those.
+
+use super::Group;
+use nibble_core::recipe::{Layer, LayerKind};
+
+/// A size of the model, and the key of a configuration that says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// `model.d_model`.
+    pub key: &'static str,
+    /// What it says.
+    pub value: usize,
+}
+
+impl Size {
+    /// The size that this key says.
+    #[must_use]
+    pub const fn new(key: &'static str, value: usize) -> Self {
+        Self { key, value }
+    }
+
+    /// Width of the residual stream.
+    pub(super) const fn d_model(value: usize) -> Self {
+        Self::new("model.d_model", value)
+    }
+}
+
+/// A number of rows or columns: a product of sizes, such as heads · head_dim, so many times.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Extent {
+    /// 2 where the gate and the up projection lie in one matrix.
+    pub times: usize,
+    /// None of a vector's one row.
+    pub sizes: Vec<Size>,
+}
+
+impl Extent {
+    /// The product of these.
+    #[must_use]
+    pub fn of(sizes: &[Size]) -> Self {
+        Self { times: 1, sizes: sizes.to_vec() }
+    }
+
+    /// The number, of a configuration whose sizes can be counted; any other's is cut off.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.sizes.iter().fold(self.times, |product, size| product.saturating_mul(size.value))
+    }
+
+    /// Whether it is 0.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The number; none beyond 128 bits.
+    #[must_use]
+    pub fn count(&self) -> Option<u128> {
+        let mut sizes = self.sizes.iter().map(|size| size.value as u128);
+        sizes.try_fold(self.times as u128, u128::checked_mul)
+    }
+}
+
+/// What a tensor's values are before the first step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// Ones, as of every norm.
+    Ones,
+    /// Normal numbers of this standard deviation. Each is a function of the seed, the tensor's id and its own index.
+    Normal(f32),
+}
+
+/// A tensor that is trained: a matrix `[rows, cols]`, a stack of them, or a vector `[cols]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamSpec {
+    /// `model.layers.3.self_attn.q_proj.weight`. It keys random numbers, transforms' signs and the histories of scales, so it is the same
+    /// whatever the tensor is called elsewhere.
+    pub id: String,
+    /// How many experts' matrices are stacked in it, divided among the ranks. None of what every rank has.
+    pub experts: Option<Size>,
+    /// Rows of a matrix.
+    pub rows: Extent,
+    /// Columns.
+    pub cols: Extent,
+    /// Initial values.
+    pub init: Init,
+}
+
+impl ParamSpec {
+    fn matrix(id: String, rows: Extent, cols: Extent, std: f32) -> Self {
+        Self { id, experts: None, rows, cols, init: Init::Normal(std) }
+    }
+
+    /// Rows and columns of a matrix, one of the stack.
+    #[must_use]
+    pub fn shape(&self) -> (usize, usize) {
+        (self.rows.len(), self.cols.len())
+    }
+
+    /// Matrices stacked in it, over all ranks.
+    #[must_use]
+    pub fn stack(&self) -> usize {
+        self.experts.map_or(1, |experts| experts.value)
+    }
+
+    /// Values over all ranks; none beyond 128 bits.
+    #[must_use]
+    pub fn count(&self) -> Option<u128> {
+        let matrix = self.rows.count()?.checked_mul(self.cols.count()?)?;
+        matrix.checked_mul(self.stack() as u128)
+    }
+
+    /// The sizes that its number of values grows with.
+    pub(super) fn sizes(&self) -> impl Iterator<Item = Size> + '_ {
+        self.experts.into_iter().chain(self.cols.sizes.iter().copied()).chain(self.rows.sizes.iter().copied())
+    }
+}
+
+/// What a part does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PartKind {
+    /// Tokens to rows of its table.
+    Embedding,
+    /// RMSNorm.
+    Norm,
+    /// Y = X·Wᵀ; SwiGLU follows a gated one.
+    Linear {
+        /// Whether it makes the gate and what is gated.
+        gated: bool,
+    },
+    /// Logits of experts.
+    Router,
+    /// Two grouped products with SwiGLU between.
+    Experts {
+        /// Experts of a token.
+        top_k: usize,
+    },
+    /// Logits of the vocabulary, and the loss.
+    Head {
+        /// Whether it takes the embedding's weight.
+        tied: bool,
+    },
+}
+
+/// A part of the model that has weights: a leaf of the tree.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Part {
+    /// `model.layers.3.self_attn.q_proj`: by it recipes know the part, and whatever is kept or counted of it.
+    pub id: String,
+    /// What it does.
+    pub kind: PartKind,
+    /// With which others it is counted.
+    pub group: Group,
+    weights: Vec<ParamSpec>,
+}
+
+impl Part {
+    /// A table `[vocabulary, d]`.
+    pub(super) fn embedding(id: &str, vocabulary: Size, d_model: Size, std: f32) -> Self {
+        let weights = vec![table(id, vocabulary, d_model, std)];
+        Self { id: id.to_owned(), kind: PartKind::Embedding, group: Group::Tables, weights }
+    }
+
+    /// The output head `[vocabulary, d]`; tied if it has the embedding's id.
+    #[must_use]
+    pub fn head(id: &str, tied: bool, vocabulary: Size, d_model: Size, std: f32) -> Self {
+        let weights = vec![table(id, vocabulary, d_model, std)];
+        Self { id: id.to_owned(), kind: PartKind::Head { tied }, group: Group::Tables, weights }
+    }
+
+    /// A norm over this many columns.
+    #[must_use]
+    pub fn norm(id: &str, width: Size, group: Group) -> Self {
+        let weight = ParamSpec {
+            id: format!("{id}.weight"),
+            experts: None,
+            rows: Extent::of(&[]),
+            cols: Extent::of(&[width]),
+            init: Init::Ones,
+        };
+        Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
+    }
+
+    /// A linear layer `[rows, cols]`.
+    #[must_use]
+    pub fn linear(id: String, gated: bool, group: Group, rows: Extent, cols: Extent, std: f32) -> Self {
+        let weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows, cols, std)];
+        Self { id, kind: PartKind::Linear { gated }, group, weights }
+    }
+
+    /// A router `[experts, d]`.
+    pub(super) fn router(id: String, experts: Size, d_model: Size, std: f32) -> Self {
+        let (rows, cols) = (Extent::of(&[experts]), Extent::of(&[d_model]));
+        let weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows, cols, std)];
+        Self { id, kind: PartKind::Router, group: Group::Routers, weights }
+    }
+
+    /// Experts, whose stacks are: gate and up projections `[experts · 2·ffn, d]`, each expert's gate rows before its up rows, and down
+    /// projections `[experts · d, ffn]`.
+    pub(super) fn experts(
+        id: String,
+        (experts, top_k): (Size, usize),
+        (d_model, ffn): (Size, Size),
+        [std, out_std]: [f32; 2],
+    ) -> Self {
+        let stack = |part: &str, rows, cols, std| ParamSpec {
+            experts: Some(experts),
+            ..ParamSpec::matrix(format!("{id}.{part}"), rows, cols, std)
+        };
+        let (inside, outside) = (Extent::of(&[ffn]), Extent::of(&[d_model]));
+        let both = Extent { times: 2, ..inside.clone() };
+        let weights = vec![
+            stack("gate_up_proj", both, outside.clone(), std),
+            stack("down_proj", outside, inside, out_std),
+        ];
+        Self { id, kind: PartKind::Experts { top_k }, group: Group::Experts, weights }
+    }
+
+    /// Every weight that it takes, the embedding's among them where the head is tied.
+    #[must_use]
+    pub fn weights(&self) -> &[ParamSpec] {
+        &self.weights
+    }
+
+    /// Its own parameters, in canonical order.
+    #[must_use]
+    pub fn params(&self) -> &[ParamSpec] {
+        match self.kind {
+            PartKind::Head { tied: true } => &[],
+            _ => &self.weights,
+        }
+    }
+
+    /// As a recipe knows it; none of what no recipe speaks of.
+    #[must_use]
+    pub fn layer(&self) -> Option<Layer> {
+        let (kind, gated) = match self.kind {
+            PartKind::Embedding | PartKind::Norm => return None,
+            PartKind::Linear { gated } => (LayerKind::Linear, gated),
+            PartKind::Router => (LayerKind::Router, false),
+            PartKind::Experts { .. } => (LayerKind::Expert, false),
+            PartKind::Head { .. } => (LayerKind::Head, false),
+        };
+        Some(Layer { kind, name: self.id.clone(), gated })
+    }
+
+    /// Parameters of the matrices that a token meets: as many multiply-adds does each of its products take.
+    #[must_use]
+    pub fn active_parameters(&self) -> usize {
+        let matrices = |times: usize| {
+            let each = self.weights.iter().map(|weight| weight.rows.len() * weight.cols.len());
+            times * each.sum::<usize>()
+        };
+        match self.kind {
+            PartKind::Embedding | PartKind::Norm => 0,
+            PartKind::Linear { .. } | PartKind::Router | PartKind::Head { .. } => matrices(1),
+            PartKind::Experts { top_k } => matrices(top_k),
+        }
+    }
+}
+
+fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
+    ParamSpec::matrix(format!("{id}.weight"), Extent::of(&[vocabulary]), Extent::of(&[d_model]), std)
+}

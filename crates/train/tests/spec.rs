@@ -1,0 +1,135 @@
+//! The model that is made is the one that is described, and what its tensors are called elsewhere changes none of them: a made-up family
+//! has names and layouts of its own.
+
+mod rig;
+
+use nibble_core::Comm;
+use nibble_cpu::{Cpu, ThreadComm};
+use nibble_train::checkpoint::{Checkpoint, Store};
+use nibble_train::config::{Config, ModelConfig};
+use nibble_train::family::{Family, Named};
+use nibble_train::param::Placement;
+use nibble_train::spec::{ModelSpec, ParamSpec};
+use nibble_train::trainer::Trainer;
+use rig::{SOLO, dense, mixed, small, state};
+
+/// Every kind of model that there is.
+fn models() -> [Config; 5] {
+    [
+        small("bf16", &[]),
+        small("bf16", &["model.tie_embeddings=false", "model.value_head_dim=16"]),
+        small("bf16", &["model.shared_ffn=0", "model.qk_norm=false", "model.experts=2"]),
+        dense("bf16", &["model.layers=1"]),
+        mixed("bf16", &["model.layers=3"]),
+    ]
+}
+
+/// This rank's parameters against their description.
+fn as_described(comm: &dyn Comm<Cpu>, config: &Config) {
+    let cpu = Cpu::new(1).unwrap();
+    let mut trainer = Trainer::new(&cpu, comm, config).unwrap();
+    let spec: Vec<ParamSpec> = ModelSpec::new(&config.model).params().collect();
+    let params = trainer.model().params();
+    assert_eq!(params.len(), spec.len());
+    for (param, spec) in params.iter().zip(&spec) {
+        let (rows, cols) = spec.shape();
+        let (placement, rows) = match spec.experts {
+            Some(experts) => {
+                assert_eq!(experts.value, config.model.experts);
+                let local = experts.value / comm.world();
+                (Placement::Experts(local), local * rows)
+            }
+            None => (Placement::Replicated, rows),
+        };
+        let made = (&param.name, param.master.shape(), param.placement);
+        assert_eq!(made, (&spec.id, (rows, cols), placement), "rank {} of {}", comm.rank(), comm.world());
+    }
+    let told: u128 =
+        ModelSpec::new(&config.model).parameters().iter().map(|group| group.count.unwrap()).sum();
+    assert_eq!(trainer.parameters() as u128, told);
+}
+
+#[test]
+fn the_model_is_as_described() {
+    for config in models() {
+        as_described(&SOLO, &config);
+        let config = Config { run: nibble_train::config::RunConfig { ranks: 2, ..config.run }, ..config };
+        let ranks = ThreadComm::world(2);
+        std::thread::scope(|scope| {
+            for comm in ranks {
+                let config = &config;
+                scope.spawn(move || as_described(&comm, config));
+            }
+        });
+    }
+}
+
+/// Short names, gated projections in one tensor, experts stacked in one.
+#[derive(Debug)]
+struct MadeUp;
+
+impl Family for MadeUp {
+    fn name(&self) -> &'static str {
+        "made up"
+    }
+
+    fn has(&self, _: &ModelConfig) -> bool {
+        true
+    }
+
+    fn tensors(&self, param: &ParamSpec) -> Vec<Named> {
+        let (rows, cols) = param.shape();
+        let shape = match param.experts {
+            Some(experts) => vec![experts.value, rows, cols],
+            None if rows == 1 => vec![cols],
+            None => vec![rows, cols],
+        };
+        let name = param.id.replace("model.layers.", "h").replace("self_attn", "attn");
+        vec![Named { name: name.trim_end_matches(".weight").to_owned(), first_row: 0, shape }]
+    }
+
+    fn config_json(&self, model: &ModelConfig, _: usize) -> serde_json::Value {
+        serde_json::json!({ "architectures": ["MadeUpForCausalLM"], "n_layer": model.layers })
+    }
+}
+
+/// A trainer of this family, and the state it begins with.
+fn of_family<'a>(cpu: &'a Cpu, config: &Config, family: Option<&'static dyn Family>) -> Trainer<'a, Cpu> {
+    let mut trainer = Trainer::new(cpu, &SOLO, config).unwrap();
+    if let Some(family) = family {
+        trainer.model().family = family;
+    }
+    trainer
+}
+
+#[test]
+fn a_made_up_family_names_the_same_weights() {
+    let (cpu, config) = (Cpu::new(1).unwrap(), mixed("mxfp4-hopper", &["model.tie_embeddings=false"]));
+    let made_up = || of_family(&cpu, &config, Some(&MadeUp));
+    let (mut ours, mut theirs) = (of_family(&cpu, &config, None), made_up());
+    assert!(state(&cpu, &mut ours) == state(&cpu, &mut theirs), "initial weights");
+    for trainer in [&mut ours, &mut theirs] {
+        (0..2).for_each(|_| drop(trainer.train_step().unwrap()));
+    }
+    let trained = state(&cpu, &mut ours);
+    assert!(trained == state(&cpu, &mut theirs), "weights after two steps");
+
+    let dir = tempfile::tempdir().unwrap();
+    let path = theirs.save(Some(&Store::open(dir.path()).unwrap())).unwrap().unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let told = String::from_utf8(checkpoint.file("config.json").unwrap()).unwrap();
+    assert!(told.contains("MadeUpForCausalLM"), "{told}");
+    let tensors = checkpoint.model().unwrap();
+    let shape = |name: &str| tensors.shapes().find(|(n, _)| *n == name).map(|(_, shape)| shape.to_vec());
+    assert_eq!(shape("h1.mlp.experts.gate_up_proj"), Some(vec![4, 64, 64]));
+    assert_eq!(shape("h0.mlp.gate_up_proj"), Some(vec![192, 64]));
+    assert_eq!(shape("h0.attn.q_norm"), Some(vec![32]));
+    drop(tensors);
+
+    // Back, by the same names; by others nothing is found.
+    let mut again = made_up();
+    again.load(&checkpoint).unwrap();
+    assert!(state(&cpu, &mut again) == trained, "weights and moments that were read");
+    let error = of_family(&cpu, &config, None).load(&checkpoint).unwrap_err().to_string();
+    assert!(error.contains("has no tensor `model.embed_tokens.weight`"), "{error}");
+}
