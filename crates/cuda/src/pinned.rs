@@ -1,4 +1,4 @@
-//! Pinned host memory that belongs to who asked for it: the copy engine writes it directly, at the speed of the bus.
+//! Pinned host memory that a caller owns: the copy engine writes it directly, at the speed of the bus.
 
 use crate::device::Device;
 use crate::driver::named;
@@ -20,7 +20,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Zeros.
+    /// `len` zeros.
     pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
         device.stream()?;
         // The driver gives no memory of no bytes.
@@ -34,7 +34,7 @@ impl Pinned {
         Ok(Self { values, len, device: device.clone() })
     }
 
-    /// Whether the copy engine reaches what begins here directly.
+    /// Whether the copy engine reaches this address directly, because it is pinned.
     pub(crate) fn is_at(address: *const u8) -> bool {
         let mut kind = 0_u32;
         let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;

@@ -24,7 +24,7 @@ pub struct GpuInfo {
     pub memory_bytes: usize,
     /// L2 cache in bytes.
     pub l2_bytes: usize,
-    /// The most dynamic shared memory a cta may ask for, in bytes.
+    /// The most dynamic shared memory a CTA may ask for, in bytes.
     pub shared_bytes_per_cta: usize,
 }
 
