@@ -113,7 +113,8 @@ pub(crate) fn copy_out<T: Pod>(
         bytes: range.len() * size,
     };
     let spans: Vec<Span> = from.iter().map(span).filter(|span| span.bytes > 0).collect();
-    // SAFETY: by the check above so many bytes are there, and all are as many as `to` has. They stay: `from` borrows the buffers.
+    // SAFETY: `check_runs` held every range to its buffer, and the sum of their lengths to that of `to`. `from` borrows the
+    // buffers, so they stay alive.
     unsafe { device.bring(&spans, to) }
 }
 
@@ -229,7 +230,8 @@ impl Device {
     /// when they are there.
     ///
     /// # Safety
-    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the event has passed.
+    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the event
+    /// has passed.
     unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: *mut u8, marked: &Landing) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.fetch_bytes(from, bytes, to)? };
@@ -239,7 +241,8 @@ impl Device {
     /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone.
     ///
     /// # Safety
-    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the stream has passed it.
+    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the second
+    /// stream has made the copy.
     unsafe fn fetch_bytes(&self, from: u64, bytes: usize, to: *mut u8) -> Result<()> {
         // SAFETY: by the caller's promise; the stream is alive.
         check("cuMemcpyDtoHAsync", unsafe {
@@ -262,8 +265,8 @@ impl Device {
     /// Issues the copy of `bytes` at `from` to the block.
     ///
     /// # Safety
-    /// So many bytes are there, and stay until `stream` has passed what is issued here. The block has room for them, and lives
-    /// until its event `done` has passed.
+    /// `bytes` bytes are readable at `from`, and stay until `stream` has passed what is issued here. The block has room for
+    /// them, and lives until its event `done` has passed.
     unsafe fn fetch(&self, from: u64, bytes: usize, stream: sys::CUstream, to: &Landing) -> Result<()> {
         let copies = self.copies();
         // SAFETY: pool and stream live as long as the device.

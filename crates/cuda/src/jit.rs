@@ -118,7 +118,7 @@ impl Nvrtc {
                         point NIBBLE_NVRTC at it"
                 .into());
         }
-        // SAFETY: as above; it is there.
+        // SAFETY: as above; the library was just found.
         crate::symbols::missing("libnvrtc.so", unsafe { sys::culib() }, crate::symbols::NVRTC)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two ints.

@@ -29,7 +29,7 @@ impl Pinned {
         let values = named("cuMemHostAlloc", unsafe { result::malloc_host(bytes, 0) })?;
         // The driver does not give null with success.
         let values = NonNull::new(values.cast::<f32>()).expect("pinned memory has an address");
-        // SAFETY: so many bytes are there, and nobody else's.
+        // SAFETY: room for `len` values was just allocated, and nobody else has its address.
         unsafe { values.write_bytes(0, len) };
         Ok(Self { values, len, device: device.clone() })
     }
@@ -46,7 +46,7 @@ impl Pinned {
 
 impl AsRef<[f32]> for Pinned {
     fn as_ref(&self) -> &[f32] {
-        // SAFETY: so many values, written in `new`, alive as long as `self`.
+        // SAFETY: `len` values, written in `new`, alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.values.as_ptr(), self.len) }
     }
 }

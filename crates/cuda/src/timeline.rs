@@ -154,12 +154,12 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
     if buffer.is_null() {
         return;
     }
-    // Buffers come back only once the library is there.
+    // Buffers come back only after the library was loaded.
     if let Some(Ok(cupti)) = CUPTI.get() {
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut record = std::ptr::null_mut();
-        // SAFETY: the buffer is of `requested`, with so many valid bytes; a record begins with its kind, and those of the three
-        // kinds that are enabled as the structs above do.
+        // SAFETY: the buffer is one that `requested` gave, and its first `valid` bytes hold records. A record begins with its
+        // kind. Only three kinds are enabled, and a record of each begins as its struct above does.
         unsafe {
             while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
             {

@@ -53,7 +53,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// The least microseconds in which so many bytes can be read and written.
+    /// The least time in microseconds to read and write these numbers of bytes.
     pub fn floor_us(&self, read_bytes: u64, written_bytes: u64) -> f64 {
         let moved = (read_bytes + written_bytes) as f64 / self.copy;
         1e6 * moved.max(written_bytes as f64 / self.fill)

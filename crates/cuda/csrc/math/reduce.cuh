@@ -15,7 +15,7 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
     return value;
 }
 
-/// Raises `*to` to at least `bits`. Most calls bring a smaller number than is there already, so a plain load looks
+/// Raises `*to` to at least `bits`. Most calls bring a smaller number than `*to` already holds, so a plain load looks
 /// first: it costs less than an atomic.
 __device__ __forceinline__ void raise(u32* to, u32 bits) {
     if (bits > *const_cast<volatile u32*>(to)) atomicMax(to, bits);

@@ -4,7 +4,7 @@
 //   start anywhere.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
 //   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to what is there.
+// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to the old D.
 // Arithmetic: the tensor cores' F32 accumulators, in order of k.
 //
 // Grid, CTA, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.

@@ -12,7 +12,7 @@ namespace nib {
 struct TransformArg {
     const int* start;
     int num_groups;
-    int rows;  // of what is transformed
+    int rows;  // of the matrix that is transformed
     HadamardArg hadamard;
 
     __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }

@@ -27,7 +27,7 @@ const THREADS: u32 = 256;
 const QUERIES: usize = 64;
 /// The rows of a head are padded to a multiple of this in the backward pass: every kernel's tiles divide it.
 const PADDED: usize = 128;
-/// The sizes of heads that there are instances for.
+/// The sizes of heads that have instances.
 const DIMS: [usize; 4] = [32, 64, 128, GPU_HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;

@@ -18,7 +18,7 @@ const HEAD_THREADS: [usize; 3] = [8, 16, 32];
 /// How many heads a thread has a part of.
 const ROWS: usize = 4;
 
-/// The instance for heads of so many columns, if there is one.
+/// The instance for heads of a certain number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NormRopeConfig {
     dtype: DType,

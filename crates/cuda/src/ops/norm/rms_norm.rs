@@ -22,7 +22,7 @@ const BLOCK: usize = 256;
 pub(crate) const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
 pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
-/// The widths that there are instances for, in blocks.
+/// The widths that have instances, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
 /// The most blocks of the kernel whose threads have two columns of each block.
 const MOST_WIDE_BLOCKS: usize = 8;

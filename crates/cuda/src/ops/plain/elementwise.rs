@@ -91,7 +91,7 @@ fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
     }
 }
 
-/// The numbers of shards that there are instances for. All of a thread's loads are in flight at once.
+/// The numbers of shards that have instances. All of a thread's loads are in flight at once.
 const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
 /// Numbers that a CTA sums. With fewer shards it takes more numbers, so that enough loads are in flight.
 fn sums_per_cta(shards: usize) -> usize {
